@@ -78,8 +78,17 @@ class PreNormLayer:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
-        h, x = self.mlp_norm.fused_add(h, self.mixer(self.mixer_norm(h), batch))
-        return h + self.mlp(x, batch)
+        h, delta = self.advance(h, None, batch)
+        return h + delta
+
+    def advance(self, h: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same on ``h + delta`` (None: 0), as two terms: the next layer's norm adds them, in one kernel."""
+        if delta is None:
+            x = self.mixer_norm(h)
+        else:
+            h, x = self.mixer_norm.fused_add(h, delta)
+        h, x = self.mlp_norm.fused_add(h, self.mixer(x, batch))
+        return h, self.mlp(x, batch)
 
 
 class Embedding:
@@ -187,8 +196,8 @@ class Attention:
         if s.n_kv_heads:
             v = qk[:, s.n_heads :] if s.key_values else v.view(rows, -1, d)
             slots = batch.slots[s.space]
-            self.keys.write(slots, k)
-            self.values.write(slots, v if self.value_norm is None else self.value_norm(v))
+            v = v if self.value_norm is None else self.value_norm(v)
+            self.operations.write_pages(self.keys, self.values, slots, k, v)
         return q, gate
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from daemons.errors import LoadError
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
 from daemons.models import FAMILIES
-from daemons.models.blocks import Block
+from daemons.models.blocks import Block, PreNormLayer
 from daemons.models.loader import WeightLoader
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.gguf_files import GgufFiles
@@ -100,8 +100,14 @@ class ShardModel:
         if self.embedding is not None and hidden is not None:
             hidden.append(h)
         captures: list[Tensor] = []
+        delta: Tensor | None = None  # the last layer's addition, which the next one adds as it norms
         for layer, captured in zip(self.layers, self.captured, strict=True):
-            h = layer(h, batch)
+            if isinstance(layer, PreNormLayer):
+                h, delta = layer.advance(h, delta, batch)
+            else:
+                h = layer(h, batch)
+            if delta is not None and (captured or hidden is not None or layer is self.layers[-1]):
+                h, delta = h + delta, None
             if captured:
                 captures.append(h)
             if hidden is not None:

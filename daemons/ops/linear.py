@@ -6,7 +6,7 @@ synchronises with the host.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,17 @@ class Linear(Protocol):
     n_bytes: int
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class InPlaceLinear(Protocol):
+    """A linear layer that can write the product with one row [1, K] to a place [1, N] in a longer row."""
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether it can, as it was made."""
+
+    def into(self, x: Tensor, out: Tensor) -> None: ...
 
 
 class DenseLinear:
@@ -130,13 +141,20 @@ class Int8CpuLinear:
 
 
 class ConcatLinear:
-    """The outputs of several linear layers on one input, concatenated."""
+    """The outputs of several linear layers on one input, concatenated; of one row, written side by side."""
 
     def __init__(self, parts: list[Linear]) -> None:
         self.parts = parts
+        self.sizes = [p.n_out for p in parts]
+        self.in_place = [p for p in parts if isinstance(p, InPlaceLinear) and p.writes_in_place]
         self.n_out, self.n_bytes = sum(p.n_out for p in parts), sum(p.n_bytes for p in parts)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1 and len(self.in_place) == len(self.parts):
+            out = x.new_empty(1, self.n_out)
+            for part, place in zip(self.in_place, out.split_with_sizes(self.sizes, dim=1), strict=True):
+                part.into(x, place)
+            return out
         return torch.cat([p(x) for p in self.parts], dim=-1)
 
 

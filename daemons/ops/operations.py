@@ -128,6 +128,9 @@ class Operations(Protocol):
     def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         """RMSNorm of each head of x [T, H, D], then RoPE with tables [T, 1, half]."""
 
+    def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store ``k`` and ``v`` [T, K, D] at slots ``page * 64 + offset`` int64 [T]."""
+
     def router(self, router: Router) -> RouteFn:
         """The function that routes rows as ``router`` does."""
 
@@ -174,6 +177,10 @@ class TorchOperations:
 
     def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(norm.float32(x), cos, sin).to(x.dtype)
+
+    def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        keys.write(slots, k)
+        values.write(slots, v)
 
     def router(self, router: Router) -> RouteFn:
         return router

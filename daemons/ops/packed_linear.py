@@ -32,6 +32,8 @@ class RowGemv(Protocol):
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
     ) -> Tensor: ...
 
+    def into(self, packed: PackedWeights, x: Tensor, out: Tensor) -> None: ...
+
 
 class PackedLinear:
     """A matrix ``[N, K]``: gemv on its codes up to MAX_GEMV_ROWS, above a library gemm on dequantised rows.
@@ -64,6 +66,16 @@ class PackedLinear:
             n = min(step, self.n_out - at)
             torch.mm(x, self._dequantised(x.dtype, at, n).t(), out=out[:, at : at + n])
         return out
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether ``into`` may be called."""
+        return self.row_gemv is not None
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """The product with one row x [1, K], written to ``out`` [1, N], a part of a longer row."""
+        assert self.row_gemv is not None
+        self.row_gemv.into(self.packed, x, out)
 
     def _dequantised(self, dtype: torch.dtype, first: int, n: int) -> Tensor:
         return dequantise_packed(self.packed, dtype, first, n).narrow(1, 0, self.n_columns)

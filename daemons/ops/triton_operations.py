@@ -15,7 +15,7 @@ from daemons.ops.operations import (
     PagedQuery,
     PartialAttention,
 )
-from daemons.ops.paged import PagedTensor
+from daemons.ops.paged import DensePages, PagedTensor
 from daemons.ops.partial_attention import Partial, merged
 from daemons.ops.router import RoutedExperts, RouteFn, Router
 from daemons.ops.triton import basic
@@ -93,6 +93,13 @@ class TritonOperations:
     def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         assert norm.weight is not None
         return basic.qk_norm_rope(x, norm.weight, norm.epsilon, cos, sin)
+
+    def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if isinstance(keys, DensePages) and isinstance(values, DensePages):
+            basic.write_pages(keys.slots, values.slots, slots, k, v)
+        else:
+            keys.write(slots, k)
+            values.write(slots, v)
 
     def router(self, router: Router) -> RouteFn:
         return TritonRouter(router)

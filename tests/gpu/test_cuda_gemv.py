@@ -18,6 +18,8 @@ pytestmark = [
 ]
 
 from daemons.ops.cuda.gemv import DTYPES, KINDS, CudaGemv, cuda_gemv  # noqa: E402
+from daemons.ops.linear import ConcatLinear  # noqa: E402
+from daemons.ops.packed_linear import PackedLinear  # noqa: E402
 from daemons.ops.selection import KernelSelector  # noqa: E402
 
 SHAPES = (
@@ -91,6 +93,16 @@ def test_a_row_at_any_address():
     m, x = Matrix.random("Q4_K", 40, 512), normal(1, 520, dtype=torch.bfloat16)
     gemv.prepare("Q4_K", 2)
     assert torch.equal(gemv(m.packed, x[:, 3:515]), gemv(m.packed, x[:, 3:515].contiguous()))
+
+
+def test_products_side_by_side_in_one_row():
+    matrices = [Matrix.random("Q6_K", 70, 512), Matrix.random("Q4_K", 40, 512), Matrix.random("Q8_0", 31, 512)]
+    gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)
+    for m in matrices:
+        gemv.prepare(m.packed.kind.name, 2)
+    x = normal(1, 512, dtype=torch.bfloat16)
+    joined = ConcatLinear([PackedLinear(m.packed, 512, gemv) for m in matrices])
+    assert torch.equal(joined(x), torch.cat([gemv(m.packed, x) for m in matrices], dim=1))
 
 
 def test_a_graph_of_dependent_products_reads_what_the_one_before_wrote():

@@ -48,6 +48,14 @@ def _act_and_mul(dtype: str, gelu: bool) -> Case:
     return Case(f"gated {dtype}", basic.act_and_mul_kernel, signature, constants, tuple(signature), {"num_warps": 4})
 
 
+def _write_pages(dtype: str, pages: str) -> Case:
+    signature = {"k": f"*{dtype}", "v": f"*{dtype}", "slots": "*i64", "keys": f"*{pages}", "values": f"*{pages}"}
+    signature |= dict.fromkeys(("n_columns", "k_stride", "v_stride"), "i32")
+    constants = {"BLOCK": basic.TILE}
+    name = f"write_pages {dtype} as {pages}"
+    return Case(name, basic.write_pages_kernel, signature, constants, tuple(signature), {"num_warps": 4})
+
+
 def _output_gate(name: str, dtype: str, d: int, per_head: bool, softplus: bool) -> Case:
     signature = dict.fromkeys(("x", "gate", "out"), f"*{dtype}")
     signature |= dict.fromkeys(("n_columns", "token_stride", "head_stride", "gate_stride"), "i32")
@@ -62,5 +70,6 @@ CASES = [
     _qk_norm_rope("qk_norm_rope fp16", "fp16", 128, 64),
     _qk_norm_rope("qk_norm_rope bf16, a part rotated", "bf16", 256, 32),
     _act_and_mul("bf16", gelu=True),
+    _write_pages("bf16", "fp16"),
     _output_gate("output_gate bf16, softplus a head", "bf16", 128, per_head=True, softplus=True),
 ]

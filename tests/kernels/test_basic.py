@@ -298,3 +298,18 @@ def test_other_token_counts_compile_nothing(dtype):
     for t in (1, 3, 16, 48, 1000):
         every(t, dtype)()
     assert compiled() == before
+
+
+@pytest.mark.parametrize("pages", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize(("t", "h", "d"), [(1, 4, 256), (5, 3, 64), (2, 8, 192)])
+def test_write_pages(dtype, pages, t, h, d):
+    """Rows are cut out of longer ones, as those of a product are; all other slots stay."""
+    k, v = (cut(t, h * d, dtype=dtype).view(t, h, d) for _ in range(2))
+    v = v + 1
+    found = [normal(64 * 3, h, d, dtype=pages, seed=seed) for seed in (3, 4)]
+    wanted = [one.clone() for one in found]
+    slots = torch.randperm(64 * 3, generator=torch.Generator().manual_seed(5))[:t].to(DEVICE)
+    for pool, rows in zip(wanted, (k, v), strict=True):
+        pool.index_copy_(0, slots, rows.to(pages))
+    basic.write_pages(*found, slots, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

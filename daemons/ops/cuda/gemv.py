@@ -177,6 +177,10 @@ class CudaGemv:
         reduce_splits(parts, out)
         return out
 
+    def into(self, packed: PackedWeights, x: Tensor, out: Tensor) -> None:
+        """``x [1, K] W'`` -> ``out`` [1, N], which may be a part of a longer row."""
+        self._one_row(packed, x, None, 1, out)
+
     def __call__(
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
     ) -> Tensor:
@@ -185,18 +189,23 @@ class CudaGemv:
         """
         if experts is None and x.shape[0] > 1:
             return self.rows(packed, x)
+        out = x.new_empty(1 if experts is None else experts.shape[0], packed.n_rows)
+        self._one_row(packed, x, experts, pairs_per_row, out)
+        return out
+
+    def _one_row(
+        self, packed: PackedWeights, x: Tensor, experts: Tensor | None, pairs_per_row: int, out: Tensor
+    ) -> None:
         kind, n_chunks, n_out = packed.kind.name, packed.n_chunks, packed.n_rows
         shape = gemv_shape(kind, n_chunks, self.limits)
         assert shape is not None
         if x.data_ptr() % 16 or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
-        n_results = 1 if experts is None else experts.shape[0]
-        out = x.new_empty(n_results, n_out)
+        n_results = out.shape[0]
         n_blocks = max(1, shape.per_processor * self.limits.n_processors // n_results)
         grid = (min(n_blocks, padded_rows(n_out) // TILE_ROWS), n_results)
         arguments = (packed.tiles, x, experts, out, n_out, n_chunks, x.shape[1], pairs_per_row)
         self._kernel(kind, shape.depth)(grid, 32 * WARPS, shape.shared_bytes, arguments)
-        return out
 
 
 def cuda_gemv(device: torch.device, dtype: torch.dtype) -> CudaGemv:

@@ -238,6 +238,47 @@ def qk_norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     return out
 
 
+# ---- pages
+
+
+@triton.jit
+def write_pages_kernel(
+    k,  # [T, K, D], a token contiguous
+    v,  # [T, K, D], likewise
+    slots,  # [T]
+    keys,  # [slots, K, D]
+    values,  # [slots, K, D]
+    n_columns,  # K D
+    k_stride,
+    v_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n_columns
+    to = tl.load(slots + row) * n_columns + column
+    tl.store(keys + to, tl.load(k + row * k_stride + column, mask=mask).to(keys.dtype.element_ty), mask=mask)
+    tl.store(values + to, tl.load(v + row * v_stride + column, mask=mask).to(values.dtype.element_ty), mask=mask)
+
+
+def write_pages(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store ``k`` and ``v`` [T, K, D] at ``slots`` int64 [T] of ``keys`` and ``values`` [slots, K, D]."""
+    tokens, n_heads, d = k.shape
+    assert v.shape == k.shape
+    assert keys.shape[1:] == values.shape[1:] == (n_heads, d)
+    assert all(rows.stride(2) == 1 and (n_heads == 1 or rows.stride(1) == d) for rows in (k, v))
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    write_pages_kernel[(tokens, triton.cdiv(n_heads * d, TILE))](
+        *(k, v, slots, keys, values, n_heads * d, k.stride(0), v.stride(0)),
+        BLOCK=TILE,
+        num_warps=4,
+        **dependent_launch(k.device),
+    )
+
+
 # ---- gates
 
 
