@@ -1,7 +1,7 @@
 """Where the parts of the source tree outside this package are: beside it, or inside it where a wheel was installed.
 
 The wheel has `daemons` as `lucevisor/_daemons`, so that the supervisor's environment has no importable package of that
-name, and the demo as `lucevisor/_etc` (`[tool.hatch.build.targets.wheel]` in pyproject.toml).
+name, and the demo and model cards as `lucevisor/_etc` (`[tool.hatch.build.targets.wheel]` in pyproject.toml).
 """
 
 from __future__ import annotations

@@ -88,11 +88,12 @@ class SamplingDefaults:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> SamplingDefaults:
-        """Read `general.sampling.*`; keys that are absent, not numbers or out of range keep the field default."""
-        plain = cls()
+    def from_gguf(cls, metadata: Mapping[str, object], plain: SamplingDefaults | None = None) -> SamplingDefaults:
+        """Read `general.sampling.*`; keys that are absent, not numbers or out of range keep what `plain` has."""
+        plain = plain or cls()
 
         def number(key: str, default: float, low: float, high: float) -> float:
             value = metadata.get(f"general.sampling.{key}")
@@ -106,6 +107,7 @@ class SamplingDefaults:
             top_p=number("top_p", plain.top_p, 0.0, 1.0),
             min_p=number("min_p", plain.min_p, 0.0, 1.0),
             repetition_penalty=number("penalty_repeat", plain.repetition_penalty, 0.01, 100.0),
+            presence_penalty=plain.presence_penalty,
         )
 
 
@@ -222,6 +224,9 @@ class Ports:
     not_ready: Callable[[], Sequence[NotReadyPart]]
     preprocessor: PreprocessorPort | None = None  # None: long bodies are rejected
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    direct_defaults: SamplingDefaults | None = None  # where a prompt switches thinking off; None: as otherwise
+    efforts: Mapping[str, int] = field(default_factory=dict)  # thinking budgets in place of the usual ones
+    stop_ids: frozenset[int] = frozenset()  # tokens that end an answer besides the file's own
     keys: ApiKeys = field(default_factory=ApiKeys)
     admin_keys: ApiKeys = field(default_factory=ApiKeys)  # none: no restarts over HTTP
     settings: ApiSettings = field(default_factory=ApiSettings)

@@ -40,6 +40,7 @@ from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
 from lucevisor.app.log_lines import wanted
 from lucevisor.app.log_reader import LogReader
+from lucevisor.app.model_cards import FamilyCard, find_card
 from lucevisor.app.model_files import open_model
 from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
@@ -325,6 +326,8 @@ class Supervisor:
         if most_connections < server.max_connections:
             log.warning("fewer connections", max_connections=most_connections,
                         reason="the limit of open files is low: raise it (`ulimit -Hn`, LimitNOFILE=)")  # fmt: skip
+        card = find_card(self.model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
+        direct = card.sampling_without_thinking
         return Ports(
             model=ModelCard(
                 name=self.model.name,
@@ -339,7 +342,10 @@ class Supervisor:
             not_ready=self._not_ready,
             preprocessor=Preprocessor(metadata),
             ready_in_s=lambda: self.service.ready_in_s(),
-            defaults=SamplingDefaults.from_gguf(metadata),
+            defaults=SamplingDefaults.from_gguf(metadata, card.sampling.defaults()),
+            direct_defaults=None if direct is None else direct.defaults(),
+            efforts=dict(card.thinking_budgets.items()),
+            stop_ids=card.stop_ids(self._tokenizer),
             keys=ApiKeys(client_keys),
             admin_keys=ApiKeys(admin_keys),
             settings=ApiSettings(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from lucevisor.api.ports import SamplingDefaults
+from lucevisor.api.prompts.chat import read_chat
+from lucevisor.api.prompts.sampling import budget_of
 from lucevisor.text.template import ChatTemplate
 from tests.api.scripted_model import MODEL, Rig, dice, ids_of, say, tokenizer
 
@@ -248,8 +251,24 @@ class TestThinking:
     async def test_a_template_that_always_thinks_cannot_be_told_not_to(self, start):
         template = ChatTemplate("{{ messages[0].content }}<think>{# </think> #}", {})
         client = await start(Rig(template=template))
-        status, answer = await client.chat(reasoning_effort="none")
-        assert (status, answer["error"]["param"]) == (400, "reasoning_effort")
+        status, answer = await client.chat(enable_thinking=False)
+        assert (status, answer["error"]["param"]) == (400, "enable_thinking")
+        assert (await client.chat(reasoning_effort="none"))[0] == 200
+        options = read_chat({"messages": MESSAGES, "reasoning_effort": "none"}, client.rig.ports).options
+        assert options.max_thinking_tokens == 0  # no tokens for it: its end is forced
+
+    @pytest.mark.parametrize(
+        ("effort", "budget"),
+        [("minimal", 256), ("low", 1024), ("medium", 8192), ("high", 32768), ("xhigh", None), ("max", None)],
+    )
+    async def test_efforts_are_budgets_where_the_template_knows_none(self, start, effort, budget):
+        template = ChatTemplate("{{ messages[0].content }}<think>{# </think> #}", {})
+        client = await start(Rig(template=template))
+        body = {"messages": MESSAGES, "reasoning_effort": effort}
+        if effort == "minimal":
+            assert read_chat(body, client.rig.ports).options.max_thinking_tokens == budget
+        assert budget_of(effort, client.rig.ports) == budget
+        assert budget_of("low", replace(client.rig.ports, efforts={"low": 99})) == 99  # of a model card
 
     async def test_a_model_without_a_chat_template(self, start):
         client = await start(Rig(template=None))

@@ -45,6 +45,7 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
     """Return one job per choice: choice i of prompt p is number n*p + i."""
     options = prepared.options
     jobs = []
+    ends = frozenset[int]() if options.ignore_eos else ports.tokenizer.eos_ids | ports.stop_ids
     for p, prompt in enumerate(prepared.prompts):
         room = max(1, ports.max_context - len(prompt))
         for i in range(options.n):
@@ -53,7 +54,7 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
                 prompt=prompt,
                 max_tokens=room if options.max_tokens is None else options.max_tokens,
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
-                stop_ids=frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ports.tokenizer.eos_ids),
+                stop_ids=frozenset(options.stop_ids) | ends,
                 turn_boundaries=tuple(options.turn_ends[p]),
                 constraint=_constraint(prepared, output, ports, room),
                 score_prompt=options.score_prompt,

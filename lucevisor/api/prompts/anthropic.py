@@ -29,7 +29,7 @@ from lucevisor.api.prompts.anthropic_schemas import (
 )
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
-from lucevisor.api.prompts.schemas import EFFORT_BUDGETS
+from lucevisor.api.prompts.sampling import budget_of
 from lucevisor.errors import show
 from lucevisor.text.template import ChatTemplate
 
@@ -64,7 +64,7 @@ def read_count_tokens(fields: dict[str, Any], ports: Ports) -> bytes:
 def _read(kind: type[PromptBody], fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     try:
         body = to_record(kind, fields, RULES)
-        chat = _translated(body, ports.template)
+        chat = _translated(body, ports)
         if isinstance(body, CountTokensBody):
             _leave_open(chat)
         prepared = chat.read(ports, _CHAT_NAMES)
@@ -93,8 +93,8 @@ def _anthropic_name(param: str) -> str:
     return re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", dotted)
 
 
-def _translated(body: PromptBody, template: ChatTemplate | None) -> ChatDraft:
-    chat = ChatDraft()
+def _translated(body: PromptBody, ports: Ports) -> ChatDraft:
+    chat, template = ChatDraft(), ports.template
     if isinstance(body.system, str):
         chat.add_message({"role": "system", "content": body.system}, "system")
     elif body.system:
@@ -112,7 +112,7 @@ def _translated(body: PromptBody, template: ChatTemplate | None) -> ChatDraft:
         chat.add_tool(_function(tool, f"tools[{index}]"), f"tools[{index}]")
     _translate_choice(body, chat)
     _translate_thinking(body, chat, template)
-    _translate_output(body, chat, template)
+    _translate_output(body, chat, ports)
     if isinstance(body, MessagesBody):
         chat.fields |= {
             "max_tokens": body.max_tokens,
@@ -270,13 +270,13 @@ def _translate_thinking(body: PromptBody, chat: ChatDraft, template: ChatTemplat
         chat.unused.append("thinking")
 
 
-def _translate_output(body: PromptBody, chat: ChatDraft, template: ChatTemplate | None) -> None:
-    config = body.output_config
+def _translate_output(body: PromptBody, chat: ChatDraft, ports: Ports) -> None:
+    config, template = body.output_config, ports.template
     if config is not None and config.effort is not None:
         if template is not None and "reasoning_effort" in template.source:
             chat.fields["chat_template_kwargs"] = {"reasoning_effort": config.effort}
         else:
-            chat.fields.setdefault("max_thinking_tokens", EFFORT_BUDGETS.get(config.effort))
+            chat.fields.setdefault("max_thinking_tokens", budget_of(config.effort, ports))
     form = (config.format if config is not None else None) or body.output_format
     if form is not None:
         chat.fields["response_format"] = {

@@ -17,8 +17,8 @@ from lucevisor.api.prompts.checks import check_choices, check_common, check_leng
 from lucevisor.api.prompts.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.prompts.decoding import ignored, to_record
 from lucevisor.api.prompts.messages import check_messages, check_tools
-from lucevisor.api.prompts.sampling import n_top_logprobs, random_seed, sampling_params
-from lucevisor.api.prompts.schemas import EFFORT_BUDGETS, ChatBody
+from lucevisor.api.prompts.sampling import budget_of, n_top_logprobs, random_seed, sampling_params
+from lucevisor.api.prompts.schemas import ChatBody
 from lucevisor.errors import show
 from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
@@ -40,7 +40,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     encoded = _encoded(prompt, ports)
     n_top = n_top_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs")
     options = GenerationOptions(
-        sampling=sampling_params(body, ports, random_seed(), n_top),
+        sampling=sampling_params(body, ports, random_seed(), n_top, direct=tags is None),
         turn_ends=[encoded.turn_ends],
         max_tokens=_max_tokens(body),
         n=check_choices(body.n, 1),
@@ -49,7 +49,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(ChatBody, fields),
         grammar=output_grammar(form, ports, tags, inside=prompt.reasoning_open, calls=calls),
-        max_thinking_tokens=None if tags is None else _thinking_budget(body, template),
+        max_thinking_tokens=None if tags is None else _thinking_budget(body, ports, template),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),
@@ -87,10 +87,10 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def _thinking_budget(body: ChatBody, template: ChatTemplate) -> int | None:
+def _thinking_budget(body: ChatBody, ports: Ports, template: ChatTemplate) -> int | None:
     if body.max_thinking_tokens is not None or "reasoning_effort" in template.source:
         return body.max_thinking_tokens
-    return EFFORT_BUDGETS.get(body.reasoning_effort or "")
+    return budget_of(body.reasoning_effort or "", ports)
 
 
 def _render(
@@ -141,8 +141,10 @@ def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:
         raise bad_parameter(
             param, "the model's chat template cannot switch thinking on; leave it out", "unsupported_value"
         )
-    if not wish and template.output_format.reasoning is not None:
+    if not wish and param == "enable_thinking" and template.output_format.reasoning is not None:
         raise bad_parameter(
-            param, "the model's chat template cannot switch thinking off; leave it out", "unsupported_value"
+            param,
+            "the model's chat template cannot switch thinking off; leave it out, or send max_thinking_tokens: 0",
+            "unsupported_value",
         )
     return None

@@ -68,6 +68,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any]
     model: str
     defaults: SamplingDefaults
+    direct_defaults: SamplingDefaults | None
+    efforts: dict[str, int]
     banned: tuple[int, ...]
     normalise: Normalise
     memory_bytes: int
@@ -252,6 +254,8 @@ class Preprocessor:
             metadata=self._metadata,
             model=ports.model.name,
             defaults=ports.defaults,
+            direct_defaults=ports.direct_defaults,
+            efforts=dict(ports.efforts),
             banned=ports.banned,
             normalise=ports.settings.normalise,
             memory_bytes=ports.settings.preprocess_memory_bytes,

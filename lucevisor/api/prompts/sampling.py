@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports, SamplingDefaults
-from lucevisor.api.prompts.schemas import MAX_BIASES, GenerationBody
+from lucevisor.api.prompts.schemas import EFFORT_BUDGETS, MAX_BIASES, GenerationBody
 from lucevisor.errors import show
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.text.sequence_breakers import TooManyTokens, breaker_tokens
@@ -30,12 +30,15 @@ def random_seed() -> int:
     return secrets.randbits(63)
 
 
-def sampling_params(body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int) -> Sampling:
-    """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs.
+def sampling_params(
+    body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int, *, direct: bool = False
+) -> Sampling:
+    """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs;
+    `direct`: the prompt leaves no room for thinking.
 
     Raises ApiError 400 for a logit_bias that is not about a token.
     """
-    default: SamplingDefaults = ports.defaults
+    default: SamplingDefaults = (direct and ports.direct_defaults) or ports.defaults
     temperature = _or(body.temperature, default.temperature)
     eos = ports.tokenizer.eos_ids if body.ignore_eos else frozenset()
     return Sampling(
@@ -45,7 +48,7 @@ def sampling_params(body: GenerationBody, ports: Ports, seed: int, n_top_logprob
         min_p=_or(body.min_p, default.min_p),
         seed=body.seed if body.seed is not None else seed,
         repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
-        presence_penalty=_or(body.presence_penalty, 0.0),
+        presence_penalty=_or(body.presence_penalty, default.presence_penalty),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=_logit_bias(body, ports.tokenizer.n_vocab),
         n_top_logprobs=n_top_logprobs,
@@ -97,6 +100,11 @@ def _mirostat(body: GenerationBody) -> Mirostat | None:
     if not body.mirostat:
         return None
     return Mirostat(body.mirostat, _or(body.mirostat_tau, 5.0), _or(body.mirostat_eta, 0.1))
+
+
+def budget_of(effort: str, ports: Ports) -> int | None:
+    """Return the thinking budget of an effort in tokens; None: no limit."""
+    return ports.efforts.get(effort, EFFORT_BUDGETS.get(effort))
 
 
 def seed_of_choice(seed: int, index: int) -> int:

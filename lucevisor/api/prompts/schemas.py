@@ -47,7 +47,7 @@ ALIASES: Final[dict[str, str]] = {
 }
 """llama.cpp's and vLLM's names of parameters."""
 
-EFFORT_BUDGETS: Final[dict[str, int]] = {"low": 1024, "medium": 8192}
+EFFORT_BUDGETS: Final[dict[str, int]] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192, "high": 32768}
 """Tokens of thinking by effort, for chat templates that do not know effort; a higher one has no limit."""
 
 HARMLESS: Final[dict[str, Any]] = {

@@ -114,6 +114,8 @@ def _make_ports(setup: Setup) -> Ports:
         template=ChatTemplate.from_gguf(setup.metadata),
         not_ready=tuple,
         defaults=setup.defaults,
+        direct_defaults=setup.direct_defaults,
+        efforts=setup.efforts,
         settings=replace(ApiSettings(), normalise=setup.normalise),
         banned=setup.banned,
     )
