@@ -26,6 +26,7 @@ from daemons.errors import DeviceError, LoadError, StateError
 from daemons.identities import expect, unchanged
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
+from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler
 from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
@@ -67,7 +68,7 @@ class StepOutput:
 
 
 class ModelRunner:
-    """The stages of one daemon and its draft stage, either of which it may lack; after :meth:`load`."""
+    """The stages of one daemon, its draft and its scoring stage, each of which it may lack; after :meth:`load`."""
 
     def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena]) -> None:
         self._load = load
@@ -83,12 +84,13 @@ class ModelRunner:
             for i, arena in enumerate(arenas)
         ]
         self._settled_at = 0.0
+        self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
     @classmethod
     def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
-        """Attach the arenas, load and warm up every stage, and load the draft stage.
+        """Attach the arenas, load and warm up every stage, and load the draft stage and the scoring stage.
 
         Raises GgufError, ArenaError, LoadError or DeviceError.
         """
@@ -109,14 +111,19 @@ class ModelRunner:
             if plan.output:
                 runner._sampler = Sampler(runner.spec.vocabulary, stage.device)
         problem = runner._try_to_load_draft(reporter) if load.draft is not None else ""
-        draft = runner._draft
+        score_problem = runner._try_to_load_scorer(reporter) if load.score is not None else ""
+        draft, scorer = runner._draft, runner.scorer
         assert runner.spec.files is not None
         identities = unchanged(runner.spec.files)
         if draft is not None:
             kernels |= draft.kernels
             identities += draft.spec.files.identities
         use = draft.usage()[0] if draft is not None else None
-        loaded = Loaded(uses, kernels, time.monotonic() - started, identities, use, problem)
+        if scorer is not None:
+            kernels |= scorer.kernels
+        score_use = scorer.usage() if scorer is not None else None
+        seconds = time.monotonic() - started
+        loaded = Loaded(uses, kernels, seconds, identities, use, problem, score_use, score_problem)
         runner._warm_up(reporter)
         return runner, loaded
 
@@ -133,6 +140,19 @@ class ModelRunner:
             reporter.log("error", "the drafter cannot be loaded", reason=str(error))
             self._draft_inputs = None
             return f"the drafter cannot be loaded: {error}"
+        return ""
+
+    def _try_to_load_scorer(self, reporter: Reporter) -> str:
+        """The same for the scoring stage."""
+        try:
+            self.scorer = ScoreStage.load(self._load, self._backend, reporter.progress)
+        except (GgufError, LoadError, DeviceError, OSError) as error:
+            if not self._load.stages:
+                raise
+            reporter.log("error", "the scoring model cannot be loaded", reason=str(error))
+            return f"the scoring model cannot be loaded: {error}"
+        for warning in self.scorer.warnings:
+            reporter.log("warning", warning, stage="scoring")
         return ""
 
     def _load_draft(self, reporter: Reporter) -> DraftStage:
@@ -272,8 +292,9 @@ class ModelRunner:
             self._draft_inputs.reset()
 
     def free_bytes(self) -> list[int]:
-        of_draft = [] if self._load.draft is None else [self._load.draft.device]
-        indices = sorted({*of_draft, *(s.device for p in self._load.stages for s in p.shards)})
+        load = self._load
+        others = [plan.device for plan in (load.draft, load.score) if plan is not None]
+        indices = sorted({*others, *(s.device for p in self._load.stages for s in p.shards)})
         return [devices.memory_free(devices.torch_device(self._backend, i)) for i in indices]
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:

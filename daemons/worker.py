@@ -35,6 +35,7 @@ from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
+from lucevisor.protocol.scoring import ScoreWindow, WindowScores
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.protocol.steps import DraftStep, Reset, ResetDone, Step
 from lucevisor.protocol.transfers import Restore, Save
@@ -166,6 +167,8 @@ class _MessageLoop:
         match frame.message:
             case Step() | DraftStep() as message:
                 return self._step(message, frame.flags)
+            case ScoreWindow() as score:
+                return self._score(score)
             case Load() as load:
                 return self._load(load, frame.fds)
             case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
@@ -214,6 +217,19 @@ class _MessageLoop:
             self._deferred, self._n_rows = outcome, step.n_tokens
         return None
 
+    def _score(self, message: ScoreWindow) -> int | None:
+        started = time.monotonic()
+        self._reporter.phase("score")
+        try:
+            if self._runtime is None or self._runtime.scorer is None:
+                raise ValueError("this daemon has no scoring model")
+            scores = self._runtime.scorer.score(message)
+        except Exception as e:  # process boundary: report, then exit
+            return self._fail(f"window {message.window}", e, "the scoring stage")
+        answer = WindowScores(message.window, 0 if scores is None else len(scores), time.monotonic() - started)
+        self._link.send(answer, payload=[] if scores is None else [scores.contiguous().numpy().data])
+        return None
+
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
         self._reporter.phase("load")
         try:
@@ -221,6 +237,7 @@ class _MessageLoop:
         except Exception as e:  # process boundary: report, then exit
             places = [f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards]
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
+            places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
         self._transfers = TransferExecutor(
             self._runtime.state_map(),

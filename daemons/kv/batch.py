@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -347,6 +347,7 @@ class Batch:
         self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None
+        self.probe: Callable[[Any, Tensor], None] | None = None  # of each attention layer, with its queries [T, H, D]
 
     def by_token(self) -> list[Batch]:
         """Batches of the first, second, ... token of every slice, all of one length, to run one after the other."""

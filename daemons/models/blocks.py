@@ -181,6 +181,8 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         q, gate = self.write(x, batch)
+        if batch.probe is not None:
+            batch.probe(self, q)
         out = batch.map_groups(self._attend, q)
         if self.shape.gate:
             return self.output(self.operations.output_gate(out, gate, self.shape.softplus))

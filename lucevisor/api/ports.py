@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.api.traces import Trace, no_trace
+from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.errors import LucevisorError
@@ -190,6 +191,7 @@ class ApiSettings:
     normalise: Normalise = "off"  # volatile lines of system prompts
 
 
+_MAX_PROMPT: Final = 2**20
 RETRY_AFTER_S: Final = (1, 600)
 """Bounds of Retry-After."""
 
@@ -239,6 +241,7 @@ class Ports:
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
     engine: EnginePort | None = None
+    compressor: Compressor | None = None  # of PFlash; None while it is off
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0
     boundary_row_bytes: int = 0  # of a token's hidden states, from stage to stage
@@ -246,6 +249,13 @@ class Ports:
 
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer)
+
+    @property
+    def max_prompt(self) -> int:
+        """One more than the tokens of the longest prompt; with PFlash, of one that fits when it is shortened."""
+        if self.compressor is None:
+            return self.max_context
+        return min(_MAX_PROMPT, int(self.max_context / self.compressor.settings.least_share))
 
     def retry_after_s(self) -> int:
         """Return the Retry-After of a 503 while the pipeline is down."""

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.grammar.matcher import Grammar
 
@@ -59,7 +60,8 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a generation request.
 
-    ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt.
+    ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt;
+    ``roles``: of the messages, per prompt, empty for raw ones.
     ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
     besides the model's own.  ``ignored``: names of parameters without effect.  ``show_reasoning``: the client wants its
     text; only the Messages API asks.  ``grammar``: what the output must be.  ``max_thinking_tokens`` None: no
@@ -85,6 +87,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_open: bool = False
     show_reasoning: bool = True
     one_tool_call: bool = False
+    roles: list[list[str]] = []
     echoes: tuple[str, ...] = ()
     score_prompt: bool = False
     plain: bool = False
@@ -103,8 +106,12 @@ EncodedResponse = list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request with the token ids of its prompts, and the grammar of its options once it is compiled."""
+    """A request with the token ids of its prompts, and the grammar of its options once it is compiled.
+
+    ``compressed``: what PFlash made of the prompts; empty while it is off.
+    """
 
     options: GenerationOptions
     prompts: list[Sequence[int]]
     grammar: Grammar | None = None
+    compressed: tuple[CompressedPrompt, ...] = ()

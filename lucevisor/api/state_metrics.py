@@ -1,4 +1,4 @@
-"""Prometheus metrics of engine, groups, devices and snapshots, read at each scrape.
+"""Prometheus metrics of engine, groups, devices, PFlash and snapshots, read at each scrape.
 
 Counts nothing itself.  Invariant: labels have few values.
 """
@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lucevisor.api.ports import Ports, SnapshotMetrics
+from lucevisor.compression.compressor import CompressionStatistics
 from lucevisor.engine.draft_statistics import DraftStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.statistics import EngineStatistics
@@ -43,6 +44,8 @@ class StateCollector(Collector):
         yield drops
         if self._ports.engine is not None:
             yield from _engine(self._ports.engine.statistics(), self._ports.boundary_row_bytes)
+        if self._ports.compressor is not None:
+            yield from _compression(self._ports.compressor.statistics)
         snapshots = self._ports.snapshots()
         if snapshots is not None:
             yield from _snapshots(snapshots)
@@ -180,6 +183,19 @@ def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
     tokens.add_metric(["recomputed"], now.n_tokens)
     tokens.add_metric(["kept"], now.n_kept)
     yield tokens
+
+
+def _compression(now: CompressionStatistics) -> Iterator[Metric]:
+    prompts = CounterMetricFamily(_P + "pflash_prompts", "Prompts by what PFlash made of them.", labels=["outcome"])
+    for outcome, n in now.outcomes.items():
+        prompts.add_metric([outcome], n)
+    yield prompts
+    tokens = CounterMetricFamily(_P + "pflash_tokens", "Tokens of shortened prompts, and those kept.", labels=["which"])
+    tokens.add_metric(["prompt"], now.n_tokens)
+    tokens.add_metric(["kept"], now.n_kept)
+    yield tokens
+    yield CounterMetricFamily(_P + "pflash_scored_tokens", "Tokens that the scoring model read.", value=now.n_scored)
+    yield CounterMetricFamily(_P + "pflash_seconds", "Time that shortening took, with waiting.", value=now.seconds)
 
 
 def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Opens the model that a configuration names, and its drafter: files and headers, no weights.
+"""Opens the model that a configuration names, its drafter and its scoring model: files and headers, no weights.
 
 Invariant: what is wrong with a file that the configuration names is a ConfigError; an MTP head that this version cannot
 read, in a model that was asked for without it, is a warning.
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import structlog
 
-from lucevisor.app.model_source import resolve_drafter, resolve_model
+from lucevisor.app.model_source import resolve_drafter, resolve_model, resolve_scorer
 from lucevisor.config import Config
-from lucevisor.deployment.served_model import ServedDrafter, ServedModel
+from lucevisor.deployment.served_model import ServedDrafter, ServedModel, ServedScorer
 from lucevisor.errors import NO_VALUE, ConfigError
 from lucevisor.model.drafters import draft_paths, gemma4_assistant, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
@@ -21,6 +21,8 @@ from lucevisor.model.gguf_header import GgufError, TruncatedFileError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.planner import model_options
 from lucevisor.protocol.loading import DraftKind
+from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.text.vocabulary import TokenizerError
 
 log = structlog.get_logger("lucevisor")
 
@@ -28,9 +30,10 @@ _Notify = Callable[[str], None]
 
 
 def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
-    """Find the files of the model and of its drafter and read their headers.
+    """Find the files of the model, of its drafter and of its scoring model, and read their headers.
 
-    Raises ConfigError naming ``model.path``, ``draft.path``, ``draft.kind`` or a group that has nothing to do.
+    Raises ConfigError naming ``model.path``, ``draft.path``, ``draft.kind``, ``pflash.path`` or a group that has
+    nothing to do.
     """
     path = resolve_model(config, notify)
     try:
@@ -40,7 +43,24 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
         hint = "" if isinstance(error, TruncatedFileError) else "name a file of a family this version runs"
         why = str(error).removeprefix(f"{config.model.path}: ")
         raise ConfigError("model.path", config.model.path, why, hint, file=str(config.file)) from error
-    return ServedModel(spec, files, config.model.name or spec.name, open_drafter(config, spec, notify))
+    drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
+    return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer)
+
+
+def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScorer | None:
+    """Open the scoring model of ``[pflash]``; None while that is off.  Raises ConfigError as above."""
+    source = config.pflash.source
+    if config.pflash.mode == "off" or source is None:
+        return None
+    path = resolve_scorer(config, source, notify)
+    try:
+        spec = open_spec(path)
+        Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
+    except (GgufError, TokenizerError, OSError) as error:
+        hint = "name a file of a family this version runs, such as Qwen3-0.6B"
+        raise ConfigError("pflash.path", config.pflash.path, str(error), hint, file=str(config.file)) from error
+    assert spec.files is not None
+    return ServedScorer(spec, spec.files)
 
 
 def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: None) -> ServedDrafter | None:

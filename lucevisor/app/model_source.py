@@ -59,6 +59,14 @@ def resolve_drafter(config: Config, source: Path | HubFile, notify: Callable[[st
     return _resolve(config, "draft.path", source, notify, directories=True)
 
 
+def resolve_scorer(config: Config, source: Path | HubFile, notify: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the path of the scoring model's (first) file in the same way.
+
+    Raises ConfigError naming ``pflash.path``.
+    """
+    return _resolve(config, "pflash.path", source, notify)
+
+
 def _resolve(
     config: Config, key: str, source: Path | HubFile, notify: Callable[[str], None], *, directories: bool = False
 ) -> Path:

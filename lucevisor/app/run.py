@@ -36,6 +36,7 @@ from lucevisor.api.server import create_app
 from lucevisor.api.traces import no_trace
 from lucevisor.app import collector, logs, traces
 from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.compression import make_compressor
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
 from lucevisor.app.log_lines import wanted
@@ -237,7 +238,7 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
         address = Address(self.url, self.config.server.tls_cert_file)
-        return status(self.service, self.run_dir.name, address, self._progress, requests)
+        return status(self.service, self.run_dir.name, address, self._progress, requests, self._ports.compressor)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -371,6 +372,7 @@ class Supervisor:
             self._ports.max_context = placement.max_context
             self._ports.max_sequences = placement.max_sequences
             self._ports.boundary_row_bytes = dtype_bytes(placement.dtype, self.model.spec.boundary_width)
+        self._ports.compressor = make_compressor(self.config, self.model, self.service, self._tokenizer)
 
     def _not_ready(self) -> list[NotReadyPart]:
         if self.service.state == "ready":

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lucevisor.app.cache_operations import figures
+from lucevisor.app.compression import pflash_status
 from lucevisor.app.progress import KeptProgress
+from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import Service
 from lucevisor.engine.draft_statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
@@ -28,7 +30,12 @@ class Address:
 
 
 def status(
-    service: Service, name: str, address: Address, progress: KeptProgress, requests: list[dict[str, object]]
+    service: Service,
+    name: str,
+    address: Address,
+    progress: KeptProgress,
+    requests: list[dict[str, object]],
+    compressor: Compressor | None = None,
 ) -> dict[str, Any]:
     """Return the whole status; never blocks.  ``ready_in_s``: the likely end of what keeps it from serving, or None."""
     spec = service.model.spec
@@ -52,6 +59,7 @@ def status(
         "engine": _engine(statistics),
         "requests": requests,
         "draft": _draft(service, statistics),
+        "pflash": pflash_status(service, compressor),
         "cache": _cache(service, statistics.cache if statistics is not None else CacheStatistics()),
     }
 

@@ -37,6 +37,7 @@ def status_view(status: Status) -> RenderableType:
         f"{work}{engine['tokens_per_s']} tokens/s",
         page_line(engine["pages"]),
         *draft_lines(status["draft"]),
+        *pflash_lines(status["pflash"]),
         *cache_lines(status["cache"]),
     ]
     return Group(
@@ -164,6 +165,20 @@ def draft_lines(d: dict[str, Any]) -> list[str]:
         f"  drafting took {format_seconds(d['draft_s'])}, verifying {format_seconds(d['verify_s'])}, "
         f"the drafter's context {format_seconds(d['upkeep_s'])}",
     ]
+
+
+def pflash_lines(p: dict[str, Any]) -> list[str]:
+    """The scoring model and what it shortened; nothing while there is none."""
+    if p["state"] == "none":
+        return []
+    why, n = f": {p['reason']}" if p["reason"] else "", p["prompts"]
+    lines = [f"scoring model {p['name']} on {p['device']} is {p['state']}{why}"]
+    if n["compressed"] or n["failed"]:
+        lines.append(
+            f"  shortened {n['compressed']} prompts, {p['tokens']} tokens to {p['kept']}, "
+            f"in {format_seconds(p['seconds'])}; {n['failed']} not scored"
+        )
+    return lines
 
 
 def cache_lines(c: dict[str, Any]) -> list[str]:

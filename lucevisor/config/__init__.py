@@ -11,6 +11,7 @@ from lucevisor.config.effects import not_yet_effective
 from lucevisor.config.kvflash import KvFlashConfig
 from lucevisor.config.load import load
 from lucevisor.config.log import LogConfig
+from lucevisor.config.pflash import PFlashConfig
 from lucevisor.config.schema import Config
 from lucevisor.config.sections import (
     USUAL_CHUNK,
@@ -21,7 +22,6 @@ from lucevisor.config.sections import (
     GroupConfig,
     KvDType,
     ModelConfig,
-    PFlashConfig,
     PlacementConfig,
     RecoveryConfig,
 )

@@ -38,7 +38,6 @@ UNIMPLEMENTED: Mapping[str, Unimplemented] = {
     "kvflash.policy": Unimplemented(
         "this policy of KV Flash", lambda value: value in ("qk", "drafter"), True, "nearest: lru, or exact"
     ),
-    "pflash.mode": Unimplemented("PFlash", lambda value: value != "off", True, "nearest: off"),
 }
 """Keys that are validated but not implemented. Rejected if ignoring them would change answers or break a promise."""
 
@@ -110,7 +109,7 @@ INERT: tuple[Inert, ...] = (
         "remove the key",
     ),
     Inert(
-        ("pflash.threshold", "pflash.keep_ratio"),
+        ("pflash.path", "pflash.device", "pflash.threshold", "pflash.keep_ratio", "pflash.curve", "pflash.window"),
         lambda config: config.pflash.mode == "off",
         "has no effect while pflash.mode is off",
         "remove the key, or set pflash.mode",
@@ -120,6 +119,12 @@ INERT: tuple[Inert, ...] = (
         lambda config: config.pflash.mode == "always",
         "has no effect while pflash.mode is always",
         "remove the key, or set pflash.mode to auto",
+    ),
+    Inert(
+        ("pflash.keep_ratio",),
+        lambda config: bool(config.pflash.curve) and config.pflash.mode != "off",
+        "has no effect beside pflash.curve",
+        "remove one of the two",
     ),
 )
 """Options that depend on others; reported if they are set to something other than their default."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lucevisor.config.api_keys import read_api_keys
 from lucevisor.config.draft import DRAFTER_CHOICES
+from lucevisor.config.pflash import Point
 from lucevisor.config.schema import GROUPS
 from lucevisor.config.sections import visible_devices_variable
 from lucevisor.config.strict import Refused, choose
@@ -52,6 +54,7 @@ def resolve(pending: PendingConfig) -> None:
     _check_groups(pending)
     _check_split(pending)
     _resolve_draft(pending)
+    _resolve_pflash(pending)
     _resolve_devices(pending)
     _check_server(pending)
 
@@ -148,6 +151,9 @@ def _check_every_group_has_a_device(pending: PendingConfig, devices: Sequence[De
     drafter: DeviceRef | None = pending.values.get("draft.device")
     if drafter is not None and pending.values.get("draft.kind") in DRAFTER_CHOICES:
         used.add(drafter.group)
+    scorer: DeviceRef | None = pending.values.get("pflash.device")
+    if scorer is not None and pending.values.get("pflash.mode") != "off":
+        used.add(scorer.group)
     for name in pending.group_names:
         if name not in used:
             why = "has no device in placement.target_devices: its daemon would have nothing to do"
@@ -166,6 +172,23 @@ def _resolve_draft(pending: PendingConfig) -> None:
     if pending.values.get("draft.kind") == "dflash" and pending.values.get("draft.path") == "":
         hint = "name the drafter's file; nearest: draft.kind = auto"
         pending.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", hint)
+
+
+def _resolve_pflash(pending: PendingConfig) -> None:
+    device: DeviceRef | None = pending.values.get("pflash.device")
+    if device is not None:
+        pending.values["pflash.device"] = _resolve_one(pending, "pflash.device", device, "")
+    mode = pending.values.get("pflash.mode")
+    if mode not in (None, "off") and pending.values.get("pflash.path") == "":
+        hint = "name a small model's file, such as Qwen3-0.6B; nearest: pflash.mode = off"
+        pending.refuse("pflash.path", "", f"is empty, and pflash.mode = {mode} needs a scoring model", hint)
+    points = pending.values.get("pflash.curve") or ()
+    for low, high in pairwise(points):
+        if high[0] <= low[0]:
+            why = f"has {high[0]} tokens after {low[0]}"
+            written = [Point().write(point) for point in points]
+            pending.refuse("pflash.curve", written, why, "order the points by tokens, each once")
+            return
 
 
 def _check_server(pending: PendingConfig) -> None:

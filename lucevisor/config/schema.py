@@ -16,13 +16,13 @@ from typing import Any, get_type_hints
 from lucevisor.config.draft import DraftConfig
 from lucevisor.config.kvflash import KvFlashConfig
 from lucevisor.config.log import LogConfig
+from lucevisor.config.pflash import PFlashConfig
 from lucevisor.config.sections import (
     CacheConfig,
     EngineConfig,
     GroupConfig,
     Key,
     ModelConfig,
-    PFlashConfig,
     PlacementConfig,
     RecoveryConfig,
 )

@@ -275,19 +275,6 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PFlashConfig:
-    """PFlash: the drafter shortens long prompts to their relevant parts before prefill. It changes what the model
-    reads."""
-
-    mode: Annotated[
-        Literal["off", "auto", "always"],
-        Key(Choice(("off", "auto", "always")), "`auto`: only prompts of at least `threshold` tokens."),
-    ] = "off"
-    threshold: Annotated[int, Key(Whole(1, 2**30), "Shortest prompt that `auto` shortens.", "tokens")] = 32000
-    keep_ratio: Annotated[float, Key(Real(0.0, 1.0, open_low=True), "Share of the prompt that is kept.")] = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryConfig:
     """What happens when a daemon dies."""
 

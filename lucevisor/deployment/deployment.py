@@ -19,6 +19,7 @@ from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.group_settings import group_devices, group_threads, target_groups
 from lucevisor.deployment.placing import PlacementOnce
+from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.sizes import other_sizes, with_sizes
@@ -86,6 +87,7 @@ class Deployment:
         self.placement: Placement | None = None
         self.buffers: dict[tuple[bool, int], Arena] = {}  # of captures or not, by boundary
         self.transfers: ShardTransfers | None = None
+        self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
         self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
         needed = target_groups(config)
         self._sizes = sizes
@@ -241,10 +243,11 @@ class Deployment:
         placement = await self._placing.wait(group, hello)
         if group not in placement.groups:
             raise LucevisorError(f"it has nothing to run: the drafter is left out: {placement.draft_left_out}")
+        score_files = [] if self._model.scorer is None else [str(path) for path in self._model.scorer.files.paths]
         files, draft_files = await self._weights.model_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
-        load = load_message(placement, group, files, group_threads(self._config, group), draft_files)
+        load = load_message(placement, group, files, group_threads(self._config, group), draft_files, score_files)
         return LoadOrder(load, [self.buffers[arena.capture, arena.boundary].fd for arena in load.arenas])
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
@@ -263,8 +266,8 @@ class Deployment:
         await self._weights.settle()
         inventory = {group: hello.devices for group, hello in hellos.items()}
         speeds = await speeds_for(self._model.spec, self._model.files, self._config, inventory)
-        config = self._config if self._sizes is None else with_sizes(self._config, self._sizes)
-        result = plan(self._model.spec, config, inventory, speeds, self._model.draft_spec)
+        config, model = self._config if self._sizes is None else with_sizes(self._config, self._sizes), self._model
+        result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.score_spec)
         if isinstance(result, Infeasible):
             raise LucevisorError(result.message)
         if self._sizes is not None and (other := other_sizes(result, self._sizes)):
@@ -278,6 +281,7 @@ class Deployment:
         self.buffers = {(arena.capture, arena.boundary): Arena.create(arena) for arena in result.arenas}
         layers = {stage.group: [own.layers for own in result.stages_of(stage.group)] for stage in result.stages}
         self.transfers = ShardTransfers(layers, self.draft_group)
+        self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
         self._hooks.on_placed(self)
         return result
 
@@ -295,6 +299,8 @@ class Deployment:
             with_draft = self._draft_loaded = not self._draft_problem
         if self.transfers is not None:
             self.transfers.ready(group, link)
+        if self.scoring is not None:
+            self.scoring.ready(group, link, loaded.score_problem)
         memory = self._handed.pop(group, None)
         if memory is not None:
             self._begin(self._take_over(group, link, memory, with_draft=with_draft), f"state for {group}")
@@ -311,10 +317,12 @@ class Deployment:
             self._assembly.lost(group, reason)
         if self.transfers is not None:
             self.transfers.lost(group, reason)
+        if self.scoring is not None:
+            self.scoring.lost(group, reason)
         self._hooks.on_change()
 
     def _on_frame(self, group: str, frame: Frame) -> None:
-        if self.transfers is not None and self.transfers.frame(group, frame):
+        if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):
             return
         if self._assembly is not None:
             self._assembly.frame(group, frame)
@@ -340,7 +348,7 @@ class Deployment:
             frozen = await self._hooks.drain()
             if frozen is not None:
                 await self._hand_over(group, frozen)
-        elif self._assembly is not None:
+        elif self._assembly is not None and group == self.draft_group:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
 
@@ -379,6 +387,8 @@ class Deployment:
 
     def _in_hand(self) -> Iterator[Work]:
         """What the daemons work on.  Of all steps only the one begun first: those behind it wait for it."""
+        if self.scoring is not None and self.scoring.in_hand:
+            yield Work(self.scoring.placed.group, self.scoring.in_hand)
         if self._assembly is None or self._engine is None or self.placement is None:
             return
         oldest = self._engine.oldest_in_flight()

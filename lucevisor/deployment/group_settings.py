@@ -12,9 +12,10 @@ from lucevisor.config.draft import DRAFTER_CHOICES
 
 
 def group_devices(config: Config, name: str) -> list[int]:
-    """Indices of the group's devices that the placement or the drafter names."""
+    """Indices of the group's devices that the placement, the drafter or the scoring model names."""
     drafter = config.draft.device if config.draft.kind in DRAFTER_CHOICES else None
-    devices = [*config.placement.devices, *([drafter] if drafter is not None else [])]
+    scorer = config.pflash.device if config.pflash.mode != "off" else None
+    devices = [*config.placement.devices, *(each for each in (drafter, scorer) if each is not None)]
     return list(dict.fromkeys(device.index for device in devices if device.group == name))
 
 

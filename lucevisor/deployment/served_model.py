@@ -19,6 +19,14 @@ class ServedDrafter:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedScorer:
+    """The scoring model of PFlash."""
+
+    spec: ModelSpec
+    files: GgufFiles
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """Files of a model and what their header says.  ``name`` is its id in /v1/models."""
 
@@ -26,7 +34,12 @@ class ServedModel:
     files: tuple[Path, ...]
     name: str
     drafter: ServedDrafter | None = None
+    scorer: ServedScorer | None = None
 
     @property
     def draft_spec(self) -> DraftSpec | None:
         return None if self.drafter is None else self.drafter.spec
+
+    @property
+    def score_spec(self) -> ModelSpec | None:
+        return None if self.scorer is None else self.scorer.spec

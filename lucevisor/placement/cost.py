@@ -33,6 +33,7 @@ from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Dtype, Space, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
 from lucevisor.model.workspace import DEQUANT_ELEMENTS, HOST_CHUNK_PAGES, INT8_GEMV_ROWS, SCORE_ELEMENTS
+from lucevisor.placement.devices import HOST
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
@@ -57,6 +58,26 @@ class StepSizes:
     resident: int
     n_together: int
     pools: PoolSizes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of one shard, on its device and in host memory."""
+
+    weight_bytes: int
+    state_bytes: int
+    workspace_bytes: int
+    host_state_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.weight_bytes + self.state_bytes + self.workspace_bytes
+
+    def bytes_in(self, memory: str, device_memory: str) -> int:
+        """Bytes in ``memory``, for a device whose own memory is ``device_memory``."""
+        on_device = self.total_bytes if memory == device_memory else 0
+        return on_device + (self.host_state_bytes if memory == HOST else 0)
 
 
 @dataclass(frozen=True, slots=True)

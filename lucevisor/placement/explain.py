@@ -34,11 +34,13 @@ def placement_of(result: Result) -> Placement:
 
 
 def rows(result: Result) -> list[TableRow]:
-    """Return a row for each shard, in layer order, and one for the drafter."""
+    """Return a row for each shard, in layer order, one for the drafter and one for the scoring model."""
     p = placement_of(result)
     devices = [(d, str(d.layers)) for d in p.devices]
     if p.draft_device is not None:
         devices.append((p.draft_device, "drafter"))
+    if p.scorer_device is not None:
+        devices.append((p.scorer_device, "scoring"))
     return [
         TableRow(
             group=d.device.group,
@@ -119,7 +121,8 @@ def _listed(heading: str, lines: tuple[str, ...] | list[str]) -> str:
 def as_json(result: Result) -> dict[str, object]:
     """Return the output of ``plan --json``.  Bytes are numbers; unknown values are null."""
     p = placement_of(result)
-    verdicts = [d.fits for d in (*p.devices, *([p.draft_device] if p.draft_device is not None else []))]
+    others = (each for each in (p.draft_device, p.scorer_device) if each is not None)
+    verdicts = [d.fits for d in (*p.devices, *others)]
     fits = False if isinstance(result, Infeasible) else None if None in verdicts else True
     return {
         "fits": fits,
@@ -142,6 +145,7 @@ def as_json(result: Result) -> dict[str, object]:
         "arena_bytes": p.arena_bytes,
         "journal_bytes": p.journal_bytes,
         "draft": _draft_json(p),
+        "pflash": _scorer_json(p),
         "goal": p.goal or None,
         "speeds_measured": p.measured or None,
         "stages": [
@@ -172,6 +176,13 @@ def _draft_json(p: Placement) -> dict[str, object]:
         "captures": list(stage.captures) if stage is not None else [],
         "device": _device_json(device) if device is not None else None,
     }
+
+
+def _scorer_json(p: Placement) -> dict[str, object] | None:
+    if p.scorer is None or p.scorer_device is None:
+        return None
+    name, window = p.scorer.name, p.scorer.window_tokens
+    return {"name": name, "window_tokens": window, "device": _device_json(p.scorer_device)}
 
 
 def _device_json(d: DevicePlan) -> dict[str, object]:

@@ -18,6 +18,7 @@ from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_
 from lucevisor.placement.advice import advise
 from lucevisor.placement.auto_split import AutoSplit, automatic
 from lucevisor.placement.chunks import choose_chunk
+from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import Inventory, Memory, TargetDevice, memories_of, target_devices
 from lucevisor.placement.drafting import (
     DrafterSizing,
@@ -32,7 +33,8 @@ from lucevisor.placement.flash_pool import choose_pool
 from lucevisor.placement.ranges import BoundaryMove, SplitError, check_count, from_ranges, from_weights, snap_to_legal
 from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
 from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
-from lucevisor.placement.sizer import MemoryUse, SizingInputs
+from lucevisor.placement.scoring import ScorerSizing, placed_scorer, scorer_inputs
+from lucevisor.placement.sizer import SizingInputs
 from lucevisor.placement.sizing import Sizing, compute_sizes, reserved_slots
 from lucevisor.placement.speeds import SpeedModel, Speeds
 from lucevisor.placement.stages import arenas_of, stages_of
@@ -48,8 +50,9 @@ def plan(
     inventory: Inventory | None = None,
     speeds: Speeds | None = None,
     drafter: DraftSpec | None = None,
+    scorer: ModelSpec | None = None,
 ) -> Placement | Infeasible:
-    """Place ``spec``, and its ``drafter`` if there is one, on the devices of ``config``.
+    """Place ``spec``, its ``drafter`` and the ``scorer`` of PFlash, if there are any, on the devices of ``config``.
 
     ``spec.files`` must be set.  ``inventory``: the devices that each group's daemon or probe reported.  Free memory is
     unknown for groups that are missing from it: whether they fit is then not checked, and automatic sizes stay small.
@@ -60,10 +63,13 @@ def plan(
     """
     targets = target_devices(config, inventory)
     draft = draft_inputs(config, drafter, targets, inventory)
-    with_drafter = _plan(spec, config, targets, speeds, draft)
+    dtype = choose_dtype(config.engine.dtype, targets)
+    kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
+    scoring = scorer_inputs(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
+    with_drafter = _plan(spec, config, targets, speeds, draft, scoring)
     if draft is None or config.draft.kind != "auto":
         return with_drafter
-    without = _plan(spec, config, targets, speeds, None)
+    without = _plan(spec, config, targets, speeds, None, scoring)
     reason = too_dear(with_drafter, without)
     return left_out(without, draft, reason) if reason else with_drafter
 
@@ -74,11 +80,13 @@ def _plan(
     targets: tuple[TargetDevice, ...],
     speeds: Speeds | None,
     draft: DrafterSizing | None,
+    scoring: ScorerSizing | None,
 ) -> Placement | Infeasible:
     dtype = choose_dtype(config.engine.dtype, targets)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
     drafting = choose_drafting(config, draft)
     inputs = sizing_inputs(spec, config, targets, dtype.dtype, kv_dtype.dtype, draft, drafting)
+    inputs = replace(inputs, scorer=scoring)
     auto, ranges, moves = split_layers(inputs, config.placement.split, config, speeds)
     inputs, sizing = _sized(inputs, ranges, config)
     decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
@@ -193,6 +201,8 @@ def build_placement(
         draft=draft,
         draft_device=_draft_device(inputs, sizing),
         drafting=replace(drafting, max_drafts=sizing.max_drafts),
+        scorer=placed_scorer(inputs.scorer),
+        scorer_device=_scorer_device(inputs, sizing),
     )
 
 
@@ -222,6 +232,14 @@ def _draft_device(inputs: SizingInputs, sizing: Sizing) -> DevicePlan | None:
     target = inputs.draft.target
     memory = memories_of(inputs.all_targets)[target.memory]
     return _device_plan(target, inputs.draft.spec.layers, sizing.draft_use, memory, sizing)
+
+
+def _scorer_device(inputs: SizingInputs, sizing: Sizing) -> DevicePlan | None:
+    scorer = inputs.scorer
+    if scorer is None:
+        return None
+    memory = memories_of(inputs.all_targets)[scorer.target.memory]
+    return _device_plan(scorer.target, scorer.layers, scorer.use, memory, sizing)
 
 
 def _device_plan(

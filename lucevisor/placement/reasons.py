@@ -45,6 +45,7 @@ def reasons_of(decisions: Decisions) -> tuple[str, ...]:
         _layers(decisions),
         *_speeds(decisions),
         *_drafts(decisions),
+        *_scoring(decisions),
         _context(decisions),
         _pages(decisions),
         *_residency(decisions),
@@ -122,6 +123,14 @@ def _speeds(decisions: Decisions) -> Iterator[str]:
         times = f"{format_seconds(decode_s)} per token, {format_seconds(prefill_s)} for {n_rows} tokens at once"
         yield f"{shard.device}: {layers} {times}"
     yield f"speeds were measured {speeds.measured}; plan --measure repeats it"
+
+
+def _scoring(decisions: Decisions) -> Iterator[str]:
+    scorer = decisions.inputs.scorer
+    if scorer is not None:
+        why = "as configured" if decisions.config.pflash.device is not None else "where the last layers are"
+        windows = f"windows of {scorer.window_tokens} tokens"
+        yield f"scoring model: {scorer.spec.name} on {scorer.target.device}, {why}; {windows}"
 
 
 def _drafts(decisions: Decisions) -> Iterator[str]:

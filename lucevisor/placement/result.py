@@ -72,6 +72,23 @@ class PlacedDrafter:
         return self.device.group
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedScorer:
+    """The scoring model of PFlash on its device.  ``window_tokens``: of the longest window; ``step_tokens``: of one
+    message."""
+
+    device: DeviceRef
+    backend: Backend
+    name: str
+    window_tokens: int
+    step_tokens: int
+
+    @property
+    def group(self) -> str:
+        """The group that runs it."""
+        return self.device.group
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
     """One shard and the memory it needs.
@@ -115,7 +132,8 @@ class Placement:
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
     follow.  ``journal_bytes``: the most host memory that the journal takes.  ``draft`` and ``draft_device`` are None
-    without a drafter, ``draft_left_out`` says why there is none.
+    without a drafter, ``draft_left_out`` says why there is none; ``scorer`` and ``scorer_device`` without a
+    scoring model.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which.
     ``reasons`` explain the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an
     automatic split and when its speeds were measured; empty unless it was chosen by speed.
@@ -142,6 +160,8 @@ class Placement:
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""
     drafting: DraftPolicy = field(default_factory=DraftPolicy)
+    scorer: PlacedScorer | None = None
+    scorer_device: DevicePlan | None = None
     pool_pages: int | None = None
     residency_policy: ResidencyPolicy = "lru"
     options: Mapping[str, str] = field(default_factory=dict)
@@ -152,9 +172,9 @@ class Placement:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the groups, in the order of their first stages, the draft stage last."""
-        draft = () if self.draft is None else (self.draft.group,)
-        return tuple(dict.fromkeys((*(stage.group for stage in self.stages), *draft)))
+        """Names of the groups, in the order of their first stages, the draft stage and the scoring stage last."""
+        others = (each.group for each in (self.draft, self.scorer) if each is not None)
+        return tuple(dict.fromkeys((*(stage.group for stage in self.stages), *others)))
 
     @property
     def arena_bytes(self) -> int:

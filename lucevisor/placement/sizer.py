@@ -14,10 +14,11 @@ from msgspec import structs
 from lucevisor.model.pages import max_slot_window_pages, max_window_pages, pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
-from lucevisor.placement.cost import CostModel, StepSizes
+from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import HOST, Memory, TargetDevice, memories_of
 from lucevisor.placement.drafting import DrafterSizing
 from lucevisor.placement.result import Shard
+from lucevisor.placement.scoring import ScorerSizing
 from lucevisor.protocol.loading import PoolSizes, arena_regions
 
 SPARE_STATES = 1
@@ -34,6 +35,7 @@ class SizingInputs:
     memory may take in all groups together; 0: it keeps none there.
     ``draft``: a drafter beside the shards; ``max_drafts``: of a sequence in one step; ``n_draft_states``: recurrent
     states for verification, beyond all others.
+    ``scorer``: the scoring model of PFlash.
     ``models`` caches the cost models of these inputs and of those derived from them, which share the spec.
     """
 
@@ -53,6 +55,7 @@ class SizingInputs:
     draft: DrafterSizing | None = None
     max_drafts: int = 0
     n_draft_states: int = 0
+    scorer: ScorerSizing | None = None
     models: dict[tuple[str, Dtype, Dtype], CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     def model(self) -> CostModel:
@@ -82,28 +85,9 @@ class SizingInputs:
 
     @property
     def all_targets(self) -> tuple[TargetDevice, ...]:
-        """The devices of the shards and of the drafter."""
-        return self.targets if self.draft is None else (*self.targets, self.draft.target)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes of one shard, on its device and in host memory."""
-
-    weight_bytes: int
-    state_bytes: int
-    workspace_bytes: int
-    host_state_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes on the device."""
-        return self.weight_bytes + self.state_bytes + self.workspace_bytes
-
-    def bytes_in(self, memory: str, device_memory: str) -> int:
-        """Bytes in ``memory``, for a device whose own memory is ``device_memory``."""
-        on_device = self.total_bytes if memory == device_memory else 0
-        return on_device + (self.host_state_bytes if memory == HOST else 0)
+        """The devices of the shards, the drafter and the scoring model."""
+        others = (each.target for each in (self.draft, self.scorer) if each is not None)
+        return (*self.targets, *others)
 
 
 def slot_window_pages(spec: ModelSpec) -> int:
@@ -221,7 +205,7 @@ class Sizer:
         return StepSizes(self.max_tokens(max_context), n, max_context, resident, -(-n // self.n_stages), pools)
 
     def needed_bytes(self, memory: str, max_context: int, n_pages: int) -> int:
-        """Bytes that all shards and the drafter take in a memory; in the host's, with the arenas."""
+        """Bytes that all shards, the drafter and the scoring model take in a memory; in the host's, with the arenas."""
         total = 0
         for target, shard in zip(self.inputs.targets, self.shards, strict=True):
             if memory in (target.memory, HOST):
@@ -229,6 +213,9 @@ class Sizer:
         draft = self.inputs.draft
         if draft is not None and memory in (draft.target.memory, HOST):
             total += self.draft_use(max_context, n_pages).bytes_in(memory, draft.target.memory)
+        scorer = self.inputs.scorer
+        if scorer is not None:
+            total += scorer.use.bytes_in(memory, scorer.target.memory)
         return total + (self.arena_bytes(max_context) if memory == HOST else 0)
 
     def arena_bytes(self, max_context: int) -> int:

@@ -14,11 +14,12 @@ from itertools import pairwise
 from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import HOST, HOST_PAGES, TargetDevice, memories_of
 from lucevisor.placement.drafting import REFERENCE_TOKENS
 from lucevisor.placement.ranges import balanced_ranges
 from lucevisor.placement.result import Shard, Shortage
-from lucevisor.placement.sizer import MemoryUse, Sizer, SizingInputs, most, slot_window_pages
+from lucevisor.placement.sizer import Sizer, SizingInputs, most, slot_window_pages
 from lucevisor.placement.stages import shards_of, stages_of
 from lucevisor.protocol.loading import PoolSizes
 
@@ -221,13 +222,16 @@ class RangeMemory:
         return self.n_bytes(i, layers) / self._room[i]
 
     def _reserved(self) -> Counter[str]:
-        """Bytes in each memory that no shard can have: those of the arenas and of the drafter."""
+        """Bytes in each memory that no shard can have: those of the arenas, the drafter and the scoring model."""
         out = Counter({HOST: self._sizer.arena_bytes(self._context)})
         draft = self.inputs.draft
         if draft is not None:
             use = self._sizer.draft_use(self._context, self._pages)
             for memory in {draft.target.memory, HOST}:
                 out[memory] += use.bytes_in(memory, draft.target.memory)
+        scorer = self.inputs.scorer
+        if scorer is not None:
+            out[scorer.target.memory] += scorer.use.total_bytes
         return out
 
 

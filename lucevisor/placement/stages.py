@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, dtype_bytes
 from lucevisor.placement.result import PlacedDrafter, Placement, Shard, Stage
-from lucevisor.protocol.loading import ArenaPlan, CaptureSource, DraftPlan, Load, ShardPlan, StagePlan, arena_regions
+from lucevisor.protocol.loading import (
+    ArenaPlan,
+    CaptureSource,
+    DraftPlan,
+    Load,
+    ScorePlan,
+    ShardPlan,
+    StagePlan,
+    arena_regions,
+)
 
 
 def shards_of(
@@ -72,11 +81,17 @@ class LoadFiles:
 
 
 def load_message(
-    placement: Placement, group: str, files: LoadFiles, threads: int = 0, draft_files: LoadFiles | None = None
+    placement: Placement,
+    group: str,
+    files: LoadFiles,
+    threads: int = 0,
+    draft_files: LoadFiles | None = None,
+    score_files: Sequence[str] = (),
 ) -> Load:
     """Return the Load message for the daemon of ``group``.
 
-    ``draft_files``: for the group of the draft stage; None: without the drafter.  ``Load.arenas`` are those at either
+    ``draft_files``: for the group of the draft stage; None: without the drafter.  ``score_files``: of the scoring
+    model, which its group loads.  ``Load.arenas`` are those at either
     end of the group's stages, each once, in the order of ``placement.arenas``: send one descriptor for each, in this
     order.  Raises KeyError when the group has no stage.
     """
@@ -85,7 +100,8 @@ def load_message(
         if draft_files is None:
             placement = replace(placement, draft=None)
         draft = placement.draft
-    if not own and draft is None:
+    scorer = placement.scorer if placement.scorer is not None and placement.scorer.group == group else None
+    if not own and draft is None and scorer is None:
         raise KeyError(f"the group {group} has no stage in this placement")
     arenas = [arena for arena in placement.arenas if _touches(placement, arena, group)]
     place = {(arena.capture, arena.boundary): i for i, arena in enumerate(arenas)}
@@ -116,6 +132,9 @@ def load_message(
         identities=list(files.identities),
         draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
         attend_host=placement.pools.host_pages > 0 and placement.residency_policy == "exact",
+        score=None
+        if scorer is None
+        else ScorePlan(list(score_files), scorer.device.index, scorer.window_tokens, scorer.step_tokens),
     )
 
 

@@ -74,6 +74,10 @@ LIMITS: dict[MessageKind, Limits] = {
     ),
     MessageKind.DRAFT_STEP: Limits(MAX_METADATA_BYTES, 0, "as Step, and a few ids per slice"),
     MessageKind.MASKS: Limits(4 * KIB, 64 * MIB, "three numbers; payload: 2,048 rows of a 262,144-word vocabulary"),
+    MessageKind.SCORE_WINDOW: Limits(1 * MIB, 0, "at most 5 bytes per token of a few thousand"),
+    MessageKind.WINDOW_SCORES: Limits(
+        4 * KIB, 4 * MIB, "three numbers; payload: float32 scores of a window of 1 Mi tokens"
+    ),
     MessageKind.FAILED: Limits(1 * MIB, 0, "a traceback"),
     MessageKind.RESET: Limits(4 * KIB, 0, "one number"),
     MessageKind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),

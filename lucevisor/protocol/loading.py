@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
 
-from lucevisor.model.values import Backend, Dtype, FileIdentity, LayerRange, Tier
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, FileIdentity, LayerRange, Space, Tier
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
@@ -95,6 +96,18 @@ class DraftPlan(msgspec.Struct, frozen=True):
     identities: list[FileIdentity] = []  # expected of ``files``; [] = not compared
 
 
+class ScorePlan(msgspec.Struct, frozen=True):
+    """The scoring model of PFlash: a whole model on one device, without its output matrix.
+
+    ``window_tokens``: positions of its pool, the longest window; ``step_tokens``: the most tokens of one ScoreWindow.
+    """
+
+    files: list[str]
+    device: int
+    window_tokens: int
+    step_tokens: int
+
+
 def arena_regions(n_stages: int) -> int:
     """Regions of an arena, and the most steps in flight: one for each stage, and one that waits at the first.
 
@@ -144,6 +157,16 @@ class PoolSizes(msgspec.Struct, frozen=True):
         return self.states - self.host_states
 
 
+def score_pools(spaces: Collection[Space], window_tokens: int) -> PoolSizes:
+    """Return the pools of one window of a scoring model with layers of these spaces."""
+    n_pages = -(-window_tokens // PAGE_TOKENS)
+    return PoolSizes(
+        full_pages=n_pages if Space.FULL in spaces else 0,
+        window_pages=n_pages if Space.WINDOW in spaces else 0,
+        states=1 if Space.RECURRENT in spaces else 0,
+    )
+
+
 class Load(msgspec.Struct, frozen=True):
     """Load these layers and run them.  ``max_drafts``: the most that a slice verifies; 0: none, here or anywhere."""
 
@@ -161,6 +184,7 @@ class Load(msgspec.Struct, frozen=True):
     draft: DraftPlan | None = None
     max_drafts: int = 0
     attend_host: bool = False  # layers attend to pages in host memory, too
+    score: ScorePlan | None = None
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -183,3 +207,5 @@ class Loaded(msgspec.Struct, frozen=True):
     identities: list[FileIdentity] = []  # of the files that were read, the drafter's last: the same before and after
     draft: DeviceUse | None = None  # of the draft stage
     draft_problem: str = ""  # why the draft stage does not run although other stages of the daemon do
+    score: DeviceUse | None = None  # of the scoring model
+    score_problem: str = ""  # the same for the scoring model

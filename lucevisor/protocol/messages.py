@@ -3,9 +3,9 @@
 A frame's kind selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  No sockets, no tensors.
 
-Direction: ``link`` carries Load, Step, DraftStep, Masks, Reset, Check, Save, Restore, Shutdown down and Hello, Loaded,
-StepResult, ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse`` carries Heartbeat, Progress and
-LogLine up.
+Direction: ``link`` carries Load, Step, DraftStep, Masks, ScoreWindow, Reset, Check, Save, Restore, Shutdown down and
+Hello, Loaded, StepResult, WindowScores, ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse``
+carries Heartbeat, Progress and LogLine up.
 
 The records of loading, checks, steps and transfers live in their own modules.  docs/protocol.md is generated from them.
 """
@@ -19,6 +19,7 @@ import msgspec
 
 from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.scoring import ScoreWindow, WindowScores
 from lucevisor.protocol.steps import DraftStep, Masks, Reset, ResetDone, Step, StepResult
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
@@ -46,6 +47,8 @@ class MessageKind(IntEnum):
     TRANSFER_FAILED = 16
     DRAFT_STEP = 17
     MASKS = 18
+    SCORE_WINDOW = 19
+    WINDOW_SCORES = 20
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -72,7 +75,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """Liveness of the process, and how long its compute thread has been busy with one thing."""
 
     count: int
-    phase: Literal["start", "load", "idle", "step", "check"]
+    phase: Literal["start", "load", "idle", "step", "score", "check"]
     busy_s: float  # in this phase; while loading, since the last progress
     step_id: int
     n_steps: int
@@ -106,7 +109,9 @@ Message = (
     | Step
     | DraftStep
     | Masks
+    | ScoreWindow
     | StepResult
+    | WindowScores
     | Failed
     | Reset
     | ResetDone
@@ -130,6 +135,8 @@ MESSAGES: dict[MessageKind, type[Message]] = {
     MessageKind.STEP: Step,
     MessageKind.DRAFT_STEP: DraftStep,
     MessageKind.MASKS: Masks,
+    MessageKind.SCORE_WINDOW: ScoreWindow,
+    MessageKind.WINDOW_SCORES: WindowScores,
     MessageKind.STEP_RESULT: StepResult,
     MessageKind.FAILED: Failed,
     MessageKind.RESET: Reset,

@@ -127,7 +127,11 @@ class Tokenizer:
     def is_text(self, token_id: int) -> bool:
         """Return whether a token is ordinary text: no marker, and in use."""
         unused = self._vocabulary.types[token_id] == TokenType.UNUSED
-        return bool(self._bytes[token_id]) and not unused and not self._is_marker(token_id)
+        return bool(self._bytes[token_id]) and not unused and not self.is_marker(token_id)
+
+    def is_marker(self, token_id: int) -> bool:
+        """Return whether a token is a control or user-defined token, of which templates build messages."""
+        return self._vocabulary.tokens[token_id] in self._markers
 
     def turn_ends(self, ids: Sequence[int]) -> list[int]:
         """Return the ascending offsets at which chat messages are complete, whitespace after the end token included.
@@ -138,14 +142,11 @@ class Tokenizer:
         for index, token_id in enumerate(ids):
             if token_id in self._vocabulary.turn_end_ids and token_id != self.bos:
                 end = index + 1
-                while end < len(ids) and not self._is_marker(ids[end]) and self._bytes[ids[end]].isspace():
+                while end < len(ids) and not self.is_marker(ids[end]) and self._bytes[ids[end]].isspace():
                     end += 1
                 # Whitespace before ordinary text belongs to it: the next message may merge it differently.
-                ends.append(end if end == len(ids) or self._is_marker(ids[end]) else index + 1)
+                ends.append(end if end == len(ids) or self.is_marker(ids[end]) else index + 1)
         return ends
-
-    def _is_marker(self, token_id: int) -> bool:
-        return self._vocabulary.tokens[token_id] in self._markers
 
     def _merge(self, text: str) -> list[int]:
         if not text:

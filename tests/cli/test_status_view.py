@@ -43,6 +43,10 @@ def status(**more):
         "kind": "dflash", "name": "drafter", "device": "right:0", "state": "attached", "reason": "", "paused": "",
         "verify_slices": 0,
     }  # fmt: skip
+    pflash = {
+        "name": "scorer", "device": "right:0", "state": "detached", "reason": "group right is BACKOFF",
+        "prompts": {"compressed": 99_999, "failed": 9}, "tokens": 10**9, "kept": 10**8, "seconds": 12_345.6,
+    }  # fmt: skip
     cache = {
         "max_slots": 32, "prefix_slots": 31, "bytes": 1 << 29, "memory": 1 << 30, "prompts": 99_999, "hits": 88_888,
         "tokens": {"memory": 1_000_000, "disk": 5}, "dir": "/var/cache/lucevisor", "disk": 20 << 30, "snapshots": 12,
@@ -58,7 +62,7 @@ def status(**more):
             "pages": {"out": 0, "spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
         },
         "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
-        "draft": draft, "cache": cache,
+        "draft": draft, "pflash": pflash, "cache": cache,
     } | more  # fmt: skip
 
 
@@ -66,6 +70,13 @@ def printed(view, width=80):
     output = io.StringIO()
     Console(file=output, width=width).print(view)
     return output.getvalue()
+
+
+def test_the_scoring_model_is_shown_while_there_is_one():
+    text = printed(status_view(status()))
+    assert "scoring model scorer on right:0 is detached: group right is BACKOFF" in text
+    assert "shortened 99999 prompts" in text
+    assert "scoring model" not in printed(status_view(status(pflash={"state": "none"})))
 
 
 def test_status_fits_80_columns():

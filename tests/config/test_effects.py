@@ -36,8 +36,6 @@ def box(tmp_path):
     [
         ("kvflash.policy=qk", "kvflash.policy"),
         ("kvflash.policy=drafter", "kvflash.policy"),
-        ("pflash.mode=auto", "pflash.mode"),
-        ("pflash.mode=always", "pflash.mode"),
     ],
 )
 def test_features_that_would_change_answers_are_refused_until_they_exist(box, override, key):
@@ -95,6 +93,10 @@ def test_switches_at_off_say_nothing(box):
         "kvflash.host=1GiB",
         "pflash.threshold=1",
         "pflash.keep_ratio=0.5",
+        "pflash.path=scorer.gguf",
+        "pflash.device=gpu:0",
+        "pflash.curve=9:0.5",
+        "pflash.window=1024",
         "server.allow_open=true",
         "groups.gpu.threads=2",
         "groups.host.visible_devices=0",
@@ -134,6 +136,12 @@ def test_options_with_effect_say_nothing(box):
         "draft.path=drafter.gguf",
         "draft.device=gpu:0",
         "draft.width=4",
+        "pflash.mode=auto",
+        "pflash.path=scorer.gguf",
+        "pflash.device=gpu:0",
+        "pflash.threshold=1",
+        "pflash.keep_ratio=0.5",
+        "pflash.window=1024",
     ]
     assert load(box, used).notices == ()
 
@@ -142,6 +150,17 @@ def test_what_slots_may_take_is_told_of_when_there_are_none(box):
     settings = {"memory": "2GiB", "states": "host", "min_tokens": 9, "checkpoint_pages": 1}
     config = load(box, ["cache.prefix_slots=0", *(f"cache.{key}={value}" for key, value in settings.items())])
     assert [notice.key for notice in config.notices] == [f"cache.{key}" for key in settings]
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (["pflash.mode=always", "pflash.threshold=1"], "pflash.threshold"),
+        (["pflash.mode=auto", "pflash.curve=9:0.5,10:0.4", "pflash.keep_ratio=0.5"], "pflash.keep_ratio"),
+    ],
+)
+def test_what_another_key_of_pflash_replaces_is_told_of(box, more, key):
+    assert [notice.key for notice in load(box, ["pflash.path=s.gguf", *more]).notices] == [key]
 
 
 def test_a_weight_for_the_only_device_is_told_of(tmp_path):
@@ -191,9 +210,6 @@ def attributes_read_outside_config() -> set[tuple[str, str]]:
 SAMPLES = {
     "kvflash.policy": "qk",
     "kvflash.tau": "32",
-    "pflash.mode": "auto",
-    "pflash.threshold": "1",
-    "pflash.keep_ratio": "0.5",
 }
 """A value other than the default for each key that no code reads."""
 PARTLY = {"kvflash.policy"}

@@ -66,6 +66,25 @@ device = "{device}"
     assert config.notices == ()
 
 
+def test_a_group_may_run_the_scoring_model_alone(file):
+    text = f"""{SMALLEST}
+[groups.aside]
+backend = "cuda"
+[pflash]
+mode = "always"
+path = "s.gguf"
+device = "cuda:0"
+curve = ["100:0.5", "200:0.25"]
+"""
+    config = load(file(text))
+    assert config.pflash.device == DeviceRef("aside", 0)
+    assert config.pflash.curve == ((100, 0.5), (200, 0.25))
+    assert config.notices == ()
+    error = error_of(file(text.replace("always", "off")))
+    assert error.key == "groups.aside"
+    assert "nothing to do" in error.why
+
+
 @pytest.mark.parametrize("kind", ["off", "lookup"])
 def test_a_group_for_a_drafter_that_does_not_run_has_nothing_to_do(file, kind):
     path = file(f'{SMALLEST}[groups.aside]\nbackend = "cuda"\n[draft]\nkind = "{kind}"\ndevice = "aside:0"\n')

@@ -50,6 +50,7 @@ path = line.filter(lambda text: not text.startswith(("hf:", "~")))
 auto = st.just("auto")
 size = st.integers(0, 2**40) | st.builds("{}{}".format, st.integers(0, 999), st.sampled_from(["KiB", "MiB", "GiB"]))
 name = st.from_regex(r"[a-z0-9_-]{1,32}", fullmatch=True).filter(lambda text: text not in ("cpu", "cuda", "hip"))
+share = st.floats(0, 1, exclude_min=True)
 VALID = {
     "model": {"path": path.filter(bool), "name": line, "yarn_attn_factor": st.sampled_from(["default", "file"])},
     "engine": {
@@ -85,7 +86,16 @@ VALID = {
         "width": auto | st.integers(1, 64),
     },
     "kvflash": {"pool_tokens": auto | st.integers(0, 2**31 - 1), "tau": st.integers(1, 2**20), "host": size},
-    "pflash": {"threshold": st.integers(1, 2**30), "keep_ratio": st.floats(0, 1, exclude_min=True) | st.just(1)},
+    "pflash": {
+        "mode": st.just("off"),  # the others need a path
+        "path": path,
+        "threshold": st.integers(1, 2**30),
+        "keep_ratio": share | st.just(1),
+        "curve": st.dictionaries(st.integers(1, 2**30), share, max_size=3).map(
+            lambda points: [f"{tokens}:{points[tokens]!r}" for tokens in sorted(points)]
+        ),
+        "window": st.integers(512, 2**20),
+    },
     "recovery": {
         "hold_s": st.floats(0, 86400) | st.integers(0, 86400),
         "journal": size,
@@ -152,7 +162,8 @@ def expected(section, key, value):
     """Return what `as_dict` must say of a value that was written in the file."""
     if (section, key) in (("cache", "memory"), ("cache", "disk"), ("kvflash", "host"), ("recovery", "journal")):
         return n_bytes(value)
-    is_path = (section, key) in (("model", "path"), ("draft", "path")) or (key == "python" and "/" in value)
+    is_path = section in ("model", "draft", "pflash") and key == "path"
+    is_path = is_path or (key == "python" and "/" in value)
     return str(FILE.parent / value) if is_path and value else value
 
 
@@ -310,7 +321,7 @@ def test_the_refused_features_are_the_ones_the_valid_files_leave_out():
         everything
         - drawn
         - {"placement.target_devices", "placement.target_layer_split", "placement.goal"}
-        - {"draft.device", "server.api_keys_file", "server.admin_keys_file"}
+        - {"draft.device", "pflash.device", "server.api_keys_file", "server.admin_keys_file"}
         - {"server.tls_cert_file", "server.tls_key_file"}
     )
     assert left_out == REFUSED

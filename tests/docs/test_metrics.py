@@ -14,6 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import DeviceMetrics, GroupMetrics, SnapshotMetrics
+from lucevisor.compression.compressor import CompressionSettings, Compressor
+from lucevisor.config import DeviceRef
+from lucevisor.deployment.scoring import ScoringStage
+from lucevisor.model.values import Backend
+from lucevisor.placement.result import PlacedScorer
 from tests.api.scripted_model import Rig
 
 ROOT = Path(__file__).parents[2]
@@ -39,12 +44,15 @@ class Family:
 
 @pytest.fixture
 async def registry() -> CollectorRegistry:
-    """The registry of a server that has all there may be: an engine, groups with devices, snapshots."""
+    """The registry of a server that has all there may be: an engine, groups with devices, snapshots, PFlash."""
     rig = Rig()
     numbers = {field.name: {"full": 1} if field.name == "failures" else 1 for field in fields(SnapshotMetrics)}
     rig.ports.snapshots = lambda: SnapshotMetrics(**numbers)  # type: ignore[arg-type]
     device = DeviceMetrics(name="left:0", weights=1, state=2, free=3, total=6)
     rig.ports.groups = lambda: [GroupMetrics("left", "ready", {"exited": 1}, devices=[device])]
+    stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
+    settings = CompressionSettings(threshold=1, keep_ratio=0.1)
+    rig.ports.compressor = Compressor(settings, rig.ports.tokenizer, stage)
     return Metrics(rig.ports)._registry
 
 

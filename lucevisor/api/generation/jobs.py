@@ -20,6 +20,7 @@ from lucevisor.api.output.usage import UsageTotals
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.sampling import seed_of_choice
+from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.constraint import Constraint
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.text.reasoning_budget import ReasoningBudget
@@ -117,10 +118,11 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
     """A request ready for the engine.  `prompt_param` is the parameter that held the prompt; `ignored` names those
-    without effect."""
+    without effect; `compressed`: what PFlash made of the prompts."""
 
     jobs: Sequence[Job]
     formatter: ResponseFormatter
     stream: bool
     prompt_param: str
     ignored: tuple[str, ...]
+    compressed: tuple[CompressedPrompt, ...] = ()

@@ -164,4 +164,5 @@ def _usage(totals: UsageTotals) -> _Event:
         "cache_read_input_tokens": totals.cached,
         "output_tokens": totals.generated,
         "output_tokens_details": {"thinking_tokens": totals.reasoning},
+        **totals.extension(),
     }

@@ -246,4 +246,5 @@ def _usage(totals: UsageTotals) -> _Event:
         "output_tokens": totals.generated,
         "output_tokens_details": {"reasoning_tokens": totals.reasoning},
         "total_tokens": totals.prompt + totals.generated,
+        **totals.extension(),
     }

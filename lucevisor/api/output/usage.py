@@ -5,15 +5,18 @@ Pure.  Invariant: the counts cover the choices that the client received; a promp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lucevisor.api.output.processor import ChoiceUsage
+from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import Timings
 
 
 @dataclass(slots=True)
 class UsageTotals:
-    """Sums over the choices of a request.  `timings` are those of the choice that ended last."""
+    """Sums over the choices of a request.  `timings` are those of the choice that ended last; `compressed`:
+    what PFlash made of the prompts."""
 
     prompt: int = 0
     cached: int = 0
@@ -22,6 +25,7 @@ class UsageTotals:
     accepted: int = 0
     rejected: int = 0
     timings: Timings | None = None
+    compressed: Sequence[CompressedPrompt] = ()
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
         """Add a choice; `new_prompt`: no earlier choice had the same prompt."""
@@ -46,7 +50,22 @@ class UsageTotals:
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": self.rejected,
             },
+            **self.extension(),
         }
+
+    def extension(self) -> dict[str, object]:
+        """Return `lucevisor`, an extension of any API's usage: what PFlash kept; empty where it had nothing to do."""
+        asked = [prompt for prompt in self.compressed if prompt.outcome != "short"]
+        if not asked:
+            return {}
+        pflash: dict[str, object] = {
+            "prompt_tokens": sum(prompt.n_before for prompt in self.compressed),
+            "kept_tokens": sum(prompt.n_kept for prompt in self.compressed),
+        }
+        reasons = sorted({prompt.reason for prompt in asked if prompt.reason})
+        if reasons:
+            pflash["reason"] = "; ".join(reasons)
+        return {"lucevisor": {"pflash": pflash}}
 
     def timings_json(self) -> dict[str, float]:
         """Return `timings`, an extension: seconds in the queue, of prefill and of decoding."""

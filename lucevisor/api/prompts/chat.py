@@ -42,6 +42,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     options = GenerationOptions(
         sampling=sampling_params(body, ports, random_seed(), n_top, direct=tags is None),
         turn_ends=[encoded.turn_ends],
+        roles=[[str(message["role"]) for message in messages]],
         max_tokens=_max_tokens(body),
         n=check_choices(body.n, 1),
         ignore_eos=bool(body.ignore_eos),

@@ -36,17 +36,18 @@ def check_common(body: GenerationBody, ports: Ports) -> None:
 
 def check_length(text: str, param: str, ports: Ports) -> None:
     """Reject a text that cannot fit the context by its bytes, before it is tokenised."""
-    if ports.max_context <= 0 or len(text) < max(ports.max_context, _QUICK_CHARS):
+    limit = ports.max_prompt
+    if limit <= 0 or len(text) < max(limit, _QUICK_CHARS):
         return
     least = ports.tokenizer.bound.least_tokens(text)
-    if least >= ports.max_context:
-        raise _overflow(f"has at least {least} tokens", param, ports.max_context)
+    if least >= limit:
+        raise _overflow(f"has at least {least} tokens", param, limit)
 
 
 def check_tokens(n_tokens: int, param: str, ports: Ports) -> None:
     """Reject a prompt with more tokens than the context holds."""
-    if 0 < ports.max_context <= n_tokens:
-        raise _overflow(f"has {n_tokens} tokens", param, ports.max_context)
+    if 0 < ports.max_prompt <= n_tokens:
+        raise _overflow(f"has {n_tokens} tokens", param, ports.max_prompt)
 
 
 def _overflow(what: str, param: str, max_context: int) -> ApiError:

@@ -7,10 +7,11 @@ the bytes of all bodies in memory are bounded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from lucevisor.api.context import BUFFERED_BODIES, PORTS, BufferedBodies
@@ -20,7 +21,9 @@ from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.api.prompts.constraint import compiled, constrains
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.sampling import searches_vocabulary
+from lucevisor.compression.compressor import Compressor
 from lucevisor.errors import show
+from lucevisor.kv.tokens import TokenBuffer
 
 INLINE_BYTES: Final = 4 * 1024
 """Bodies up to this size are processed on the event loop: at most 2 ms of template and tokens."""
@@ -46,10 +49,24 @@ async def prepare(
         read = await _read(kind, reader, body, ports, bodies)
     finally:
         bodies.n_bytes -= sum(map(len, body))
-    if isinstance(read, PreparedRequest) and read.options.grammar is not None:
+    if not isinstance(read, PreparedRequest):
+        return read
+    if read.options.grammar is not None:
         # Off the loop: the worker has found that it compiles within its bounds.
-        return replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ports))
-    return read
+        read = replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ports))
+    return await _compressed(read, ports.compressor) if ports.compressor is not None else read
+
+
+async def _compressed(read: PreparedRequest, compressor: Compressor) -> PreparedRequest:
+    """Return the request with its prompts shortened by PFlash, where they are long enough."""
+    options = read.options
+    roles = options.roles or [[] for _ in read.prompts]
+    found = [await compressor.compress(*prompt) for prompt in zip(read.prompts, options.turn_ends, roles, strict=True)]
+    options = msgspec.structs.replace(options, turn_ends=[prompt.turn_ends for prompt in found])
+    prompts: list[Sequence[int]] = [
+        TokenBuffer(prompt.ids) if prompt.outcome == "compressed" else prompt.ids for prompt in found
+    ]
+    return replace(read, options=options, prompts=prompts, compressed=tuple(found))
 
 
 async def _read(

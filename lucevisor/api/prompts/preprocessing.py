@@ -210,7 +210,7 @@ class Preprocessor:
         try:
             worker = await self._ready(index, ports)
             async with asyncio.timeout(ports.settings.preprocess_timeout_s):
-                return await worker.run(kind, body, size, ports.max_context)
+                return await worker.run(kind, body, size, ports.max_prompt)
         except TimeoutError:
             await self._drop(index)
             raise _too_much(f"{ports.settings.preprocess_timeout_s:g} s") from None

@@ -34,6 +34,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         stream=options.stream,
         prompt_param="messages",
         ignored=options.ignored,
+        compressed=prepared.compressed,
     )
     return await respond(request, plan)
 

@@ -36,7 +36,12 @@ def plan_chat(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> 
     )
     jobs = make_jobs(prepared, chat_output(options, ports), ports, response)
     return GenerationPlan(
-        jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="messages", ignored=options.ignored
+        jobs=jobs,
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="messages",
+        ignored=options.ignored,
+        compressed=prepared.compressed,
     )
 
 

@@ -36,5 +36,10 @@ def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseI
     )
     jobs = make_jobs(prepared, OutputOptions(stops=options.stops), ports, response)
     return GenerationPlan(
-        jobs=jobs, formatter=formatter, stream=options.stream, prompt_param="prompt", ignored=options.ignored
+        jobs=jobs,
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="prompt",
+        ignored=options.ignored,
+        compressed=prepared.compressed,
     )

@@ -62,6 +62,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         stream=options.stream,
         prompt_param="input",
         ignored=options.ignored,
+        compressed=prepared.compressed,
     )
     return await respond(request, plan)
 

@@ -1,0 +1,81 @@
+"""PFlash in a running supervisor: the compressor of a deployment, and its part of the status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lucevisor.compression.compressor import CompressionSettings, CompressionStatistics, Compressor, ScoringError
+from lucevisor.config import Config
+from lucevisor.deployment.scoring import ScoringStage
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.service import Service
+from lucevisor.text.tokenizer import Tokenizer
+
+_SAME = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+"""Keys of a file's metadata that decide how it splits text."""
+
+
+class CurrentScorer:
+    """The scoring stage of the deployment that serves: a reload makes another one."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @property
+    def window_tokens(self) -> int:
+        """See :class:`lucevisor.compression.compressor.Scorer`."""
+        return self._scoring().window_tokens
+
+    async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
+        """See :class:`lucevisor.compression.compressor.Scorer`."""
+        return await self._scoring().score(tokens, n_query)
+
+    def _scoring(self) -> ScoringStage:
+        scoring = self._service.deployment.scoring
+        if scoring is None:
+            raise ScoringError("the model is being placed")
+        return scoring
+
+
+def make_compressor(config: Config, model: ServedModel, service: Service, tokenizer: Tokenizer) -> Compressor | None:
+    """Return the compressor of a service whose model is placed; None while PFlash is off."""
+    if model.scorer is None:
+        return None
+    pflash = config.pflash
+    settings = CompressionSettings(
+        threshold=pflash.threshold if pflash.mode == "auto" else 0, keep_ratio=pflash.keep_ratio, curve=pflash.curve
+    )
+    assert model.spec.files is not None
+    own, of_scorer = model.spec.files.metadata, model.scorer.files.metadata
+    same = all(own.get(key) == of_scorer.get(key) for key in _SAME)
+    return Compressor(settings, tokenizer, CurrentScorer(service), None if same else Tokenizer.from_gguf(of_scorer))
+
+
+def pflash_status(service: Service, compressor: Compressor | None) -> dict[str, Any]:
+    """``state``: "attached" while prompts can be scored, else "detached", and ``reason`` why; "none" while PFlash is
+    off.  The rest is counted since the start: docs/pflash.md.
+    """
+    scoring = service.deployment.scoring
+    now = compressor.statistics if compressor is not None else CompressionStatistics()
+    use = None
+    if scoring is not None and (loaded := service.groups[scoring.placed.group].loaded) is not None:
+        use = loaded.score
+    return {
+        "mode": service.config.pflash.mode,
+        "state": "none" if scoring is None else "attached" if scoring.attached else "detached",
+        "reason": scoring.away if scoring is not None else "",
+        "name": scoring.placed.name if scoring is not None else "",
+        "device": str(scoring.placed.device) if scoring is not None else "",
+        "window_tokens": scoring.placed.window_tokens if scoring is not None else 0,
+        "weight_bytes": use.weight_bytes if use is not None else 0,
+        "state_bytes": use.state_bytes if use is not None else 0,
+        "prompts": dict(now.outcomes),
+        "tokens": now.n_tokens,
+        "kept": now.n_kept,
+        "windows": now.n_windows,
+        "scored": now.n_scored,
+        "remembered": compressor.n_remembered_parts if compressor is not None else 0,
+        "reused": now.n_remembered,
+        "seconds": round(now.seconds, 6),
+    }

@@ -1,0 +1,218 @@
+"""Shortens prompts: finds their parts, has them scored, selects, and remembers what it selected.
+
+The scorer is asked for windows of tokens; whatever it cannot do, the prompt stays whole and is served.
+Invariant: what is kept of a part is in its order, and all outside parts is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+import structlog
+
+from lucevisor.compression.alignment import aligned
+from lucevisor.compression.memory import KeptParts
+from lucevisor.compression.parts import Part, parts_of
+from lucevisor.compression.selection import Range, anchor_chunks, keep_ratio_at, select
+from lucevisor.errors import LucevisorError
+from lucevisor.text.tokenizer import Tokenizer
+
+QUESTION_TOKENS: Final = 96
+"""The end of a prompt, which goes behind each window: what the window is asked for."""
+QUERY_TOKENS: Final = 32
+"""Its last tokens, whose attention is the score."""
+
+Outcome = Literal["compressed", "short", "nothing", "failed"]
+OUTCOMES: Final[tuple[Outcome, ...]] = ("compressed", "short", "nothing", "failed")
+"""Of a prompt: it was shortened; is below the threshold; has no part to shorten; could not be scored."""
+
+log = structlog.get_logger("lucevisor.compression")
+
+
+class ScoringError(LucevisorError):
+    """A window was not scored; the message says why."""
+
+
+class Scorer(Protocol):
+    """The scoring model."""
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of the longest window, with those that ask."""
+
+    async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
+        """Return the relevance of each token to the last ``n_query``; raises ScoringError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionSettings:
+    """``threshold``: the shortest prompt to shorten.  ``curve``: see :func:`keep_ratio_at`."""
+
+    threshold: int
+    keep_ratio: float
+    curve: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def least_share(self) -> float:
+        """The least share that is ever kept."""
+        return min((share for _, share in self.curve), default=self.keep_ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedPrompt:
+    """A prompt after compression.  ``n_before``, ``n_kept``: its tokens; ``reason``: why it was not shortened."""
+
+    ids: Sequence[int]
+    turn_ends: list[int]
+    n_before: int
+    outcome: Outcome
+    reason: str = ""
+
+    @property
+    def n_kept(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(slots=True)
+class CompressionStatistics:
+    """Since the start: prompts by outcome, tokens of those that were shortened, windows and seconds of scoring."""
+
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    n_tokens: int = 0
+    n_kept: int = 0
+    n_windows: int = 0
+    n_scored: int = 0
+    n_remembered: int = 0
+    seconds: float = 0.0
+
+
+class Compressor:
+    """``scorer_tokenizer``: None if the scoring model has the served model's."""
+
+    def __init__(
+        self,
+        settings: CompressionSettings,
+        tokenizer: Tokenizer,
+        scorer: Scorer,
+        scorer_tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
+        self._scorer_tokenizer = scorer_tokenizer
+        self._kept = KeptParts()
+        self._statistics = CompressionStatistics()
+
+    @property
+    def statistics(self) -> CompressionStatistics:
+        return self._statistics
+
+    @property
+    def n_remembered_parts(self) -> int:
+        return len(self._kept)
+
+    async def compress(self, ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str]) -> CompressedPrompt:
+        """Return the prompt, shortened if it is to be and can be.  Never raises for what scoring lacks."""
+        prompt = await self._compress(ids, turn_ends, roles)
+        now = self._statistics
+        now.outcomes[prompt.outcome] += 1
+        if prompt.outcome == "compressed":
+            now.n_tokens += prompt.n_before
+            now.n_kept += prompt.n_kept
+        return prompt
+
+    async def _compress(self, ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str]) -> CompressedPrompt:
+        def whole(outcome: Outcome, reason: str) -> CompressedPrompt:
+            return CompressedPrompt(
+                ids=ids, turn_ends=list(turn_ends), n_before=len(ids), outcome=outcome, reason=reason
+            )
+
+        if len(ids) < self.settings.threshold:
+            return whole("short", f"shorter than pflash.threshold = {self.settings.threshold}")
+        started = time.monotonic()
+        parts = await asyncio.to_thread(parts_of, ids, turn_ends, roles, self._tokenizer)
+        if not parts:
+            return whole("nothing", "no part of it may be shortened")
+        try:
+            kept = {part: await self._kept_of(part, ids) for part in parts}
+        except ScoringError as error:
+            log.warning("prompt not shortened", n_tokens=len(ids), reason=str(error))
+            return whole("failed", str(error))
+        finally:
+            self._statistics.seconds += time.monotonic() - started
+        shorter, ends = _joined(ids, turn_ends, kept)
+        return CompressedPrompt(ids=shorter, turn_ends=ends, n_before=len(ids), outcome="compressed")
+
+    async def _kept_of(self, part: Part, ids: Sequence[int]) -> Sequence[Range]:
+        """Return the ranges of a part that stay: as before, if it was shortened before."""
+        tokens = list(ids[part.start : part.stop])
+        found = self._kept.find(tokens)
+        if found is not None:
+            self._statistics.n_remembered += 1
+            return found
+        question = list(ids[-QUESTION_TOKENS:])
+        # The question itself is not scored: it would find nothing but itself.
+        n_scored = max(0, min(len(tokens), len(ids) - QUESTION_TOKENS - part.start))
+        scores = await self._scores(tokens[:n_scored], question)
+        scores += [0.0] * (len(tokens) - n_scored)
+        settings = self.settings
+        ratio = keep_ratio_at(len(ids), settings.keep_ratio, settings.curve)
+        ranges = await asyncio.to_thread(lambda: select(scores, ratio, anchor_chunks(tokens, question, n_scored)))
+        self._kept.add(tokens, ranges)
+        return ranges
+
+    async def _scores(self, tokens: Sequence[int], question: Sequence[int]) -> list[float]:
+        """Return a score for each token of a part, window by window."""
+        if self._scorer_tokenizer is None:
+            return await self._window_scores(tokens, question)
+        own, text = self._scorer_tokenizer, self._tokenizer.decode(tokens, skip_special=False)
+        encoded, asked = await asyncio.to_thread(
+            lambda: (own.encode(text), own.encode(self._tokenizer.decode(question, skip_special=False)))
+        )
+        found = await self._window_scores(encoded, asked[-QUESTION_TOKENS:])
+        both = ((own, encoded), (self._tokenizer, tokens))
+        lengths, of_target = ([len(tokenizer.token_bytes(i)) for i in of] for tokenizer, of in both)
+        return await asyncio.to_thread(aligned, found, lengths, of_target)
+
+    async def _window_scores(self, tokens: Sequence[int], question: Sequence[int]) -> list[float]:
+        scores: list[float] = []
+        room = self._scorer.window_tokens - len(question)
+        n_windows = max(1, -(-len(tokens) // room))
+        size = -(-len(tokens) // n_windows) if tokens else 0
+        for start in range(0, len(tokens), size or 1):
+            window = tokens[start : start + size]
+            found = await self._scorer.score([*window, *question], min(QUERY_TOKENS, len(question)))
+            # Attention is shared out over a window: times its length, windows of other lengths compare.
+            scores += [score * len(window) for score in found[: len(window)]]
+            self._statistics.n_windows += 1
+            self._statistics.n_scored += len(window) + len(question)
+        return scores
+
+
+def _joined(
+    ids: Sequence[int], turn_ends: Sequence[int], kept: Mapping[Part, Sequence[Range]]
+) -> tuple[list[int], list[int]]:
+    """Return the ids that stay, and where the turns end in them."""
+    out: list[int] = []
+    dropped: list[Range] = []  # in the prompt
+    done = 0
+    for part, ranges in kept.items():
+        at = part.start
+        for start, stop in [*ranges, (len(part), len(part))]:
+            if part.start + start > at:
+                dropped.append((at, part.start + start))
+            at = part.start + stop
+    for start, stop in dropped:
+        out += ids[done:start]
+        done = stop
+    out += ids[done:]
+    ends, n_dropped, ahead = [], 0, iter([*dropped, (len(ids) + 1, 0)])
+    start, stop = next(ahead)
+    for end in turn_ends:
+        while start < end:
+            n_dropped += stop - start
+            start, stop = next(ahead)
+        ends.append(end - n_dropped)
+    return out, ends

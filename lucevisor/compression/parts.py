@@ -1,0 +1,91 @@
+"""Which parts of a prompt may be shortened, from its tokens, its chat turns and their roles.  Pure.
+
+Never shortened: what the chat template wrote, the system prompt and tools, what the assistant said, and in a chat of
+several turns the last ones.  Invariant: a part has no marker and lies in one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, Protocol
+
+HOT_TURNS: Final = 2
+"""The last complete turns of a chat in which the assistant has answered: they stay whole until they are older."""
+MIN_PART_TOKENS: Final = 256
+"""Shorter parts stay whole: shortening them saves little."""
+_HEADER_TOKENS: Final = 8
+_SHORTENED: Final = frozenset({"user", "tool"})
+
+
+class TokenTexts(Protocol):
+    """What is asked of the tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_marker(self, token_id: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens ``[start, stop)`` of a prompt that may be shortened."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str], texts: TokenTexts) -> list[Part]:
+    """Return the parts, ascending.
+
+    ``turn_ends``: offsets at which chat turns are complete; ``roles``: of the request's messages, [] for a raw prompt.
+    A raw prompt with chat turns, or turns that do not match the messages, have none: nothing says who speaks.
+    """
+    if not roles:
+        return [] if turn_ends else list(_between_markers(ids, 0, len(ids), texts))
+    of_turns = roles_of_turns(roles, len(turn_ends))
+    if of_turns is None:
+        return []
+    if "assistant" in roles:
+        of_turns = of_turns[:-HOT_TURNS]
+    parts: list[Part] = []
+    for role, start, stop in zip(of_turns, [0, *turn_ends], turn_ends, strict=False):
+        if role in _SHORTENED:
+            parts += _between_markers(ids, _content_start(ids, start, stop, texts), stop, texts)
+    return parts
+
+
+def roles_of_turns(roles: Sequence[str], n_turns: int) -> list[str] | None:
+    """Return the role of each chat turn; None if the turns cannot be told apart.
+
+    Templates may add a system turn, write consecutive tool results as one turn, or write them into the assistant's.
+    """
+    opening = [role for role in roles if role in ("system", "developer")][:1]
+    rest = [role for role in roles if role not in ("system", "developer")]
+    if n_turns == len(roles):
+        return list(roles)
+    joined = [role for role, group in groupby(rest) for _ in (range(1) if role == "tool" else group)]
+    embedded = [role for role in rest if role != "tool"]
+    for candidate in (rest, joined, embedded):
+        if n_turns == len(opening) + len(candidate):
+            return [*opening, *candidate]
+        if not opening and n_turns == 1 + len(candidate):
+            return ["system", *candidate]
+    return None
+
+
+def _content_start(ids: Sequence[int], start: int, stop: int, texts: TokenTexts) -> int:
+    """Return where a turn's content begins: behind the line in which the template names the role."""
+    for at in range(start, min(stop, start + _HEADER_TOKENS)):
+        if texts.token_bytes(ids[at]).endswith(b"\n"):
+            return at + 1
+    return min(stop, start + _HEADER_TOKENS)
+
+
+def _between_markers(ids: Sequence[int], start: int, stop: int, texts: TokenTexts) -> Iterator[Part]:
+    markers = [at for at in range(start, stop) if texts.is_marker(ids[at])]
+    for low, high in zip([start - 1, *markers], [*markers, stop], strict=True):
+        if high - low - 1 >= MIN_PART_TOKENS:
+            yield Part(low + 1, high)

@@ -1,0 +1,128 @@
+"""Which chunks of a part of a prompt stay, from the relevance of its tokens.  Pure.
+
+Chunks end where the part ends, so the first one may be shorter.  Invariant: what stays is at most the share that is
+asked for and less than a chunk below it, but at least the last chunk; what is kept for its place or for a repeated
+phrase is kept within that share, never beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+CHUNK_TOKENS = 32
+HEAD_CHUNKS, TAIL_CHUNKS = 8, 24
+"""Kept for their place where the budget allows: at most an eighth and a quarter of it, and always the last one."""
+POOL_TOKENS = 13
+"""Width of the moving average over scores: a relevant token lifts its neighbours."""
+ANCHOR_TOKENS = 4
+"""Equal runs of so many tokens in the question and in the text mark a place where the question is answered."""
+Range = tuple[int, int]
+"""Half-open, in tokens."""
+
+
+def select(scores: Sequence[float], ratio: float, anchors: Iterable[int] = ()) -> list[Range]:
+    """Return the token ranges to keep, ascending and merged.
+
+    ``anchors``: chunks that share a phrase with the question; at most half of what head and tail leave.
+    """
+    bounds = chunks_of(len(scores))
+    if not bounds:
+        return []
+    budget = max(CHUNK_TOKENS, int(len(scores) * ratio))
+    n_kept, last = budget // CHUNK_TOKENS, len(bounds) - 1
+    kept = _Kept(bounds, budget)
+    kept.fill(range(last, last - min(TAIL_CHUNKS, max(1, n_kept // 4)), -1))
+    kept.fill(range(min(HEAD_CHUNKS, n_kept // 8)))
+    means = chunk_scores(scores)
+    best = sorted(range(len(bounds)), key=lambda chunk: (-means[chunk], chunk))
+    wanted = set(anchors)
+    kept.fill([chunk for chunk in best if chunk in wanted][: (n_kept - len(kept.chunks)) // 2])
+    kept.fill(best)
+    return kept.ranges()
+
+
+class _Kept:
+    """Chunks within a budget of tokens; a chunk that does not fit any more is left out."""
+
+    def __init__(self, bounds: Sequence[Range], budget: int) -> None:
+        self._bounds, self._left = bounds, budget
+        self.chunks: set[int] = set()
+
+    def fill(self, candidates: Iterable[int]) -> None:
+        for chunk in candidates:
+            start, stop = self._bounds[chunk]
+            if chunk not in self.chunks and stop - start <= self._left:
+                self._left -= stop - start
+                self.chunks.add(chunk)
+
+    def ranges(self) -> list[Range]:
+        merged: list[Range] = []
+        for start, stop in (self._bounds[chunk] for chunk in sorted(self.chunks)):
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, stop))
+        return merged
+
+
+def chunks_of(n_tokens: int) -> list[Range]:
+    """Return the chunks of a part, ascending."""
+    first = n_tokens % CHUNK_TOKENS
+    starts = range(first, n_tokens, CHUNK_TOKENS)
+    return [*([(0, first)] if first else []), *((start, start + CHUNK_TOKENS) for start in starts)]
+
+
+def chunk_scores(scores: Sequence[float]) -> list[float]:
+    """Return the mean of the averaged scores in each chunk."""
+    n, half = len(scores), POOL_TOKENS // 2
+    sums = [0.0, *accumulate(scores)]
+    pooled = [
+        (sums[high] - sums[low]) / (high - low)
+        for low, high in ((max(0, i - half), min(n, i + half + 1)) for i in range(n))
+    ]
+    return [sum(pooled[start:stop]) / (stop - start) for start, stop in chunks_of(n)]
+
+
+def anchor_chunks(tokens: Sequence[int], question: Sequence[int], n_searched: int) -> set[int]:
+    """Return the chunks of a part around places that repeat ANCHOR_TOKENS tokens of ``question``.
+
+    ``tokens``: all of the part, of which the first ``n_searched`` may repeat it.  A run that occurs too often says
+    nothing and is ignored.
+    """
+    bounds = chunks_of(len(tokens))
+    n_chunks, shift = len(bounds), -len(tokens) % CHUNK_TOKENS
+    radius, most = (2, 8) if n_chunks < 1024 else (4, 16) if n_chunks < 2048 else (8, 32)
+    places: dict[tuple[int, ...], list[int]] = {run: [] for run in _runs(question)}
+    if not places:
+        return set()
+    for at, run in enumerate(_runs(tokens[:n_searched]), shift):
+        if run in places:
+            places[run].append(at)
+    return {
+        chunk
+        for found in places.values()
+        if len(found) <= most
+        for at in found
+        for chunk in range(
+            max(0, at // CHUNK_TOKENS - radius), min(n_chunks, (at + ANCHOR_TOKENS - 1) // CHUNK_TOKENS + radius + 1)
+        )
+    }
+
+
+def _runs(tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    return zip(*(tokens[i:] for i in range(ANCHOR_TOKENS)), strict=False)
+
+
+def keep_ratio_at(n_tokens: int, keep_ratio: float, curve: Sequence[tuple[int, float]]) -> float:
+    """Return the share that stays of a prompt of ``n_tokens``.
+
+    ``curve``: ascending (tokens, share), linear between its points and constant beyond them; empty: ``keep_ratio``.
+    """
+    if not curve:
+        return keep_ratio
+    if n_tokens <= curve[0][0]:
+        return curve[0][1]
+    for (low, of_low), (high, of_high) in pairwise(curve):
+        if n_tokens <= high:
+            return of_low + (of_high - of_low) * (n_tokens - low) / (high - low)
+    return curve[-1][1]

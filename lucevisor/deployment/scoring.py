@@ -1,0 +1,120 @@
+"""The scoring stage as a scorer: sends windows to its daemon, a few tokens at a time, and returns what they score.
+
+Its daemon may be missing at any time: then scoring fails with a reason, and prompts stay whole.
+Invariant: one message is unanswered at most, so steps of other stages of the daemon wait for one at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from lucevisor.compression.compressor import ScoringError
+from lucevisor.placement.result import PlacedScorer
+from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.errors import ProtocolError
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.scoring import ScoreWindow, WindowScores
+
+log = structlog.get_logger("scoring")
+
+
+class ScoringStage:
+    """The scoring model of a placement; ``ready`` when its daemon has loaded it."""
+
+    def __init__(self, placed: PlacedScorer) -> None:
+        self.placed = placed
+        self._link: Link | None = None
+        self._away = "its daemon is starting"
+        self._turn = asyncio.Lock()
+        self._n_windows = 0
+        self._sent: ScoreWindow | None = None
+        self._answer: asyncio.Future[Sequence[float]] | None = None
+
+    @property
+    def window_tokens(self) -> int:
+        return self.placed.window_tokens
+
+    @property
+    def attached(self) -> bool:
+        """Whether windows can be scored."""
+        return self._link is not None
+
+    @property
+    def away(self) -> str:
+        """Why not; empty when they can."""
+        return "" if self.attached else self._away
+
+    @property
+    def in_hand(self) -> str:
+        """What its daemon works on, for people; empty: nothing."""
+        return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
+
+    def ready(self, group: str, link: Link, problem: str) -> None:
+        """A daemon finished loading; with a ``problem`` without the scoring model."""
+        if group != self.placed.group:
+            return
+        if problem:
+            self._detach(problem)
+            return
+        self._link = link
+        log.info("scoring model attached", group=self.placed.group, name=self.placed.name)
+
+    def lost(self, group: str, reason: str) -> None:
+        """A daemon is gone or going."""
+        if group == self.placed.group:
+            self._detach(f"group {group}: {reason}")
+
+    def _detach(self, reason: str) -> None:
+        if self._link is not None:
+            log.warning("scoring model detached", group=self.placed.group, reason=reason)
+        self._link, self._away, self._sent = None, reason, None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ScoringError(f"the scoring model was lost: {reason}"))
+
+    def frame(self, group: str, frame: Frame) -> bool:
+        """Take a frame of a daemon's link; return whether it was an answer of the scoring stage."""
+        if group != self.placed.group or not isinstance(frame.message, WindowScores):
+            return False
+        sent, self._sent = self._sent, None
+        if sent is None or sent.window != frame.message.window or self._answer is None or self._answer.done():
+            return True  # of a request that is gone
+        wanted = sent.start + len(sent.tokens) if sent.n_query else 0
+        if frame.message.n_scores != wanted or len(frame.payload) != 4 * wanted:
+            text = f"{frame.message.n_scores} scores in {len(frame.payload)} bytes for {wanted} tokens"
+            self._answer.set_exception(ScoringError(f"the scoring model answered with {text}"))
+        else:
+            self._answer.set_result(frame.payload.cast("f").tolist() if wanted else ())
+        return True
+
+    async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
+        """See :meth:`lucevisor.compression.compressor.Scorer.score`."""
+        async with self._turn:
+            self._n_windows += 1
+            scores: Sequence[float] = ()
+            for start, stop in _steps(len(tokens), self.placed.step_tokens, n_query):
+                asked = n_query if stop == len(tokens) else 0
+                scores = await self._send(ScoreWindow(self._n_windows, start, list(tokens[start:stop]), asked))
+        return scores
+
+    async def _send(self, message: ScoreWindow) -> Sequence[float]:
+        if self._link is None:
+            raise ScoringError(f"the scoring model is away: {self._away}")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._sent = message
+        try:
+            self._link.send(message)
+        except ProtocolError as error:  # the link's on_closed tells supervision, which calls lost()
+            self._sent = None
+            raise ScoringError(f"the scoring model cannot be reached: {error}") from error
+        return await self._answer
+
+
+def _steps(n: int, most: int, n_query: int) -> list[tuple[int, int]]:
+    """Return ranges of at most ``most`` tokens that cover ``n``; the last has at least ``n_query``."""
+    ends = list(range(most, n, most))
+    if ends and n - ends[-1] < n_query:
+        ends[-1] = n - n_query
+    return list(zip([0, *ends], [*ends, n], strict=True))

@@ -1,0 +1,127 @@
+"""Windows on their way to the scoring stage: in small messages, one unanswered at a time; its loss fails them."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor.compression.compressor import ScoringError
+from lucevisor.config import DeviceRef
+from lucevisor.deployment.scoring import ScoringStage, _steps
+from lucevisor.model.values import Backend
+from lucevisor.placement.result import PlacedScorer
+from lucevisor.protocol.errors import LinkClosed
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import MessageKind
+from lucevisor.protocol.scoring import ScoreWindow, WindowScores
+
+
+class Daemon:
+    """The other end of a link: scores each token with its id, and answers when told to."""
+
+    def __init__(self, stage: ScoringStage) -> None:
+        self.stage, self.inbox, self.window, self.alive = stage, list[ScoreWindow](), list[int](), True
+
+    def send(self, message: ScoreWindow) -> None:
+        if not self.alive:
+            raise LinkClosed("end of file", "link", "the daemon has exited; see its log")
+        assert not self.inbox, "one message is unanswered at most"
+        self.inbox.append(message)
+
+    def answer(self, scores: list[float] | None = None) -> None:
+        message = self.inbox.pop()
+        self.window = [*(self.window if message.start else []), *message.tokens]
+        assert message.start + len(message.tokens) == len(self.window)
+        found = array("f", map(float, self.window) if scores is None else scores) if message.n_query else array("f")
+        answer = WindowScores(message.window, len(found))
+        assert self.stage.frame(
+            "left", Frame(MessageKind.WINDOW_SCORES, 0, 0, answer, memoryview(bytearray(found.tobytes())))
+        )
+
+
+def made(step_tokens: int = 100) -> tuple[ScoringStage, Daemon]:
+    stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1000, step_tokens))
+    daemon = Daemon(stage)
+    stage.ready("left", daemon, "")  # type: ignore[arg-type]  # a link, to the extent that is used
+    return stage, daemon
+
+
+async def begun(stage: ScoringStage, tokens: list[int], n_query: int = 8) -> asyncio.Task:
+    task = asyncio.create_task(stage.score(tokens, n_query))
+    await asyncio.sleep(0)
+    return task
+
+
+@given(n=st.integers(1, 500), most=st.integers(32, 200), n_query=st.integers(1, 32))
+def test_messages_cover_a_window_and_the_last_one_has_all_that_ask(n, most, n_query):
+    steps = _steps(n, most, min(n, n_query))
+    assert [stop for _, stop in steps[:-1]] == [start for start, _ in steps[1:]]
+    assert (steps[0][0], steps[-1][1]) == (0, n)
+    assert all(0 < stop - start <= most for start, stop in steps)
+    assert steps[-1][1] - steps[-1][0] >= min(n, n_query)
+
+
+async def test_two_windows_are_scored_one_after_the_other() -> None:
+    stage, daemon = made()
+    tasks = [await begun(stage, list(range(250))), await begun(stage, list(range(300, 350)))]
+    assert stage.in_hand == "window 1 at 0"
+    for _ in range(4):
+        daemon.answer()
+        await asyncio.sleep(0.001)
+    assert [await task for task in tasks] == [list(range(250)), list(range(300, 350))]
+    assert stage.in_hand == ""
+
+
+async def test_a_lost_daemon_fails_what_waits_and_a_new_one_goes_on() -> None:
+    stage, daemon = made()
+    tasks = [await begun(stage, [1] * 50), await begun(stage, [2] * 50)]
+    stage.lost("right", "another group")
+    assert stage.attached
+    stage.lost("left", "killed by signal 9")
+    for task in tasks:
+        with pytest.raises(ScoringError, match="killed by signal 9"):
+            await task
+    assert not stage.attached
+    assert stage.in_hand == ""
+    assert "killed" in stage.away
+    stage.ready("left", daemon, "")  # type: ignore[arg-type]
+    daemon.inbox.clear()
+    task = await begun(stage, [3] * 50)
+    daemon.answer()
+    assert await task == [3.0] * 50
+
+
+def test_a_daemon_that_runs_without_it_is_away() -> None:
+    stage, daemon = made()
+    stage.ready("left", daemon, "the scoring model cannot be loaded: no memory")  # type: ignore[arg-type]
+    assert stage.away == "the scoring model cannot be loaded: no memory"
+
+
+async def test_a_link_that_closes_unseen_is_an_error_of_this_window() -> None:
+    stage, daemon = made()
+    daemon.alive = False
+    with pytest.raises(ScoringError, match="cannot be reached"):
+        await stage.score([1] * 50, 8)
+
+
+async def test_an_answer_of_a_request_that_is_gone_is_dropped() -> None:
+    stage, daemon = made()
+    gone = await begun(stage, [1] * 50)
+    gone.cancel()
+    await asyncio.sleep(0)
+    daemon.answer()
+    task = await begun(stage, [2] * 50)
+    daemon.answer()
+    assert await task == [2.0] * 50
+
+
+async def test_scores_that_do_not_fit_the_window_are_an_error() -> None:
+    stage, daemon = made()
+    task = await begun(stage, [1] * 50)
+    daemon.answer([1.0])
+    with pytest.raises(ScoringError, match="1 scores in 4 bytes for 50 tokens"):
+        await task
