@@ -69,9 +69,12 @@ class Cli:
         self._started.append(process)
         return process
 
-    def start(self, config: Path = DEMO, *overrides: str, name: str = "t", take_over: bool = False) -> dict[str, Any]:
-        """Start a supervisor and return its status when it serves."""
+    def start(
+        self, config: Path = DEMO, *overrides: str, name: str = "t", take_over: bool = False, limits: str = ""
+    ) -> dict[str, Any]:
+        """Start a supervisor and return its status when it serves.  ``limits``: deadlines of supervision."""
         more = ["--take-over"] if take_over else []
+        more += ["--allow-faults", limits] if limits else []
         sets = [part for o in ("server.port=0", *overrides) for part in ("--set", o)]
         if self._forker is None:
             self.run("start", str(config), "--daemon", "--name", name, "--timeout", "60", *more, *sets, timeout_s=90)

@@ -1,0 +1,79 @@
+"""Restarts and kills in a row leave a supervisor as it was: descriptors, threads, children, memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from lucevisor.cli.admin_client import AdminClient
+from tests.e2e.process import DEMO, Cli, wait_until
+from tests.e2e.test_systemd import complete, post
+
+WARM = 3
+GROUPS = ("left", "right")
+BRISK = "backoff_first_s=0.01,backoff_most_s=0.02"
+
+
+def pid_of(status: dict[str, Any], group: str) -> int:
+    return int(next(one["pid"] or 0 for one in status["groups"] if one["name"] == group))
+
+
+class Watched:
+    """A supervisor whose daemons are replaced again and again."""
+
+    def __init__(self, cli: Cli) -> None:
+        self.cli = cli
+        self.status = cli.start(DEMO, "recovery.restart_limit=9999/60s", "engine.dtype=float32", limits=BRISK)
+        self.process = psutil.Process(self.status["pid"])
+        self.url = str(self.status["url"])
+        self.prompt = post(f"{self.url}/tokenize", {"content": "import os\n"})["tokens"]
+        self.right = complete(self.url, self.prompt)[0]
+
+    def restart(self, group: str) -> None:
+        AdminClient(self.cli.socket()).call("POST", "/restart", {"groups": [group], "now": True}, timeout_s=60)
+
+    def kill(self, group: str) -> None:
+        pid = pid_of(self.cli.status(), group)
+        os.kill(pid, signal.SIGKILL)
+
+        def replaced() -> bool:
+            now = self.cli.status()
+            return now["state"] == "ready" and pid_of(now, group) not in (0, pid)
+
+        wait_until(replaced, 30, "ready again")
+
+    def held(self) -> dict[str, int]:
+        """What may not grow; zombies are children, too."""
+        return {
+            "descriptors": self.process.num_fds(),
+            "threads": self.process.num_threads(),
+            "children": len(self.process.children(recursive=True)),
+        }
+
+    def grown(self, before: dict[str, int]) -> list[str]:
+        return [what for what, n in self.held().items() if n > before[what]]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("n", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_restarts_and_kills_leave_nothing(cli: Cli, n: int) -> None:
+    watched = Watched(cli)
+    for i in range(WARM):
+        watched.kill(GROUPS[i % 2])
+        watched.restart(GROUPS[i % 2])
+    before, rss = watched.held(), watched.process.memory_info().rss
+    for what in (watched.restart, watched.kill):
+        for i in range(n):
+            what(GROUPS[i % 2])
+    assert complete(watched.url, watched.prompt)[0] == watched.right
+    wait_until(
+        lambda: watched.held() == before, 10, f"{watched.held()} is {before}"
+    )  # connections close behind answers
+    assert watched.grown(before) == []
+    growth = watched.process.memory_info().rss - rss
+    assert growth < 2**20 * (8 + n / 20), f"{growth / n / 2:.0f} bytes each"
+    cli.stop()
