@@ -85,6 +85,7 @@ class Deployment:
     ) -> None:
         self.epoch = epoch
         self.placement: Placement | None = None
+        self.unfit = ""  # why there is none: it needs more memory than there is
         self.buffers: dict[tuple[bool, int], Arena] = {}  # of captures or not, by boundary
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
@@ -269,9 +270,11 @@ class Deployment:
         config, model = self._config if self._sizes is None else with_sizes(self._config, self._sizes), self._model
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.score_spec)
         if isinstance(result, Infeasible):
-            raise LucevisorError(result.message)
-        if self._sizes is not None and (other := other_sizes(result, self._sizes)):
-            raise LucevisorError(other)
+            self.unfit = result.message
+        elif self._sizes is not None:
+            self.unfit = other_sizes(result, self._sizes)
+        if isinstance(result, Infeasible) or self.unfit:
+            raise LucevisorError(self.unfit)
         for notice in result.notices:
             log.warning("placement notice", notice=notice)
         log.info("placement", epoch=self.epoch, dtype=str(result.dtype), kv_dtype=str(result.kv_dtype),

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Final
 
+import structlog
+
 from lucevisor import awake
 from lucevisor.config import Config
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.group_settings import target_groups
 from lucevisor.deployment.journal_rows import journal_rows
-from lucevisor.deployment.reload import READ_LATER, move_state, values_of
+from lucevisor.deployment.reload import READ_LATER, give_state, go_on, take_state, values_of
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import RequestError
@@ -34,6 +36,10 @@ RESTART_S: Final = 30.0
 PREPARE_S: Final = 15.0
 """An orderly restart waits PREPARE_S for a warm successor, while requests run, then RESTART_S / 2 for them, and kills
 after RESTART_S."""
+
+_MOVING: Final = RequestError("shard_lost", "the layers move to other daemons; send the request again later")
+
+log = structlog.get_logger("service")
 
 
 class Orders(ABC):
@@ -95,34 +101,80 @@ class Orders(ABC):
                 return changed
             earlier, later = self.deployment, self._deploy(config, self.deployment)
             try:
-                await later.start()
-                await self._until(lambda: later.loaded or self._stopping is not None or _failed(later) is not None)
-                if not later.loaded:
-                    one = _failed(later)
-                    raise LucevisorError(f"nothing is reloaded: {one or 'the supervisor is stopping'}")
-                links = await move_state(self.engine, earlier, later, self.model.spec)
+                await self._load(later)
+                memory = await take_state(self.engine, earlier, self.model.spec)
+                try:
+                    links = await give_state(memory, later)
+                except BaseException:
+                    go_on(self.engine, earlier)
+                    raise
             except BaseException:
                 await self._end(later)
-                raise
-            self._switch(self.engine, config, later, links)
+                if not later.unfit or self._stopping is not None:
+                    raise
+                log.warning("both do not fit at once: requests wait while the weights are loaded", reason=later.unfit)
+                await self._replace(self.engine, config, earlier)
+            else:
+                self._switch(self.engine, config, later, links)
+                await self._end(earlier)
             await self._until(lambda: self.state in ("ready", "failed", "draining"))
-            await self._end(earlier)
             return changed
+
+    async def _load(self, later: Deployment) -> None:
+        """Start a deployment and wait until its daemons are READY.  Raises LucevisorError."""
+        await later.start()
+        await self._until(lambda: later.loaded or self._stopping is not None or _failed(later) is not None)
+        if not later.loaded:
+            raise LucevisorError(f"nothing is reloaded: {_failed(later) or 'the supervisor is stopping'}")
+
+    async def _replace(self, engine: Engine, config: Config, earlier: Deployment) -> None:
+        """End the deployment and start another one with its state, or itself again where that fails.
+
+        Raises LucevisorError in that case.
+        """
+        memory = await take_state(engine, earlier, self.model.spec)
+        earlier.retire()
+        engine.part(_MOVING, None, 0)
+        await self._end(earlier)
+        problem: LucevisorError | None = None
+        for wanted in (config, self.config):
+            later = self._deploy(wanted, earlier)
+            links: Collection[Link] = ()
+            try:
+                await self._load(later)
+                links = await give_state(memory, later)
+            except LucevisorError as error:
+                log.error("reload", reason=str(error))
+                problem = problem or error
+                if wanted is config and not later.loaded and self._stopping is None:
+                    await self._end(later)
+                    continue
+            memory.close()
+            self._switch(engine, wanted, later, links)
+            break
+        if problem is not None and self.config is not config:
+            raise problem
 
     def _switch(self, engine: Engine, config: Config, later: Deployment, links: Collection[Link]) -> None:
         """Serve with another deployment, whose daemons behind ``links`` have the state."""
-        assert later.placement is not None
         self.deployment.retire()
-        rows = journal_rows(later.buffers, later.placement)
-        moving = RequestError("shard_lost", "the layers move to other daemons; send the request again later")
-        engine.part(moving, rows, rows.n_pages if rows is not None else 0)
         self.deployment, self.config, self._target_groups = later, config, target_groups(config)
-        if self.snapshots is not None and later.transfers is not None:
-            self.snapshots.shards = later.transfers
         for name, group in later.groups.items():
             self.restart_reasons.setdefault(name, Counter())
             self._on_state(name, group.state, "reloaded")
-        later.serve(engine, links)
+        engine.part(_MOVING, None, 0)
+        if later.placement is not None:
+            self._take_over(later, links)
+
+    def _take_over(self, later: Deployment, links: Collection[Link] = ()) -> None:
+        """Attach the present deployment, which is placed, to the engine of the one before."""
+        assert later.placement is not None
+        assert self.engine is not None
+        rows = journal_rows(later.buffers, later.placement)
+        self.engine.part(_MOVING, rows, rows.n_pages if rows is not None else 0)
+        if self.snapshots is not None and later.transfers is not None:
+            self.snapshots.shards = later.transfers
+        later.serve(self.engine, links)
 
     async def _end(self, deployment: Deployment) -> None:
         """Stop a deployment that does not serve."""
@@ -130,15 +182,6 @@ class Orders(ABC):
         if self._stopping is None:
             self._deployments.remove(deployment)
             deployment.close()
-
-    def _end_requests(self) -> None:
-        """End running and queued requests and refuse new ones; idempotent."""
-        error = RequestError(
-            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
-        )
-        if self.engine is not None:
-            self.engine.close(error)
-        self.deployment.release(error)
 
     # ---- of the service
 

@@ -1,7 +1,7 @@
 """A changed configuration for a running service: what may change, and how state goes to the next deployment.
 
-The next deployment loads its weights beside the one that serves.  Then nothing is planned, all state goes from the
-daemons of the one to those of the other through host memory, and requests go on there.
+The next deployment loads its weights beside the one that serves; where both do not fit, after it.  All state goes from
+the daemons of the one to those of the other through host memory, while nothing is planned.
 Invariant: until the engine has left the earlier deployment a failure changes nothing.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lucevisor.config import Config, changed_keys
 from lucevisor.deployment.deployment import Deployment
-from lucevisor.deployment.state_memory import export_state, import_state
+from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
 from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ConfigErrors, LucevisorError
 from lucevisor.model.spec import ModelSpec
@@ -48,28 +48,37 @@ def _value(tree: Mapping[str, Any], key: str) -> object:
     return _value(tree.get(table, {}), rest) if rest else tree.get(table)
 
 
-async def move_state(engine: Engine, earlier: Deployment, later: Deployment, spec: ModelSpec) -> Collection[Link]:
-    """Bring requests to rest, and copy all state from the daemons of ``earlier`` to those of ``later``, which are all
-    READY; return the links of these.
+async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> StateMemory:
+    """Bring requests to rest, and copy all state of the daemons to host memory.
 
-    Raises LucevisorError, after which requests go on where they were.
+    Raises LucevisorError, after which requests go on.
     """
     assert earlier.placement is not None
-    assert later.placement is not None
     assert earlier.transfers is not None
-    assert later.transfers is not None
     try:
         frozen = await engine.freeze(FREEZE_S, "reload")
         if frozen is None:
             raise LucevisorError("requests did not come to rest; try again")
         groups = {stage.group for stage in earlier.placement.stages}
-        memory = await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups)
-        links = dict(later.links)
-        await import_state(memory, later.transfers, {stage.group for stage in later.placement.stages})
-        if later.links != links:
-            raise LucevisorError("a new daemon was lost while the state moved; try again")
+        return await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups)
     except BaseException:
-        earlier.transfers.resume()
-        engine.thaw()
+        go_on(engine, earlier)
         raise
+
+
+def go_on(engine: Engine, earlier: Deployment) -> None:
+    """Let requests go on where they were."""
+    if earlier.transfers is not None:
+        earlier.transfers.resume()
+    engine.thaw()
+
+
+async def give_state(memory: StateMemory, later: Deployment) -> Collection[Link]:
+    """Copy state to the daemons of a deployment, which are all READY; return their links.  Raises LucevisorError."""
+    assert later.placement is not None
+    assert later.transfers is not None
+    links = dict(later.links)
+    await import_state(memory, later.transfers, {stage.group for stage in later.placement.stages})
+    if later.links != links:
+        raise LucevisorError("a new daemon was lost while the state moved; try again")
     return links.values()

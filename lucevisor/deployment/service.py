@@ -113,7 +113,7 @@ class Service(Orders):
             self._on_state(group, state, reason) if self.deployment is made else self._changed.set()
 
         hooks = DeploymentHooks(
-            on_placed=self._on_placed if succeeds is None else lambda _: None,
+            on_placed=self._on_placed if succeeds is None else self._on_placed_again,
             drain=self._drain_for_restart,
             on_change=self._notify,
             on_state=on_state,
@@ -191,6 +191,15 @@ class Service(Orders):
     async def _stop_groups(self, stop_s: float) -> None:
         await asyncio.gather(*(one.stop(stop_s) for one in self._deployments))
 
+    def _end_requests(self) -> None:
+        """End running and queued requests and refuse new ones; idempotent."""
+        error = RequestError(
+            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
+        )
+        if self.engine is not None:
+            self.engine.close(error)
+        self.deployment.release(error)
+
     async def save_prefixes(self, deadline_s: float) -> None:
         """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
         if self.snapshots is not None and self.deployment.complete:
@@ -256,6 +265,11 @@ class Service(Orders):
         if self.config.cache.dir and self.config.cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
         self._on_engine(self.engine)
+
+    def _on_placed_again(self, deployment: Deployment) -> None:
+        """A later deployment is placed, which serves already only if it could not be placed before."""
+        if self.deployment is deployment:
+            self._take_over(deployment)
 
     def _on_state(self, group: str, state: State, reason: str) -> None:
         self._readiness.changed(group, state, time.monotonic())

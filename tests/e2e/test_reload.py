@@ -16,10 +16,12 @@ import psutil
 import pytest
 
 from lucevisor.config import Config, RestartLimit, load
+from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import Service
 from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import ConfigErrors, LucevisorError
+from lucevisor.placement.result import Infeasible, Placement
 from tests.e2e.service import generate
 from tests.e2e.test_recovery import PLAIN, Streams, serving
 from tests.e2e.test_speculation import CASES, Case, prompts_of
@@ -60,7 +62,7 @@ SPLITS = (
     [
         pytest.param(CASES["mtp"], 2, id="recurrent, mtp drafter"),
         *(
-            pytest.param(case, 40, id=f"{name}, many", marks=pytest.mark.slow)
+            pytest.param(case, 40, id=f"{name}, many", marks=[pytest.mark.slow, pytest.mark.timeout(900)])
             for name, case in (("plain", PLAIN), ("mtp", CASES["mtp"]), ("sliding", GEMMA))
         ),
     ],
@@ -115,6 +117,41 @@ async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypat
         assert len(layers_of(service)) == 3
 
 
+async def test_where_both_do_not_fit_requests_wait_for_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The devices are full while the earlier daemons are there; the second time the new split fits in no case."""
+    real, never = deployment_module.plan, False
+
+    def plan(spec: object, config: Config, *more: object) -> Placement | Infeasible:
+        result = real(spec, config, *more)  # type: ignore[arg-type]
+        assert isinstance(result, Placement)
+        moved = len(result.devices) == 3
+        full = any(group.pid for group in service.deployment.groups.values())
+        return Infeasible(result, (), ("the device is full",)) if moved and (full or never) else result
+
+    async with serving(CASES["mtp"], tmp_path, 2) as service:
+        monkeypatch.setattr(deployment_module, "plan", plan)
+        streams = Streams(service, prompts_of(CASES["mtp"], 9))
+        await streams.learn()
+        before = layers_of(service)
+        async with streams.running():
+            await asyncio.sleep(0.2)
+            await service.reload(changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]))
+            assert len(layers_of(service)) == 3
+            await service.reload(changed(service, ["a:0", "b:0"], [1.0, 1.0]))
+            assert layers_of(service) == before
+            never = True
+            with pytest.raises(LucevisorError, match=r"nothing is reloaded: group \w is FAILED: the device is full"):
+                await service.reload(changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]))
+            assert layers_of(service) == before
+        assert streams.wrong == []
+        assert service.engine is not None
+        now = service.engine.statistics().recovery
+        assert now.pauses["reload"].n == 3
+        assert (now.n_rebuilt, now.n_tokens) == (0, 0)
+
+
 async def fails(memory: StateMemory, *_: object) -> None:
     memory.close()
     raise LucevisorError("the memory is gone")
@@ -126,6 +163,7 @@ def figures() -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 async def test_200_moves_in_a_row_leave_nothing(tmp_path: Path) -> None:
     async with serving(PLAIN, tmp_path, 2) as service:
         prompt = prompts_of(PLAIN, 1)[0]
