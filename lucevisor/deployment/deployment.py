@@ -22,7 +22,7 @@ from lucevisor.deployment.placing import PlacementOnce
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
-from lucevisor.deployment.sizes import other_sizes, with_sizes
+from lucevisor.deployment.sizes import why_unfit, with_sizes
 from lucevisor.deployment.speeds import speeds_for
 from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
 from lucevisor.deployment.watchdog import Work, watch
@@ -267,12 +267,9 @@ class Deployment:
         await self._weights.settle()
         inventory = {group: hello.devices for group, hello in hellos.items()}
         speeds = await speeds_for(self._model.spec, self._model.files, self._config, inventory)
-        config, model = self._config if self._sizes is None else with_sizes(self._config, self._sizes), self._model
+        config, model = with_sizes(self._config, self._sizes), self._model
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.score_spec)
-        if isinstance(result, Infeasible):
-            self.unfit = result.message
-        elif self._sizes is not None:
-            self.unfit = other_sizes(result, self._sizes)
+        self.unfit = why_unfit(result, self._sizes)
         if isinstance(result, Infeasible) or self.unfit:
             raise LucevisorError(self.unfit)
         for notice in result.notices:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lucevisor.config import Config
-from lucevisor.placement.result import Placement
+from lucevisor.placement.result import Infeasible, Placement
 
 _SHARED = (
     "dtype", "kv_dtype", "max_context", "max_sequences", "prefill_chunk", "max_step_tokens", "pools", "pool_pages",
@@ -16,8 +16,10 @@ _SHARED = (
 )  # fmt: skip
 
 
-def with_sizes(config: Config, sizes: Placement) -> Config:
-    """Return ``config`` with what is automatic in its engine as it was chosen for ``sizes``."""
+def with_sizes(config: Config, sizes: Placement | None) -> Config:
+    """Return ``config`` with what is automatic in its engine as it was chosen for ``sizes``, if given."""
+    if sizes is None:
+        return config
     engine = replace(
         config.engine,
         dtype=sizes.dtype.value,  # type: ignore[arg-type]  # of those that the key takes
@@ -30,8 +32,12 @@ def with_sizes(config: Config, sizes: Placement) -> Config:
     return replace(config, engine=engine)
 
 
-def other_sizes(placement: Placement, sizes: Placement) -> str:
-    """Return what of a new placement would not suit the running requests; empty if all does."""
+def why_unfit(placement: Placement | Infeasible, sizes: Placement | None) -> str:
+    """Return why a model cannot be placed, or not with these sizes of the running requests; empty if it can."""
+    if isinstance(placement, Infeasible):
+        return placement.message
+    if sizes is None:
+        return ""
     other = [name for name in _SHARED if getattr(placement, name) != getattr(sizes, name)]
     if (placement.draft is None) != (sizes.draft is None):
         other.append("draft")
