@@ -86,12 +86,12 @@ class Source:
             np.flatnonzero((counted >= 2) & (lengths > a) & (lengths <= b))
             for a, b in zip(limits, WIDTHS, strict=False)
         ]
-        mass = np.array([lengths[c].sum() for c in self.classes], float)
+        mass = np.array([counted[c].sum() for c in self.classes], float)  # of long prompts little counts
         self.share = mass / mass.sum()
 
 
 class Loader:
-    """Batches of ``tokens`` tokens, from sources by their shares and from width classes by how many tokens each holds."""
+    """Batches of ``tokens`` tokens, from sources by their shares and from width classes by how many tokens count in each."""
 
     def __init__(  # noqa: PLR0913
         self, target: Target, sources: list[tuple[Sequences, float]], tokens: int, capture: tuple[int, ...], seed: int,

@@ -29,7 +29,7 @@ from gguf_files import write_dflash, write_mtp
 from kernels import MixedLoss
 from mtp import Mtp
 from optimizer import Optimizer
-from target import Target
+from target import Target, read_gguf
 from trainer import Loss, Trainer
 
 START = time.monotonic()
@@ -48,10 +48,10 @@ def choose_anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
     return anchors, value >= 0
 
 
-def dflash_loss(model: DFlash, batch: Batch, soft: float, gamma: float) -> tuple[Tensor, Tensor]:
+def dflash_loss(model: DFlash, batch: Batch, soft: float, gamma: float, spacing: int) -> tuple[Tensor, Tensor]:
     """Loss of one step and the share of right tokens per position."""
     n, target, last = model.shape.block - 1, model.target, batch.ids.shape[1] - 1
-    anchors, real = choose_anchors(batch, batch.ids.shape[1] // 8)
+    anchors, real = choose_anchors(batch, batch.ids.shape[1] // spacing)
     hidden = model(batch.features, batch.ids, anchors)[..., 1:, :].flatten(0, 2)
     steps = torch.arange(n, device=anchors.device)
     at = anchors[..., None] + steps + 1  # positions of the drafted tokens [B, A, n]
@@ -177,12 +177,16 @@ def train_one(
         rank, group = (args.rank, 16) if name.startswith("dflash2") else (0, 0)
         shape = DFlashShape(tuple(args.capture), args.layers, kv_heads=args.kv_heads, ffn=args.ffn, conv_group=group, selector_rank=rank)
         model, capture = DFlash(shape, target).to(target.device), shape.capture
+    if args.start:
+        _, weights = read_gguf(args.start)
+        for tensor, parameter in model.tensors().items():
+            parameter.data.copy_(weights[tensor].view(parameter.shape))
     say(name, f"{sum(p.numel() for p in model.parameters()):,} parameters", getattr(model, "shape", ""))
 
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
         if isinstance(model, Mtp):
             return mtp_loss(model, batch, args.depth, args.soft)
-        return dflash_loss(model, batch, args.soft, args.gamma)
+        return dflash_loss(model, batch, args.soft, args.gamma, args.spacing)
 
     loader = Loader(target, sources, args.tokens, capture, args.seed, args.reuse)
     fit(model, loader, held, loss_of, args, seconds, name, log)
@@ -246,6 +250,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.05)
     parser.add_argument("--soft", type=float, default=0.5, help="share of the target's distribution in the loss")
     parser.add_argument("--gamma", type=float, default=3.0, help="positions after which a block's weights fall by e")
+    parser.add_argument("--spacing", type=int, default=8, help="tokens of a batch for each of a step's blocks")
+    parser.add_argument("--start", type=Path, help="go on from a drafter's file; the job's shape must be that of it")
     parser.add_argument("--depth", type=int, default=4, help="chained drafts of the MTP head")
     parser.add_argument("--capture", type=int, nargs="+", default=(1, 3, 5, 6))
     parser.add_argument("--layers", type=int, default=2)
