@@ -85,15 +85,15 @@ class CandidateSelector:
 
     def __call__(self, hidden: Tensor, logits: Tensor, newest: Tensor) -> Drafts:
         tokens, scores = self.candidates(hidden, logits, newest)
+        best, following = scores.softmax(dim=-1).max(dim=-1)  # of every candidate of the position before
         at = newest.new_zeros(len(newest), 1)
-        picked, probabilities = [], []
+        steps, picked = [], []
         for position in range(tokens.shape[1]):
-            row = scores[:, position].take_along_dim(at.unsqueeze(-1), dim=1).squeeze(1).softmax(dim=-1)
-            best, at = row.max(dim=-1, keepdim=True)
+            steps.append(at)
+            at = following[:, position].gather(1, at)
             picked.append(at)
-            probabilities.append(best)
-        path = torch.cat(picked, dim=1)
-        return Drafts(tokens.take_along_dim(path.unsqueeze(-1), dim=2).squeeze(-1), torch.cat(probabilities, dim=1))
+        before, path = torch.stack(steps, dim=1), torch.stack(picked, dim=1)
+        return Drafts(tokens.gather(2, path).squeeze(-1), best.gather(2, before).squeeze(-1))
 
 
 class Dflash(Drafter):

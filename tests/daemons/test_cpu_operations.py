@@ -217,3 +217,15 @@ class OneState:
 
     def store_state(self, pool, value):
         pool.copy_(value)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("rows", "n", "width", "taps", "group"), [(16, 8, 64, 2, 16), (3, 1, 96, 2, 32), (8, 4, 96, 6, 96)]
+)
+def test_block_convolution(cpu, rows, n, width, taps, group, side):
+    x, delta = torch.randn(rows, width).bfloat16(), torch.randn(rows, 2 * taps * width // group).bfloat16()
+    base = torch.randn(2, taps, width)
+    with Exact():
+        wanted = TorchOperations().block_convolution(x.double(), delta.double(), base.double(), side, n)
+    assert_rounded(cpu.block_convolution(x, delta, base, side, n), wanted)

@@ -114,6 +114,14 @@ long output_gate(const uint16_t* x, long n_rows, long heads, long dim, const uin
   return 0;
 }
 
+long block_convolution(const uint16_t* x, const uint16_t* delta, const float* base, long n_rows, long n, long width,
+                       long taps, long group, long delta_stride, uint16_t* out) {
+  const BlockConvolution convolution{x, delta, base, out, n, width, taps, group, delta_stride};
+#pragma omp parallel for if (n_rows * width > PARALLEL)
+  for (long r = 0; r < n_rows; r++) convolution.row(r);
+  return 0;
+}
+
 long delta_net(const DeltaNet* net) {
   const long parts = net->channels() / LANES, size = net->dim * net->dim;
 #pragma omp parallel if (net->slices * net->n_value * size > PARALLEL)

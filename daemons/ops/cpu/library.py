@@ -34,6 +34,7 @@ _SIGNATURES = {
     ],
     "act_and_mul": [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER],
     "output_gate": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
+    "block_convolution": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER],
     "delta_net": [_POINTER],
     "paged_attention": [_POINTER],
 }

@@ -24,6 +24,7 @@ from daemons.ops.operations import (
 from daemons.ops.paged import PagedTensor, Q8Pages
 
 BFLOAT16 = torch.bfloat16
+LANES = 16  # numbers of a vector
 MAX_HEAD_DIM = 1024
 MAX_CONV_WIDTH = 8
 DELTA_DIMS = (16, 32, 64, 128)
@@ -190,6 +191,19 @@ class CpuOperations(TorchOperations):
             x.data_ptr(), x.stride(0), rows, heads, width, norm.weight.data_ptr(), norm.epsilon,
             cos.data_ptr(), sin.data_ptr(), cos.shape[-1], out.data_ptr(),
         )  # fmt: skip
+        return out
+
+    def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
+        (rows, width), (_, taps, _) = x.shape, base.shape
+        group = 2 * taps * width // delta.shape[1]
+        if x.dtype is not BFLOAT16 or delta.dtype is not BFLOAT16 or group % LANES:
+            return super().block_convolution(x, delta, base, side, n)
+        x, delta, kernel = x.contiguous(), delta.contiguous(), base[side].contiguous()
+        out = torch.empty_like(x)
+        first = delta.data_ptr() + side * delta.shape[1] // 2 * delta.element_size()
+        self.kernels.calls.block_convolution(
+            x.data_ptr(), first, kernel.data_ptr(), rows, n, width, taps, group, delta.shape[1], out.data_ptr()
+        )
         return out
 
     def paged_attention(

@@ -99,3 +99,24 @@ inline void output_gate_row(const uint16_t* x, const uint16_t* gate, long heads,
       store_bfloat16(out + at, m, _mm512_mul_ps(load_bfloat16(x + at, m), g));
     }
 }
+
+// Convolution along slices of n rows of `width` numbers; `group` neighbours, a multiple of LANES, share a number of
+// `delta`.  Tap o of row t is the row o before; before the first row of a slice there are zeros.
+struct BlockConvolution {
+  const uint16_t *x, *delta;
+  const float* base;  // [taps][width]
+  uint16_t* out;
+  long n, width, taps, group, delta_stride;
+
+  void row(long r) const {
+    for (long i = 0; i < width; i += LANES) {
+      Floats sum = splat(0.f);
+      for (long tap = 0; tap < taps && tap <= r % n; tap++) {
+        const float own = one_bfloat16(delta[r * delta_stride + tap * (width / group) + i / group]);
+        const Floats kernel = _mm512_add_ps(_mm512_loadu_ps(base + tap * width + i), splat(own));
+        sum = _mm512_fmadd_ps(kernel, load_bfloat16(x + (r - tap) * width + i), sum);
+      }
+      store_bfloat16(out + r * width + i, sum);
+    }
+  }
+};
