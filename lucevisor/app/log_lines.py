@@ -52,7 +52,7 @@ def _seconds(record: dict[str, Any]) -> float:
 
 
 class ConsoleLine:
-    """Renders records for a terminal: local time of day, level, event, fields; requests in one short line."""
+    """Renders records for a terminal: local time of day, level, event, fields; requests and states as short lines."""
 
     def __init__(self, *, colors: bool) -> None:
         self._render = structlog.dev.ConsoleRenderer(
@@ -64,6 +64,8 @@ class ConsoleLine:
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
         if event.get("event") == "request" and "path" in event:
             event = short_request(event)
+        elif event.get("event") == "group state" and {"group", "state"} <= event.keys():
+            event = short_state(event)
         try:
             at = datetime.fromisoformat(str(event.get("timestamp"))).astimezone()
             event["timestamp"] = at.strftime("%H:%M:%S.%f")[:-3]
@@ -77,6 +79,13 @@ class ConsoleLine:
         if record is None or not all(isinstance(record.get(key), str) for key in _ALWAYS):
             return line.rstrip("\n")
         return self(None, "", record)
+
+
+def short_state(event: EventDict) -> EventDict:
+    """Return the record of a group's state as a sentence: ``group left is loading: hello``."""
+    rest = {k: v for k, v in event.items() if k not in ("group", "state", "reason") and v is not None}
+    why = f": {event['reason']}" if event.get("reason") else ""
+    return {**rest, "event": f"group {event['group']} is {event['state']}{why}"}
 
 
 def short_request(event: EventDict) -> EventDict:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -40,9 +41,13 @@ def status_view(status: Status) -> RenderableType:
         *pflash_lines(status["pflash"]),
         *cache_lines(status["cache"]),
     ]
-    return Group(
-        *headline(status), shard_table(status), *problem_lines(status), *(Text(line) for line in lines if line)
-    )
+    return Group(*headline(status), shard_table(status), *problem_lines(status), *map(indented, filter(None, lines)))
+
+
+def indented(line: str) -> RenderableType:
+    """Return a line whose spaces at the beginning hold for all lines that it is folded into."""
+    text = line.lstrip(" ")
+    return Padding(Text(text), (0, 0, 0, len(line) - len(text)))
 
 
 def headline(status: Status) -> Iterator[Text]:

@@ -25,6 +25,7 @@ from lucevisor.cli.status_view import (
     bar,
     draft_lines,
     headline,
+    indented,
     page_line,
     problem_lines,
     styled_state,
@@ -117,7 +118,7 @@ def screen(before: Status, now: Status, seconds: float, speeds: deque[float], wi
         _stages(stage_loads(before, now, seconds), bar_width), Text(),
         _memory(now, bar_width), Text(),
         Text(page_line(engine["pages"])),
-        *(Text(line) for line in draft_lines(now["draft"])[:3]), Text(),
+        *map(indented, draft_lines(now["draft"])[:3]), Text(),
         _requests(now["requests"]),
     ]  # fmt: skip
     return Group(*parts)

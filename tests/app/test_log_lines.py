@@ -32,6 +32,14 @@ def test_a_request_is_one_short_line():
     assert "2026" not in line
 
 
+def test_a_state_is_a_sentence():
+    record = {"event": "group state", "level": "info", "timestamp": "2026-11-22T22:04:31.933000Z", "group": "left"}
+    line = ConsoleLine(colors=False).line(json.dumps(record | {"state": "loading", "reason": "hello", "pid": 7}))
+    assert line.endswith("] group left is loading: hello pid=7")
+    line = ConsoleLine(colors=False).line(json.dumps(record | {"state": "stopped", "reason": "", "pid": None}))
+    assert line.rstrip().endswith("] group left is stopped")
+
+
 @pytest.mark.parametrize("line", ["not json", "3", '{"event": "x"}', '{"event": "request", "path": null}', "{"])
 def test_other_lines_are_shown_as_well(line):
     assert ConsoleLine(colors=False).line(line + "\n")

@@ -125,6 +125,43 @@ def test_text_never_becomes_markup(box: tuple[Cli, str, int], open_page: Any) ->
     assert not page.title().startswith("owned")
 
 
+def test_pauses_spares_keys_and_host_memory_are_shown_where_there_are_any(
+    box: tuple[Cli, str, int], open_page: Any
+) -> None:
+    page = open_page(box[1])
+    page.wait_for_selector("#state.ready")
+    expect(page.locator("#shards")).not_to_contain_text("spares")
+    expect(page.locator("#pages")).not_to_contain_text("host memory")
+
+    def status(route: Any) -> None:
+        told = route.fetch().json()
+        told["groups"][0]["spares"] = [{"warm": True}, {"warm": False}]
+        told["engine"]["pages"] |= {"host": 5, "host_total": 20, "out": 7}
+        recovery = {"pauses": {"loss": 2, "restart": 0}, "longest_pause_s": 0.5, "sequences": 3, "rebuilt_tokens": 40}
+        told["engine"]["recovery"] |= {**recovery, "recomputed_tokens": 0, "kept_tokens": 90}
+        told["draft"] |= {"verify_slices": 9, "acceptance_length": 2.0, "acceptance_by_position": [0.5], "origins": {
+            "fresh": {"verify_slices": 5, "acceptance_length": 2.25},
+            "recovered": {"verify_slices": 4, "acceptance_length": 1.75},
+            "restored": {"verify_slices": 0, "acceptance_length": 0.0},
+        }}  # fmt: skip
+        told["requests"] = [{
+            "id": "req-1", "key": "ann", "path": "/v1/messages", "elapsed_s": 1, "first_token_s": None,
+            "prompt_tokens": 1, "generated_tokens": 0, "accepted_tokens": 0,
+        }]  # fmt: skip
+        route.fulfill(json=told)
+
+    page.route("**/status", status)
+    expect(page.locator("#pauses")).to_have_text(
+        "Pauses since the start: 2 loss, longest 500 ms; 3 requests went on, tokens: 90 kept, 40 rebuilt"
+    )
+    expect(page.locator("#shards")).to_contain_text("spares 1 of 2 warm")
+    expect(page.locator("#pages")).to_contain_text("5 used, 20 in all")
+    expect(page.locator("#pages")).to_contain_text("7 pages of running sequences are paged out")
+    expect(page.locator("#drafts")).to_contain_text("by origin of the prefix: fresh 2.25, recovered 1.75")
+    assert page.locator("#requests th").all_inner_texts()[:2] == ["request", "key"]
+    expect(page.locator("#requests td").nth(1)).to_have_text("ann")
+
+
 def test_a_group_is_restarted_with_the_admin_key(box: tuple[Cli, str, int], open_page: Any) -> None:
     cli, url, _ = box
     page = open_page(url)

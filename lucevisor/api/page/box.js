@@ -51,6 +51,7 @@ function draw(now, at) {
   const colours = stageColours(now);
   drawFigures(now.engine);
   drawRecovery(now);
+  drawPauses(now.engine.recovery);
   drawLayers(now, colours);
   drawShards(now, colours);
   drawWaits(now, at);
@@ -101,6 +102,20 @@ function drawRecovery(now) {
   fill(byId("recovery"), ...parts);
 }
 
+// What losses and restarts have cost since the start.
+function drawPauses(recovery) {
+  const total = (counts) => Object.values(counts).reduce((sum, n) => sum + n, 0);
+  const pauses = recovery.pauses ? total(recovery.pauses) : 0;
+  byId("pauses").hidden = !pauses;
+  if (!pauses) return;
+  const kinds = Object.entries(recovery.pauses).filter(([, n]) => n).map(([reason, n]) => `${count(n)} ${reason}`);
+  const tokens = [["kept", recovery.kept_tokens], ["rebuilt", recovery.rebuilt_tokens], ["computed again", recovery.recomputed_tokens]]
+    .filter(([, n]) => n).map(([what, n]) => `${count(n)} ${what}`);
+  const requests = recovery.sequences ? `; ${count(recovery.sequences)} requests went on` : "";
+  const how = tokens.length ? `, tokens: ${tokens.join(", ")}` : "";
+  setText("pauses", `Pauses since the start: ${kinds.join(", ")}, longest ${duration(recovery.longest_pause_s)}${requests}${how}`);
+}
+
 function devicesOf(now) {
   const devices = now.groups.flatMap((group) => group.devices);
   return devices.sort((a, b) => a.layers[0] - b.layers[0]);
@@ -141,7 +156,9 @@ function shardCard(group, device, colours, admin) {
     card.append(make("div", "", `layers ${start} to ${stop - 1}`), make("div", "small", device.name), ...memory(device));
   }
   if (group.loading) card.append(loadingLine(group));
-  const facts = `${group.backend} · pid ${group.pid ?? "–"} · restarts ${group.restarts}`;
+  const warm = (group.spares ?? []).filter((spare) => spare.warm).length;
+  const spares = group.spares?.length ? ` · spares ${warm} of ${group.spares.length} warm` : "";
+  const facts = `${group.backend} · pid ${group.pid ?? "–"} · restarts ${group.restarts}${spares}`;
   const last = make("div", "row", make("span", "small", facts));
   if (admin) last.append(restartButton(group));
   card.append(last);
@@ -223,23 +240,30 @@ function waitLine(name, text, parts) {
 
 function drawRequests(requests) {
   if (!requests.length) return fill(byId("requests"), make("div", "small", "None."));
-  const head = make("tr", "", ...["request", "call", "for", "first token", "prompt", "generated", "drafts accepted"].map((t) => make("th", "", t)));
+  const named = requests.some((one) => one.key);
+  const key = named ? ["key"] : [];
+  const head = make("tr", "", ...["request", ...key, "call", "for", "first token", "prompt", "generated", "drafts accepted"].map((t) => make("th", "", t)));
   const rows = requests.map((one) => {
     const accepted = one.generated_tokens ? percent(one.accepted_tokens / one.generated_tokens) : "–";
     const first = one.first_token_s == null ? "waits" : duration(one.first_token_s);
-    const cells = [one.id, one.path, duration(one.elapsed_s), first, count(one.prompt_tokens), count(one.generated_tokens), `${count(one.accepted_tokens)} (${accepted})`];
+    const cells = [one.id, ...(named ? [one.key] : []), one.path, duration(one.elapsed_s), first, count(one.prompt_tokens), count(one.generated_tokens), `${count(one.accepted_tokens)} (${accepted})`];
     return make("tr", "", ...cells.map((cell) => make("td", "", cell)));
   });
   fill(byId("requests"), make("table", "", make("thead", "", head), make("tbody", "", ...rows)));
 }
 
-function drawPages({ spaces, out }) {
+function drawPages({ spaces, out, host, host_total: inHost }) {
   const lines = Object.entries(spaces).map(([space, use]) => {
     const what = space === "recurrent" ? "states" : "pages";
     const text = `${count(use.used)} used, ${count(use.cached)} cached, ${count(use.total)} in all`;
     const parts = [["used", use.used / use.total, `used ${use.used}`], ["cached", use.cached / use.total, `cached ${use.cached}`]];
     return make("div", "line", make("div", "row", make("span", "", `${space} ${what}`), make("span", "small", text)), bar(space, parts));
   });
+  if (inHost) {
+    const text = `${count(host)} used, ${count(inHost)} in all`;
+    const head = make("div", "row", make("span", "", "pages in host memory"), make("span", "small", text));
+    lines.push(make("div", "line", head, bar("host memory", [["host", host / inHost, `used ${host}`]])));
+  }
   if (out) lines.push(make("div", "small", `${count(out)} pages of running sequences are paged out`));
   fill(byId("pages"), ...(lines.length ? lines : [make("div", "small", "Not placed yet.")]));
 }
@@ -254,6 +278,11 @@ function drawDrafts(draft) {
     lines.push(make("div", "small", `${count(draft.accepted)} of ${count(draft.verified)} drafts accepted, by position:`));
     draft.acceptance_by_position.slice(0, 8).forEach((share, i) =>
       lines.push(bar(`position ${i + 1}`, [["done", share, `position ${i + 1}: ${percent(share)}`]])));
+    const origins = Object.entries(draft.origins).filter(([, one]) => one.verify_slices);
+    if (origins.length > 1) {
+      const each = origins.map(([origin, one]) => `${origin} ${one.acceptance_length.toFixed(2)}`);
+      lines.push(make("div", "small", `tokens a verify step by origin of the prefix: ${each.join(", ")}`));
+    }
   }
   fill(byId("drafts"), ...lines);
 }
