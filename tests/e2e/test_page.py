@@ -132,6 +132,7 @@ def test_pauses_spares_keys_and_host_memory_are_shown_where_there_are_any(
     page.wait_for_selector("#state.ready")
     expect(page.locator("#shards")).not_to_contain_text("spares")
     expect(page.locator("#pages")).not_to_contain_text("host memory")
+    expect(page.locator("#scoring")).to_be_hidden()
 
     def status(route: Any) -> None:
         told = route.fetch().json()
@@ -144,6 +145,8 @@ def test_pauses_spares_keys_and_host_memory_are_shown_where_there_are_any(
             "recovered": {"verify_slices": 4, "acceptance_length": 1.75},
             "restored": {"verify_slices": 0, "acceptance_length": 0.0},
         }}  # fmt: skip
+        told["pflash"] |= {"state": "attached", "name": "scorer", "device": "left:0", "tokens": 1000, "kept": 250}
+        told["pflash"]["prompts"] |= {"compressed": 3, "failed": 1}
         told["requests"] = [{
             "id": "req-1", "key": "ann", "path": "/v1/messages", "elapsed_s": 1, "first_token_s": None,
             "prompt_tokens": 1, "generated_tokens": 0, "accepted_tokens": 0,
@@ -155,6 +158,8 @@ def test_pauses_spares_keys_and_host_memory_are_shown_where_there_are_any(
         "Pauses since the start: 2 loss, longest 500 ms; 3 requests went on, tokens: 90 kept, 40 rebuilt"
     )
     expect(page.locator("#shards")).to_contain_text("spares 1 of 2 warm")
+    expect(page.locator("#scoring")).to_contain_text("3 prompts shortened, 250 of 1,000 tokens kept")
+    expect(page.locator("#scoring")).to_contain_text("1 prompts could not be scored")
     expect(page.locator("#pages")).to_contain_text("5 used, 20 in all")
     expect(page.locator("#pages")).to_contain_text("7 pages of running sequences are paged out")
     expect(page.locator("#drafts")).to_contain_text("by origin of the prefix: fresh 2.25, recovered 1.75")

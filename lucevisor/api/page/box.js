@@ -58,6 +58,7 @@ function draw(now, at) {
   drawRequests(now.requests);
   drawPages(now.engine.pages);
   drawDrafts(now.draft);
+  drawScoring(now.pflash);
   last = { now, at };
 }
 
@@ -285,6 +286,22 @@ function drawDrafts(draft) {
     }
   }
   fill(byId("drafts"), ...lines);
+}
+
+// PFlash: the model that scores long prompts, and what it shortened.
+function drawScoring(pflash) {
+  byId("scoring").hidden = pflash.state === "none";
+  if (pflash.state === "none") return;
+  const lines = [make("div", "", `${pflash.name}${pflash.device ? ` on ${pflash.device}` : ""}: ${pflash.state}`)];
+  if (pflash.reason) lines.push(make("div", "small", pflash.reason));
+  const { compressed, failed } = pflash.prompts;
+  if (compressed) {
+    const share = pflash.kept / pflash.tokens;
+    const text = `${count(compressed)} prompts shortened, ${count(pflash.kept)} of ${count(pflash.tokens)} tokens kept`;
+    lines.push(make("div", "small", text), bar("tokens kept", [["done", share, `kept ${percent(share)}`]]));
+  }
+  if (failed) lines.push(make("div", "small", `${count(failed)} prompts could not be scored`));
+  fill(byId("scoring-lines"), ...lines);
 }
 
 setInterval(() => document.hidden || refresh(), EVERY_MS);
