@@ -131,13 +131,19 @@ class HandoverServer:
 
 
 class Taken:
-    """What the supervisor that runs has offered; close it to decline, or ``serving`` to accept."""
+    """What the supervisor that runs has offered; ``decline`` it, or accept it by ``serving``."""
 
     def __init__(self, connection: socket.socket, offer: Offer, fds: list[int]) -> None:
         self.offer = offer
         self._connection = connection
         self.lock, *sockets = fds
         self.sockets = [socket.socket(fileno=fd) for fd in sockets]
+
+    def decline(self) -> None:
+        """Close everything; the other one goes on."""
+        descriptors.close_all([self.lock])
+        for sock in (*self.sockets, self._connection):
+            sock.close()
 
     async def serving(self) -> None:
         """Tell the other one that connections are accepted."""

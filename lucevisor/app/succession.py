@@ -70,7 +70,12 @@ class Succession:
             await self._endpoint.open_admin()
             await self._endpoint.open(listen(server.host, server.port))
         else:
-            await self._endpoint.open(adopt(taken.sockets, server.host, server.port))
+            try:
+                sockets = adopt(taken.sockets, server.host, server.port)
+            except LucevisorError:
+                taken.decline()
+                raise
+            await self._endpoint.open(sockets)
             await self._endpoint.open_admin()
             await taken.serving()
             self._run_dir.adopt(taken.lock)

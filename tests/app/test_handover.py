@@ -60,13 +60,6 @@ async def taken_from(path: Path) -> Taken:
     return taken
 
 
-def decline(taken: Taken) -> None:
-    taken._connection.close()
-    os.close(taken.lock)
-    for sock in taken.sockets:
-        sock.close()
-
-
 async def test_sockets_lock_and_what_was_saved(giver: Giver, tmp_path: Path) -> None:
     taken = await taken_from(tmp_path)
     assert (taken.offer.pid, taken.offer.notify_socket) == (os.getpid(), "/n")
@@ -79,14 +72,14 @@ async def test_sockets_lock_and_what_was_saved(giver: Giver, tmp_path: Path) -> 
     await anext(saves)  # it has saved what it had
     assert giver.said == ["offer", ASK]
     await saves.aclose()
-    decline(taken)
+    taken.decline()
 
 
 async def test_one_that_ends_before_it_serves_changes_nothing(giver: Giver, tmp_path: Path) -> None:
-    decline(await taken_from(tmp_path))
+    (await taken_from(tmp_path)).decline()
     taken = await taken_from(tmp_path)
     assert giver.said == ["offer", "keep", "offer"]
-    decline(taken)
+    taken.decline()
 
 
 async def test_a_refusal_is_said(giver: Giver, tmp_path: Path) -> None:
@@ -94,7 +87,7 @@ async def test_a_refusal_is_said(giver: Giver, tmp_path: Path) -> None:
     with pytest.raises(LucevisorError, match="not taken over: it is stopping"):
         await taken_from(tmp_path)
     giver.refuses = ""
-    decline(await taken_from(tmp_path))
+    (await taken_from(tmp_path)).decline()
 
 
 async def test_something_else_than_a_request_gets_no_descriptor(giver: Giver, tmp_path: Path) -> None:
@@ -107,7 +100,7 @@ async def test_something_else_than_a_request_gets_no_descriptor(giver: Giver, tm
         writer.close()
         await writer.wait_closed()
     assert "offer" not in giver.said
-    decline(await taken_from(tmp_path))
+    (await taken_from(tmp_path)).decline()
 
 
 async def test_nobody_is_there(tmp_path: Path) -> None:
