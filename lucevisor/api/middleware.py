@@ -7,6 +7,7 @@ is an error, or a closed connection; exactly one log line and one counter record
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
 from collections.abc import Awaitable, Callable
 
@@ -38,6 +39,7 @@ log = structlog.get_logger("lucevisor.api")
 _QUIET = OPEN_PATHS | {"/metrics", "/status"}
 OLLAMA_PATHS = "/api/"
 """Paths of Ollama's API; its errors have another shape."""
+_MAX_PATH = 100  # characters of an unknown path that are compared with known ones
 _STATUS_MESSAGES = {
     404: ("no such path", "not_found"),
     405: ("the method is not allowed for this path", "method_not_allowed"),
@@ -126,8 +128,22 @@ def _is_anthropic(request: web.Request) -> bool:
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
     """Translate aiohttp's own errors (no route, wrong method)."""
     message, code = _STATUS_MESSAGES.get(error.status, (error.reason, "invalid_request"))
-    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    headers = {}
+    if error.status == 404:
+        message += _nearest_path(request)
+    if "Allow" in error.headers:
+        headers = {"Allow": error.headers["Allow"]}
+        message += f"; use {error.headers['Allow']}"
     return ApiError(error.status, f"{request.method} {request.path}: {message}", code=code, headers=headers)
+
+
+def _nearest_path(request: web.Request) -> str:
+    """Return a hint at a path like that of a request."""
+    known = [r.canonical for r in request.app.router.resources() if "{" not in r.canonical and r.canonical != "/"]
+    asked = request.path[:_MAX_PATH]
+    near = [path for path in known if path.endswith(asked) and len(asked) > 1]
+    near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else "; GET /openapi.json lists all"
 
 
 def _account(request: web.Request, context: RequestContext, status: int) -> None:

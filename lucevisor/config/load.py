@@ -8,6 +8,7 @@ skipped.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,9 @@ def _read_tree(path: Path) -> Mapping[str, object]:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise wrong(f"cannot be read: {why}", "name a configuration file; etc/lucevisor.toml shows every key") from None
+        near = difflib.get_close_matches(path.name, (file.name for file in path.parent.glob("*.toml")), n=1)
+        hint = f"nearest: {path.with_name(near[0])}" if near else "name a configuration file"
+        raise wrong(f"cannot be read: {why}", f"{hint}; etc/lucevisor.toml shows every key") from None
     if len(content) > MAX_FILE_BYTES:
         raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", "name a configuration file in TOML, not a model")
     try:

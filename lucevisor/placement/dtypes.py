@@ -37,11 +37,13 @@ def choose_dtype(configured: DType, targets: Sequence[TargetDevice]) -> DtypeCho
     only_cpu = all(target.backend is Backend.CPU for target in targets)
     lacking = ""
     for dtype in _PREFERENCE[:1] if only_cpu else _PREFERENCE:
-        without = [str(target.device) for target in targets if not _native(target, dtype)]
+        without = [target for target in targets if not _native(target, dtype)]
         if not without:
             unknown = "" if all(target.info for target in targets) else " as far as known"
             return DtypeChoice(dtype, f"dtype {dtype}: every device multiplies it natively{unknown}{lacking}")
-        lacking += f"; not {dtype}, which {', '.join(without)} cannot multiply natively"
+        names = ", ".join(str(target.device) for target in without)
+        why = "cannot multiply natively" if any(target.info for target in without) else "were not asked about"
+        lacking += f"; not {dtype}, which {names} {why}"
     return DtypeChoice(Dtype.FLOAT32, f"dtype {Dtype.FLOAT32}: the one format that all devices share{lacking}")
 
 

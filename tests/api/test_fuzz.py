@@ -90,7 +90,8 @@ def body_of(kind, required):
     options = {name: values for name, values in sensible.items() if name in kind.__struct_fields__}
     good = st.fixed_dictionaries({**required, **few_tokens}, optional=options)
     bad = st.fixed_dictionaries(
-        {**required, **few_tokens}, optional={name: values | anything for name, values in {**options, **wild}.items()}
+        {**required, **few_tokens},
+        optional={n: values | anything for n, values in {**options, **wild}.items() if n not in required},
     )
     return good | bad
 

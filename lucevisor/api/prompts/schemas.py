@@ -81,11 +81,13 @@ REFUSED: Final[dict[str, str]] = {
     "audio": "is not supported: this server answers with text only; leave it out",
     "function_call": "is deprecated and not supported; use tool_choice",
     "functions": "is deprecated and not supported; use tools",
+    "messages": "is a parameter of /v1/chat/completions; send prompt, or use that path",
     "moderation": NOT_HERE,
+    "prompt": "is a parameter of /v1/completions; send messages, or use that path",
     "suffix": "is not supported: the model continues text, it does not fill gaps; leave it out",
     "web_search_options": "is not supported: this server does not search the web; leave it out",
 }
-"""Known parameters that would change the answer and are not supported (null is accepted)."""
+"""Known parameters that would change the answer and are not supported (null is accepted), or are another endpoint's."""
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
