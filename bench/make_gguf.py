@@ -104,6 +104,31 @@ def qwen(
     return Model("qwen35moe" if experts else "qwen35", name, metadata, t)
 
 
+def qwen3(name, *, n_layers, embedding, width, heads, vocabulary, dim=128):
+    """Qwen3, dense, the embedding as output matrix.  ``heads``: query and kv."""
+    e, (h, hk) = embedding, heads
+    metadata = {
+        "block_count": n_layers,
+        "context_length": 40960,
+        "embedding_length": e,
+        "feed_forward_length": width,
+        "attention.head_count": h,
+        "attention.head_count_kv": hk,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+    }
+    t = {"token_embd.weight": (vocabulary, e), "output_norm.weight": (e,)}
+    for i in range(n_layers):
+        b = f"blk.{i}."
+        t |= {b + "attn_norm.weight": (e,), b + "ffn_norm.weight": (e,)} | dense(b, e, width)
+        t |= {b + "attn_q.weight": (h * dim, e), b + "attn_k.weight": (hk * dim, e), b + "attn_v.weight": (hk * dim, e)}
+        t |= {b + "attn_output.weight": (e, h * dim)}
+        t |= {b + "attn_q_norm.weight": (dim,), b + "attn_k_norm.weight": (dim,)}
+    return Model("qwen3", name, metadata, t)
+
+
 def gemma4(name, *, n_layers, embedding, width, n_heads, kv, experts, vocabulary, window, dims=(256, 512), every=6):
     """Gemma 4 with experts.  ``kv``, ``dims``: of sliding and of full layers; ``experts``: count, used, width."""
     e, h, sliding = embedding, n_heads, [(i + 1) % every != 0 for i in range(n_layers)]
@@ -263,6 +288,9 @@ SHAPES = {
         "Qwen3.6 35B A3B shape", n_layers=40, embedding=2048, width=512, heads=(16, 2), delta_heads=(16, 32),
         vocabulary=248320, experts=(256, 8),
     ),
+    "qwen3-0.6b": lambda: qwen3(
+        "Qwen3 0.6B shape", n_layers=28, embedding=1024, width=3072, heads=(16, 8), vocabulary=151936,
+    ),
     "gemma4-26b-a4b": lambda: gemma4(
         "Gemma 4 26B A4B shape", n_layers=30, embedding=2816, width=2112, n_heads=16, kv=(8, 2),
         experts=(128, 8, 704), vocabulary=262144, window=1024,
@@ -286,6 +314,9 @@ SHAPES = {
     "tiny-qwen3.6-35b-a3b": lambda: qwen(
         "tiny experts", n_layers=4, embedding=256, width=256, heads=(4, 2), delta_heads=(2, 4), vocabulary=1024,
         experts=(8, 2), dim=64, delta_dim=64,
+    ),
+    "tiny-qwen3-0.6b": lambda: qwen3(
+        "tiny scoring model", n_layers=2, embedding=256, width=512, heads=(4, 2), vocabulary=2048, dim=64,
     ),
     "tiny-gemma4-26b-a4b": lambda: gemma4(
         "tiny Gemma 4", n_layers=4, embedding=256, width=288, n_heads=4, kv=(2, 1), experts=(8, 2, 96),

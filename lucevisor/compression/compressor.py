@@ -167,14 +167,21 @@ class Compressor:
         """Return a score for each token of a part, window by window."""
         if self._scorer_tokenizer is None:
             return await self._window_scores(tokens, question)
-        own, text = self._scorer_tokenizer, self._tokenizer.decode(tokens, skip_special=False)
-        encoded, asked = await asyncio.to_thread(
-            lambda: (own.encode(text), own.encode(self._tokenizer.decode(question, skip_special=False)))
-        )
-        found = await self._window_scores(encoded, asked[-QUESTION_TOKENS:])
-        both = ((own, encoded), (self._tokenizer, tokens))
-        lengths, of_target = ([len(tokenizer.token_bytes(i)) for i in of] for tokenizer, of in both)
-        return await asyncio.to_thread(aligned, found, lengths, of_target)
+        own, model = self._scorer_tokenizer, self._tokenizer
+
+        def encode() -> tuple[list[int], list[int]]:
+            encoded, asked = (own.encode(model.decode(part, skip_special=False)) for part in (tokens, question))
+            return encoded, asked[-QUESTION_TOKENS:]
+
+        encoded, asked = await asyncio.to_thread(encode)
+        found = await self._window_scores(encoded, asked)
+
+        def align() -> list[float]:
+            both = ((own, encoded), (model, tokens))
+            lengths, of_target = ([len(tokenizer.token_bytes(i)) for i in of] for tokenizer, of in both)
+            return aligned(found, lengths, of_target)
+
+        return await asyncio.to_thread(align)
 
     async def _window_scores(self, tokens: Sequence[int], question: Sequence[int]) -> list[float]:
         scores: list[float] = []

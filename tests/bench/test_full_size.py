@@ -29,6 +29,7 @@ TINY = [name for name in SHAPES if name.startswith("tiny-") and not name.endswit
         ("qwen3.6-27b", 26_895_998_464, 16.54),
         ("qwen3.6-35b-a3b", 34_660_610_688, 21.16),
         ("qwen3.6-27b-dflash2", 1.92e9, None),
+        ("qwen3-0.6b", 596_049_920, None),
         ("gemma4-26b-a4b", 25.2e9, None),
         ("laguna-xs.2", 33.4e9, None),
     ],

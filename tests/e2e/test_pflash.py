@@ -11,13 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, ROOT, Cli, wait_until
 
+SIZES = ("engine.max_context=1600", "engine.max_sequences=2")
 DEMO_FOLDER = ROOT / "etc" / "demo"
 WORDS = [f"{first}{last}" for first in ("tin", "oak", "sea", "ice", "sun") for last in ("man", "ton", "side", "ward")]
 TEXTS = Tokenizer.from_gguf(open_model([DEMO_FOLDER / "demo-qwen35-22m-q4_k_m.gguf"]).metadata)
@@ -34,7 +35,7 @@ def served(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     path.write_text(text)
     cli = Cli(forker)
     try:
-        status = cli.start(path, "engine.dtype=float32", "draft.kind=off", "cache.min_tokens=64")
+        status = cli.start(path, "engine.dtype=float32", "draft.kind=off", "cache.min_tokens=64", *SIZES)
         wait_until(lambda: attached(cli), 30, "the scoring model is attached")
         yield cli, status
         cli.stop()
@@ -75,6 +76,13 @@ def test_a_long_prompt_is_shortened_and_a_short_one_is_not(served: tuple[Cli, di
     assert (status["state"], status["device"], status["prompts"]["compressed"]) == ("attached", "aside:0", 1)
     assert status["weight_bytes"] > 1e6
     assert "shortened 1 prompts" in served[0].run("status").stdout
+
+
+def test_a_prompt_beyond_the_context_is_served_if_it_fits_when_it_is_shortened(client: OpenAI) -> None:
+    kept, usage = completed(client, text_of(1500, 5))
+    assert kept["prompt_tokens"] > 1600 > usage.prompt_tokens
+    with pytest.raises(BadRequestError, match=r"has at least|has \d+ tokens"):
+        completed(client, text_of(4000, 6))
 
 
 def test_a_chat_keeps_hitting_the_prefix_cache_while_its_old_turns_shrink(client: OpenAI) -> None:
