@@ -8,8 +8,9 @@ Invariant: no page is written that another sequence, rebuilt before or needed by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from msgspec.structs import replace
@@ -18,10 +19,10 @@ from lucevisor.engine.journal import Journal, RowCopy
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.prefix_tree import NO_STATE
+from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.pages import first_visible_page, pages_of
-from lucevisor.model.values import Space
-from lucevisor.protocol.steps import OpenSequence, Operation, SetPages, Slice, Step, ZeroState
+from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, SetPages, Slice, Step, ZeroState
 
 FIRST_STEP: Final = 1 << 40
 """Ids of steps that rebuild a stage begin here, where no scheduler's come to."""
@@ -68,7 +69,10 @@ class WaitingSteps:
 
 
 class Rebuilder:
-    """Plans the rebuild of stages from the running ``records``."""
+    """Plans the rebuild of stages from the running ``records``.
+
+    ``slots``: those of them that are the beginning of a running sequence, on its pages, come back with it (``kept``).
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Rebuilder:
         records: Sequence[RequestRecord],
         waiting: WaitingSteps,
         n_regions: int,
+        slots: Sequence[PrefixSlot] = (),
     ) -> None:
         self._limits, self._pools, self._journal, self._waiting = limits, pools, journal, waiting
         self._n_regions = n_regions
@@ -91,6 +96,14 @@ class Rebuilder:
         if any(live.table.n_out for live in self._stops):
             raise CannotRebuild("pages of a sequence were paged out: what is behind them cannot be computed alone")
         self._check_window_pages()
+        self._slots: dict[LiveSequence, list[PrefixSlot]] = {live: [] for live in self._stops}
+        for slot in slots:
+            self._keep(slot)
+
+    @property
+    def kept(self) -> set[PrefixSlot]:
+        """The prefix slots that the rebuilt stages hold afterwards."""
+        return {slot for slots in self._slots.values() for slot in slots}
 
     def plan(self, stage: int) -> RebuildPlan:
         """Return the steps that rebuild a stage.  Raises CannotRebuild if rows are missing or pages are too few."""
@@ -99,13 +112,16 @@ class Rebuilder:
         rebuilt: set[int] = set()  # window pages
         for live, (record, stop) in self._stops.items():
             spare = self._spare_pages(live, stop, rebuilt)
-            for start, end in self._chunks(stop):
+            for start, end in self._chunks(stop, {slot.n_tokens for slot in self._slots[live]}):
                 tokens = [*record.tokens[start:end]]
                 step = self._step(self._window_tables(live, start, end, stop, spare), [
                     Slice(live.sequence, start, tokens, sample=False)
                 ])  # fmt: skip
                 plan.steps.append(RebuildStep(step, self.rows(stage, step)))
                 plan.n_tokens += end - start
+                ending = [slot for slot in self._slots[live] if slot.n_tokens == end]
+                if copies := [operation for slot in ending for operation in self._copies(live, slot)]:
+                    plan.steps.append(RebuildStep(self._step(copies, [])))
             if stop and Space.WINDOW in self._pools:
                 plan.steps.append(RebuildStep(self._step(self._tables(live, Space.WINDOW), [])))
                 rebuilt.update(page for _, page in self._window_pages(live, stop))
@@ -140,10 +156,28 @@ class Rebuilder:
         self._n_steps += 1
         return FIRST_STEP + self._n_steps
 
-    def _chunks(self, stop: int) -> Iterator[tuple[int, int]]:
-        chunk = self._limits.prefill_chunk
-        for start in range(0, stop, chunk):
-            yield start, min(stop, start + chunk)
+    def _chunks(self, stop: int, cuts: Collection[int]) -> Iterator[tuple[int, int]]:
+        """Yield slices up to ``stop`` that end at ``cuts``, too."""
+        yield from pairwise(sorted({*range(0, stop, self._limits.prefill_chunk), *cuts, stop}))
+
+    def _keep(self, slot: PrefixSlot) -> None:
+        """Keep a slot if a sequence begins with it, on its whole pages.  Window pages are not rebuilt for slots."""
+        n, n_pages = slot.n_tokens, slot.n_tokens // PAGE_TOKENS
+        for live, (record, stop) in self._stops.items() if Space.WINDOW not in self._pools else ():
+            pages = slot.pages(Space.FULL)[:n_pages] if Space.FULL in self._pools else []
+            same = not pages or pages == live.table.entries(Space.FULL, 0, n_pages)
+            if 0 < n <= stop and same and record.tokens.n_common(slot.tokens, n) == n:
+                self._slots[live].append(slot)
+                return
+
+    def _copies(self, live: LiveSequence, slot: PrefixSlot) -> Iterator[Operation]:
+        """Yield what gives a slot its own part, when its sequence has just been computed up to its end."""
+        if slot.state != NO_STATE:
+            yield CopyState(live.state, slot.state)
+        for space, page in slot.tail.items():
+            [source] = live.table.entries(space, slot.n_tokens // PAGE_TOKENS, slot.n_tokens // PAGE_TOKENS + 1)
+            if source != page:
+                yield CopyPage(space, source, page, slot.n_tokens % PAGE_TOKENS)
 
     def _opening(self) -> list[Operation]:
         operations: list[Operation] = []

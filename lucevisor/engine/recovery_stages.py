@@ -182,7 +182,6 @@ class StageRecovery:
             raise CannotRebuild("there is no journal")
         if index.pinning:
             raise CannotRebuild("a prefix slot is being saved or restored")
-        index.clear()
         self._output_lost = pipeline.n_stages - 1 in pipeline.lost
         ended = self._drop_ended()
         for step_id, sequences in ended.items():
@@ -191,8 +190,16 @@ class StageRecovery:
         self._steps = {step.step_id: step for steps in waiting.values() for step in steps}
         n_regions = scheduler.limits.n_regions(scheduler.n_stages)
         rebuilder = Rebuilder(
-            scheduler.limits, scheduler.pools, self._journal, [*scheduler.running], WaitingSteps(waiting), n_regions
+            scheduler.limits,
+            scheduler.pools,
+            self._journal,
+            [*scheduler.running],
+            WaitingSteps(waiting),
+            n_regions,
+            index.slots,
         )
+        for slot in set(index.slots) - rebuilder.kept:
+            index.drop(slot)
         plans = {stage: rebuilder.plan(stage) for stage in lost}
         found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
         self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
+from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
-from tests.engine.toy_engine import ALL_SPACES, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, events_of, limits, request, told
 
 
 def ready(n_stages: int = 3, **changes: object) -> ToyEngine:
@@ -77,6 +79,64 @@ async def test_sequences_with_pages_paged_out_are_computed_again() -> None:
     toy.run()
     tokens, finished = told(await events_of(handle))
     assert (len(tokens), finished.reason) == (20, "length")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
+@pytest.mark.parametrize("n_host", [0, 8])
+async def test_slots_that_running_sequences_begin_with_come_back(
+    lost: int, spaces: frozenset[Space], n_host: int
+) -> None:
+    """The prompt's checkpoints, also inside a page; those of others are forgotten, for their bytes are gone."""
+    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+    n_states = 16 if Space.RECURRENT in spaces else 0
+    toy = ready(
+        3, spaces=spaces, prefix=prefix, pools=PoolSizes(30, 0, n_states, host_states=n_host if n_states else 0)
+    )
+    over = toy.engine.submit(request("o", range(40, 140), n=3))
+    toy.run()
+    assert over.finished is not None
+    one = request("a", range(190), n=60, turn_boundaries=(64, 150))
+    handle = toy.engine.submit(one)
+    for i in range(40):
+        toy.work(i)
+    before = toy.engine.prefixes.slots
+    assert toy.crash(lost)
+    toy.come_back()
+    for i in range(60):
+        toy.work(i)
+    assert toy.engine.ready
+    kept = [slot for slot in before if slot.alive]
+    assert {slot.n_tokens for slot in kept} >= {64, 150}
+    assert not any(slot.tokens == range(40, 140) for slot in kept)
+    more = [request(name, [*range(n), *range(20)], n=10) for name, n in (("b", 64), ("c", 150))]
+    handles = [toy.engine.submit(each) for each in more]
+    toy.run()
+    assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
+    for each, its in zip([one, *more], [handle, *handles], strict=True):
+        assert told(await events_of(its))[0] == toy.alone(each)
+    cached = [its.finished.usage.cached_tokens for its in handles if its.finished is not None]
+    assert cached == [64, 150]
+
+
+async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() -> None:
+    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+    toy = ready(2, prefix=prefix, pools=PoolSizes(30, 0, 16))
+    toy.engine.submit(request("a", range(190), n=3, turn_boundaries=(150,)))
+    toy.run()
+    one = request("b", [*range(150), *range(60)], n=40)
+    handle = toy.engine.submit(one)
+    for i in range(20):
+        toy.work(i)
+    assert toy.crash(1)
+    toy.come_back()
+    more = request("c", [*range(150), 7, 8], n=10)
+    other = toy.engine.submit(more)
+    toy.run()
+    assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
+    assert told(await events_of(handle))[0] == toy.alone(one)
+    tokens, finished = told(await events_of(other))
+    assert (tokens, finished.usage.cached_tokens) == (toy.alone(more), 150)
 
 
 class Crashes(Play):
