@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from daemons.kv.batch import Batch, GraphKey, Layout
+from daemons.kv.batch import Batch, Layout
+from daemons.kv.slice_group import GraphKey
 from lucevisor.model.values import Space
 
 CAPTURE_AT = 2

@@ -43,6 +43,7 @@ from lucevisor.protocol.steps import (
     CloseSequence,
     DraftStep,
     OpenSequence,
+    PageScores,
     Sampled,
     Scored,
     Slice,
@@ -209,12 +210,14 @@ class ModelRunner:
         segments: list[tuple[str, list[int]]] = []
         sampled: list[Sampled] = []
         scored: list[Scored] = []
+        page_scores: list[PageScores] = []
         n_tokens = step.n_tokens
         if n_tokens:
             rows_in = None
             if plan.source is not None:
                 rows_in = self._boundaries[plan.source].read(step.region, n_tokens)
             out = stage.forward(step, rows_in, fill)
+            page_scores = out.page_scores
             if step.want_hidden:
                 hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may be on several devices
                 payload.append(hidden)
@@ -233,8 +236,9 @@ class ModelRunner:
                     devices.synchronize(stage.device)
         if plan.output and self._draft_inputs is not None:
             self._draft_inputs.keep_tokens(step, sampled)
+        elapsed = time.monotonic() - started
         result = StepResult(
-            step.step_id, stage_index, sampled, time.monotonic() - started, wait_s, segments, scored=scored
+            step.step_id, stage_index, sampled, elapsed, wait_s, segments, scored=scored, page_scores=page_scores
         )
         return StepOutput(result, payload, deferred, started)
 

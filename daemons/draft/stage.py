@@ -267,8 +267,8 @@ class DraftStage:
 
 
 def _pools_of(load: Load) -> PoolSizes:
-    """The drafter attends to resident pages alone, and keeps no others."""
-    return msgspec.structs.replace(load.pools, host_pages=0)
+    """The drafter attends to resident pages alone, and keeps others only if they may come back."""
+    return msgspec.structs.replace(load.pools, host_pages=load.pools.host_pages if load.rank_pages else 0)
 
 
 def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:

@@ -6,10 +6,10 @@ it.  Rows keep the order of the slices.  Slices of equal length form a :class:`G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,80 +18,34 @@ from torch import Tensor
 from daemons.errors import StateError
 from daemons.kv.checks import check_slice, check_states
 from daemons.kv.sequences import NO_PAGE, OpenedSequence, Sequences
+from daemons.kv.slice_group import GraphKey, SliceGroup
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.operations import MAX_DECODE_TOKENS, SHORT_SLICE, PagedQuery
+from daemons.ops.operations import SHORT_SLICE, PagedQuery
 from daemons.ops.paged import Pages
 from lucevisor.model.pages import first_visible, first_visible_page, pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import Slice
 
-MIN_GRAPH_LENGTH = 128
-"""Attention over fewer positions launches the same kernels."""
-
-
-@dataclass(slots=True)
-class SliceGroup:
-    """Slices of ``n`` tokens each.  ``offset``: how far inside a chunk they start; 0 for up to SHORT_SLICE tokens.
-
-    Chunks of longer slices end at multiples of CHUNK, so only slices with equal offsets can share a group.
-    ``n_states``: after how many of its last tokens each slice keeps a recurrent state; 0: only the live one changes.
-    ``lows``: first position that each slice attends to; empty: all of them.
-    In space full positions are places in the table, which pages that were paged out left: ``full_starts``, ``lows``.
-    """
-
-    n: int
-    offset: int
-    n_states: int = 0
-    rows: list[int] = field(default_factory=list)  # first row of each slice
-    starts: list[int] = field(default_factory=list)
-    full_starts: list[int] = field(default_factory=list)
-    sequences: list[OpenedSequence] = field(default_factory=list)
-    states: list[list[int]] = field(default_factory=list)  # the states each slice writes, after its last tokens
-    lows: list[int] = field(default_factory=list)
-
-    @property
-    def contiguous(self) -> bool:
-        return all(b - a == self.n for a, b in zip(self.rows, self.rows[1:], strict=False))
-
-    def starts_in(self, space: Space) -> list[int]:
-        return self.full_starts if space is Space.FULL else self.starts
-
-    @property
-    def reads_host(self) -> bool:
-        """Whether slices attend to pages in host memory."""
-        return any(sequence.host_rows for sequence in self.sequences)
-
-    @property
-    def max_length(self) -> int:
-        """Upper bound of what a slice attends to that rarely changes: a power of two, at least MIN_GRAPH_LENGTH."""
-        return max(MIN_GRAPH_LENGTH, 1 << (max(self.full_starts) + self.n - 1).bit_length())
-
-    @property
-    def state_columns(self) -> int:
-        """Tokens of a slice for which the metadata name a state to write: all of a slice for decode kernels."""
-        return self.n if self.n <= MAX_DECODE_TOKENS else 0
-
-
-class GraphKey(NamedTuple):
-    """What a short step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions."""
-
-    n_slices: int
-    n_tokens: int
-    max_length: int
-
 
 class Layout:
     """The host side: the groups, and one int64 array with all metadata a device needs.
 
-    ``bounded``: slices attend to positions from ``Slice.draft_from`` on.  ``fill`` puts tokens that only the device
-    knows into metadata that lie there: the id of row i is number i.
+    ``bounded``: slices attend to positions from ``Slice.draft_from`` on.  ``ranked``: sequences whose slices ask how
+    much they attend to each page.  ``fill`` puts tokens that only the device knows into metadata that lie there: the id
+    of row i is number i.
     """
 
     def __init__(
-        self, slices: Sequence[Slice], sequences: Sequences, spec: ModelSpec, *, bounded: bool = False
+        self,
+        slices: Sequence[Slice],
+        sequences: Sequences,
+        spec: ModelSpec,
+        *,
+        bounded: bool = False,
+        ranked: Collection[int] = (),
     ) -> None:
         self.n_rows = sum(len(s.tokens) for s in slices)
         self.fill: Callable[[Tensor], None] = lambda metadata: None
@@ -126,6 +80,8 @@ class Layout:
             group.full_starts.append(s.start - sequence.out_tokens)
             group.sequences.append(sequence)
             group.states.append(states)
+            if s.sequence in ranked:
+                group.ranked.append(len(group.rows) - 1)
             if bounded:
                 if not 0 <= s.draft_from <= s.start:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
@@ -136,10 +92,15 @@ class Layout:
     @property
     def graph_key(self) -> GraphKey | None:
         """None unless all slices have the same number of tokens, at most SHORT_SLICE, and read device memory alone."""
-        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.groups[0].reads_host:
+        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.groups[0].is_eager:
             return None
         group = self.groups[0]
         return GraphKey(len(group.starts), group.n, group.max_length)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether a slice asks how much it attends to each page."""
+        return any(group.ranked for group in self.groups)
 
     def pinned(self) -> Tensor:
         """The metadata in pinned memory, for an asynchronous copy."""
@@ -200,6 +161,7 @@ class Group:
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
         self.max_length = layout.max_length
+        self.page_scores: dict[int, Tensor] = {}  # by sequence: float32, by entry of the table
         self.starts, self.full_starts = metadata[:b], metadata[b : 2 * b]
         self.table_rows, self.states = metadata[2 * b : 3 * b], metadata[3 * b : 4 * b]
         self.n_states, end = layout.n_states, (4 + layout.state_columns) * b
@@ -348,6 +310,11 @@ class Batch:
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None
         self.probe: Callable[[Any, Tensor], None] | None = None  # of each attention layer, with its queries [T, H, D]
+
+    @property
+    def page_scores(self) -> dict[int, Tensor]:
+        """What the layers added up for slices that ask for it, by sequence."""
+        return {sequence: found for group in self.groups for sequence, found in group.page_scores.items()}
 
     def by_token(self) -> list[Batch]:
         """Batches of the first, second, ... token of every slice, all of one length, to run one after the other."""

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
 from daemons.ops.host_pages import HostLayer, HostPages
-from daemons.ops.paged import DensePages, PagedTensor, Q8Pages
+from daemons.ops.page_scores import KeyBounds
+from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
+from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -38,8 +39,17 @@ class Pools:
     """All state of the layers of one shard on one device.  Raises DeviceError when memory runs out."""
 
     def __init__(
-        self, spec: ModelSpec, layers: LayerRange, device: torch.device, kv_dtype: Dtype, sizes: PoolSizes
+        self,
+        spec: ModelSpec,
+        layers: LayerRange,
+        device: torch.device,
+        kv_dtype: Dtype,
+        sizes: PoolSizes,
+        *,
+        rank_pages: bool = False,
     ) -> None:
+        """``rank_pages``: keep on the device what pages in host memory are ranked by."""
+        self._rank_pages = rank_pages
         self.device, self.layers = device, layers
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
         self._sizes = sizes
@@ -54,6 +64,7 @@ class Pools:
         self._states: dict[tuple[int, str], Tensor] = {}
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
+        self._ranked: list[PagedTensor] = []  # keys of which bounds are kept
         self._host_pages = HostPages(device, sizes.host_pages) if sizes.host_pages else None
         for shape, indices in members.items():
             self._allocate(shape, indices)
@@ -93,6 +104,9 @@ class Pools:
             paged = Q8Pages(own[0], own[1], width) if quantised else DensePages(own[0])
             if self._host_pages is not None and hosts:
                 paged.host = HostLayer([host[at] for host in hosts], self._host_pages)
+                if self._rank_pages and shape.name == "k":
+                    paged.bounds = KeyBounds(self._sizes.host_pages, shape.shape[1], width, self.device)
+                    self._ranked.append(paged)
             self._paged[i, shape.name] = paged
 
     def _allocate_host(self, shape: _StateShape, indices: list[int], dtype: torch.dtype) -> None:
@@ -125,8 +139,21 @@ class Pools:
 
     def page_out(self, pages: Sequence[int], rows: Sequence[int]) -> None:
         """Copy pages of space full to rows of host memory, in every layer."""
+        if self._host_pages is None:
+            return
+        if self._ranked:
+            at = torch.tensor([pages, rows])
+            if self.device.type != "cpu":
+                at = at.pin_memory().to(self.device, non_blocking=True)
+            for keys in self._ranked:
+                assert keys.bounds is not None
+                keys.bounds.keep(keys.read(Pages(at[0], len(pages), 0, PAGE_TOKENS), torch.float32), at[1])
+        self._host_pages.page_out(pages, rows)
+
+    def page_in(self, rows: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy rows of host memory to pages of space full, in every layer."""
         if self._host_pages is not None:
-            self._host_pages.page_out(pages, rows)
+            self._host_pages.page_in(rows, pages)
 
     def copy_state(self, source: int, target: int) -> None:
         """Copy a recurrent state in every layer; at most one of the two is in host memory."""

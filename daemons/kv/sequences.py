@@ -25,6 +25,7 @@ from lucevisor.protocol.steps import (
     CopyState,
     OpenSequence,
     Operation,
+    PageIn,
     PageOut,
     SetPages,
     UseState,
@@ -56,6 +57,7 @@ class OpenedSequence:
     pages: dict[Space, list[int]] = field(default_factory=dict)
     breaks: dict[Space, int] = field(default_factory=dict)
     out: list[int] = field(default_factory=list)
+    hosts: dict[int, int] = field(default_factory=dict)  # where those that were kept lie in host memory, by entry
     host_rows: list[int] = field(default_factory=list)
 
     def table(self, space: Space) -> list[int]:
@@ -136,6 +138,8 @@ class Sequences:
                     pool.zero_state(state)
             case PageOut():
                 self._page_out(operation)
+            case PageIn():
+                self._page_in(operation)
             case UseState(sequence, state):
                 self.check_live("UseState", state)
                 self.get(sequence, "UseState").state = state
@@ -201,12 +205,35 @@ class Sequences:
         for place in reversed(places):
             del table[place]
         sequence.out = sorted([*sequence.out, *entries])
+        sequence.hosts.update(zip(entries, rows, strict=False))
+        self._moved(sequence, min(places, default=len(table)))
+
+    def _moved(self, sequence: OpenedSequence, first: int) -> None:
+        """Pages came into the ``full`` table or left it, from place ``first`` on."""
+        table, changed = sequence.pages[Space.FULL], self._changed[Space.FULL]
         if self.attend_host:
-            sequence.host_rows = sorted([*sequence.host_rows, *rows])
-        first, changed = min(places, default=len(table)), self._changed[Space.FULL]
+            sequence.host_rows = sorted(sequence.hosts.values())
         for i, page in enumerate(table[first:], first):
             changed[sequence.row, i] = page
         self._find_break(sequence, Space.FULL, first)
+
+    def _page_in(self, operation: PageIn) -> None:
+        where = f"PageIn of sequence {operation.sequence}"
+        sequence, entries, pages = self.get(operation.sequence, where), operation.entries, operation.pages
+        if not entries or len(entries) != len(pages) or not all(a < b for a, b in pairwise(entries)):
+            raise StateError(where, f"{len(pages)} pages for entries {', '.join(map(str, entries)) or 'none'}")
+        if missing := [entry for entry in entries if entry not in sequence.hosts]:
+            raise StateError(where, f"entry {missing[0]} is not in host memory")
+        for page in pages:
+            self._check_unit(where, Space.FULL, page)
+        rows = [sequence.hosts.pop(entry) for entry in entries]
+        for pool in self.pools:
+            pool.page_in(rows, pages)
+        back, table = set(entries), sequence.table(Space.FULL)
+        sequence.out = [entry for entry in sequence.out if entry not in back]
+        for entry, page in zip(entries, pages, strict=True):
+            table.insert(entry - bisect_left(sequence.out, entry), page)
+        self._moved(sequence, entries[0] - bisect_left(sequence.out, entries[0]))
 
     @staticmethod
     def _leaving(where: str, sequence: OpenedSequence, entries: Sequence[int]) -> list[int]:

@@ -44,6 +44,7 @@ class ShardConfig:
     kv_dtype: Dtype
     pools: PoolSizes
     captures: tuple[int, ...] = ()
+    rank_pages: bool = False
 
 
 class ShardOutput(NamedTuple):
@@ -61,7 +62,7 @@ class ShardModel:
     def __init__(self, config: ShardConfig, selector: KernelSelector, report: Callable[[int, int], None]) -> None:
         spec, layers = config.spec, config.plan.layers
         self.device, self.plan, self.selector = selector.device, config.plan, selector
-        self.pools = Pools(spec, layers, self.device, config.kv_dtype, config.pools)
+        self.pools = Pools(spec, layers, self.device, config.kv_dtype, config.pools, rank_pages=config.rank_pages)
         kept = shard_layouts(
             spec, layers, embedding=config.embedding, output=config.output, backend=config.backend, dtype=config.dtype
         )

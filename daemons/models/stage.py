@@ -24,7 +24,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import Operation, Step
+from lucevisor.protocol.steps import Operation, PageScores, Step
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class StageOutput:
     rows: Tensor
     hidden: list[Tensor] = field(default_factory=list)
     captures: Tensor | None = None
+    page_scores: list[PageScores] = field(default_factory=list)
 
 
 class LoadedStage:
@@ -88,6 +89,7 @@ class LoadedStage:
                 kv_dtype=load.kv_dtype,
                 pools=load.pools,
                 captures=tuple(layer for layer in plan.captures if layer in shard.layers),
+                rank_pages=load.rank_pages,
             )
             for i, shard in enumerate(plan.shards)
         ]
@@ -132,26 +134,29 @@ class LoadedStage:
             found = "none" if h is None else list(h.shape)
             raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
         self.sequences.flush()
-        layout = Layout(step.slices, self.sequences, self.spec)
+        layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
         if fill is not None:
             layout.fill = fill
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
+        scores: list[dict[int, Tensor]] = []
         for shard, graphs in zip(self.shards, self.graphs, strict=True):
             device = shard.device
             tables = self.sequences.tables(device)
             if h is not None:
                 h = stream_dtype(h, self.dtype, device)
             with launching(device):
-                if graphs is None or hidden is not None:
-                    h, captured = shard.run(h, Batch(layout, tables, layout.on(device)), hidden)
+                if graphs is None or hidden is not None or layout.is_ranked:
+                    batch = Batch(layout, tables, layout.on(device))
+                    h, captured = shard.run(h, batch, hidden)
+                    scores.append(batch.page_scores)
                 else:
                     h, captured = graphs.run(h, layout, tables)
             if captured is not None:
                 captures.append(captured.to(self.device, non_blocking=True))
         assert h is not None
         joined = torch.cat(captures, dim=-1) if len(captures) > 1 else next(iter(captures), None)
-        return StageOutput(h, [x.to(self.device) for x in hidden or []], joined)
+        return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores))
 
     @torch.inference_mode()
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
@@ -174,6 +179,15 @@ class LoadedStage:
     def usage(self) -> list[DeviceUse]:
         """Memory of each shard, measured."""
         return [shard.usage() for shard in self.shards]
+
+
+def _added(scores: Sequence[dict[int, Tensor]]) -> list[PageScores]:
+    """The scores of all shards together, by sequence."""
+    sums: dict[int, Tensor] = {}
+    for one in scores:
+        for sequence, found in one.items():
+            sums[sequence] = sums[sequence] + found.cpu() if sequence in sums else found.cpu()
+    return [PageScores(sequence, found.tolist()) for sequence, found in sums.items()]
 
 
 def _check_plan(plan: StagePlan) -> None:

@@ -72,33 +72,45 @@ class HostPages:
 
     def page_out(self, pages: Sequence[int], rows: Sequence[int]) -> None:
         """Copy device pages to host rows, in every layer."""
+        self._copy(pages, rows, out=True)
+
+    def page_in(self, rows: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy host rows to device pages, in every layer."""
+        self._copy(pages, rows, out=False)
+
+    def _copy(self, pages: Sequence[int], rows: Sequence[int], *, out: bool) -> None:
         pairs = sorted(zip(rows, pages, strict=True))
-        rows, pages = [row for row, _ in pairs], [page for _, page in pairs]
-        index = torch.tensor(pages)
+        rows, index = [row for row, _ in pairs], torch.tensor([page for _, page in pairs])
         if self.device.type == "cpu":
             at = torch.tensor(rows)
             for stack, host in self._stacks:
-                host.index_copy_(1, at, stack.index_select(1, index))
+                (target, to), (source, of) = ((host, at), (stack, index)) if out else ((stack, index), (host, at))
+                target.index_copy_(1, to, source.index_select(1, of))
             return
         index = index.pin_memory().to(self.device, non_blocking=True)
         for stack, host in self._stacks:
             n = max(1, self._ring().n_bytes // _page_bytes(stack))
             for first in range(0, len(rows), n):
-                self._stage_out(stack, host, index[first : first + n], rows[first : first + n])
+                self._stage(stack, host, index[first : first + n], rows[first : first + n], out=out)
 
-    def _stage_out(self, stack: Tensor, host: Tensor, index: Tensor, rows: Sequence[int]) -> None:
-        extent = (stack.shape[0], len(rows), *stack.shape[2:])
-        ring = self._ring()
+    def _stage(self, stack: Tensor, host: Tensor, index: Tensor, rows: Sequence[int], *, out: bool) -> None:
+        """Copy through a staging buffer."""
+        ring, shape = self._ring(), [((stack.shape[0], len(rows), *stack.shape[2:]), stack.dtype)]
 
         def copy(views: list[Tensor]) -> None:
-            for start, stop in runs_of(rows):
-                for layer in range(extent[0]):
-                    target = host[layer, rows[start] : rows[start] + stop - start]
-                    target.copy_(views[0][layer, start:stop], non_blocking=True)
+            for layer, memory in enumerate(host):
+                for start, stop in runs_of(rows):
+                    pair = memory[rows[start] : rows[start] + stop - start], views[0][layer, start:stop]
+                    (pair[0] if out else pair[1]).copy_(pair[1] if out else pair[0], non_blocking=True)
 
-        [view] = ring.take([(extent, stack.dtype)], None)
-        torch.index_select(stack, 1, index, out=view)
-        ring.give(lambda: copy([view]))
+        if out:
+            views = ring.take(shape, None)
+            torch.index_select(stack, 1, index, out=views[0])
+            ring.give(lambda: copy(views))
+        else:
+            [view] = ring.take(shape, copy)
+            stack.index_copy_(1, index, view)
+            ring.give(None)
 
     def chunks(self, layers: Sequence[HostLayer], rows: Sequence[int]) -> Iterator[tuple[list[list[Tensor]], Tensor]]:
         """Yield the tensors of some layers, as ``[n, 64, ...]``, with the rows in them to read, int32.

@@ -35,9 +35,7 @@ class Inert:
 
 
 UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "kvflash.policy": Unimplemented(
-        "this policy of KV Flash", lambda value: value in ("qk", "drafter"), True, "nearest: lru, or exact"
-    ),
+    "kvflash.policy": Unimplemented("this policy of KV Flash", lambda value: value == "drafter", True, "nearest: qk"),
 }
 """Keys that are validated but not implemented. Rejected if ignoring them would change answers or break a promise."""
 

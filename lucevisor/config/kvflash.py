@@ -22,8 +22,8 @@ class KvFlashConfig:
         Literal["lru", "qk", "drafter", "exact"],
         Key(
             Choice(("lru", "qk", "drafter", "exact")),
-            "Which pages stay. `lru`: the first and the last ones; `qk`: by the query's score; `drafter`: by its "
-            "attention; `exact`: the first and the last ones, and all others are read from host memory.",
+            "Which pages stay. `lru`: the first and the last ones; `qk`: those that queries attend to most; "
+            "`drafter`: planned; `exact`: the first and the last ones, and all others are read from host memory.",
         ),
     ] = "lru"
     host: Annotated[

@@ -31,7 +31,9 @@ def engine_limits(
 
 
 def _residency(placement: Placement) -> Residency | None:
-    return None if placement.pool_pages is None else Residency(placement.pool_pages, placement.residency_policy)
+    if placement.pool_pages is None:
+        return None
+    return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
 
 
 def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:

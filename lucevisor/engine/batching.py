@@ -109,7 +109,7 @@ def choose_slices(
     """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
     decodes, prompts = [], []
     for record in records:
-        if record.live is not None and record.live.n_scheduled < len(record.tokens):
+        if record.live is not None and record.live.n_scheduled < len(record.tokens) and not record.live.ranking:
             if record.state is RequestState.PREFILL:
                 prompts.append(record)
             elif not record.live.awaiting:
@@ -157,6 +157,8 @@ def _chunk(record: RequestRecord, limits: EngineLimits, n_left: int) -> Schedule
     assert record.live is not None
     start = record.live.n_scheduled
     stop = record.next_stop(start, limits.prefill_chunk)
+    if limits.ranks_prompt(len(record.tokens)) and start < len(record.tokens) - 1:
+        stop = min(stop, len(record.tokens) - 1)  # the last token sees what those before it chose
     if stop - start > n_left and record.wanted is None:  # its slices are limited by rows
         stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
     return ScheduledSlice(record, record.live, stop) if stop > start else None

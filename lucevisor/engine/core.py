@@ -22,6 +22,7 @@ from lucevisor.engine.journal import make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.ranking import note_rankings
 from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.recovery_rebuild import CannotRebuild
 from lucevisor.engine.recovery_stages import StageRecovery
@@ -245,6 +246,8 @@ class Engine(Standstill):
         self._scheduler.measured(result.step.slices, [stage.compute_s for stage in result.results])
         n_before = self._scheduler.n_generated_tokens
         try:
+            if self._scheduler.in_flight:
+                note_rankings(self._scheduler.in_flight[0], result.results)
             events = self._scheduler.apply(result.results[-1], now)
         except WrongResult as error:
             last = result.results[-1].stage

@@ -131,7 +131,8 @@ class Drafting:
         As many drafts as that leaves room for.  Call it in the order of the step's slices, and plan all of them.
         """
         live, table = one.live, one.live.table
-        n_drafts = len(one.drafts)
+        n_drafts, room = len(one.drafts), table.draft_room(one.stop)
+        n_drafts = n_drafts if room is None else min(n_drafts, room)
         operations = self._running.extend(live, one.stop + n_drafts) if n_drafts else []
         while n_drafts and table.missing(one.stop + n_drafts):
             n_drafts -= 1

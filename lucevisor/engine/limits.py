@@ -137,6 +137,8 @@ class EngineLimits:
             return self.pools.full_pages * PAGE_TOKENS
         if not self.residency.keeps_host:
             return self.max_context
+        if self.residency.ranks_pages:
+            return max(self.residency.pool_pages, self.pools.host_pages) * PAGE_TOKENS
         return (self.residency.pool_pages + self.pools.host_pages) * PAGE_TOKENS
 
     @property
@@ -172,9 +174,13 @@ class EngineLimits:
 
     def host_pages_needed(self, n_tokens: int) -> int:
         """Return how many pages of ``n_tokens`` of a sequence lie in host memory."""
-        if self.residency is None or not self.residency.keeps_host:
+        if self.residency is None:
             return 0
-        return max(0, pages_of(n_tokens) - self.residency.pool_pages)
+        return self.residency.host_pages(pages_of(n_tokens))
+
+    def ranks_prompt(self, n_tokens: int) -> bool:
+        """Whether so long a prompt ranks its pages before its last token."""
+        return self.residency is not None and self.residency.ranks_pages and not self.stays_resident(n_tokens)
 
     def make_pools(self) -> PagePools:
         """Return fresh allocators with every id free."""

@@ -25,6 +25,8 @@ def choose_ahead(
     chosen = []
     for record in records:
         live = record.live
+        if live is not None and live.ranking:  # its pages may be others then
+            return []
         if live is None or not _follows(record) or live.n_scheduled != len(record.tokens) or live.draft_states:
             return []
         if live.n_computed != live.n_scheduled:  # drafts are verified: nobody knows how many tokens come

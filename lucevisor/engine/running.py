@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterator
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
+from lucevisor.engine.sequence import LiveSequence, RequestRecord, grown
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.page_table import HostMemoryFull
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.steps import CloseSequence, Operation, UseState
+from lucevisor.protocol.steps import CloseSequence, Operation, PageIn, UseState
 
 
 class RunningRequests(Collection[RequestRecord]):
@@ -63,8 +64,17 @@ class RunningRequests(Collection[RequestRecord]):
         return operations
 
     def grow(self, chosen: ScheduledSlice) -> list[Operation] | None:
-        """Give a sequence the pages of its next slice.  None, taking nothing, when too few are free."""
-        return self._grow(chosen.live, chosen.stop, 0)
+        """Give a sequence the pages of its next slice.  None, taking nothing, when too few are free.
+
+        Raises HostMemoryFull if host memory has too few, and the slice follows from no token in flight: its request may
+        end with that.
+        """
+        try:
+            return self._grow(chosen.live, chosen.stop, 0)
+        except HostMemoryFull:
+            if chosen.runs_ahead:
+                return None
+            raise
 
     def extend(self, live: LiveSequence, stop: int, n_ahead: int = 0) -> list[Operation]:
         """Give a sequence the pages of drafts up to ``stop``, and of ``n_ahead`` more that only the drafter writes.
@@ -112,10 +122,10 @@ class RunningRequests(Collection[RequestRecord]):
 
     @staticmethod
     def _grow(live: LiveSequence, stop: int, n_ahead: int) -> list[Operation] | None:
-        growths = live.table.grow(live.n_scheduled, stop, n_ahead)
-        if growths is None:
-            return None
-        return [operation for growth in growths for operation in page_operations(live.sequence, growth)]
+        operations = grown(live.sequence, live.table, live.n_scheduled, stop, n_ahead)
+        if any(isinstance(operation, PageIn) for operation in operations or ()):
+            live.draft_from = (-1, 0)  # of a page that is back the drafter may lack the state
+        return operations
 
     def _fits_host(self, record: RequestRecord) -> bool:
         """Whether what it pages out by the end of its prompt fits beside what the running ones still will."""

@@ -323,6 +323,7 @@ class Scheduler:
             slices=slices,
             want_logits=wanted is not None,
             want_hidden=wanted is not None and wanted.hidden,
+            rank_pages=[one.live.sequence for one in chosen if one.live.ranking],
         )
         self._operations = []
         self._flushing = False

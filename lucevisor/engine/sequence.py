@@ -26,7 +26,7 @@ from lucevisor.kv.page_table import Growth, PageTable
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.protocol.steps import Drafted, Operation, PageOut, Sampled, SetPages
+from lucevisor.protocol.steps import Drafted, Operation, PageIn, PageOut, Sampled, SetPages
 
 
 class InvalidTransition(Exception):
@@ -66,6 +66,7 @@ class LiveSequence:
     draft_from: tuple[int, int] = (0, 0)  # draft epoch, and the first position whose state the drafter has
     n_prefill: int = 0  # tokens to compute when it started
     last_step: int = 0  # the last step with a slice of it
+    ranking: int = 0  # the step that ranks its pages, which it waits for; 0: none
 
     def accept(self, draft: int) -> None:
         """Count a draft as computed, and make the state after it the live one.  Call once each, in order."""
@@ -80,6 +81,20 @@ def page_operations(sequence: int, growth: Growth) -> list[Operation]:
     if growth.paged_out:
         leaving.append(PageOut(sequence, [*growth.paged_out], [*growth.hosts]))
     return [*leaving, SetPages(sequence, growth.space, growth.first, growth.pages)]
+
+
+def grown(sequence: int, table: PageTable, start: int, stop: int, n_ahead: int = 0) -> list[Operation] | None:
+    """Give a table the pages of a slice, and swap some if they were ranked; return the operations that do the same in
+    the shards.  None, as ``PageTable.grow``.
+    """
+    growths = table.grow(start, stop, n_ahead)
+    if growths is None:
+        return None
+    operations = [operation for growth in growths for operation in page_operations(sequence, growth)]
+    swap = table.swap()
+    if swap is not None:
+        operations += [PageOut(sequence, swap.out, swap.hosts), PageIn(sequence, swap.back, swap.pages)]
+    return operations
 
 
 @dataclass(slots=True, eq=False)

@@ -66,9 +66,18 @@ class ScheduledSlice:
         """Tokens to prefill of the prompt it is a slice of; 0 for a decode."""
         return self.live.n_prefill if self.record.state is RequestState.PREFILL else 0
 
+    @property
+    def _ranks_pages(self) -> bool:
+        """Whether its last queries rank the pages: those before the last token of a prompt, and some decodes."""
+        table, start = self.live.table, self.live.n_scheduled
+        if self.samples:
+            return self.stop - start == 1 and not self.drafts and table.ranks_at(start)
+        return table.ranks_next and self.stop == len(self.record.tokens) - 1
+
     def schedule(self, step_id: int, draft_from: int) -> Slice:
         """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
         live, n_drafts = self.live, len(self.drafts)
+        ranks = self._ranks_pages
         found = Slice(
             live.sequence,
             live.n_scheduled,
@@ -81,6 +90,7 @@ class ScheduledSlice:
             masked=self.samples and self.record.request.constraint is not None,
             scored=self.record.scored(live.n_scheduled, self.stop),
         )
+        live.ranking = step_id if ranks else 0
         live.drafted = None
         live.draft_states = [*self.states[1:]]
         live.n_computed, live.n_scheduled = self.stop, self.stop + n_drafts

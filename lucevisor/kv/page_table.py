@@ -34,6 +34,16 @@ class Growth:
     hosts: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Entries that leave a table, for ``hosts`` in host memory, and entries that come back to ``pages``."""
+
+    out: list[int]
+    hosts: list[int]
+    back: list[int]
+    pages: list[int]
+
+
 class HostMemoryFull(Exception):
     """Pages of a sequence must leave the devices, and too few pages are free in host memory."""
 
@@ -55,6 +65,24 @@ class _Entries:
         n_before = bisect_right(range(len(self.out)), place, key=lambda i: self.out[i] - i)
         return self.first_held + place + n_before
 
+    def resident(self) -> list[int]:
+        """Return the entries of ``pages``."""
+        out = set(self.out)
+        return [entry for entry in range(self.first_held, self.stop) if entry not in out]
+
+    def runs(self) -> list[Growth]:
+        """Return all entries as if they were new: those resident, and before them those that are out."""
+        found, place, at = [], 0, 0
+        while place < len(self.pages):
+            first = self.entry_of(place)
+            n_out = bisect_left(self.out, first)
+            stop = self.out[n_out] if n_out < len(self.out) else self.stop
+            left = slice(at, n_out)
+            pages = self.pages[place : place + stop - first]
+            found.append(Growth(Space.FULL, first, pages, tuple(self.out[left]), tuple(self.hosts[left])))
+            place, at = place + len(pages), n_out
+        return found
+
 
 class PageTable:
     """The pages of one sequence: grown before a slice is planned, released at the end."""
@@ -67,6 +95,8 @@ class PageTable:
         self._window_tokens = window_tokens
         self._residency = residency
         self._entries = {space: _Entries() for space in PAGED if space in pools}
+        self._scores: Sequence[float] = ()  # of the first entries of full, as they were ranked last
+        self._is_ranked = False  # since the last swap
 
     def adopt(self, full: Sequence[int], first_window: int, window: Sequence[int]) -> None:
         """Start an empty table with whole shared pages, becoming one of their owners.
@@ -109,18 +139,70 @@ class PageTable:
             needs[Space.FULL] = pages_of(n_tokens + n_ahead) - self._entries[Space.FULL].stop
         return {space: n for space, n in needs.items() if n > 0}
 
-    def surplus(self, n_tokens: int) -> range:
+    def surplus(self, n_tokens: int) -> list[int]:
         """Return the resident pages of ``full``, by their place, that positions ``0 .. n_tokens - 1`` push out."""
-        if self._residency is None:
-            return range(0)
-        n_new = self.missing(n_tokens).get(Space.FULL, 0)
-        return self._residency.surplus(len(self._entries[Space.FULL].pages), n_new)
+        if self._residency is None or Space.FULL not in self._entries:
+            return []
+        n_new, entries = self.missing(n_tokens).get(Space.FULL, 0), self._entries[Space.FULL]
+        if len(entries.pages) + n_new <= self._residency.pool_pages:
+            return []
+        return self._residency.surplus(entries.resident(), n_new, self._scores)
+
+    def rank(self, scores: Sequence[float]) -> None:
+        """Note how much the last queries attend to the first entries of ``full``."""
+        self._scores, self._is_ranked = scores, True
+
+    @property
+    def ranks_next(self) -> bool:
+        """Whether a slice should rank the pages, if it is one that does: some are out."""
+        return self.n_out > 0 and self._residency is not None and self._residency.ranks_pages
+
+    def ranks_at(self, position: int) -> bool:
+        """Whether a decode at ``position`` ranks the pages."""
+        return self.ranks_next and self._residency is not None and self._residency.ranks_at(position)
+
+    def draft_room(self, stop: int) -> int | None:
+        """Return how many drafts a decode that ends at ``stop`` may have, so that each ranking has the query of its
+        own token; None: any number.
+        """
+        if not self.ranks_next or self._residency is None:
+            return None
+        return 0 if self.ranks_at(stop - 1) else -stop % self._residency.tau
+
+    def swap(self) -> Swap | None:
+        """Bring the best pages back, once after each ranking.  None if nothing changes, or too few pages are free."""
+        if not self._is_ranked or self._residency is None:
+            return None
+        self._is_ranked = False
+        entries, full, hosts = self._entries[Space.FULL], self._pools[Space.FULL], self._pools.host_pages
+        resident = entries.resident()
+        out, back = self._residency.swap(resident, entries.out, self._scores)
+        leaving = [entries.pages[resident.index(entry)] for entry in out]
+        n_freed = sum(full.ref_count(page) == 1 for page in leaving)
+        if not out or len(back) > full.n_free + n_freed or len(out) > hosts.n_free:
+            return None
+        taken = hosts.allocate(len(out)) or []
+        for page, host in zip(leaving, taken, strict=True):
+            hosts.stamp([host], full.epoch_of(page))
+        full.release(leaving)
+        pages, left = full.allocate(len(back)) or [], dict(zip(entries.out, entries.hosts, strict=True))
+        coming = [left.pop(entry) for entry in back]
+        for page, host in zip(pages, coming, strict=True):
+            full.stamp([page], hosts.epoch_of(host))
+        hosts.release(coming)
+        held = dict(zip(resident, entries.pages, strict=True)) | dict(zip(back, pages, strict=True))
+        left |= dict(zip(out, taken, strict=True))
+        entries.out = sorted(left)
+        entries.hosts = [left[entry] for entry in entries.out]
+        entries.pages = [held[entry] for entry in sorted(held.keys() - left.keys())]
+        return Swap(out, taken, back, pages)
 
     def needs(self, n_tokens: int) -> dict[Space, int]:
         """Return ``missing``, less the pages that become free when the surplus is paged out."""
         needs, surplus = self.missing(n_tokens), self.surplus(n_tokens)
         if Space.FULL in needs and surplus:
-            pool, pages = self._pools[Space.FULL], self._entries[Space.FULL].pages[surplus.start : surplus.stop]
+            pool, held = self._pools[Space.FULL], self._entries[Space.FULL].pages
+            pages = [held[place] for place in surplus]
             needs[Space.FULL] -= sum(pool.ref_count(page) == 1 for page in pages)
         return {space: n for space, n in needs.items() if n > 0}
 
@@ -144,7 +226,7 @@ class PageTable:
         needs = self.missing(stop, n_ahead)
         if not needs:  # 63 of 64 decodes
             return []
-        surplus = self.surplus(stop) if Space.FULL in needs else range(0)
+        surplus = self.surplus(stop) if Space.FULL in needs else []
         if surplus and not self._pools.fits(self.needs(stop)):
             return None
         out, hosts = self._page_out(surplus)
@@ -159,7 +241,7 @@ class PageTable:
             entries.pages += pages
         return growths
 
-    def _page_out(self, surplus: range) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _page_out(self, surplus: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Release resident pages; return their entries, and their pages in host memory if they are kept there."""
         if not surplus or self._residency is None:
             return (), ()
@@ -170,11 +252,17 @@ class PageTable:
                 free, total = self._pools.host_pages.n_free, self._pools.host_pages.n_total
                 raise HostMemoryFull(f"{len(surplus)} pages leave the devices, {free} of {total} are free")
             hosts = taken
-        left = [entries.entry_of(place) for place in surplus]
-        self._pools[Space.FULL].release(entries.pages[surplus.start : surplus.stop])
-        del entries.pages[surplus.start : surplus.stop]
-        entries.out += left  # behind all that left before
-        entries.hosts += hosts
+        left, full = [entries.entry_of(place) for place in surplus], self._pools[Space.FULL]
+        pages = [entries.pages[place] for place in surplus]
+        for page, host in zip(pages, hosts, strict=False):
+            self._pools.host_pages.stamp([host], full.epoch_of(page))
+        full.release(pages)
+        for place in reversed(surplus):
+            del entries.pages[place]
+        if hosts:
+            kept = dict(zip(entries.out, entries.hosts, strict=True)) | dict(zip(left, hosts, strict=True))
+            entries.hosts = [kept[entry] for entry in sorted(kept)]
+        entries.out = sorted([*entries.out, *left])
         return tuple(left), tuple(hosts)
 
     def shrink(self, n_tokens: int) -> int:
@@ -201,8 +289,7 @@ class PageTable:
         found = []
         for space, e in self._entries.items():
             if e.out:
-                found.append(Growth(space, 0, e.pages[: e.out[0]]))
-                found.append(Growth(space, e.out[-1] + 1, e.pages[e.out[0] :], tuple(e.out), tuple(e.hosts)))
+                found += e.runs()
             elif e.pages:
                 found.append(Growth(space, e.first_held, list(e.pages)))
         return found

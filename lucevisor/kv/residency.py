@@ -2,24 +2,32 @@
 
 Pure; one decision for all shards, which know neither policy nor bound.  The first pages of a sequence (attention sinks)
 and its last ones always stay.  Attention reads every resident page at each step, so the least recently used one is the
-oldest behind the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it.
+oldest behind the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
+``qk`` keeps it there, too, and swaps pages so that those which the last queries attend to most are resident.
 
 Invariant: what is resident depends on the slices of a sequence alone, never on other sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_resident_chunk
+from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, max_resident_chunk
+
+_UNRANKED = float("inf")  # pages that were not there when pages were ranked are the newest
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The most pages of a sequence on the devices.  Raises ValueError if the protected ones leave no room."""
+    """The most pages of a sequence on the devices.  Raises ValueError if the protected ones leave no room.
+
+    ``tau``: tokens between two rankings of the pages, where the policy ranks them.
+    """
 
     pool_pages: int
     policy: ResidencyPolicy = "lru"
+    tau: int = 64
 
     def __post_init__(self) -> None:
         if self.max_chunk < 1:
@@ -41,6 +49,40 @@ class Residency:
         """Whether attention reads what is kept there."""
         return self.policy == "exact"
 
-    def surplus(self, n_resident: int, n_new: int) -> range:
-        """Return which of ``n_resident`` pages, in the order of positions, leave before ``n_new`` more are added."""
-        return range(HEAD_PAGES, HEAD_PAGES + max(0, n_resident + n_new - self.pool_pages))
+    @property
+    def ranks_pages(self) -> bool:
+        """Whether pages come back, chosen by how much queries attend to them."""
+        return self.policy == "qk"
+
+    def ranks_at(self, position: int) -> bool:
+        """Whether the query of a decode at ``position`` ranks the pages."""
+        return self.ranks_pages and position % self.tau == 0
+
+    def host_pages(self, n_pages: int) -> int:
+        """Return how many of ``n_pages`` of a sequence lie in host memory at most."""
+        return max_host_pages(n_pages, self.pool_pages, self.policy)
+
+    def surplus(self, entries: Sequence[int], n_new: int, scores: Sequence[float]) -> list[int]:
+        """Return the places of the resident ``entries`` that leave before ``n_new`` more are added, ascending.
+
+        ``scores``: of the sequence's first entries, as they were ranked last.
+        """
+        n = max(0, len(entries) + n_new - self.pool_pages)
+        if not scores:
+            return list(range(HEAD_PAGES, HEAD_PAGES + n))
+        places = range(HEAD_PAGES, len(entries) - TAIL_PAGES)
+        least = sorted(places, key=lambda place: (_score(scores, entries[place]), place))[:n]
+        return sorted(least + list(range(places.stop, places.stop + n - len(least))))
+
+    def swap(self, entries: Sequence[int], out: Sequence[int], scores: Sequence[float]) -> tuple[list[int], list[int]]:
+        """Return which of the resident ``entries`` leave and which of those ``out`` come back, equally many, so that
+        the best are resident; both ascending.
+        """
+        movable = [entry for entry in entries[HEAD_PAGES : len(entries) - TAIL_PAGES] if entry < len(scores)]
+        ranked = sorted([*movable, *out], key=lambda entry: (-_score(scores, entry), -entry))
+        best = set(ranked[: len(movable)])
+        return [entry for entry in movable if entry not in best], [entry for entry in out if entry in best]
+
+
+def _score(scores: Sequence[float], entry: int) -> float:
+    return scores[entry] if entry < len(scores) else _UNRANKED

@@ -58,3 +58,14 @@ def max_resident_chunk(n_pool_pages: int) -> int:
     protected pages.
     """
     return min(n_pool_pages // 2, n_pool_pages - HEAD_PAGES - TAIL_PAGES) * PAGE_TOKENS
+
+
+def max_host_pages(n_pages: int, n_pool_pages: int, policy: ResidencyPolicy) -> int:
+    """Return how many of ``n_pages`` of a sequence lie in host memory at most.
+
+    With ``qk`` those that are swapped lie there twice for a moment: what leaves needs a place before what comes back
+    has left its own.
+    """
+    if policy == "lru" or n_pages <= n_pool_pages:
+        return 0
+    return n_pages - n_pool_pages if policy == "exact" else n_pages

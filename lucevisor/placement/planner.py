@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lucevisor.config import Auto, Config, Ranges, RecoveryConfig, Split, WeightedSplit
 from lucevisor.model.drafters import DraftSpec
-from lucevisor.model.pages import ResidencyPolicy, max_resident_chunk, pages_of, pool_pages
+from lucevisor.model.pages import max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.advice import advise
@@ -91,7 +91,7 @@ def _plan(
     inputs, sizing = _sized(inputs, ranges, config)
     decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
     placement = replace(
-        timed(build_placement(inputs, sizing, drafting, config.recovery, config.kvflash.policy), auto),
+        timed(build_placement(inputs, sizing, drafting, config.recovery, config.kvflash.tau), auto),
         options=model_options(config),
         reasons=reasons_of(decisions),
         notices=notices_of(decisions),
@@ -172,7 +172,7 @@ def build_placement(
     sizing: Sizing,
     drafting: DraftPolicy,
     recovery: RecoveryConfig,
-    policy: ResidencyPolicy = "lru",
+    tau: int,
 ) -> Placement:
     """Build a placement from its sizes, without reasons."""
     spec = inputs.spec
@@ -189,7 +189,8 @@ def build_placement(
         max_sequences=inputs.max_sequences,
         prefill_chunk=sizing.prefill_chunk,
         pool_pages=inputs.pool_pages,
-        residency_policy=policy,
+        residency_policy=inputs.residency_policy,
+        tau=tau,
         max_step_tokens=sizing.max_step_tokens,
         pools=sizing.pools,
         spaces=spec.spaces(),
@@ -305,6 +306,7 @@ def sizing_inputs(
         n_slot_pages=n_slot_pages,
         states_in_host=config.cache.states == "host" and n_slots > 0,
         pool_pages=pool,
+        residency_policy=config.kvflash.policy,
         host_bytes=config.kvflash.host if pool is not None and config.kvflash.policy != "lru" else 0,
         draft=draft,
         max_drafts=drafting.max_drafts,

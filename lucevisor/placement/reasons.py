@@ -203,7 +203,9 @@ def _residency(decisions: Decisions) -> Iterator[str]:
         why = f"as many as the devices hold for {decisions.inputs.max_sequences} sequences, up to {MAX_AUTO_PAGES}: "
     policy, n_host = decisions.config.kvflash.policy, decisions.sizing.pools.host_pages
     older = "older ones are not read"
-    if policy == "exact":
+    if policy == "qk":
+        older = f"of the others those that queries attend to most; host memory has room for {n_host}"
+    elif policy == "exact":
         older = f"older ones are read from host memory at every step, which has room for {n_host}"
     yield f"kvflash: {why}{pool} pages of a sequence stay there, policy {policy}, {protected}; {older}"
 

@@ -134,7 +134,8 @@ class Placement:
     follow.  ``journal_bytes``: the most host memory that the journal takes.  ``draft`` and ``draft_device`` are None
     without a drafter, ``draft_left_out`` says why there is none; ``scorer`` and ``scorer_device`` without a
     scoring model.
-    ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which.
+    ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
+    ``tau``: tokens between two of its rankings.
     ``reasons`` explain the choices, ``notices`` are logged at start.  ``goal`` and ``measured``: the goal of an
     automatic split and when its speeds were measured; empty unless it was chosen by speed.
     """
@@ -164,6 +165,7 @@ class Placement:
     scorer_device: DevicePlan | None = None
     pool_pages: int | None = None
     residency_policy: ResidencyPolicy = "lru"
+    tau: int = 64
     options: Mapping[str, str] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from lucevisor.model.pages import max_slot_window_pages, max_window_pages, pages_of
+from lucevisor.model.pages import ResidencyPolicy, max_host_pages, max_slot_window_pages, max_window_pages, pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
@@ -52,6 +52,7 @@ class SizingInputs:
     states_in_host: bool = False
     pool_pages: int | None = None
     host_bytes: int = 0
+    residency_policy: ResidencyPolicy = "lru"
     draft: DrafterSizing | None = None
     max_drafts: int = 0
     n_draft_states: int = 0
@@ -162,7 +163,7 @@ class Sizer:
         inputs = self.inputs
         if inputs.pool_pages is None or not inputs.host_bytes:
             return 0
-        n_out = max(0, pages_of(max_context) - inputs.pool_pages)
+        n_out = max_host_pages(pages_of(max_context), inputs.pool_pages, inputs.residency_policy)
         return min(inputs.max_sequences * n_out, inputs.most_host_pages)
 
     def use(self, shard: Shard, max_context: int, n_pages: int) -> MemoryUse:
@@ -180,7 +181,9 @@ class Sizer:
         assert draft is not None
         assert model is not None
         steps = self._steps(max_context, n_pages)
-        pools = structs.replace(steps.pools, host_pages=0)
+        pools = steps.pools
+        if self.inputs.residency_policy == "exact":
+            pools = structs.replace(pools, host_pages=0)
         steps = replace(steps, pools=pools)
         shard = Shard(draft.target.device, draft.target.backend, draft.spec.layers, first=True, last=True)
         layouts = draft.spec.layouts(
@@ -202,7 +205,8 @@ class Sizer:
         # decoding sequences are dealt into as many steps as there are stages
         pools = self.pools(max_context, n_pages)
         resident = min(max_context, self.inputs.sequence_pages(max_context) * PAGE_TOKENS)
-        return StepSizes(self.max_tokens(max_context), n, max_context, resident, -(-n // self.n_stages), pools)
+        ranks, n_together = self.inputs.residency_policy == "qk", -(-n // self.n_stages)
+        return StepSizes(self.max_tokens(max_context), n, max_context, resident, n_together, pools, ranks)
 
     def needed_bytes(self, memory: str, max_context: int, n_pages: int) -> int:
         """Bytes that all shards, the drafter and the scoring model take in a memory; in the host's, with the arenas."""

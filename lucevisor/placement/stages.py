@@ -132,6 +132,7 @@ def load_message(
         identities=list(files.identities),
         draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
         attend_host=placement.pools.host_pages > 0 and placement.residency_policy == "exact",
+        rank_pages=placement.pools.host_pages > 0 and placement.residency_policy == "qk",
         score=None
         if scorer is None
         else ScorePlan(list(score_files), scorer.device.index, scorer.window_tokens, scorer.step_tokens),

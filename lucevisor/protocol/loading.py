@@ -184,6 +184,7 @@ class Load(msgspec.Struct, frozen=True):
     draft: DraftPlan | None = None
     max_drafts: int = 0
     attend_host: bool = False  # layers attend to pages in host memory, too
+    rank_pages: bool = False  # slices may ask how much they attend to each page
     score: ScorePlan | None = None
 
 

@@ -161,7 +161,16 @@ class PageOut(msgspec.Struct, frozen=True, array_like=True, tag=8):
     hosts: list[int] = []
 
 
-Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState | UseState | PageOut
+class PageIn(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Entries of the ``full`` table of a sequence, ascending, come back: ``pages[i]`` gets the bytes of ``entries[i]``
+    from host memory, whose page there returns to the supervisor."""
+
+    sequence: int
+    entries: list[int]
+    pages: list[int]
+
+
+Operation = OpenSequence | CloseSequence | SetPages | CopyPage | CopyState | ZeroState | UseState | PageOut | PageIn
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -202,6 +211,8 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """A step plan: operations, in order, then the slices, then the outputs to return.
 
+    ``rank_pages``: sequences of which every stage says how much the last rows of their slice attend to each page before
+    it, those in host memory included.
     ``region`` is the arena region for this step's boundary activations, rows in slice order.
     Every stage executes the operations and runs its steps in the order received.
     """
@@ -212,6 +223,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     slices: list[Slice] = []
     want_logits: bool = False  # payload of the output stage: float32 logits [T, V] of every row
     want_hidden: bool = False  # payload of each stage: float32 residual stream [n_layers (+1 with embedding), T, E]
+    rank_pages: list[int] = []
 
     @property
     def n_tokens(self) -> int:
@@ -273,6 +285,14 @@ class Drafted(msgspec.Struct, frozen=True, array_like=True):
     probabilities: list[float] = []
 
 
+class PageScores(msgspec.Struct, frozen=True, array_like=True):
+    """How much a slice attends to each whole page before it, by entry of the ``full`` table: a sum over the stage's
+    layers."""
+
+    sequence: int
+    scores: list[float]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """A stage finished a step; its boundary rows, if any, are in the arena region."""
 
@@ -284,6 +304,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays
     drafts: list[Drafted] = []  # of the draft stage
     scored: list[Scored] = []  # of the output stage
+    page_scores: list[PageScores] = []  # of slices that ask for it
 
 
 class Reset(msgspec.Struct, frozen=True):

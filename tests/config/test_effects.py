@@ -34,7 +34,6 @@ def box(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("kvflash.policy=qk", "kvflash.policy"),
         ("kvflash.policy=drafter", "kvflash.policy"),
     ],
 )
@@ -208,8 +207,7 @@ def attributes_read_outside_config() -> set[tuple[str, str]]:
 
 
 SAMPLES = {
-    "kvflash.policy": "qk",
-    "kvflash.tau": "32",
+    "kvflash.policy": "drafter",
 }
 """A value other than the default for each key that no code reads."""
 PARTLY = {"kvflash.policy"}

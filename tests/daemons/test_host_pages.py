@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,7 +16,7 @@ from daemons.errors import StateError
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from daemons.ops.host_pages import HostPages, runs_of
-from lucevisor.engine.sequence import page_operations
+from lucevisor.engine.sequence import grown, page_operations
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Growth, HostMemoryFull, PageTable
 from lucevisor.kv.residency import Residency
@@ -51,7 +52,7 @@ class HostPagesMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
 
     @initialize(
-        policy=st.sampled_from(["lru", "exact"]),
+        policy=st.sampled_from(["lru", "exact", "qk"]),
         kv_dtype=st.sampled_from([Dtype.FLOAT32, Dtype.Q8_0]),
         host_pages=st.sampled_from([1, 7, 40]),
     )
@@ -88,15 +89,14 @@ class HostPagesMachine(RuleBasedStateMachine):
         start = len(held.numbers)
         before = held.table.held(Space.FULL), held.table.n_out
         try:
-            growths = held.table.grow(start, start + n_tokens)
+            operations = grown(sequence, held.table, start, start + n_tokens)
         except HostMemoryFull:
-            growths = None
-        if growths is None:
+            operations = None
+        if operations is None:
             assert (held.table.held(Space.FULL), held.table.n_out) == before
             return
-        for growth in growths:
-            for operation in page_operations(sequence, growth):
-                self.daemon.apply(operation)
+        for operation in operations:
+            self.daemon.apply(operation)
         held.numbers += [content(sequence, at) for at in range(start, start + n_tokens)]
         one = self.daemon.get(sequence, "test")
         slots = []
@@ -107,6 +107,12 @@ class HostPagesMachine(RuleBasedStateMachine):
             for name in "kv":
                 rows = torch.tensor(held.numbers[start:]).view(-1, 1, 1).expand(-1, 1 + i, 4)
                 shard.paged(i, name).write(torch.tensor(slots), rows)
+
+    @rule(sequence=sequences, seed=st.randoms(use_true_random=False))
+    def rank(self, sequence: int, seed: random.Random) -> None:
+        held = self.held.get(sequence)
+        if held is not None and self.residency.ranks_pages:
+            held.table.rank([seed.random() for _ in range(len(held.numbers) // PAGE_TOKENS)])
 
     @rule(target=sequences, sequence=sequences)
     def fork(self, sequence: int) -> int:
@@ -145,7 +151,9 @@ class HostPagesMachine(RuleBasedStateMachine):
             assert len(one.pages.get(Space.FULL, [])) <= POOL
             assert one.pages.get(Space.FULL, []) == held.table.held(Space.FULL)
             hosts = dict(zip(one.out, held.table.hosts, strict=False))
-            assert sorted(page - self.sizes.full_pages for page in hosts.values()) == one.host_rows
+            rows = {entry: page - self.sizes.full_pages for entry, page in hosts.items()}
+            assert rows == one.hosts
+            assert one.host_rows == (sorted(rows.values()) if self.residency.attends_host else [])
             for entry in range(-(-len(held.numbers) // PAGE_TOKENS)):
                 numbers = held.numbers[entry * PAGE_TOKENS : (entry + 1) * PAGE_TOKENS]
                 if entry not in one.out:

@@ -21,20 +21,27 @@ from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import PENDING, Sampling, Slice
+from lucevisor.protocol.steps import PENDING, PageIn, PageOut, Sampling, Slice
 from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyModel, draw, mix
 
 POOL = Residency(6)
 EXACT = Residency(6, "exact")
+RANKED = Residency(6, "qk", tau=24)
 PLAIN = frozenset({Space.FULL})
 SLIDING = frozenset({Space.FULL, Space.WINDOW})
 
 
 def bounds(
-    spaces: frozenset[Space] = PLAIN, *, full_pages: int = 12, drafts: int = 0, slots: int = 0, host_pages: int = 0
+    spaces: frozenset[Space] = PLAIN,
+    *,
+    full_pages: int = 12,
+    drafts: int = 0,
+    slots: int = 0,
+    host_pages: int = 0,
+    residency: Residency = EXACT,
 ) -> EngineLimits:
-    """With ``host_pages`` the policy is ``exact``."""
+    """With ``host_pages`` the policy is ``exact``, unless another is given."""
     window = 40 if Space.WINDOW in spaces else None
     n_states = 3 * (1 + drafts) if Space.RECURRENT in spaces else 0
     n_window = 3 * (max_window_pages(window, 64, 900) + 1) if window is not None else 0
@@ -45,7 +52,7 @@ def bounds(
         spaces=spaces,
         pools=PoolSizes(full_pages, n_window, n_states, host_pages=host_pages),
         window_tokens=window,
-        residency=EXACT if host_pages else POOL,
+        residency=residency if host_pages else POOL,
         speculation=SpeculationSettings(max_drafts=drafts, lookup=drafts > 0, n_vocabulary=VOCABULARY),
         prefix=PrefixSettings(max_slots=slots, memory_bytes=1 << 20, min_tokens=64, unit_bytes=dict.fromkeys(Space, 1)),
     )
@@ -62,14 +69,15 @@ class Masked:
         self.values: list[list[int]] = [[] for _ in range(n)]  # by stage and position
         self.states: list[list[int]] = [[0] for _ in range(n)]  # after so many positions
 
-    def rows(self, piece: Slice) -> list[int]:
-        """The rows of a slice at the end of the last stage."""
+    def rows(self, piece: Slice, entries_out: set[int] | None = None) -> list[int]:
+        """The rows of a slice at the end of the last stage; ``entries_out``: of its table; None: the oldest."""
         n_pages = pages_of(piece.start + len(piece.tokens))
-        oldest = HEAD_PAGES + max(0, n_pages - POOL.pool_pages)
+        if entries_out is None:
+            entries_out = set(range(HEAD_PAGES, HEAD_PAGES + max(0, n_pages - POOL.pool_pages)))
         out = []
         for position, token in enumerate(piece.tokens, piece.start):
             row = mix(token, position)
-            resident = [p for p in range(position + 1) if not HEAD_PAGES <= p // PAGE_TOKENS < oldest]
+            resident = [p for p in range(position + 1) if p // PAGE_TOKENS not in entries_out]
             for stage in range(self.model.n_stages):
                 values, states = self.values[stage], self.states[stage]
                 values[position:] = [mix(row, position, stage)]
@@ -84,20 +92,33 @@ class Masked:
         return out
 
 
-def check_tokens(toy: ToyEngine) -> None:
-    """Every token of the steps is the one the masked model draws; drafts end with their page."""
+def check_tokens(toy: ToyEngine, *, swapped: bool = False) -> int:
+    """Every token of the steps is the one the masked model draws; drafts end with their page.  ``swapped``: pages come
+    back; return how many did.
+    """
     texts: dict[int, Masked] = {}
+    out: dict[int, set[int]] = {}
+    n_back = 0
     sampling: dict[int, Sampling] = {}
     drawn: dict[int, int] = {}
     for result in toy.steps:
         for operation in result.step.operations:
             if hasattr(operation, "sampling"):
                 texts[operation.sequence], sampling[operation.sequence] = Masked(toy.model), operation.sampling
+                out[operation.sequence] = set()
+            if isinstance(operation, PageOut):
+                out[operation.sequence].update(operation.entries)
+            if isinstance(operation, PageIn):
+                out[operation.sequence].difference_update(operation.entries)
+                n_back += len(operation.entries)
         found = list(result.results[-1].sampled)
         for planned in result.step.slices:
             ahead = planned.tokens == [PENDING]
             piece = replace(planned, tokens=[drawn[planned.sequence]]) if ahead else planned
-            rows, stop = texts[piece.sequence].rows(piece), piece.start + len(piece.tokens)
+            here = out[piece.sequence] if swapped else None
+            rows, stop = texts[piece.sequence].rows(piece, here), piece.start + len(piece.tokens)
+            assert pages_of(stop) - len(out[piece.sequence]) <= POOL.pool_pages
+            assert not out[piece.sequence] & {0, *range(piece.start // PAGE_TOKENS - 1, pages_of(stop))}
             if pages_of(stop) > POOL.pool_pages:
                 assert pages_of(stop) == pages_of(piece.start + piece.n_context)
             for at in range(piece.n_context, len(piece.tokens) + 1) if piece.sample else ():
@@ -107,6 +128,7 @@ def check_tokens(toy: ToyEngine) -> None:
                 if at == len(piece.tokens) or piece.tokens[at] != token:
                     break
         assert not found
+    return n_back
 
 
 @st.composite
@@ -184,6 +206,48 @@ def test_exact_draws_the_tokens_of_the_whole_context(
                 assert tokens == toy.alone(one)
     now = toy.engine.statistics()
     assert now.pages["full"].used == now.host_pages.used == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([PLAIN, SLIDING, HYBRID]),
+    st.integers(1, 2),
+    st.sampled_from([6, 9, 18]),
+    st.sampled_from([0, 3]),
+    requests(),
+    st.lists(st.tuples(st.sampled_from(["work", "cancel"]), st.integers(0, 40)), max_size=8),
+)
+def test_pages_that_come_back_are_attended_to(spaces, n_stages, full_pages, drafts, wanted, actions) -> None:
+    bound = bounds(spaces, full_pages=full_pages, host_pages=60, drafts=drafts, residency=RANKED)
+    toy = ToyEngine(bound, n_stages=n_stages)
+    toy.attach()
+    handles = {one.request_id: toy.engine.submit(one) for one in wanted}
+    for kind, n in actions:
+        if kind == "cancel":
+            handles[f"r{n % len(wanted)}"].cancel()
+        for i in range(n):
+            toy.work(i)
+    toy.run()
+    event(f"pages came back: {check_tokens(toy, swapped=True) > 0}")
+    now = toy.engine.statistics()
+    assert now.pages["full"].used == now.host_pages.used == 0
+
+
+async def test_rankings_depend_on_the_sequence_alone() -> None:
+    asked = request("a", [k % 7 for k in range(500)], 200)
+    alone = await answer(bounds(host_pages=60, residency=RANKED), asked)
+    assert await answer(bounds(host_pages=60, residency=RANKED, drafts=3), asked) == alone
+    toy = ToyEngine(bounds(full_pages=18, host_pages=60, residency=RANKED), n_stages=2)
+    toy.attach()
+    handles = [toy.engine.submit(one) for one in (request("b", [5] * 600, 90), asked, request("c", [9] * 470, 60))]
+    toy.run()
+    assert check_tokens(toy, swapped=True)
+    one_stage = ToyEngine(bounds(full_pages=18, host_pages=60, residency=RANKED))
+    one_stage.attach()
+    others = [one_stage.engine.submit(one) for one in (request("b", [5] * 600, 90), asked, request("c", [9] * 470, 60))]
+    one_stage.run()
+    assert told(await events_of(others[1]))[0] == alone
+    assert told(await events_of(handles[1]))[1].reason == "length"
 
 
 def test_a_request_whose_pages_find_no_host_memory_ends_and_others_go_on() -> None:

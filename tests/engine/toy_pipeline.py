@@ -31,7 +31,9 @@ from lucevisor.protocol.steps import (
     DraftStep,
     Masks,
     OpenSequence,
+    PageIn,
     PageOut,
+    PageScores,
     Sampled,
     Sampling,
     SetPages,
@@ -232,7 +234,14 @@ class ToyStage:
         if step.slices:
             self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
-        return StepResult(step.step_id, self.stage, sampled, compute_s=0.25, wait_s=0.5, segments=segments), arrays
+        scores = [
+            PageScores(s.sequence, [float(mix(s.start, i, self.stage) % 97) for i in range(s.start // PAGE_TOKENS)])
+            for s in step.slices
+            if s.sequence in step.rank_pages
+        ]
+        times = {"compute_s": 0.25, "wait_s": 0.5}
+        result = StepResult(step.step_id, self.stage, sampled, **times, segments=segments, page_scores=scores)
+        return result, arrays
 
     def _known(self, piece: Slice) -> Slice:
         """A slice whose token the step before has drawn."""
@@ -304,6 +313,8 @@ class ToyStage:
                 table[first : first + len(pages)] = pages
             case PageOut():
                 self._page_out(operation)
+            case PageIn(sequence=sequence, entries=entries, pages=pages):
+                self._page_in(self.sequences[sequence], entries, pages)
             case UseState(sequence=sequence, state=state):
                 if sequence not in self.sequences or state not in self.sequences[sequence].states:
                     raise Violation(f"state {state} is not one that the last slice of sequence {sequence} wrote")
@@ -320,6 +331,13 @@ class ToyStage:
                 self.pages[space][target][:n] = self.pages[space][source][:n]
             case other:
                 raise Violation(f"an operation nobody plans: {other}")
+
+    def _page_in(self, sequence: _Open, entries: list[int], pages: list[int]) -> None:
+        for entry, page in zip(entries, pages, strict=True):
+            if entry not in sequence.hosts or not 0 <= page < len(self.pages[Space.FULL]):
+                raise Violation(f"entry {entry} cannot come back to page {page}")
+            self.pages[Space.FULL][page] = list(self.host_pages[sequence.hosts.pop(entry)])
+            sequence.tables[Space.FULL][entry] = page
 
     def _page_out(self, operation: PageOut) -> None:
         sequence, entries = self.sequences[operation.sequence], operation.entries

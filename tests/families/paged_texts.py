@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from daemons.models.stage import LoadedStage
-from lucevisor.engine.sequence import page_operations
+from lucevisor.engine.sequence import grown
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.residency import Residency
@@ -26,13 +26,14 @@ class Texts:
         self.pools = PagePools(self.spec.spaces(), stages[0].sequences.sizes)
         self.tables: dict[int, PageTable] = {}
         self.lengths: dict[int, int] = {}
+        self.scores: dict[int, list[float]] = {}  # of the last step
         for stage in stages:
             stage.reset()
 
     def run(self, **parts: Sequence[int]) -> Tensor:
         """Logits [T, V] of a slice of each sequence, in one step."""
         operations: list[Operation] = []
-        slices = []
+        slices, ranked = [], list[int]()
         for name, tokens in parts.items():
             s, n = ord(name), len(tokens)
             if s not in self.tables:
@@ -42,17 +43,23 @@ class Texts:
                 if Space.RECURRENT in self.spec.spaces():
                     operations.append(ZeroState(s % STATES))
             table, start = self.tables[s], self.lengths[s]
-            growths = table.grow(start, start + n)
-            assert growths is not None
-            operations += [operation for growth in growths for operation in page_operations(s, growth)]
+            found = grown(s, table, start, start + n)
+            assert found is not None
+            operations += found
             if self.residency is not None:
                 assert len(table.held(Space.FULL)) <= self.residency.pool_pages
             slices.append(Slice(s, start, list(tokens), True))
+            if table.ranks_next:
+                ranked.append(s)
             self.lengths[s] += n
-        step, rows = Step(1, 0, operations, slices), None
+        step, rows, self.scores = Step(1, 0, operations, slices, rank_pages=ranked), None, {}
         for stage in self.stages:
             stage.apply(step.operations)
-            rows = stage.forward(step, rows).rows
+            out = stage.forward(step, rows)
+            rows = out.rows
+            for one in out.page_scores:
+                added = self.scores.setdefault(one.sequence, [0.0] * len(one.scores))
+                self.scores[one.sequence] = [a + b for a, b in zip(added, one.scores, strict=True)]
         assert rows is not None
         return self.stages[-1].logits(rows, None)
 

@@ -44,12 +44,15 @@ def pools_of(spec: ModelSpec, host_pages: int = 0) -> PoolSizes:
 
 @dataclass(frozen=True)
 class How:
-    """Number formats and backend of a pipeline.  ``host_pages``: of KV Flash; attention reads them."""
+    """Number formats and backend of a pipeline.  ``host_pages``: of KV Flash; attention reads them, or with
+    ``rank_pages`` ranks them.
+    """
 
     dtype: Dtype = Dtype.FLOAT32
     kv_dtype: Dtype = Dtype.FLOAT32
     backend: Backend = Backend.CPU
     host_pages: int = 0
+    rank_pages: bool = False
 
 
 def load_stages(
@@ -67,7 +70,17 @@ def load_stages(
             groups.append([])
         groups[-1].append(ShardPlan(0, LayerRange(start, stop)))
     pools, most = pools_of(spec, how.host_pages), {"max_sequences": 16, "max_step_tokens": 512}
-    load = Load([], how.dtype, how.kv_dtype, [], [], pools, **most, attend_host=how.host_pages > 0)
+    load = Load(
+        [],
+        how.dtype,
+        how.kv_dtype,
+        [],
+        [],
+        pools,
+        **most,
+        attend_host=how.host_pages > 0 and not how.rank_pages,
+        rank_pages=how.rank_pages,
+    )
     last = len(groups) - 1
     plans = [
         StagePlan(

@@ -1,0 +1,94 @@
+"""KV Flash, policy ``qk``, in every family: pages that come back are attended to, and the best ones are chosen."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from daemons.kv.batch import Group
+from daemons.ops.page_scores import KeyBounds
+from daemons.ops.paged import Pages
+from lucevisor.kv.residency import Residency
+from lucevisor.model.values import PAGE_TOKENS, Space
+from tests.families.golden import Golden
+from tests.families.paged_texts import Texts, tokens_at
+from tests.families.pipeline import How, load_stages
+
+POOL = Residency(9, "qk")
+CHUNKS = [256, 200, 120, 1, 60, 130, 3, 1, 1, 64]
+
+
+def run(golden: Golden, texts: Texts, *, rank: bool) -> tuple[Tensor, dict[int, set[int]]]:
+    """Logits of slices after each of which the pages are ranked at random, and what is out by the start of a slice."""
+    rng, start, logits, out = random.Random(5), 0, [], {}
+    for n in CHUNKS:
+        logits.append(texts.run(a=tokens_at(start, n, golden.spec.vocabulary)))
+        table = texts.tables[ord("a")]
+        held = table.held(Space.FULL)
+        pages = range(-(-(start + n) // PAGE_TOKENS))
+        out[start] = {e for growth in table.growths() for e in growth.paged_out if growth.space is Space.FULL}
+        assert len(held) + len(out[start]) == len(pages)
+        start += n
+        if rank and table.ranks_next:
+            scores = texts.scores[ord("a")] if texts.scores else []
+            assert len(scores) == (start - n) // PAGE_TOKENS or not scores
+            table.rank([rng.random() for _ in range(start // PAGE_TOKENS)])
+    return torch.cat(logits), out
+
+
+def masked(out: dict[int, set[int]]) -> object:
+    """``Group.keys`` over a whole table, in which the positions that are out are masked."""
+    real = Group.keys
+
+    def keys(group: Group, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
+        pages, mask = real(group, space, window, causal)
+        start = group.layout.starts[0]
+        if space is not Space.FULL or not out[start]:
+            return pages, mask
+        length = start + group.n_tokens
+        shown = torch.ones(1, 1, group.n_tokens, length, dtype=torch.bool) if mask is None else mask
+        hidden = torch.tensor([position // PAGE_TOKENS in out[start] for position in range(length)])
+        return pages, shown & ~hidden
+
+    return keys
+
+
+@pytest.mark.parametrize("n_splits", [0, 2])
+def test_swapped_pages_are_what_is_attended_to(golden: Golden, n_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = load_stages(golden.spec, golden.layer_splits()[:n_splits], How(host_pages=40, rank_pages=True))
+    found, out = run(golden, Texts(golden.spec, stages, POOL), rank=True)
+    left = [sorted(one) for one in out.values()]
+    assert any(set(a) - set(b) for a, b in pairwise(left))  # some came back
+    monkeypatch.setattr(Group, "keys", masked(out))
+    expected, _ = run(golden, Texts(golden.spec, golden.whole, None), rank=False)
+    assert float((found - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
+
+
+def test_stages_score_all_whole_pages(golden: Golden) -> None:
+    stages = load_stages(golden.spec, golden.layer_splits()[:2], How(host_pages=40, rank_pages=True))
+    texts, v = Texts(golden.spec, stages, POOL), golden.spec.vocabulary
+    for start in range(0, 768, 256):
+        texts.run(a=tokens_at(start, 256, v))
+    texts.run(a=tokens_at(768, 40, v))
+    [scores] = texts.scores.values()
+    n_layers = sum(layer.space is Space.FULL for layer in golden.spec.layers)
+    assert len(scores) == 12
+    assert all(0.0 < score <= n_layers for score in scores)
+
+
+def test_bounds_are_above_every_score_and_find_a_planted_key() -> None:
+    generator = torch.Generator().manual_seed(3)
+    keys, q = (torch.randn(*shape, generator=generator) for shape in ((20, PAGE_TOKENS, 2, 16), (3, 4, 16)))
+    keys[13, 31, 1] = 5 * q[2, 3]
+    bounds = KeyBounds(30, 2, 16, torch.device("cpu"))
+    rows = torch.arange(10, 22)
+    bounds.keep(keys[8:], rows)
+    scores = bounds.scores(q, keys[:8], rows, 1.0)
+    assert scores.shape == (20,)
+    assert int(scores.argmax()) == 13
+    by_page = torch.einsum("rhd,ptkd->rhkpt", q, keys).amax(dim=-1)[2, 3, 1]
+    assert int(by_page.argmax()) == 13
