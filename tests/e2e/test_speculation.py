@@ -225,6 +225,7 @@ async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("n_groups", GROUPS)
 @pytest.mark.parametrize("place", PLACES)
@@ -239,6 +240,7 @@ async def test_output_of_many_prompts_is_that_of_plain_decoding(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CASES)
 async def test_output_of_one_stream_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
     with once(f"{name}-2-tail-one-stream"):
