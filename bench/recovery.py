@@ -23,6 +23,7 @@ import signal
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -166,9 +167,17 @@ async def measure(options):
             right = [await ask(on, prompt, 8) for prompt in asked]
             for i in range(options.kills):
                 for group in on.groups:
-                    streams = [asyncio.create_task(ask(on, prompt, 3000)) for prompt in asked]
-                    await until(lambda: on.engine.statistics().running == len(asked))
-                    await asyncio.sleep(1.0 + 0.1 * i)
+                    told = [0] * len(asked)
+
+                    def count(at, told=told):
+                        told[at] += 1
+
+                    streams = [
+                        asyncio.create_task(ask(on, prompt, 3000, partial(count, at)))
+                        for at, prompt in enumerate(asked)
+                    ]
+                    await until(lambda told=told: all(told))
+                    await asyncio.sleep(0.2 + 0.1 * i)
                     kills.append(await kill(on, group))
                     for stream in streams:
                         stream.cancel()
