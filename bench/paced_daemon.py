@@ -23,17 +23,18 @@ _due_s = 0.0
 
 
 @torch.inference_mode()
-def run_step(self, step, stage_index, wait_s, masks=None):
+def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None):
     """In place of ModelRunner.run_step.  After a pause the step takes no time."""
     global _due_s
     started = time.monotonic()
     _due_s = max(_due_s + STEP_S, started)
-    stage, plan = self.stages[stage_index], self._plans[stage_index]
-    self._apply(stage, plan, step)
+    queued()
+    self.stages[stage_index].apply(step.operations)
     sampled = []
     if step.n_tokens:
-        if plan.target is None:
-            sampled = [Sampled(s.sequence, IDS[(s.start + len(s.tokens)) % len(IDS)]) for s in step.slices if s.sample]
+        if self._plans[stage_index].target is None:
+            ends = [(piece.sequence, piece.start + len(piece.tokens)) for piece in step.slices if piece.sample]
+            sampled = [Sampled(sequence, IDS[end % len(IDS)]) for sequence, end in ends]
         time.sleep(max(0.0, _due_s - time.monotonic()))
     result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s)
     return runner.StepOutput(result, [])
