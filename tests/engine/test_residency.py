@@ -310,6 +310,23 @@ def test_two_long_sequences_run_beside_each_other() -> None:
     check_tokens(toy)
 
 
+@pytest.mark.parametrize("residency", [EXACT, RANKED])
+async def test_two_long_sequences_are_both_right(residency: Residency) -> None:
+    toy = ToyEngine(bounds(full_pages=12, host_pages=40, residency=residency))
+    toy.attach()
+    asked = [request(name, [ord(name) % 97] * 600, 100) for name in "ab"]
+    handles = [toy.engine.submit(one) for one in asked]
+    toy.run()
+    assert toy.engine.statistics().preemptions == 0
+    answers = [told(await events_of(handle))[0] for handle in handles]
+    if residency.attends_host:
+        assert answers == [toy.alone(one) for one in asked]
+    else:
+        assert check_tokens(toy, swapped=True) > 0
+    together = sum(len(result.step.slices) == 2 for result in toy.steps)
+    assert together > 90
+
+
 def test_pages_that_are_out_are_counted() -> None:
     toy = ToyEngine(bounds())
     toy.attach()

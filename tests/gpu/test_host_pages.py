@@ -55,3 +55,23 @@ def test_a_page_may_be_overwritten_at_once() -> None:
             found += chunk[places.long(), 5, 1, 7].float().tolist()
         exact = torch.tensor([wanted[row] + 100 * i for row in order]).to(torch.bfloat16)
         assert found == exact.tolist()
+
+
+def test_pages_come_back_as_they_left() -> None:
+    layers = tuple(LayerSpec(i, Space.FULL, {}, attention_state(2, 64, 64)) for i in range(3))
+    spec = ModelSpec("test", "test", "F32", 16, 100, 4096, layers, {}, {}, 0, None)
+    device, sizes = torch.device("cuda", 0), PoolSizes(40, 0, 0, host_pages=60)
+    pools = Pools(spec, LayerRange(0, 3), device, Dtype.BFLOAT16, sizes, rank_pages=True)
+    tensors = [pools.paged(i, name).pages for i in range(3) for name in "kv"]
+    for tensor in tensors:
+        tensor.normal_()
+    before = [tensor.clone() for tensor in tensors]
+    rows = [(7 * i) % 60 for i in range(40)]
+    pools.page_out(list(range(40)), rows)
+    for tensor in tensors:
+        tensor.zero_()
+    pools.page_in(rows, [39 - i for i in range(40)])
+    assert all(torch.equal(tensor.flip(0), kept) for tensor, kept in zip(tensors, before, strict=True))
+    bounds = pools.paged(1, "k").bounds
+    assert bounds is not None
+    assert torch.equal(bounds.bounds[rows[3], 1], before[2][3].amax(dim=0))
