@@ -97,6 +97,7 @@ def pids(status: dict[str, Any]) -> list[int]:
     return [status["pid"], *(group["pid"] for group in status["groups"])]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("n_times", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_eight_clients_notice_nothing_of_a_new_supervisor(cli: Cli, n_times: int, tmp_path: Path) -> None:
     manager = Manager(str(tmp_path / "notify"))
