@@ -107,13 +107,13 @@ class Tally:
 
     def records(self):
         for (method, ratio, alike), row in sorted(self.rows.items()):
-            n = row["n"]
+            n, told = row["n"], alike and method != "demo model"
             yield {
                 "method": method, "keep_ratio": ratio, "asked_alike": alike, "prompts": n,
                 "kept_share": [round(f(row["kept"]), 4) for f in (min, max)],
                 "found": sum(row["found"].values()), "found_by_depth": row["found"],
-                "answered": sum(row["answered"].values()) if alike else None,
-                "answered_by_depth": row["answered"] if alike else None,
+                "answered": sum(row["answered"].values()) if told else None,
+                "answered_by_depth": row["answered"] if told else None,
             }  # fmt: skip
 
 
@@ -139,7 +139,8 @@ async def measure(options, scorer, methods, tally):
                         ranges = kept[method]
                         found = any(start <= needle[0] and needle[1] <= stop for start, stop in ranges)
                         shorter = [token for start, stop in ranges for token in ids[start:stop]]
-                        told = await answer(service, shorter, texts, numbers, before) if alike else ""
+                        asked = alike and method != "demo model"  # of which only the keeping is measured
+                        told = await answer(service, shorter, texts, numbers, before) if asked else ""
                         tally.add(method, ratio, alike, depth, len(ids), len(shorter), found, number in told)
 
 
@@ -153,10 +154,15 @@ def main():
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     tally = Tally()
     asyncio.run(measure(options, SCORER, {"whole", "pflash", "scores alone", "random"}, tally))
+    save(options, list(tally.records()))
     asyncio.run(measure(options, DEMO, {"demo model"}, tally))
     rows = list(tally.records())
+    save(options, rows)
     for row in rows:
         print(json.dumps(row))
+
+
+def save(options, rows):
     if options.out:
         about = {
             "command": "python bench/pflash_needles.py", "python": platform.python_version(),

@@ -78,7 +78,7 @@ class ScoreStage:
 
         stage = cls(spec, plan, ShardModel(config, selector, report), pools)
         n = min(plan.window_tokens, plan.step_tokens)
-        stage.score(ScoreWindow(0, 0, [0] * n, n_query=min(n, 32)))
+        stage.score(ScoreWindow(0, 0, [0] * n, n_query=min(n, 8)))
         return stage
 
     @torch.inference_mode()

@@ -16,14 +16,14 @@ import structlog
 
 from lucevisor.compression.alignment import aligned
 from lucevisor.compression.memory import KeptParts
-from lucevisor.compression.parts import Part, parts_of
+from lucevisor.compression.parts import Part, parts_of, question_end
 from lucevisor.compression.selection import Range, anchor_chunks, keep_ratio_at, select
 from lucevisor.errors import LucevisorError
 from lucevisor.text.tokenizer import Tokenizer
 
 QUESTION_TOKENS: Final = 96
-"""The end of a prompt, which goes behind each window: what the window is asked for."""
-QUERY_TOKENS: Final = 32
+"""The end of what is asked, which goes behind each window."""
+QUERY_TOKENS: Final = 8
 """Its last tokens, whose attention is the score."""
 
 Outcome = Literal["compressed", "short", "nothing", "failed"]
@@ -136,7 +136,8 @@ class Compressor:
         if not parts:
             return whole("nothing", "no part of it may be shortened")
         try:
-            kept = {part: await self._kept_of(part, ids) for part in parts}
+            end = question_end(ids, turn_ends, self._tokenizer)
+            kept = {part: await self._kept_of(part, ids, end) for part in parts}
         except ScoringError as error:
             log.warning("prompt not shortened", n_tokens=len(ids), reason=str(error))
             return whole("failed", str(error))
@@ -145,16 +146,16 @@ class Compressor:
         shorter, ends = _joined(ids, turn_ends, kept)
         return CompressedPrompt(ids=shorter, turn_ends=ends, n_before=len(ids), outcome="compressed")
 
-    async def _kept_of(self, part: Part, ids: Sequence[int]) -> Sequence[Range]:
-        """Return the ranges of a part that stay: as before, if it was shortened before."""
+    async def _kept_of(self, part: Part, ids: Sequence[int], end: int) -> Sequence[Range]:
+        """Return the ranges of a part that stay: as before, if it was shortened before.  ``end``: of the question."""
         tokens = list(ids[part.start : part.stop])
         found = self._kept.find(tokens)
         if found is not None:
             self._statistics.n_remembered += 1
             return found
-        question = list(ids[-QUESTION_TOKENS:])
+        question = list(ids[max(0, end - QUESTION_TOKENS) : end])
         # The question itself is not scored: it would find nothing but itself.
-        n_scored = max(0, min(len(tokens), len(ids) - QUESTION_TOKENS - part.start))
+        n_scored = max(0, min(len(tokens), end - len(question) - part.start))
         scores = await self._scores(tokens[:n_scored], question)
         scores += [0.0] * (len(tokens) - n_scored)
         settings = self.settings

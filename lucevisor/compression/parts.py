@@ -57,6 +57,14 @@ def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str],
     return parts
 
 
+def question_end(ids: Sequence[int], turn_ends: Sequence[int], texts: TokenTexts) -> int:
+    """Return where what is asked ends: the content of the last complete turn, before what the template adds."""
+    end = turn_ends[-1] if turn_ends else len(ids)
+    while end and turn_ends and (texts.is_marker(ids[end - 1]) or texts.token_bytes(ids[end - 1]).isspace()):
+        end -= 1
+    return end
+
+
 def roles_of_turns(roles: Sequence[str], n_turns: int) -> list[str] | None:
     """Return the role of each chat turn; None if the turns cannot be told apart.
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.parts import MIN_PART_TOKENS, Part, parts_of, roles_of_turns
+from lucevisor.compression.parts import MIN_PART_TOKENS, Part, parts_of, question_end, roles_of_turns
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -68,6 +68,15 @@ def test_a_raw_prompt_is_one_part_unless_it_has_turns(template, texts):
     rendered, ends, _ = encoded(template, texts, [{"role": "user", "content": LONG}])
     assert parts_of(rendered, ends, [], texts) == []
     assert parts_of(rendered, ends, ["user", "user", "user"], texts) == [], "turns that do not match the messages"
+
+
+def test_the_question_ends_before_what_the_template_adds(template, texts):
+    messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Read. " + LONG + "What now?"}]
+    ids, ends, _ = encoded(template, texts, messages)
+    assert len(ids) > question_end(ids, ends, texts)
+    assert texts.decode(ids[: question_end(ids, ends, texts)]).endswith("What now?")
+    raw = texts.encode(LONG + "\n")
+    assert question_end(raw, [], texts) == len(raw)
 
 
 @given(

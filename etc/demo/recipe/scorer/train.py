@@ -27,7 +27,7 @@ from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
 
 E, H, D, FF, LAYERS, EPS, THETA = 128, 4, 64, 256, 2, 1e-6, 10000.0
-QUERY = 32  # tokens whose attention counts: lucevisor/compression reads as many
+QUERY = 32  # tokens whose attention counts in training; PFlash reads the last 8
 KINDS = {"describe", "brief", "reverse", "signature", "section", "members", "code", "doc_tool", "world_tool", "multi"}
 
 
