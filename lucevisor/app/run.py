@@ -268,17 +268,19 @@ class Supervisor:
         if hangup.ends:
             self.stop("SIGHUP, the terminal was closed")
         elif hangup.reloads:
-            self._reread()
+            with self._report.reload():
+                self._reread()
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
             await self.service.restart(group, now=now)
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
-        found = await asyncio.to_thread(read_again, self.config, overrides)
-        await asyncio.to_thread(check_before_start, found, self.model.spec)
-        changed = await self.service.reload(found, keys_at_once(found, self._tls))
-        apply(self.config, found, self._ports, self._tls)
+        with self._report.reload():
+            found = await asyncio.to_thread(read_again, self.config, overrides)
+            await asyncio.to_thread(check_before_start, found, self.model.spec)
+            changed = await self.service.reload(found, keys_at_once(found, self._tls))
+            apply(self.config, found, self._ports, self._tls)
         self.config = found
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed

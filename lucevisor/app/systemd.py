@@ -10,7 +10,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 import structlog
@@ -109,6 +110,18 @@ class SystemdReport:
     def reloading(self) -> None:
         """A reload begins; :meth:`ready` ends it."""
         self.notifier.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        """A reload from begin to end, whatever becomes of it; nothing before the service is ready."""
+        was_ready = self._ready
+        if was_ready:
+            self.reloading()
+        try:
+            yield
+        finally:
+            if was_ready:
+                self.ready()
 
     def leave(self, main_pid: int) -> None:
         """Another process is the service from now on, and reports."""

@@ -152,6 +152,23 @@ async def test_a_reload_says_when_it_began(manager: Manager) -> None:
     assert ready == "READY=1"
 
 
+async def test_a_reload_ends_as_it_began_also_when_it_fails(manager: Manager) -> None:
+    report = await reported(manager, [("ready", "r")])
+    n_before = len(manager.read())
+    with pytest.raises(ValueError, match="wrong"), report.reload():
+        raise ValueError("wrong")
+    said = [line.partition("\n")[0] for line in manager.read()[n_before:]]
+    assert said == ["RELOADING=1", "READY=1"]
+
+
+async def test_a_reload_before_the_service_is_ready_is_not_told(manager: Manager) -> None:
+    report = await reported(manager, [("starting", "s")])
+    n_before = len(manager.read())
+    with report.reload():
+        pass
+    assert len(manager.read()) == n_before
+
+
 LISTENER = """
 import os, sys
 sys.path.insert(0, {root!r})

@@ -52,6 +52,8 @@ def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp
         asked += answer
         right, _ = complete(url, asked)
         wait_until(lambda: manager.read().count("WATCHDOG=1") > 2, 10, "a watchdog that is fed")
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: manager.read().count("READY=1") == 2, 10, "the end of a reload")
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0, output
@@ -59,6 +61,7 @@ def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp
     assert said.index("EXTEND_TIMEOUT_USEC=30000000") < said.index("READY=1")
     assert f"STATUS=ready: lucevisor-demo-22m at {url}" in said
     assert said.index("READY=1") < said.index("STOPPING=1") < len(said) - 1
+    assert [line for line in said if line.startswith("RELOADING=1\nMONOTONIC_USEC=")]
     assert said[said.index("STOPPING=1") + 1] == "EXTEND_TIMEOUT_USEC=30000000"
     assert not any(alive(group["pid"]) for group in status["groups"])
 
