@@ -119,6 +119,8 @@ class Loader:
         return self.rows(source, chosen, WIDTHS[index])
 
     def next(self) -> Batch:
+        if self.reuse == 1:
+            return self.fresh()
         if len(self.pool) < POOL:
             self.pool.append(self.fresh())
         elif self.rng.random() < 1 / self.reuse:
