@@ -13,7 +13,7 @@ from lucevisor.cli.admin_client import AdminClient
 from tests.e2e.process import DEMO, Cli, wait_until
 from tests.e2e.test_systemd import complete, post
 
-WARM = 3
+WARM = 2
 GROUPS = ("left", "right")
 BRISK = "backoff_first_s=0.01,backoff_most_s=0.02"
 
@@ -59,7 +59,7 @@ class Watched:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("n", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_restarts_and_kills_leave_nothing(cli: Cli, n: int) -> None:
     watched = Watched(cli)
     for i in range(WARM):
