@@ -79,7 +79,7 @@ async def steps(service, n):
     """Wait for n more steps; returns seconds and CPU seconds of this process for them."""
     first = service.engine._totals.n_steps
     began, cpu = time.perf_counter(), time.process_time()
-    while (done := service.engine._totals.n_steps - first) < n:
+    while (done := service.engine._totals.n_steps - first) < n:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.05)
     return (time.perf_counter() - began) / done, (time.process_time() - cpu) / done
 
@@ -112,7 +112,9 @@ async def main(options):
     step_s, cpu_s = (sorted(x)[len(x) // 2] for x in zip(*fast, strict=True))
     print("metric | value | target")
     print(f"steps/s | {1 / step_s:.0f} | 2000")
-    print(f"CPU time a step, {options.sequences} sequences | {cpu_s * 1e6:.0f} us, so at most {1 / cpu_s:.0f} steps/s |")
+    print(
+        f"CPU time a step, {options.sequences} sequences | {cpu_s * 1e6:.0f} us, so at most {1 / cpu_s:.0f} steps/s |"
+    )
     print(f"memory after each quarter | {', '.join(f'{m >> 10} KiB' for m in memory)} | flat")
     slow, _ = await measure(options, 1 / options.rate, 6 * options.rate, 2)
     step_slow, cpu_slow = slow[-1]
