@@ -144,8 +144,8 @@ class Deployment:
         self._placing.cancel()
         for buffer in self.buffers.values():
             buffer.close()
-        for memory in self._handed.values():
-            memory.close()
+        for handed in self._handed.values():
+            handed.close()
 
     # ---- serving
 
@@ -191,7 +191,8 @@ class Deployment:
         return self._links
 
     def retire(self) -> None:
-        """Have no more to do with the engine, which has left the pipeline."""
+        """Have no more to do with the engine, which has left the pipeline; its steps may have other stages from now."""
+        self._engine = None
         if self._assembly is not None:
             self._assembly.leave()
 
@@ -274,9 +275,9 @@ class Deployment:
             raise LucevisorError(self.unfit)
         for notice in result.notices:
             log.warning("placement notice", notice=notice)
+        devices = [f"{d.device} {d.layers}" for d in result.devices]
         log.info("placement", epoch=self.epoch, dtype=str(result.dtype), kv_dtype=str(result.kv_dtype),
-                 max_context=result.max_context,
-                 devices=[f"{d.device} {d.layers}" for d in result.devices])  # fmt: skip
+                 max_context=result.max_context, devices=devices)  # fmt: skip
         self.placement = result
         self.buffers = {(arena.capture, arena.boundary): Arena.create(arena) for arena in result.arenas}
         layers = {stage.group: [own.layers for own in result.stages_of(stage.group)] for stage in result.stages}

@@ -57,6 +57,8 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
     assert earlier.transfers is not None
     try:
         frozen = await engine.freeze(FREEZE_S, "reload")
+        while frozen is None and engine.ready:  # a daemon was lost, and came back
+            frozen = await engine.freeze(FREEZE_S, "reload")
         if frozen is None:
             raise LucevisorError("requests did not come to rest; try again")
         groups = {stage.group for stage in earlier.placement.stages}

@@ -85,7 +85,7 @@ class Standstill(PrefixAccess):
 
     def _flush(self) -> bool:
         """Send what waits for a step; return whether every daemon has done all that was decided."""
-        if self._pipeline is None or not self._pipeline.settled or self._scheduler.n_in_flight:
+        if self._pipeline is None or self._stages.active or self._scheduler.n_in_flight or not self._pipeline.settled:
             return False
         plan = self._scheduler.cut(self._clock())
         if plan is not None:
