@@ -67,10 +67,8 @@ class DeploymentHooks:
 
 
 class Deployment:
-    """Made in a running event loop; ``start``, then ``stop`` and ``close``.  ``epoch`` is for the log.
-
-    ``sizes``: those of the deployment whose engine this one is to serve.
-    """
+    """Made in a running event loop; ``start``, then ``stop`` and ``close``.  ``epoch`` is for the log; ``sizes``: those
+    of the deployment whose engine it is to serve."""
 
     def __init__(
         self,
