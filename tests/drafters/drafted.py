@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -122,9 +123,9 @@ def wanted_trace(name: str) -> list[tuple[int, list[int], int]]:
 def load_exact_draft(load: Callable[[], DraftStage]) -> DraftStage:
     """A draft stage whose pools are float64, to run within :class:`Exact`."""
 
-    def pools(*args: object) -> object:
+    def pools(*args: Any, **more: Any) -> object:
         with Exact():
-            return made(*args)  # type: ignore[arg-type]
+            return made(*args, **more)
 
     made = stage_module.Pools
     with mock.patch.object(stage_module, "Pools", pools):

@@ -6,7 +6,7 @@ The numbers that rest in memory are those of the float32 path; only what is comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -47,9 +47,9 @@ class UnclearChoiceError(AssertionError):
 def load_exact(load: Callable[[], list[LoadedStage]]) -> list[LoadedStage]:
     """Stages whose pools are float64, to run within :class:`Exact`."""
 
-    def pools(*args: object) -> object:
+    def pools(*args: Any, **more: Any) -> object:
         with Exact():
-            return made(*args)  # type: ignore[arg-type]
+            return made(*args, **more)
 
     made = shard.Pools
     with mock.patch.object(shard, "Pools", pools):
