@@ -18,7 +18,7 @@ from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
 from daemons.ops.host_pages import HostLayer, HostPages
-from daemons.ops.page_scores import KeyBounds
+from daemons.ops.page_scores import KeyMeans
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
@@ -64,7 +64,7 @@ class Pools:
         self._states: dict[tuple[int, str], Tensor] = {}
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
-        self._ranked: list[PagedTensor] = []  # keys of which bounds are kept
+        self._ranked: list[PagedTensor] = []  # keys of which means are kept
         self._host_pages = HostPages(device, sizes.host_pages) if sizes.host_pages else None
         for shape, indices in members.items():
             self._allocate(shape, indices)
@@ -105,7 +105,7 @@ class Pools:
             if self._host_pages is not None and hosts:
                 paged.host = HostLayer([host[at] for host in hosts], self._host_pages)
                 if self._rank_pages and shape.name == "k":
-                    paged.bounds = KeyBounds(self._sizes.host_pages, shape.shape[1], width, self.device)
+                    paged.means = KeyMeans(self._sizes.host_pages, shape.shape[1], width, self.device)
                     self._ranked.append(paged)
             self._paged[i, shape.name] = paged
 
@@ -146,8 +146,8 @@ class Pools:
             if self.device.type != "cpu":
                 at = at.pin_memory().to(self.device, non_blocking=True)
             for keys in self._ranked:
-                assert keys.bounds is not None
-                keys.bounds.keep(keys.read(Pages(at[0], len(pages), 0, PAGE_TOKENS), torch.float32), at[1])
+                assert keys.means is not None
+                keys.means.keep(keys.read(Pages(at[0], len(pages), 0, PAGE_TOKENS), torch.float32), at[1])
         self._host_pages.page_out(pages, rows)
 
     def page_in(self, rows: Sequence[int], pages: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ QUERIES = 16
 
 def rank_pages(keys: PagedTensor, group: Group, q: Tensor, scale: float) -> None:
     """Add one layer's scores of all whole pages before the slices that want them; q [B, n, H, D]."""
-    assert keys.bounds is not None
+    assert keys.means is not None
     for b in group.layout.ranked:
         sequence, table = group.layout.sequences[b], group.layout.sequences[b].pages[Space.FULL]
         n_entries = group.layout.starts[b] // PAGE_TOKENS
@@ -26,7 +26,7 @@ def rank_pages(keys: PagedTensor, group: Group, q: Tensor, scale: float) -> None
         pages = torch.tensor(table[: len(resident)], dtype=torch.int64, device=q.device)
         rows = torch.tensor([sequence.hosts[entry] for entry in out], dtype=torch.int64, device=q.device)
         k = keys.read(Pages(pages, len(pages), 0, PAGE_TOKENS), torch.float32)
-        found = keys.bounds.scores(q[b, -QUERIES:], k, rows, scale)
+        found = keys.means.scores(q[b, -QUERIES:], k, rows, scale)
         scores = torch.zeros(n_entries, device=q.device)
         scores[torch.tensor([*resident, *out], device=q.device)] = found
         before = group.page_scores.get(sequence.id)

@@ -11,7 +11,7 @@ layer frees its part before the next one begins, so the largest layer counts:
                  T x (query heads per kv head) x L x (1 + b)                   the mask, as flags and as numbers
                  SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
     host pages   2 x HOST_CHUNK_PAGES x page of a layer of each shape             chunks on a GPU
-                 host pages x bounds of keys of each layer                     in bfloat16, where pages are ranked
+                 host pages x mean of the keys of each layer                   in bfloat16, where pages are ranked
                  T x query heads x head dim x PARTIAL_COPIES x 4               parts of the output that are merged
     output       n_sequences x V x SAMPLING_BYTES                              logits, sorted values and ids, counts
     GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
@@ -101,7 +101,7 @@ class CostModel:
         read_as = dtype if kv_dtype is Dtype.Q8_0 else kv_dtype
         self._read = [layer.unit_bytes(read_as) for layer in spec.layers]
         self._groups = [_query_groups(layer) for layer in spec.layers]
-        self._bounds = [_bounds_bytes(layer) for layer in spec.layers]
+        self._means = [_means_bytes(layer) for layer in spec.layers]
         self._widths = [_output_width(layer) for layer in spec.layers]
         self._layers: dict[tuple[Backend, int], _Weights] = {}
         self._ends: dict[tuple[Backend, bool, bool], _Weights] = {}
@@ -142,12 +142,12 @@ class CostModel:
         return out + (SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0)
 
     def _staging_bytes(self, shard: Shard, steps: StepSizes) -> int:
-        """Chunks of pages in host memory, and bounds of their keys."""
+        """Chunks of pages in host memory, and means of their keys."""
         full = {self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.FULL}
         if not steps.pools.host_pages:
             return 0
-        bounds = sum(self._bounds[i] for i in _indices(shard)) if steps.ranks_pages else 0
-        return 2 * HOST_CHUNK_PAGES * sum(full) + steps.pools.host_pages * bounds
+        means = sum(self._means[i] for i in _indices(shard)) if steps.ranks_pages else 0
+        return 2 * HOST_CHUNK_PAGES * sum(full) + steps.pools.host_pages * means
 
     def _mixer_bytes(self, i: int, steps: StepSizes) -> int:
         """Attention or delta rule of layer ``i``."""
@@ -216,10 +216,10 @@ def _query_groups(layer: LayerSpec) -> int:
     return max(1, width // (values.shape[-1] * values.shape[-2]))
 
 
-def _bounds_bytes(layer: LayerSpec) -> int:
-    """Return the bytes of the bounds of a page's keys; 0 for a layer without pages that leave."""
+def _means_bytes(layer: LayerSpec) -> int:
+    """Return the bytes of the mean of a page's keys; 0 for a layer without pages that leave."""
     keys = next((t for t in layer.state if t.name == "k" and layer.space is Space.FULL), None)
-    return 0 if keys is None else 2 * 2 * prod(keys.shape[1:])
+    return 0 if keys is None else 2 * prod(keys.shape[1:])
 
 
 def _output_width(layer: LayerSpec) -> int:

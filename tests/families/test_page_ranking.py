@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daemons.kv.batch import Group
-from daemons.ops.page_scores import KeyBounds
+from daemons.ops.page_scores import KeyMeans
 from daemons.ops.paged import Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -80,15 +80,14 @@ def test_stages_score_all_whole_pages(golden: Golden) -> None:
     assert all(0.0 < score <= n_layers for score in scores)
 
 
-def test_bounds_are_above_every_score_and_find_a_planted_key() -> None:
+def test_scores_find_a_planted_key() -> None:
     generator = torch.Generator().manual_seed(3)
     keys, q = (torch.randn(*shape, generator=generator) for shape in ((20, PAGE_TOKENS, 2, 16), (3, 4, 16)))
-    keys[13, 31, 1] = 5 * q[2, 3]
-    bounds = KeyBounds(30, 2, 16, torch.device("cpu"))
+    keys[13, 31, 1] = 40 * q[2, 3]
+    means = KeyMeans(30, 2, 16, torch.device("cpu"))
     rows = torch.arange(10, 22)
-    bounds.keep(keys[8:], rows)
-    scores = bounds.scores(q, keys[:8], rows, 1.0)
+    means.keep(keys[8:], rows)
+    scores = means.scores(q, keys[:8], rows, 1.0)
     assert scores.shape == (20,)
     assert int(scores.argmax()) == 13
-    by_page = torch.einsum("rhd,ptkd->rhkpt", q, keys).amax(dim=-1)[2, 3, 1]
-    assert int(by_page.argmax()) == 13
+    assert torch.equal(scores, means.scores(q, keys, rows[:0], 1.0))
