@@ -52,7 +52,7 @@ def config_of(folder, scorer, n_tokens):
 
 
 def prompts(texts, n_tokens, count, seed):
-    """(depth, ids, where the number lies, the number, whether it is asked alike)"""
+    """(depth, ids, where the needle lies without its line ends, the number, whether it is asked alike)"""
     modules = (textwrap, argparse, difflib, tarfile, zipfile)
     filler = texts.encode("".join(inspect.getsource(module) for module in modules))
     rng = random.Random(seed)
@@ -68,9 +68,9 @@ def prompts(texts, n_tokens, count, seed):
                 )
                 question = texts.encode(asked)
                 room = n_tokens - len(needle) - len(question)
-                start, at = rng.randrange(len(filler) - room), int(depth * room)
+                start, at = rng.randrange(len(filler) - room), int(depth * room) + rng.randrange(-16, 16)
                 body = filler[start : start + room]
-                yield depth, [*body[:at], *needle, *body[at:], *question], (at, at + len(needle)), number, alike
+                yield depth, [*body[:at], *needle, *body[at:], *question], (at + 1, at + len(needle) - 1), number, alike
 
 
 async def scores_of(service, ids):

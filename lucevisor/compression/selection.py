@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 CHUNK_TOKENS = 32
 HEAD_CHUNKS, TAIL_CHUNKS = 8, 24
 """Kept for their place where the budget allows: at most an eighth and a quarter of it, and always the last one."""
-POOL_TOKENS = 13
-"""Width of the moving average over scores: a relevant token lifts its neighbours."""
+POOL_TOKENS = CHUNK_TOKENS + 1
+"""Width of the moving average over scores: what is relevant near a chunk's edge lifts the next chunk, too."""
 ANCHOR_TOKENS = 4
 """Equal runs of so many tokens in the question and in the text mark a place where the question is answered."""
 Range = tuple[int, int]

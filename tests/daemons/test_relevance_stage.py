@@ -30,10 +30,10 @@ GOLDEN = ROOT / "tests" / "data" / "golden"
 SCORER = ROOT / "etc" / "demo" / "demo-scorer-q8_0.gguf"
 
 
-def load(path: Path, window: int = 512, step: int = 512) -> ScoreStage:
+def load(path: Path, window: int = 512, step: int = 512, backend: Backend = Backend.CPU) -> ScoreStage:
     plan = ScorePlan([str(path)], 0, window, step)
     whole = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], PoolSizes(0, 0, 0), 1, 512, score=plan)
-    return ScoreStage.load(whole, Backend.CPU, lambda _: None)
+    return ScoreStage.load(whole, backend, lambda _: None)
 
 
 def tokens(n: int, vocabulary: int, seed: int = 1) -> list[int]:
