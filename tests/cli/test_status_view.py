@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lucevisor.cli.progress import first_request
-from lucevisor.cli.status_view import bar, status_view, wait_view
+from lucevisor.cli.status_view import bar, page_line, status_view, wait_view
 from lucevisor.cli.top import screen, stage_loads
 
 STAGE = {"steps": 1000, "compute_s": 2.0, "wait_s": 1.0}
@@ -162,3 +162,9 @@ def test_the_curl_lines_fit_80_columns(url):
     lines = first_request(url, keys=True)
     assert max(map(len, lines)) <= 80
     assert json.loads(lines[-1].removeprefix("  -d '").removesuffix("'"))["messages"]
+
+
+def test_pages_that_are_out_are_told_with_those_in_host_memory():
+    pages = {"spaces": {}, "out": 7, "host": 5, "host_total": 40}
+    assert page_line(pages) == "7 paged out (5 of 40 in host memory)"
+    assert page_line(pages | {"host_total": 0}) == "7 paged out"
