@@ -18,7 +18,7 @@ import structlog
 
 from lucevisor.app.model_files import open_model
 from lucevisor.app.progress import KeptProgress
-from lucevisor.app.status import status
+from lucevisor.app.status import Address, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
@@ -74,7 +74,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", "", KeptProgress(SilentDisplay()), [])["draft"])
+    return dict(status(service, "t", Address("", ""), KeptProgress(SilentDisplay()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:
