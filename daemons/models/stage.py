@@ -98,8 +98,9 @@ class LoadedStage:
         for config in configs:
             check(config)
         for config in configs:
-            selector = KernelSelector(torch_device(backend, config.plan.device), dtype)
             device = config.plan.device
+            progress(Progress(plan.stage, device, 0, 0, "kernels"))  # the first load of a version compiles some
+            selector = KernelSelector(torch_device(backend, device), dtype)
 
             def report(done: int, total: int, device: int = device) -> None:
                 progress(Progress(plan.stage, device, done, total, "read"))

@@ -104,6 +104,8 @@ def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
         age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
         yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}")
         loading = group["loading"]
+        if loading is not None and not loading["total_bytes"]:
+            yield Text(f"  {loading['phase']}")
         if loading is not None and loading["done_bytes"] and loading["total_bytes"]:
             done, total = loading["done_bytes"], loading["total_bytes"]
             sizes = f" {loading['phase']} {format_bytes(done)} of {format_bytes(total)}"

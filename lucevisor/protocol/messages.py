@@ -91,7 +91,7 @@ class Progress(msgspec.Struct, frozen=True):
     device: int
     done_bytes: int
     total_bytes: int
-    phase: str  # "read", "convert", "pools", "warm up"
+    phase: str  # "kernels", "pools", "read", "convert", "warm up"
 
 
 class LogLine(msgspec.Struct, frozen=True):

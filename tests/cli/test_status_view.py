@@ -148,6 +148,11 @@ def test_a_bar_is_as_wide_as_it_should_be(shares, width):
 
 
 def test_the_live_view_says_what_is_waited_for_and_has_no_empty_bars():
+    kernels = {"phase": "kernels", "done_bytes": 0, "total_bytes": 0}
+    text = printed(
+        wait_view("start", [group("right", 1, 32, 64, state="loading", reason="hello", loading=kernels)], 3.2)
+    )
+    assert text.splitlines()[1] == "  kernels"
     loading = {"phase": "read", "done_bytes": 0, "total_bytes": 4 << 30}
     away = group("right", 1, 32, 64, state="loading", reason="hello", loading=loading)
     text = printed(wait_view("start", [group("left", 0, 0, 32), away], 3.25))

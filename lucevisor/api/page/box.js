@@ -75,7 +75,8 @@ function drawFigures(engine) {
 
 function loadingLine(group) {
   const { phase, done_bytes: done, total_bytes: total } = group.loading;
-  const share = total ? done / total : 0;
+  if (!total) return make("div", "small", phase);
+  const share = done / total;
   const text = `${phase}: ${bytes(done)} of ${bytes(total)}, ${percent(share)}`;
   return make("div", "line", make("div", "small", text), bar(`group ${group.name} loads`, [["done", share, text]]));
 }
