@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -103,6 +104,19 @@ class TestWhole:
                 assert told["token_logprobs"] == [None, *[-0.5] * (n_prompt - 1), -0.25]
                 assert told["top_logprobs"][0] is None
                 assert told["top_logprobs"][1:n_prompt] == [{t: -0.5} for t in told["tokens"][1:n_prompt]]
+
+    async def test_a_prompt_that_is_scored_is_never_compressed(self, client):
+        class Refusing:
+            settings = SimpleNamespace(least_share=0.5)
+
+            async def compress(self, *prompt):
+                raise AssertionError("a scored prompt was compressed")
+
+        client.rig.ports.compressor = Refusing()
+        body = {"prompt": "Once upon a time", "echo": True, "logprobs": 0, "max_tokens": 1}
+        status, answer = await client.ask(PLAIN, body)
+        assert status == 200
+        assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(ids_of("Once upon a time")) + 1
 
     async def test_too_many_logprobs_of_a_prompt(self, client, monkeypatch):
         monkeypatch.setattr("lucevisor.api.prompts.completions.MAX_PROMPT_SCORES", 10)

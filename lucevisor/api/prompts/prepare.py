@@ -54,7 +54,9 @@ async def prepare(
     if read.options.grammar is not None:
         # Off the loop: the worker has found that it compiles within its bounds.
         read = replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ports))
-    return await _compressed(read, ports.compressor) if ports.compressor is not None else read
+    if ports.compressor is None or read.options.score_prompt:  # all tokens of a prompt that is scored stay
+        return read
+    return await _compressed(read, ports.compressor)
 
 
 async def _compressed(read: PreparedRequest, compressor: Compressor) -> PreparedRequest:
