@@ -152,6 +152,7 @@ class Supervisor:
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
         self._restarts: set[asyncio.Task[None]] = set()
+        self._reloads: set[asyncio.Task[dict[str, object]]] = set()
         self.cache = CacheOperations(self.service)
         self._n_stops = 0
         self._hurried_stops: set[asyncio.Task[None]] = set()
@@ -276,6 +277,13 @@ class Supervisor:
             await self.service.restart(group, now=now)
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
+        task = asyncio.create_task(self._reload(overrides), name="reload")
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if its client is gone
+        return await asyncio.shield(task)  # half a move would serve nobody
+
+    async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
             found = await asyncio.to_thread(read_again, self.config, overrides)
             await asyncio.to_thread(check_before_start, found, self.model.spec)
