@@ -1,6 +1,6 @@
 """How much PFlash keeps, and whether what a question asks for is among it: needles in prompts for the demo model.
 
-    python bench/pflash_needles.py --count 8 --out bench/results/pflash-demo.json
+    python bench/pflash_needles.py --count 5 --out bench/results/pflash-demo.json
 
 A needle, "The secret number of harbor is 73935.", lies at 10, 50 or 90 % of source code of Python's standard library.
 The prompt ends with its first words (asked alike), or with another question for it (asked otherwise), of which only
@@ -147,7 +147,7 @@ async def measure(options, scorer, methods, tally):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=3000)
-    parser.add_argument("--count", type=int, default=10, help="prompts of each depth and way of asking")
+    parser.add_argument("--count", type=int, default=5, help="prompts of each depth and way of asking")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
