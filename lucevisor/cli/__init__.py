@@ -38,7 +38,7 @@ COMMANDS = {
 EXAMPLES = {
     "start": ("lucevisor start etc/demo.toml", "lucevisor start box.toml --daemon --set server.port=0"),
     "stop": ("lucevisor stop --name box",),
-    "status": ("lucevisor status", "lucevisor status --json | jq .engine.tokens_per_s"),
+    "status": ("lucevisor status", "lucevisor status --json | jq .engine.tokens_per_s", "lucevisor status --kernels"),
     "top": ("lucevisor top --every 0.5",),
     "restart": ("lucevisor restart hip", "lucevisor restart --rolling --now"),
     "reload": ("lucevisor reload", "lucevisor reload --set placement.target_layer_split=0.3,0.7"),

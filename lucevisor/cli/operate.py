@@ -45,7 +45,8 @@ def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
 @click.command()
 @target_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(name: str | None, socket: Path | None, as_json: bool) -> int:
+@click.option("--kernels", is_flag=True, help="Show what each device selected, by operation and quant type.")
+def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool) -> int:
     """Show groups, devices, memory and speed."""
     answer = AdminClient(find(name, socket).socket).call("GET", "/status")
     if as_json:
@@ -53,10 +54,10 @@ def status(name: str | None, socket: Path | None, as_json: bool) -> int:
     else:
         from rich.console import Console
 
-        from lucevisor.cli.status_view import status_view
+        from lucevisor.cli.status_view import kernel_table, status_view
 
         console = Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
-        console.print(status_view(answer), soft_wrap=not console.is_terminal)
+        console.print(kernel_table(answer) if kernels else status_view(answer), soft_wrap=not console.is_terminal)
     return ExitCode.DONE
 
 

@@ -79,6 +79,18 @@ def shard_table(status: Status) -> Table:
     return table
 
 
+def kernel_table(status: Status) -> Table:
+    """Return what each device runs for each operation and quant type."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("group", "device", "operation", "runs"):
+        table.add_column(title, overflow="fold")
+    for group in status["groups"]:
+        for key, runs in sorted(group["kernels"].items()):
+            device, _, operation = key.partition(" ")
+            table.add_row(*map(Text, (group["name"], device, operation, runs)))
+    return table
+
+
 def problem_lines(status: Status) -> Iterator[Text]:
     """Yield what keeps the endpoint from serving, group by group, and how loading goes."""
     yield from group_lines(status["groups"])

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from lucevisor.cli.progress import first_request
 from lucevisor.cli.status_view import bar, page_line, status_view, wait_view
+
+from lucevisor.cli.status_view import bar, kernel_table, status_view, wait_view
 from lucevisor.cli.top import screen, stage_loads
 
 STAGE = {"steps": 1000, "compute_s": 2.0, "wait_s": 1.0}
@@ -173,3 +175,15 @@ def test_pages_that_are_out_are_told_with_those_in_host_memory():
     pages = {"spaces": {}, "out": 7, "host": 5, "host_total": 40}
     assert page_line(pages) == "7 paged out (5 of 40 in host memory)"
     assert page_line(pages | {"host_total": 0}) == "7 paged out"
+
+
+def test_kernels_are_listed_by_group_device_and_operation():
+    groups = [
+        {"name": "cpu", "kernels": {"cpu linear Q4_K": "tiles, [bold]c++", "cpu layers": "torch"}},
+        {"name": "lost", "kernels": {}},
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(kernel_table({"groups": groups}))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["cpu", "cpu", "layers", "torch"] in rows
+    assert ["cpu", "cpu", "linear", "Q4_K", "tiles,", "[bold]c++"] in rows
