@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 PrefixOrigin = Literal["fresh", "restored", "recovered"]
 """Of a sequence: all of its prompt was computed for it, it began with a prefix slot, of memory or from disk, or it
@@ -95,8 +95,7 @@ class LookupCounts:
     n_accepted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepShare:
+class StepShare(NamedTuple):
     """What a slice takes of a step: ``rows`` of work for drafts, of all its ``n_rows``."""
 
     origin: PrefixOrigin

@@ -142,6 +142,8 @@ class Drafting:
             n_drafts = len(taken)
             states = [live.state, *taken] if taken else []
         stop, n_ahead = one.stop + n_drafts, self._n_ahead(one, n_drafts)
+        if not one.drafts and not n_ahead:
+            return one, operations  # as most are
         if n_ahead:
             operations += self._running.extend(live, stop, n_ahead + 1)
             while n_ahead and table.missing(stop, n_ahead + 1):

@@ -6,6 +6,7 @@ Knows nothing of scheduling.  Invariant: the iteration ends right after the Fini
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -23,14 +24,17 @@ class RequestHandle:
         self.request_id = request_id
         self.finished: FinishedEvent | None = None  # set by the engine before the reader gets there
         self._cancel = cancel
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: deque[Event] = deque()
+        self._reader: asyncio.Future[None] | None = None  # waits for an event
         self._read_all = False
 
     def push(self, event: Event) -> None:
         """Add an event; for the engine."""
         if isinstance(event, FinishedEvent):
             self.finished = event
-        self._events.put_nowait(event)
+        self._events.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def cancel(self) -> None:
         """End the request and free its pages; a FinishedEvent follows the events already queued.
@@ -46,7 +50,13 @@ class RequestHandle:
     async def __anext__(self) -> Event:
         if self._read_all:
             raise StopAsyncIteration
-        event = await self._events.get()
+        while not self._events:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        event = self._events.popleft()
         self._read_all = isinstance(event, FinishedEvent)
         return event
 

@@ -10,7 +10,7 @@ the journal never holds more than ``n_blocks`` pages of rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from lucevisor.engine.sequence import LiveSequence
@@ -62,8 +62,7 @@ class _PageRows:
     n_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """Consecutive positions of one sequence: rows of a step from ``row`` on, in pages from that of ``start`` on."""
 
     sequence: int
@@ -130,7 +129,7 @@ class Journal:
         row, kept = 0, []
         for span in filing.spans:
             if span.sequence not in sequences:
-                kept.append(replace(span, row=row))
+                kept.append(span._replace(row=row))
                 row += span.stop - span.start
         filing.spans[:] = kept
 

@@ -154,12 +154,12 @@ class PrefixReuse:
     def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish a slot if the slice just planned ends at a checkpoint."""
         live, use = record.live, record.prefix
-        if live is None or record.uncached or not self._is_whole(live):
+        if live is None:
             return []
         origin: Origin | None = use.checkpoints.get(live.n_computed)
         if origin is None and live.n_computed and live.n_computed == use.branch_position:
             origin = "shared"
-        if origin is None:
+        if origin is None or record.uncached or not self._is_whole(live):
             return []
         return self._remember(record, live, origin, now)
 

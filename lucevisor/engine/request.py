@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
 
+import msgspec
+
 from lucevisor.engine.constraint import Constraint
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
@@ -112,8 +114,7 @@ def no_host_memory(what: str) -> RequestError:
     return RequestError("host_memory_full", f"host memory for pages of KV Flash is full: {what}; {remedy}")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):  # quicker to make than a dataclass: there is one for each token
     """A generated token; its log-probability and the best (id, log-probability) pairs if requested.
 
     ``drafted``: it was an accepted draft.

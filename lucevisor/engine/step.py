@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.request import RequestState, TokenScore
@@ -31,7 +32,7 @@ class StepPlan:
     opening: Sequence[Operation] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step makes one for each sequence, and freezing takes three times as long
 class ScheduledSlice:
     """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``, then ``drafts``.
 
@@ -99,8 +100,7 @@ class ScheduledSlice:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another.
 
     ``n_proposed`` as in ScheduledSlice.

@@ -162,7 +162,7 @@ def test_a_request_that_ends_in_the_middle_of_its_drafts_is_remembered_up_to_the
     handle = bench.engine._handles["b"]
     bench.run()
     assert (10 + at + 1, 2, 0) in bench.slices  # computed from the slot's end on
-    tokens = [event.token for event in handle._events._queue if not isinstance(event, FinishedEvent)]  # type: ignore[attr-defined]
+    tokens = [event.token for event in handle._events if not isinstance(event, FinishedEvent)]
     assert tokens == bench.right(two)
 
 
@@ -183,5 +183,5 @@ def test_a_request_cancelled_with_drafts_under_way_is_remembered_without_them(wh
     bench.submit(two)
     handle = bench.engine._handles["b"]
     bench.run()
-    tokens = [event.token for event in handle._events._queue if not isinstance(event, FinishedEvent)]  # type: ignore[attr-defined]
+    tokens = [event.token for event in handle._events if not isinstance(event, FinishedEvent)]
     assert tokens == bench.right(two)
