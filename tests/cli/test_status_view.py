@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lucevisor.cli.progress import first_request
-from lucevisor.cli.status_view import bar, page_line, status_view, wait_view
-
-from lucevisor.cli.status_view import bar, kernel_table, status_view, wait_view
+from lucevisor.cli.status_view import bar, kernel_table, page_line, status_view, wait_view
 from lucevisor.cli.top import screen, stage_loads
 
 STAGE = {"steps": 1000, "compute_s": 2.0, "wait_s": 1.0}
