@@ -8,8 +8,9 @@ from typing import Literal
 import pytest
 
 from lucevisor.config import Config, KvFlashConfig
-from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, max_resident_chunk, pages_of, pool_pages
+from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import LayerRange, Space
 from lucevisor.placement.explain import as_json, text
 from tests.placement.made import configure, cpu, gpu, placed, wrong
 
@@ -82,3 +83,28 @@ def test_an_automatic_pool_gives_every_sequence_one(big: ModelSpec, tmp_path) ->
 def test_an_automatic_pool_on_a_host(demo: ModelSpec, tmp_path) -> None:
     config = flash(configure(tmp_path, ["left:0"], max_sequences=4), "auto")
     assert placed(demo, config, {"left": [cpu()]}).pool_pages == 256
+
+
+@pytest.mark.parametrize("policy", ["exact", "qk"])
+def test_host_memory_for_what_is_paged_out_is_planned(big: ModelSpec, tmp_path, policy: ResidencyPolicy) -> None:
+    config = configure(tmp_path, ["cuda:0", "cuda:1"], max_sequences=2, max_context=65536)
+    flash_config = KvFlashConfig(pool_tokens=8192, policy=policy, host=64 << 30)
+    gpus = {"cuda": [gpu(0, 24), gpu(1, 24)]}
+    lru = placed(big, flash(config, 8192), gpus)
+    p = placed(big, dataclasses.replace(config, kvflash=flash_config), gpus)
+    assert p.pools.host_pages == 2 * (1024 - (128 if policy == "exact" else 0))
+    every = LayerRange(0, big.n_layers)
+    paged = sum(p.host_state_bytes.values()) - sum(lru.host_state_bytes.values())
+    assert paged == p.pools.host_pages * big.unit_bytes(Space.FULL, every, p.kv_dtype)
+    assert p.residency_policy == policy
+    assert all(a.workspace_bytes > b.workspace_bytes for a, b in zip(p.devices, lru.devices, strict=True))
+    few = placed(big, dataclasses.replace(config, kvflash=dataclasses.replace(flash_config, host=1 << 30)), gpus)
+    assert few.pools.host_pages == (1 << 30) // big.unit_bytes(Space.FULL, every, p.kv_dtype)
+
+
+def test_an_automatic_context_is_no_longer_than_pool_and_host_memory_hold(big: ModelSpec, tmp_path) -> None:
+    config = configure(tmp_path, ["cuda:0"], max_sequences=1)
+    kvflash = KvFlashConfig(pool_tokens=8192, policy="exact", host=1 << 30)
+    p = placed(big, dataclasses.replace(config, kvflash=kvflash), {"cuda": [gpu(0, 40)]})
+    assert pages_of(p.max_context) == 128 + p.pools.host_pages
+    assert p.max_context < big.context_tokens
