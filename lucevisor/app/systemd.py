@@ -88,8 +88,9 @@ class SystemdReport:
         while await self._used.wait():
             state, status = self._look()
             now = time.monotonic()
-            if state == "draining":
+            if state == "draining" and not self._stopping:
                 self._stop()
+                extended_s = -EXTEND_S  # what the start was given does not count
             if (state == "starting" or self._stopping) and now - extended_s > EXTEND_S / 4:
                 extended_s = now
                 self.notifier.send(EXTEND_TIMEOUT_USEC=int(EXTEND_S * 1e6))

@@ -282,9 +282,8 @@ class World(GroupMachine):
 
 def drained(handle: RequestHandle) -> list[object]:
     """The events that nobody has read yet."""
-    found: list[object] = []
-    while not handle._events.empty():
-        found.append(handle._events.get_nowait())
+    found: list[object] = [*handle._events]
+    handle._events.clear()
     assert not found or isinstance(found[-1], FinishedEvent)
     return found
 

@@ -180,9 +180,8 @@ class Losses(GroupMachine):
 
 
 def _unread(handle: RequestHandle) -> list[object]:
-    found: list[object] = []
-    while not handle._events.empty():
-        found.append(handle._events.get_nowait())
+    found: list[object] = [*handle._events]
+    handle._events.clear()
     return found
 
 

@@ -62,7 +62,7 @@ def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp
     assert f"STATUS=ready: lucevisor-demo-22m at {url}" in said
     assert said.index("READY=1") < said.index("STOPPING=1") < len(said) - 1
     assert [line for line in said if line.startswith("RELOADING=1\nMONOTONIC_USEC=")]
-    assert said[said.index("STOPPING=1") + 1] == "EXTEND_TIMEOUT_USEC=30000000"
+    assert "EXTEND_TIMEOUT_USEC=30000000" in said[said.index("STOPPING=1") :]
     assert not any(alive(group["pid"]) for group in status["groups"])
 
     again = cli.start(DEMO, *cache)

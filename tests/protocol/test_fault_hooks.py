@@ -18,8 +18,8 @@ import os, sys, time
 from lucevisor.protocol import fault_hooks
 real = time.time
 fault_hooks.listen({"hang": fault_hooks.hold_interpreter, "clock": fault_hooks.shift_clock})
-print("ready", flush=True)
 at = time.monotonic()
+print("ready", flush=True)
 longest = 0.0
 while abs(time.time() - real()) < 1000:
     longest = max(longest, time.monotonic() - at)
