@@ -47,7 +47,7 @@ def status_view(status: Status) -> RenderableType:
 def indented(line: str) -> RenderableType:
     """Return a line whose spaces at the beginning hold for all lines that it is folded into."""
     text = line.lstrip(" ")
-    return Padding(Text(text), (0, 0, 0, len(line) - len(text)), expand=False)
+    return Padding(Text(text), (0, 0, 0, len(line) - len(text)))
 
 
 def headline(status: Status) -> Iterator[Text]:

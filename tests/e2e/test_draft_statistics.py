@@ -96,7 +96,7 @@ def test_usage_metrics_status_and_log_agree_with_the_tokens(demo: Cli) -> None:
 
 def test_status_tells_of_drafts_in_80_columns(demo: Cli) -> None:
     ask(demo, [QUESTION])
-    draft, shown = demo.status()["draft"], demo.run("status").stdout.splitlines()
+    draft, shown = demo.status()["draft"], [line.rstrip() for line in demo.run("status").stdout.splitlines()]
     told = shown[next(i for i, line in enumerate(shown) if line.startswith("drafter ")) :][:6]
     assert told[0] == f"drafter {draft['name']} (dflash) on right:0 is attached"
     assert told[1].startswith(f"  {draft['acceptance_length']:.2f} tokens a verify slice (")
