@@ -57,7 +57,8 @@ def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool) 
         from lucevisor.cli.status_view import kernel_table, status_view
 
         console = Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
-        console.print(kernel_table(answer) if kernels else status_view(answer), soft_wrap=not console.is_terminal)
+        folds = console.is_terminal
+        console.print(kernel_table(answer) if kernels else status_view(answer, folds=folds), soft_wrap=not folds)
     return ExitCode.DONE
 
 

@@ -30,8 +30,8 @@ def styled_state(state: str) -> Text:
     return Text(state, STYLES.get(state, CHANGING))
 
 
-def status_view(status: Status) -> RenderableType:
-    """Return everything that `lucevisor status` prints."""
+def status_view(status: Status, *, folds: bool = True) -> RenderableType:
+    """Return everything that `lucevisor status` prints; ``folds``: long lines are folded, not left whole."""
     engine = status["engine"]
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
     lines = [
@@ -41,7 +41,8 @@ def status_view(status: Status) -> RenderableType:
         *pflash_lines(status["pflash"]),
         *cache_lines(status["cache"]),
     ]
-    return Group(*headline(status), shard_table(status), *problem_lines(status), *map(indented, filter(None, lines)))
+    texts = map(indented if folds else Text, filter(None, lines))
+    return Group(*headline(status), shard_table(status), *problem_lines(status), *texts)
 
 
 def indented(line: str) -> RenderableType:
