@@ -125,9 +125,13 @@ def test_a_killed_daemon_changes_no_constrained_answer(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with running(config, tmp_path) as service:
+            assert service.engine is not None
             right = [tokens for tokens, _ in await answers(service, words, wanted, "random")]
+            scheduler = service.engine._scheduler
+            half = scheduler.n_generated_tokens + sum(map(len, right)) // 3
             again = asyncio.create_task(answers(service, words, wanted, "random"))
-            await asyncio.sleep(0.1)  # some are half answered
+            while scheduler.n_generated_tokens < half:  # noqa: ASYNC110 - it has no event; some are half answered
+                await asyncio.sleep(0.001)
             for group in ("b", "a"):
                 pid = service.groups[group].pid
                 assert pid is not None
@@ -135,7 +139,6 @@ def test_a_killed_daemon_changes_no_constrained_answer(tmp_path: Path) -> None:
             found = await again
             assert [tokens for tokens, _ in found] == right
             assert {end.reason for _, end in found} == {"stop"}
-            assert service.engine is not None
             assert service.engine.statistics().recovery.n_sequences > 0
 
     asyncio.run(run())
