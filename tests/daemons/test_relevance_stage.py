@@ -137,4 +137,5 @@ def test_a_daemon_serves_its_stages_without_a_scoring_model_that_cannot_be_loade
     found = load_message(placement, "left", LoadFiles([str(TARGET)]), 1, score_files=[str(SCORER)])
     runner, answer = ModelRunner.load(found, Backend.CPU, [], Reporter())  # type: ignore[arg-type]
     assert answer.score_problem == ""
-    assert answer.score == runner.scorer.usage()
+    told, now = (msgspec.structs.replace(use, free_bytes=0) for use in (answer.score, runner.scorer.usage()))
+    assert told == now  # what is free depends on other processes
