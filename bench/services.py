@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import shlex
+import stat
+import sys
 from pathlib import Path
 
 from lucevisor.app.model_files import open_model
@@ -47,3 +50,16 @@ async def running(path, directory, settings=(), timeout_s=600.0):
         yield service
     finally:
         await service.stop(0.0)
+
+
+def paced_python(directory):
+    """An interpreter for groups whose daemons compute nothing (paced_daemon.py)."""
+    python = Path(directory) / "python"
+    paced = ROOT / "bench" / "paced_daemon.py"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'[ "$4 $5" = "-m daemons" ] || exec {shlex.quote(sys.executable)} "$@"\n'
+        f'shift 5\nexec {shlex.quote(sys.executable)} -u {shlex.quote(str(paced))} "$@"\n'
+    )
+    python.chmod(stat.S_IRWXU)
+    return python

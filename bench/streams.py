@@ -14,9 +14,7 @@ import asyncio
 import json
 import os
 import platform
-import shlex
 import socket
-import stat
 import statistics
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from services import DEMO, ROOT
+from services import DEMO, ROOT, paced_python
 
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
@@ -41,14 +39,7 @@ ENDLESS = 100_000  # tokens; more than any window takes
 def running(options):
     """A supervisor of its own; its pid and URL."""
     with tempfile.TemporaryDirectory(prefix="lv") as directory:
-        python = Path(directory) / "python"
-        paced = ROOT / "bench" / "paced_daemon.py"
-        python.write_text(
-            "#!/bin/sh\n"
-            f'[ "$4 $5" = "-m daemons" ] || exec {shlex.quote(sys.executable)} "$@"\n'
-            f'shift 5\nexec {shlex.quote(sys.executable)} -u {shlex.quote(str(paced))} "$@"\n'
-        )
-        python.chmod(stat.S_IRWXU)
+        python = paced_python(directory)
         ids = Tokenizer.from_gguf(open_model([DEMO]).metadata).encode(TEXT)
         env = f'{{PACED_STEP_S = "{1 / options.rate / 2:.6f}", PACED_IDS = "{",".join(map(str, ids))}"}}'
         config = Path(directory) / "streams.toml"

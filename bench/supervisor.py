@@ -16,16 +16,13 @@ import json
 import os
 import platform
 import pstats
-import shlex
-import stat
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import uvloop
-from services import DEMO, ROOT, running
+from services import DEMO, ROOT, paced_python, running
 
 from lucevisor.app import logs
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -39,14 +36,7 @@ TOKEN = 300
 def configuration(options, step_s):
     """Two groups of daemons that compute nothing."""
     with tempfile.TemporaryDirectory(prefix="lv") as directory:
-        python = Path(directory) / "python"
-        paced = ROOT / "bench" / "paced_daemon.py"
-        python.write_text(
-            "#!/bin/sh\n"
-            f'[ "$4 $5" = "-m daemons" ] || exec {shlex.quote(sys.executable)} "$@"\n'
-            f'shift 5\nexec {shlex.quote(sys.executable)} -u {shlex.quote(str(paced))} "$@"\n'
-        )
-        python.chmod(stat.S_IRWXU)
+        python = paced_python(directory)
         env = f'{{PACED_STEP_S = "{step_s:.6f}", PACED_IDS = "{TOKEN}"}}'
         text = f'[model]\npath = "{DEMO}"\n' + "".join(
             f'[groups.g{i}]\nbackend = "cpu"\nthreads = 1\npython = "{python}"\nenv = {env}\n' for i in (0, 1)

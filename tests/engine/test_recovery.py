@@ -12,7 +12,7 @@ from lucevisor.engine.request import NotReady, RequestError
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
-from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_engine import LOST, ToyEngine, check_answers, events_of, limits, request, told
 
 N_LOSSES = 4  # in a row
 
@@ -116,13 +116,8 @@ def test_losses_change_no_token(scenario: Scenario) -> None:
         play.play()
 
     async def check() -> None:
-        for name, handle in play.handles.items():
-            one = next(one for one in scenario.requests if one.request_id == name)
-            ids, finished = told(await events_of(handle))
-            event(finished.reason)
-            assert finished.error is None
-            expected = play.toy.alone(one)
-            assert ids == (expected[: len(ids)] if finished.reason == "cancelled" else expected)
+        for reason in await check_answers(play.toy, scenario.requests, play.handles):
+            event(reason)
         event(f"recovered: {play.toy.engine.statistics().recovery.n_sequences > 0}")
 
     asyncio.run(check())

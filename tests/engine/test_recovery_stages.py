@@ -13,7 +13,7 @@ from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
-from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 
 
 def ready(n_stages: int = 3, **changes: object) -> ToyEngine:
@@ -191,12 +191,4 @@ def test_crashes_change_no_token(scenario: Scenario, pages: int) -> None:
     with lookups(play.toy, scenario.wrong + 1):
         play.play()
 
-    async def check() -> None:
-        for name, handle in play.handles.items():
-            one = next(one for one in scenario.requests if one.request_id == name)
-            ids, finished = told(await events_of(handle))
-            assert finished.error is None
-            expected = play.toy.alone(one)
-            assert ids == (expected[: len(ids)] if finished.reason == "cancelled" else expected)
-
-    asyncio.run(check())
+    asyncio.run(check_answers(play.toy, scenario.requests, play.handles))

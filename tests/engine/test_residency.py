@@ -141,8 +141,7 @@ def requests(draw_: st.DrawFn) -> list[GenerationRequest]:
     return found
 
 
-@settings(max_examples=20, deadline=None)
-@given(
+whatever_runs = given(
     st.sampled_from([PLAIN, SLIDING, HYBRID]),
     st.integers(1, 2),
     st.sampled_from([6, 9, 18]),
@@ -150,6 +149,11 @@ def requests(draw_: st.DrawFn) -> list[GenerationRequest]:
     requests(),
     st.lists(st.tuples(st.sampled_from(["work", "cancel"]), st.integers(0, 40)), max_size=8),
 )
+"""Spaces, stages, pages, drafts, requests, and what happens between steps."""
+
+
+@settings(max_examples=20, deadline=None)
+@whatever_runs
 def test_tokens_are_those_of_the_resident_pages(spaces, n_stages, full_pages, drafts, wanted, actions) -> None:
     toy = ToyEngine(bounds(spaces, full_pages=full_pages, drafts=drafts), n_stages=n_stages)
     toy.attach()
@@ -209,14 +213,7 @@ def test_exact_draws_the_tokens_of_the_whole_context(
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    st.sampled_from([PLAIN, SLIDING, HYBRID]),
-    st.integers(1, 2),
-    st.sampled_from([6, 9, 18]),
-    st.sampled_from([0, 3]),
-    requests(),
-    st.lists(st.tuples(st.sampled_from(["work", "cancel"]), st.integers(0, 40)), max_size=8),
-)
+@whatever_runs
 def test_pages_that_come_back_are_attended_to(spaces, n_stages, full_pages, drafts, wanted, actions) -> None:
     bound = bounds(spaces, full_pages=full_pages, host_pages=60, drafts=drafts, residency=RANKED)
     toy = ToyEngine(bound, n_stages=n_stages)

@@ -12,7 +12,7 @@ from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
-from tests.engine.toy_engine import ALL_SPACES, ToyEngine, events_of, limits, request, told
+from tests.engine.toy_engine import ALL_SPACES, ToyEngine, check_answers, events_of, limits, request, told
 
 SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
 
@@ -239,13 +239,5 @@ def test_restarts_change_no_token(scenario: Scenario) -> None:
     with lookups(play.toy, scenario.wrong + 1):
         play.play()
 
-    async def check() -> None:
-        for name, handle in play.handles.items():
-            one = next(one for one in scenario.requests if one.request_id == name)
-            ids, finished = told(await events_of(handle))
-            assert finished.error is None
-            expected = play.toy.alone(one)
-            assert ids == (expected[: len(ids)] if finished.reason == "cancelled" else expected)
-
-    loop.run_until_complete(check())
+    loop.run_until_complete(check_answers(play.toy, scenario.requests, play.handles))
     loop.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lucevisor.engine.core import Engine
@@ -236,3 +236,18 @@ def told(events: Sequence[Event]) -> tuple[list[int], FinishedEvent]:
     ids = [event.token for event in tokens if isinstance(event, TokenEvent)]
     assert len(ids) == len(tokens)
     return ids + ([finished.stop_id] if finished.stop_id is not None else []), finished
+
+
+async def check_answers(
+    toy: ToyEngine, wanted: Sequence[GenerationRequest], handles: Mapping[str, RequestHandle]
+) -> list[str]:
+    """Nobody failed, and all have their tokens, or the first of them if cancelled; how each ended."""
+    reasons = []
+    for name, handle in handles.items():
+        one = next(one for one in wanted if one.request_id == name)
+        ids, finished = told(await events_of(handle))
+        assert finished.error is None
+        expected = toy.alone(one)
+        assert ids == (expected[: len(ids)] if finished.reason == "cancelled" else expected)
+        reasons.append(finished.reason)
+    return reasons

@@ -18,7 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 import structlog
@@ -38,19 +38,7 @@ JOB: Final = struct.Struct("!BIQ")
 REPLY: Final = struct.Struct("!BQ")
 """From the worker: an outcome and the length of the record that follows; after PREPARED, the ids of the prompts."""
 
-KINDS: Final[tuple[BodyKind, ...]] = (
-    "chat",
-    "completion",
-    "messages",
-    "count_tokens",
-    "responses",
-    "apply_template",
-    "tokenize",
-    "detokenize",
-    "ollama_chat",
-    "ollama_generate",
-    "ollama_show",
-)
+KINDS: Final[tuple[BodyKind, ...]] = get_args(BodyKind)
 READY, PREPARED, ANSWER, REFUSED, DEFECT = range(5)
 
 _PART_BYTES: Final = 256 * 1024  # of a long answer: 10 MB in one piece take 10 ms to copy
