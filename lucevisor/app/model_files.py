@@ -40,9 +40,8 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
         spec = open_spec(path, model_options(config))
         files = part_paths(path)
     except (GgufError, OSError) as error:
-        hint = "" if isinstance(error, TruncatedFileError) else "name a file of a family this version runs"
-        why = str(error).removeprefix(f"{config.model.path}: ")
-        raise ConfigError("model.path", config.model.path, why, hint, file=str(config.file)) from error
+        hint = "name a file of a family this version runs"
+        raise _unreadable(config, "model.path", config.model.path, error, hint) from error
     drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
     return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer)
 
@@ -58,7 +57,7 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScore
         Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
     except (GgufError, TokenizerError, OSError) as error:
         hint = "name a file of a family this version runs, such as Qwen3-0.6B"
-        raise ConfigError("pflash.path", config.pflash.path, str(error), hint, file=str(config.file)) from error
+        raise _unreadable(config, "pflash.path", config.pflash.path, error, hint) from error
     assert spec.files is not None
     return ServedScorer(spec, spec.files)
 
@@ -79,12 +78,18 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
             drafter = _read(files, target, kind if kind != "auto" else _kind_of(files, target), config)
         except (GgufError, OSError) as error:
             hint = f"name a drafter of {target.name}, or remove the key"
-            raise ConfigError("draft.path", config.draft.path, str(error), hint, file=str(config.file)) from error
+            raise _unreadable(config, "draft.path", config.draft.path, error, hint) from error
     elif kind == "mtp" or has_mtp_head(target):
         drafter = _own_head(config, target)
     if drafter is None:
         _check_device(config)
     return drafter
+
+
+def _unreadable(config: Config, key: str, value: str, error: Exception, hint: str) -> ConfigError:
+    """Return the error for a file that a key names; one that is cut off says itself what to do."""
+    why = str(error).removeprefix(f"{value}: ")
+    return ConfigError(key, value, why, "" if isinstance(error, TruncatedFileError) else hint, file=str(config.file))
 
 
 def has_mtp_head(target: ModelSpec) -> bool:

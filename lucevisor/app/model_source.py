@@ -74,7 +74,9 @@ def _resolve(
         return _Download(config, key, source, notify).run()
     if source.is_file() or (directories and source.is_dir()):
         return source
-    why = "is a directory" if source.is_dir() else "there is no such file"
+    why = (
+        "is a directory" if source.is_dir() else "is not a regular file" if source.exists() else "there is no such file"
+    )
     raise ConfigError(key, str(source), why, "a path is relative to the configuration file", file=str(config.file))
 
 

@@ -14,7 +14,16 @@ from typing import Final
 
 from lucevisor.api.ports import Ports
 from lucevisor.app import logs
-from lucevisor.config import ApiKey, Config, ServerConfig, changed_keys, load, read_api_keys, server_context
+from lucevisor.config import (
+    ApiKey,
+    Config,
+    ServerConfig,
+    changed_keys,
+    load,
+    merge_overrides,
+    read_api_keys,
+    server_context,
+)
 
 _KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
 _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
@@ -34,9 +43,7 @@ def read_again(config: Config, overrides: Sequence[str] = ()) -> Config:
     """Return what the file of ``config`` says now, with its overrides and further ones, which replace those of the same
     key.  Raises ConfigError.
     """
-    keys = {override.partition("=")[0] for override in overrides}
-    kept = [override for override in config.overrides if override.partition("=")[0] not in keys]
-    return load(config.file, [*kept, *overrides])
+    return load(config.file, merge_overrides(config.overrides, overrides))
 
 
 def keys_at_once(found: Config, tls: ssl.SSLContext | None) -> set[str]:

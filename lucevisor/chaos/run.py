@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ import psutil
 
 from lucevisor.chaos.faults import FAULTS, HEARTBEAT_S, Target
 from lucevisor.chaos.traffic import Counts, Traffic
+from lucevisor.config import merge_overrides
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol import fault_hooks
 
@@ -27,6 +28,9 @@ STOP_S: Final = 60.0
 TWO_AT_ONCE: Final = 0.25
 """How often a second fault comes while the first one lasts."""
 _POLL_S: Final = 0.05
+
+EXACT: Final = ("server.port=0", "engine.dtype=float32", "recovery.restart_limit=9999/60s", "cache.min_tokens=64")
+"""Settings of a run; those of the operator replace them."""
 
 Ask = Callable[[Path, str, str], dict[str, Any]]
 """Asks an admin socket: method and path."""
@@ -72,7 +76,7 @@ class Report:
 class Chaos:
     """One run with ``config``, which must compute in float32 to be exact; ``say`` is told what is injected."""
 
-    def __init__(self, config: Path, overrides: list[str], ask: Ask, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Path, overrides: Sequence[str], ask: Ask, seed: int, say: Callable[[str], None]) -> None:
         self._config, self._overrides, self._ask, self._say = config, overrides, ask, say
         self._rng = random.Random(seed)
         self.report = Report(seed)
@@ -95,8 +99,7 @@ class Chaos:
         limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_most_s": 0.5}
         command = [sys.executable, "-m", "lucevisor", "start", str(self._config), "--name", NAME, "--detached"]
         command += ["--allow-faults", ",".join(f"{name}={value}" for name, value in limits.items())]
-        exact = ("server.port=0", "engine.dtype=float32", "recovery.restart_limit=9999/60s")
-        for override in (*exact, f"cache.dir={directory / 'cache'}", "cache.min_tokens=64", *self._overrides):
+        for override in merge_overrides([*EXACT, f"cache.dir={directory / 'cache'}"], self._overrides):
             command += ["--set", override]
         env = os.environ | {"XDG_RUNTIME_DIR": str(directory), fault_hooks.VARIABLE: str(directory / "hooks")}
         with (directory / "output").open("wb") as output:
@@ -131,6 +134,8 @@ class Chaos:
                 status = self._ask(_socket(directory), "GET", "/status")
                 if status["state"] == "ready":
                     return str(status["url"])
+                if status["state"] == "failed":
+                    raise LucevisorError(f"the supervisor did not start: {status['reason']}")
             time.sleep(_POLL_S)
         said = (directory / "output").read_text(errors="replace")
         raise LucevisorError(f"the supervisor did not start:\n{said[-4000:]}")

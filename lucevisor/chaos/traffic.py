@@ -54,7 +54,7 @@ class Lost(Exception):
 
 
 class Traffic:
-    """``N_CLIENTS`` clients; ``counts`` are those since the last :meth:`count_anew`."""
+    """``N_CLIENTS`` clients; :meth:`counting` counts their answers."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self._url, self._rng = url, rng

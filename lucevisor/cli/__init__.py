@@ -110,4 +110,8 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of the output is gone
         code = ExitCode.FAILED
+    except OSError as e:  # a full disk behind standard output, a directory that was removed
+        where = f"{e.filename}: " if e.filename is not None else ""
+        click.echo(f"lucevisor: {where}{e.strerror or e}", err=True)
+        code = ExitCode.FAILED
     sys.exit(int(code) if isinstance(code, int) else 0)

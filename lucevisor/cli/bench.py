@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from lucevisor.cli.options import config_argument
+from lucevisor.cli.options import OutputFile, config_argument
 from lucevisor.cli.progress import SilentDisplay
-from lucevisor.config import load
+from lucevisor.config import load, merge_overrides
 from lucevisor.errors import ExitCode
 
 PLAIN = ("draft.kind=off", "cache.prefix_slots=0", "cache.dir=")
@@ -20,19 +20,22 @@ PLAIN = ("draft.kind=off", "cache.prefix_slots=0", "cache.dir=")
 
 
 class Numbers(click.ParamType[list[int]]):
-    """Whole numbers, separated by commas."""
+    """Whole numbers of at least ``least``, separated by commas."""
 
     name = "numbers"
+
+    def __init__(self, least: int = 0) -> None:
+        self.least = least
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
         if isinstance(value, list):
             return value
         try:
-            numbers = [int(part) for part in str(value).split(",") if part]
+            numbers = [int(part) for part in str(value).split(",")]
         except ValueError:
             numbers = [-1]
-        if any(n < 0 for n in numbers):
-            self.fail(f"{value!r} is not a list of numbers such as 1,8", param, ctx)
+        if any(n < self.least for n in numbers):
+            self.fail(f"{value!r} is not a list of numbers >= {self.least}, such as 1,8", param, ctx)
         return numbers
 
 
@@ -41,9 +44,9 @@ class Numbers(click.ParamType[list[int]]):
 @click.option("-p", "--prompt", "prompts", type=Numbers(), default="512", show_default=True, help="Prompt lengths.")
 @click.option("-n", "--answer", type=click.IntRange(0, 1 << 20), default=128, show_default=True, help="Tokens to make.")
 @click.option("-d", "--depth", "depths", type=Numbers(), default="0", show_default=True, help="Tokens before answers.")
-@click.option("-s", "--streams", type=Numbers(), default="1", show_default=True, help="Answers at once.")
+@click.option("-s", "--streams", type=Numbers(1), default="1", show_default=True, help="Answers at once.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Rounds to measure.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write figures to a file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write figures to a file.")
 @click.option(
     "--against", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A llama-bench to run in turns."
 )
@@ -73,15 +76,19 @@ def bench(
     from lucevisor.app.model_files import open_model
     from lucevisor.deployment.service import Service
 
+    if answer == 1:
+        raise click.UsageError("--answer 1: a speed needs two tokens at least; 0 measures no answers")
     wanted = cases(prompts, answer, depths, streams)
     if not wanted:
         raise click.UsageError("nothing to measure: give --prompt or --answer")
+    peer_arguments = _words(against_args)
     needed = max((case.streams for case in wanted), default=1)
-    loaded = load(config, (*PLAIN, *([f"engine.max_sequences={needed}"] if needed > 1 else []), *overrides))
+    settings = [*PLAIN, *([f"engine.max_sequences={needed}"] if needed > 1 else [])]
+    loaded = load(config, merge_overrides(settings, overrides))
     logs.configure(loaded.log.format, "warning")
     model = open_model(loaded)
     file = model.files[0]
-    peer = LlamaBench(against, file, shlex.split(against_args)) if against is not None else None
+    peer = LlamaBench(against, file, peer_arguments) if against is not None else None
     with (
         tempfile.TemporaryDirectory(prefix="lucevisor-bench-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -98,3 +105,11 @@ def bench(
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1) + "\n")
     return ExitCode.DONE
+
+
+def _words(text: str) -> list[str]:
+    """Split ``--against-args`` as a shell does."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}", param_hint="--against-args") from None

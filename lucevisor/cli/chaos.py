@@ -14,6 +14,7 @@ import click
 
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.demo import demo_config
+from lucevisor.config import load, merge_overrides
 from lucevisor.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ _N_SHOWN = 5
 def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed: int | None, as_json: bool) -> int:
     """Start CONFIG (default: the demo) in float32, in a directory of its own, and let eight clients ask it while its
     processes are killed, stopped, hung and starved at random.  Exit code 1 if an answer was wrong or lost."""
-    from lucevisor.chaos.run import Chaos  # imports the HTTP client
+    from lucevisor.chaos.run import EXACT, Chaos  # imports the HTTP client
 
+    file = config or demo_config()
+    load(file, merge_overrides(EXACT, overrides))  # refused here, not by a supervisor whose output is in a file
     began_s = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FAILED))  # not without its supervisor
 
@@ -44,7 +47,7 @@ def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed:
         return AdminClient(socket).call(method, path)
 
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    report = Chaos(config or demo_config(), list(overrides), ask, seed, say).run(60 * minutes)
+    report = Chaos(file, overrides, ask, seed, say).run(60 * minutes)
     click.echo(_json(report) if as_json else _table(report))
     for what in [*report.total.wrong, *report.total.lost, *report.left][:_N_SHOWN]:
         click.echo(what, err=True)

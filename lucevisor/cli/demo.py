@@ -43,7 +43,7 @@ def demo_config() -> Path:
     help="Configuration instead of etc/demo.toml.",
 )
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
-@click.option("--max-tokens", default=120, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), default=120, show_default=True, help="Of an answer.")
 def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> int:
     """Start the bundled model over two daemons on a free port, ask three questions, restart one daemon, ask again,
     stop."""
@@ -94,13 +94,18 @@ def _print_shards(status: dict[str, Any]) -> None:
 
 
 def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int) -> str:
+    import openai
+
     began = time.monotonic()
-    answer = client.chat.completions.create(
-        model=status["model"]["name"],
-        messages=[{"role": "user", "content": question}],
-        temperature=0,
-        max_tokens=max_tokens,
-    )
+    try:
+        answer = client.chat.completions.create(
+            model=status["model"]["name"],
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=max_tokens,
+        )
+    except openai.OpenAIError as error:
+        raise LucevisorError(f"no answer to {question!r}: {error}") from error
     seconds = time.monotonic() - began
     text = (answer.choices[0].message.content or "").strip()
     n = answer.usage.completion_tokens if answer.usage is not None else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lucevisor.cli.options import config_argument
+from lucevisor.cli.options import OutputFile, config_argument
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError
@@ -25,14 +25,13 @@ from lucevisor.errors import ExitCode, LucevisorError
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     required=True,
     help="File to write: logits [T,V], hidden [L+1,T,E].",
 )
 def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) -> int:
-    """Run token ids through the pipeline of daemons; save float32 logits of every position and the residual
-    stream after
-    every layer (row 0: the embedding output)."""
+    """Run token ids through the pipeline of daemons; save float32 logits of every position and the residual stream
+    after every layer (row 0: the embedding output)."""
     import msgspec
     import numpy as np
     import uvloop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,22 @@ class Seconds(click.ParamType[float]):
         if not 0 <= seconds <= 86_400:  # false for nan too
             self.fail(f"{value!r} is not a number of seconds from 0 to 86400", param, ctx)
         return seconds
+
+
+class OutputFile(click.ParamType[Path]):
+    """A file that can be written: refused before the work whose result it is to hold."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        if path.is_dir():
+            self.fail(f"{path} is a directory: name a file in it", param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"{path}: there is no directory {path.parent}: create it", param, ctx)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            self.fail(f"{path} cannot be written by user {os.geteuid()}: name another file", param, ctx)
+        return path
 
 
 def config_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@
 """
 
 from lucevisor.config.api_keys import ApiKey, read_api_keys
-from lucevisor.config.changes import changed_keys
+from lucevisor.config.changes import changed_keys, merge_overrides
 from lucevisor.config.draft import DraftConfig
 from lucevisor.config.effects import not_yet_effective
 from lucevisor.config.kvflash import KvFlashConfig
@@ -68,6 +68,7 @@ __all__ = [
     "changed_keys",
     "is_loopback",
     "load",
+    "merge_overrides",
     "not_yet_effective",
     "read_api_keys",
     "server_context",

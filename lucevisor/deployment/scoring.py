@@ -80,7 +80,7 @@ class ScoringStage:
             return False
         sent, self._sent = self._sent, None
         if sent is None or sent.window != frame.message.window or self._answer is None or self._answer.done():
-            return True  # of a request that is gone
+            return True  # sent before the daemon was lost
         wanted = sent.start + len(sent.tokens) if sent.n_query else 0
         if frame.message.n_scores != wanted or len(frame.payload) != 4 * wanted:
             text = f"{frame.message.n_scores} scores in {len(frame.payload)} bytes for {wanted} tokens"
@@ -100,16 +100,19 @@ class ScoringStage:
         return scores
 
     async def _send(self, message: ScoreWindow) -> Sequence[float]:
+        while self._answer is not None and not self._answer.done():  # of a request that is gone
+            await asyncio.wait({self._answer})
         if self._link is None:
             raise ScoringError(f"the scoring model is away: {self._away}")
         self._answer = asyncio.get_running_loop().create_future()
+        self._answer.add_done_callback(lambda done: done.exception())  # seen, if its request is gone
         self._sent = message
         try:
             self._link.send(message)
         except ProtocolError as error:  # the link's on_closed tells supervision, which calls lost()
-            self._sent = None
+            self._sent, self._answer = None, None
             raise ScoringError(f"the scoring model cannot be reached: {error}") from error
-        return await self._answer
+        return await asyncio.shield(self._answer)
 
 
 def _steps(n: int, most: int, n_query: int) -> list[tuple[int, int]]:

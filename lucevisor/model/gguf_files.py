@@ -20,6 +20,7 @@ from lucevisor.model.gguf_header import (
     GgufError,
     GgufHeader,
     TensorInfo,
+    TruncatedFileError,
     TruncatedHeaderError,
     Value,
     parse,
@@ -80,14 +81,14 @@ class OpenFile:
     def header(self) -> GgufHeader:
         """Parse the GGUF header, reading only as much as needed.  Raises GgufError."""
         if self.n_bytes < 24:
-            raise GgufError(str(self.path), "byte 0", "the file is too short to be a GGUF file: download it again")
+            raise TruncatedFileError(str(self.path), "byte 0", "is too short to be a GGUF file: download it again")
         for n in _HEADER_READS:
             data = self.read(0, min(n, self.n_bytes))
             try:
                 header = parse(memoryview(data), str(self.path), max(len(data), self.n_bytes))
             except TruncatedHeaderError:
                 if len(data) < min(n, self.n_bytes):
-                    raise GgufError(str(self.path), f"byte {len(data)}", _CUT) from None
+                    raise TruncatedFileError(str(self.path), f"byte {len(data)}", _CUT) from None
                 continue
             self.keep_header(memoryview(data)[: header.data_offset])
             return header

@@ -48,7 +48,7 @@ class TruncatedHeaderError(GgufError):
 
 
 class TruncatedFileError(GgufError):
-    """Tensors of the header lie behind the end of the file."""
+    """The file ends before its header or its tensors do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,11 @@ class _HeaderReader:
         if self.whole:
             end = "in the file: it is truncated or damaged, download it again"
         error = self.fail(where, f"{what}, but only {self.left} bytes are left {end}")
-        if self.whole or len(self.data) == MAX_HEADER_BYTES:
-            return error
-        return TruncatedHeaderError(error.file, error.where, error.reason)
+        if self.whole:
+            return TruncatedFileError(error.file, error.where, error.reason)
+        return (
+            error if len(self.data) == MAX_HEADER_BYTES else TruncatedHeaderError(error.file, error.where, error.reason)
+        )
 
     def scalar(self, code: str, size: int, where: str) -> int | float | bool:
         if size > self.left:

@@ -332,8 +332,8 @@ def _inert(decisions: Decisions) -> Iterator[str]:
         )
     if inputs.pages < inputs.max_sequences:
         yield (
-            f"engine.max_sequences = {inputs.max_sequences}: engine.pages = {inputs.pages} hold at most {inputs.pages} "
-            f"sequences, of {PAGE_TOKENS} tokens each"
+            f"engine.max_sequences = {inputs.max_sequences}: engine.pages = {inputs.pages} holds no more than "
+            f"{inputs.pages} of {PAGE_TOKENS} tokens each"
         )
 
 

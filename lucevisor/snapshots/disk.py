@@ -220,7 +220,8 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("cache.dir", str(directory), describe_error(error), "name a writable directory") from error
+        why = "is a file, not a directory" if directory.is_file() else f"cannot be made: {error.strerror}"
+        raise ConfigError("cache.dir", str(directory), why, "name a writable directory") from error
 
 
 def describe_error(error: Exception) -> str:

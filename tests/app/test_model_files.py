@@ -126,3 +126,19 @@ def test_a_device_without_a_drafter_is_told_of(box):
     with capture_logs() as logs:
         assert open_model(box(TARGET, 'device = "left:0"')).drafter is None
     assert [line["device"] for line in logs if line["event"] == "draft.device has no effect"] == ["left:0"]
+
+
+@pytest.mark.parametrize("n_bytes", [0, 10, 100_000])
+def test_a_file_that_is_cut_off_is_to_be_downloaded_again(box, tmp_path, n_bytes):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(TARGET.read_bytes()[:n_bytes])
+    with pytest.raises(ConfigError) as caught:
+        open_model(box(cut, ""))
+    assert caught.value.hint == ""
+    assert caught.value.why.endswith("download it again")
+    assert str(cut) not in caught.value.why
+
+
+def test_a_device_is_no_model_file(box):
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        open_model(box(Path("/dev/null"), ""))

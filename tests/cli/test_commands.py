@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from lucevisor.cli import COMMANDS, EXAMPLES, EXIT_CODES, cli
-from lucevisor.errors import ExitCode
+from lucevisor.errors import ConfigError, ExitCode
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 
@@ -56,3 +56,37 @@ def test_completion_as_the_page_says():
     script = "import sys; sys.argv = ['lucevisor']; from lucevisor.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", script], env=env, text=True, capture_output=True, check=False)
     assert [line.partition(",")[2] for line in done.stdout.splitlines()] == ["start", "stop", "status"]
+
+
+DEMO = str(Path(__file__).parents[2] / "etc" / "demo.toml")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["bench", DEMO, "-n", "1"], "a speed needs two tokens at least"),
+        (["bench", DEMO, "-s", "0"], "'0' is not a list of numbers >= 1, such as 1,8"),
+        (["bench", DEMO, "-d", "1,,2"], "'1,,2' is not a list of numbers >= 0"),
+        (["bench", DEMO, "--against-args", "'-t 2"], "No closing quotation"),
+        (["bench", DEMO, "--json", "no/such/out.json"], "no/such/out.json: there is no directory no/such: create it"),
+        (["logits", DEMO, "--ids", DEMO, "--out", "/"], "/ is a directory: name a file in it"),
+        (["demo", "--max-tokens", "0"], "--max-tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(command, says):
+    done = CliRunner().invoke(cli, command)
+    assert (done.exit_code, says in done.output) == (ExitCode.USAGE, True), done.output
+
+
+def test_chaos_refuses_a_wrong_configuration_as_start_does():
+    with pytest.raises(ConfigError, match="no section nope"):
+        CliRunner().invoke(cli, ["chaos", "--set", "nope.x=1"], standalone_mode=False, catch_exceptions=False)
+
+
+def test_a_full_disk_behind_the_output_is_told_in_a_line():
+    script = "import sys; sys.argv = ['lucevisor', '--version']; from lucevisor.cli import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (ExitCode.FAILED, "lucevisor: No space left on device\n")

@@ -193,7 +193,7 @@ def test_pages_bound_an_automatic_context(demo, tmp_path):
     assert (p.max_context, p.pools.full_pages, p.prefill_chunk) == (320, 5, 320)
     assert p.max_step_tokens == 328
     assert "engine.pages = 5 hold no more" in " ".join(p.reasons)
-    assert "engine.max_sequences = 8: engine.pages = 5 hold at most 5 sequences" in " ".join(p.notices)
+    assert "engine.max_sequences = 8: engine.pages = 5 holds no more than 5 of 64 tokens" in " ".join(p.notices)
 
 
 def test_unknown_memory_promises_little(big, tmp_path):
