@@ -9,7 +9,9 @@ Records
 - lru: milliseconds of a decode at each of --contexts with a pool of --pool tokens and with all pages resident, and the
   device memory of their pages;
 - exact: GB/s of pages on their way out, milliseconds of a decode and of a slice of --slice tokens at each of --exact,
-  what they read from host memory per second, and how far their last row is from that with all pages resident.
+  what they read from host memory per second, and how far their last row is from that with all pages resident;
+- qk: GB/s of pages swapped, out and in, by batches of --swaps; milliseconds of a ranking decode and of a plain one, and
+  what share of decoding ranking and swapping every --tau tokens take, if the most of --swaps were swapped each time.
 Medians of --rounds, after three that compile and capture; of slices fewer.
 """
 
@@ -29,7 +31,17 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.pages import HEAD_PAGES
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageOut, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    OpenSequence,
+    PageIn,
+    PageOut,
+    Sampling,
+    SetPages,
+    Slice,
+    Step,
+    ZeroState,
+)
 
 COPY_BYTES = 512 << 20
 
@@ -40,14 +52,15 @@ def shortened(model, n_layers):
     return replace(model, metadata=model.metadata | {"block_count": n_layers}, tensors=kept)
 
 
-def loaded(options, spec, pages, host_pages):
-    """A stage with ``pages`` on the device and ``host_pages`` that its attention reads."""
+def loaded(options, spec, pages, host_pages, *, ranks=False):
+    """A stage with ``pages`` on the device and ``host_pages`` that its attention reads, or ranks."""
     plan = StagePlan(
         0, [ShardPlan(0, LayerRange(0, spec.n_layers))], source=0, target=None, embedding=False, output=True
     )
     sizes = PoolSizes(pages, 0, 4, host_pages=host_pages)
     files, formats = [str(path) for path in spec.files.paths], (Dtype.BFLOAT16, Dtype.BFLOAT16)
-    load = Load(files, *formats, [plan], [], sizes, 4, options.slice, attend_host=host_pages > 0)
+    load = Load(files, *formats, [plan], [], sizes, 4, options.slice,
+                attend_host=host_pages > 0 and not ranks, rank_pages=ranks)  # fmt: skip
     return LoadedStage.load(spec, plan, load, Backend.CUDA, lambda _: None)
 
 
@@ -72,20 +85,20 @@ def dropped(context, pool):
     return [SetPages(0, Space.FULL, 0, list(range(HEAD_PAGES))), PageOut(0, out), tail]
 
 
-def seconds(stage, n, start):
+def seconds(stage, n, start, ranked=()):
     """Until the token after a slice is known."""
     generator = torch.Generator(stage.device).manual_seed(n)
     rows = torch.randn(n, stage.spec.boundary_width, device=stage.device, dtype=stage.dtype, generator=generator)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    out = stage.forward(Step(0, 0, [], [Slice(0, start, [1] * n, True)]), rows)
+    out = stage.forward(Step(0, 0, [], [Slice(0, start, [1] * n, True)], rank_pages=list(ranked)), rows)
     stage.logits(out.rows, [n - 1]).argmax(-1).tolist()
     return time.perf_counter() - began, out.rows[-1:].float().clone()
 
 
-def median_ms(stage, options, n, start):
+def median_ms(stage, options, n, start, ranked=()):
     warm, rounds = (3, options.rounds) if n == 1 else (1, 3)
-    found = [seconds(stage, n, start)[0] for _ in range(warm + rounds)]
+    found = [seconds(stage, n, start, ranked)[0] for _ in range(warm + rounds)]
     return round(1e3 * statistics.median(found[warm:]), 3)
 
 
@@ -184,6 +197,47 @@ def exact(options, spec, pool):
     return rows
 
 
+def swap(stage, n, n_out):
+    """Seconds of ``n`` pages that leave for host memory, and of as many that come back."""
+    sequence, host = stage.sequences.get(0, "here"), stage.sequences.sizes.full_pages
+    back = sequence.out[:n]
+    table = sequence.pages[Space.FULL][HEAD_PAGES : HEAD_PAGES + n]
+    leaving = [entry for entry in range(n_out + HEAD_PAGES + n + 8) if entry not in set(sequence.out)][HEAD_PAGES:][:n]
+    used = set(sequence.hosts.values())
+    hosts = [host + row for row in range(stage.sequences.sizes.host_pages) if row not in used][:n]
+    found = []
+    for operation in (PageOut(0, leaving, hosts), PageIn(0, back, table)):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        stage.apply([operation])
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def qk(options, spec, pool):
+    most = max(options.exact) // PAGE_TOKENS + 2
+    stage, rows = loaded(options, spec, pool, most + max(options.swaps), ranks=True), []
+    for context in options.exact:
+        n_out, _ = page_out(stage, context, pool)
+        row = {"context": context, "pages_out": n_out, "decode_ms": median_ms(stage, options, 1, context)}
+        row["ranking_decode_ms"] = median_ms(stage, options, 1, context, [0])
+        for n in options.swaps:
+            found = [swap(stage, n, n_out) for _ in range(2 + options.rounds)][2:]
+            out, back = (statistics.median(one) for one in zip(*found, strict=True))
+            row[f"swap_{n}"] = {
+                "out_ms": round(1e3 * out, 3), "in_ms": round(1e3 * back, 3),
+                "out_gb_per_s": round(n * page_bytes(stage) / 1e9 / out, 2),
+                "in_gb_per_s": round(n * page_bytes(stage) / 1e9 / back, 2),
+            }  # fmt: skip
+        worst = row[f"swap_{max(options.swaps)}"]
+        extra = row["ranking_decode_ms"] - row["decode_ms"] + worst["out_ms"] + worst["in_ms"]
+        row["share_of_decoding"] = round(extra / (options.tau * row["decode_ms"]), 4)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -193,6 +247,9 @@ def parse():
     parser.add_argument("--pool", type=int, default=8192)
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768, 131072, 262144 - PAGE_TOKENS])
     parser.add_argument("--exact", type=int, nargs="+", default=[32768, 65536, 262144 - PAGE_TOKENS])
+    parser.add_argument("--swaps", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--tau", type=int, default=64)
+    parser.add_argument("--sections", nargs="+", choices=("lru", "exact", "qk"), default=["lru", "exact", "qk"])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -212,14 +269,19 @@ def main():
         "pinned": pinned(),
     }  # fmt: skip
     print(found, flush=True)
-    found["lru"] = lru(options, spec, pool)
-    torch.cuda.empty_cache()
-    found["exact"] = exact(options, spec, pool)
-    for row in found["exact"]:
+    for section in options.sections:
+        found[section] = {"lru": lru, "exact": exact, "qk": qk}[section](options, spec, pool)
+        torch.cuda.empty_cache()
+    for row in found.get("exact", ()):
         row["share_of_pinned"] = {
             "out": round(row["page_out_gb_per_s"] / found["pinned"]["out_gb_per_s"], 3),
             "decode": round(row["decode"]["read_gb_per_s"] / found["pinned"]["in_gb_per_s"], 3),
         }
+    for row in found.get("qk", ()):
+        for n in options.swaps:
+            for way in ("in", "out"):
+                rate = row[f"swap_{n}"][f"{way}_gb_per_s"]
+                row[f"swap_{n}"][f"{way}_share_of_pinned"] = round(rate / found["pinned"][f"{way}_gb_per_s"], 3)
     text = json.dumps(found, indent=1)
     print(text)
     if options.json is not None:

@@ -13,12 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from daemons.kv.batch import Batch, Layout
+from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
 from lucevisor.model.values import Space
 
@@ -94,11 +95,11 @@ class CudaGraphs(Generic[Output]):
     warn: Callable[[str], None] = lambda _: None
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
-    _tables: dict[Space, tuple[int, int]] = field(default_factory=dict)
+    _tables: dict[Space | Literal["host"], tuple[int, int]] = field(default_factory=dict)
     _pool: Any = None  # torch's handle of the memory that all graphs share
     _uncapturable: set[GraphKey] = field(default_factory=set)
 
-    def run(self, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]) -> Output:
+    def run(self, rows: Tensor | None, layout: Layout, tables: Tables) -> Output:
         """The shard's output of a step: replayed if its key has a graph, eager otherwise.  Captures a repeated key."""
         key = layout.graph_key
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
@@ -122,7 +123,7 @@ class CudaGraphs(Generic[Output]):
         return found.replay(rows, layout)
 
     def _capture(
-        self, key: GraphKey, rows: Tensor | None, layout: Layout, tables: dict[Space, Tensor]
+        self, key: GraphKey, rows: Tensor | None, layout: Layout, tables: Tables
     ) -> CapturedGraph[Output] | None:
         """Capture the step without running it; None when torch refuses."""
         metadata = layout.on(self.device)

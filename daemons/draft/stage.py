@@ -123,7 +123,8 @@ class DraftStage:
         device, dtype = torch_device(backend, plan.device), torch_dtype(load.dtype)
         selector = KernelSelector(device, dtype)
         progress(Progress(plan.stage, plan.device, 0, 0, "pools"))
-        pools = Pools(spec.model, spec.layers, device, load.kv_dtype, _pools_of(load))
+        copy = selector.operations.page_copy()
+        pools = Pools(spec.model, spec.layers, device, load.kv_dtype, _pools_of(load), page_copy=copy)
         shared = shared_weights(output_stage, device)
         layouts = spec.layouts(
             backend, load.dtype, with_output=shared.lm_head is not None, with_embedding=shared.table is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from daemons.errors import StateError
 from daemons.kv.checks import check_slice, check_states
-from daemons.kv.sequences import NO_PAGE, OpenedSequence, Sequences
+from daemons.kv.sequences import HOST, NO_PAGE, OpenedSequence, Sequences, Tables
 from daemons.kv.slice_group import GraphKey, SliceGroup
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
@@ -73,7 +73,7 @@ class Layout:
             key = (n, s.start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
             group = by_key.get(key)
             if group is None:
-                group = by_key[key] = SliceGroup(*key)
+                group = by_key[key] = SliceGroup(*key, in_place=sequences.reads_in_place)
                 self.groups.append(group)
             group.rows.append(row)
             group.starts.append(s.start)
@@ -91,11 +91,20 @@ class Layout:
 
     @property
     def graph_key(self) -> GraphKey | None:
-        """None unless all slices have the same number of tokens, at most SHORT_SLICE, and read device memory alone."""
-        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.groups[0].is_eager:
+        """None unless all slices have the same number of tokens, at most SHORT_SLICE, rank no pages, and read those in
+        host memory in place, if at all.
+        """
+        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.is_ranked:
             return None
         group = self.groups[0]
-        return GraphKey(len(group.starts), group.n, group.max_length)
+        if group.reads_host and not group.reads_in_place:
+            return None
+        return GraphKey(len(group.starts), group.n, group.max_length, group.max_host_length)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether slices read pages in host memory without copying them."""
+        return any(group.reads_in_place for group in self.groups)
 
     @property
     def is_ranked(self) -> bool:
@@ -117,7 +126,8 @@ class Layout:
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:
         """Starts, those in space full, table rows, live states, the states to write, the first positions to attend to
-        if there are bounds, and the rows of the step unless they are one range.
+        if there are bounds, positions in host memory if there are some, and the rows of the step unless they are one
+        range.
 
         States to write are [B, state_columns]: after each token of a slice, -1 for none.
         """
@@ -126,7 +136,7 @@ class Layout:
         if group.state_columns:
             for states in group.states:
                 numbers += [-1] * (group.n - len(states)) + states
-        numbers += group.lows
+        numbers += group.lows + group.host_lengths
         if not group.contiguous:
             numbers += [row + i for row in group.rows for i in range(group.n)]
         return np.asarray(numbers, dtype=np.int64)
@@ -156,19 +166,22 @@ class Group:
     ``rows``: the group's rows of the step, slice after slice, as a range or as indices [B n].
     """
 
-    def __init__(self, layout: SliceGroup, metadata: Tensor, tables: dict[Space, Tensor], n_rows: int) -> None:
+    def __init__(self, layout: SliceGroup, metadata: Tensor, tables: Tables, n_rows: int) -> None:
         b, n = len(layout.starts), layout.n
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
-        self.max_length = layout.max_length
+        self.max_length, self.reads_in_place = layout.max_length, layout.reads_in_place
         self.page_scores: dict[int, Tensor] = {}  # by sequence: float32, by entry of the table
         self.starts, self.full_starts = metadata[:b], metadata[b : 2 * b]
         self.table_rows, self.states = metadata[2 * b : 3 * b], metadata[3 * b : 4 * b]
         self.n_states, end = layout.n_states, (4 + layout.state_columns) * b
         self.kept_states = metadata[4 * b : end].view(b, layout.state_columns)
         self.lows = metadata[end : end + b] if layout.lows else None
+        end += len(layout.lows)
+        self.host_lengths = metadata[end : end + b] if layout.reads_host else None
+        end += len(layout.host_lengths)
         self.rows: slice | Tensor = (
-            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end + len(layout.lows) :]
+            slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end:]
         )
         self.is_whole_step = layout.contiguous and b * n == n_rows
         self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | None]] = {}
@@ -183,8 +196,8 @@ class Group:
         rows = list(range(self.n_slices))
         layout = replace(self.layout, n=1, n_states=0, rows=rows, starts=starts, full_starts=full)
         at = (self.starts + token, self.full_starts + token)
-        lows = [] if self.lows is None else [self.lows]
-        parts = (*at, self.table_rows, self.states, torch.full_like(self.states, -1), *lows)
+        ends = [one for one in (self.lows, self.host_lengths) if one is not None]
+        parts = (*at, self.table_rows, self.states, torch.full_like(self.states, -1), *ends)
         group = Group(layout, torch.cat(parts), self.tables, self.n_slices)
         group.max_length = self.max_length  # a CUDA graph of all tokens is valid for this bound
         return group
@@ -234,6 +247,14 @@ class Group:
         """The group's queries, for attention that reads pages in place."""
         table = self.tables[space]
         return PagedQuery(table, self.table_rows, self.starts_in(space), self.n_tokens, self.max_length, self.lows)
+
+    def host_query(self) -> PagedQuery:
+        """The same for pages in host memory, all of which are behind the queries: without causality a slice sees all
+        positions up to its last one.
+        """
+        assert self.host_lengths is not None
+        starts = self.host_lengths - self.n_tokens
+        return PagedQuery(self.tables[HOST], self.table_rows, starts, self.n_tokens, self.layout.max_host_length)
 
     def starts_in(self, space: Space) -> Tensor:
         """Where the slices start in the table of a space, [B]."""
@@ -294,7 +315,7 @@ class Group:
 class Batch:
     """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[space]`` [T]: where keys and values go."""
 
-    def __init__(self, layout: Layout, tables: dict[Space, Tensor], metadata: Tensor) -> None:
+    def __init__(self, layout: Layout, tables: Tables, metadata: Tensor) -> None:
         """``metadata``: that of the layout, on the device."""
         self.n_rows, self.device = layout.n_rows, metadata.device
         n, at = self.n_rows, (2 + len(layout.spaces)) * self.n_rows
@@ -302,7 +323,8 @@ class Batch:
         self.slots: dict[Space, Tensor] = {s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
         self.groups: list[Group] = []
         for group in layout.groups:
-            n_columns = 4 + group.state_columns + bool(group.lows) + (0 if group.contiguous else group.n)
+            n_columns = 4 + group.state_columns + bool(group.lows) + group.reads_host
+            n_columns += 0 if group.contiguous else group.n
             size = len(group.starts) * n_columns
             self.groups.append(Group(group, metadata[at : at + size], tables, n))
             at += size

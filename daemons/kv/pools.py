@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
-from daemons.ops.host_pages import HostLayer, HostPages
+from daemons.ops.host_pages import HostLayer, HostPages, PageCopy
 from daemons.ops.page_scores import KeyMeans
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
 from lucevisor.model.spec import ModelSpec
@@ -47,8 +47,11 @@ class Pools:
         sizes: PoolSizes,
         *,
         rank_pages: bool = False,
+        page_copy: PageCopy | None = None,
     ) -> None:
-        """``rank_pages``: keep on the device what pages in host memory are ranked by."""
+        """``rank_pages``: keep on the device what pages in host memory are ranked by.
+        ``page_copy``: the device's copy of scattered pages.
+        """
         self._rank_pages = rank_pages
         self.device, self.layers = device, layers
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
@@ -65,7 +68,7 @@ class Pools:
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
         self._ranked: list[PagedTensor] = []  # keys of which means are kept
-        self._host_pages = HostPages(device, sizes.host_pages) if sizes.host_pages else None
+        self._host_pages = HostPages(device, sizes.host_pages, page_copy) if sizes.host_pages else None
         for shape, indices in members.items():
             self._allocate(shape, indices)
         if self._host_pages is not None:
@@ -177,7 +180,17 @@ class Pools:
     @property
     def page_locked(self) -> bool:
         """Whether copies to and from host memory are DMA."""
-        return self.states_locked and (self._host_pages is None or self._host_pages.page_locked)
+        return self.states_locked and self.pages_locked
+
+    @property
+    def pages_locked(self) -> bool:
+        """Whether a GPU can read pages in host memory."""
+        return self._host_pages is None or self._host_pages.page_locked
+
+    def finish_page_outs(self) -> None:
+        """Make the device's computation wait for pages on their way to host memory."""
+        if self._host_pages is not None:
+            self._host_pages.finish()
 
     @property
     def nbytes(self) -> int:

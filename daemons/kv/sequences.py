@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ from lucevisor.protocol.steps import (
     ZeroState,
 )
 
+HOST: Final = "host"
+"""The table of a sequence's rows in host memory, where attention reads them in place."""
+Tables = dict[Space | Literal["host"], Tensor]
+"""Page tables on a device, int32 [max_sequences, entries]."""
 NO_PAGE = -1
 """A skipped table entry: a sliding sequence may start past its first window."""
 MIN_ENTRIES = 1024
@@ -81,17 +86,28 @@ class Sequences:
     """Tables of all sequences over the pools of a daemon's shards."""
 
     def __init__(
-        self, pools: Sequence[Pools], sizes: PoolSizes, max_sequences: int, *, attend_host: bool = False
+        self,
+        pools: Sequence[Pools],
+        sizes: PoolSizes,
+        max_sequences: int,
+        *,
+        attend_host: bool = False,
+        in_place: bool = False,
     ) -> None:
-        """``attend_host``: attention reads what was paged out in host memory."""
+        """``attend_host``: attention reads what was paged out in host memory; ``in_place``: by tables of its rows."""
         self.pools, self.attend_host = list(pools), attend_host
+        self.reads_in_place = attend_host and in_place
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
         self.sizes = sizes
         self.max_sequences = max_sequences
         self.by_id: dict[int, OpenedSequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
-        self._tables: dict[torch.device, dict[Space, Tensor]] = {p.device: {} for p in self.pools}
-        self._changed: dict[Space, dict[tuple[int, int], int]] = {Space.FULL: {}, Space.WINDOW: {}}
+        self._tables: dict[torch.device, Tables] = {p.device: {} for p in self.pools}
+        self._changed: dict[Space | Literal["host"], dict[tuple[int, int], int]] = {
+            Space.FULL: {},
+            Space.WINDOW: {},
+            HOST: {},
+        }
 
     def reset(self) -> None:
         """Drop every sequence; pools keep their bytes."""
@@ -212,7 +228,13 @@ class Sequences:
         """Pages came into the ``full`` table or left it, from place ``first`` on."""
         table, changed = sequence.pages[Space.FULL], self._changed[Space.FULL]
         if self.attend_host:
-            sequence.host_rows = sorted(sequence.hosts.values())
+            before, sequence.host_rows = sequence.host_rows, sorted(sequence.hosts.values())
+            if self.reads_in_place:
+                same = sum(
+                    1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, sequence.host_rows, strict=False))
+                )
+                rows = enumerate(sequence.host_rows[same:], same)
+                self._changed[HOST].update({(sequence.row, i): row for i, row in rows})
         for i, page in enumerate(table[first:], first):
             changed[sequence.row, i] = page
         self._find_break(sequence, Space.FULL, first)
@@ -264,8 +286,8 @@ class Sequences:
             at += 1
         sequence.breaks[space] = at
 
-    def tables(self, device: torch.device) -> dict[Space, Tensor]:
-        """Page tables on ``device``, int32 [max_sequences, entries].  Call :meth:`flush` first."""
+    def tables(self, device: torch.device) -> Tables:
+        """Page tables on ``device``.  Call :meth:`flush` first."""
         return self._tables[device]
 
     def flush(self) -> None:
@@ -283,7 +305,7 @@ class Sequences:
                 table.index_put_((row, column), page.to(torch.int32))
             changed.clear()
 
-    def _grown(self, tables: dict[Space, Tensor], space: Space, device: torch.device, entries: int) -> Tensor:
+    def _grown(self, tables: Tables, space: Space | Literal["host"], device: torch.device, entries: int) -> Tensor:
         table = tables.get(space)
         have = 0 if table is None else table.shape[1]
         if table is None or have < entries:

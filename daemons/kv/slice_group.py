@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from daemons.kv.sequences import OpenedSequence
-from daemons.ops.operations import MAX_DECODE_TOKENS
-from lucevisor.model.values import Space
+from daemons.ops.operations import MAX_DECODE_TOKENS, SHORT_SLICE
+from lucevisor.model.values import PAGE_TOKENS, Space
 
 MIN_GRAPH_LENGTH = 128
 """Attention over fewer positions launches the same kernels."""
@@ -33,6 +33,7 @@ class SliceGroup:
     states: list[list[int]] = field(default_factory=list)  # the states each slice writes, after its last tokens
     lows: list[int] = field(default_factory=list)
     ranked: list[int] = field(default_factory=list)  # slices that ask how much they attend to each page
+    in_place: bool = False  # whether attention can read host memory in place
 
     @property
     def contiguous(self) -> bool:
@@ -42,14 +43,25 @@ class SliceGroup:
         return self.full_starts if space is Space.FULL else self.starts
 
     @property
-    def is_eager(self) -> bool:
-        """Whether its launches depend on what is in host memory."""
-        return self.reads_host or bool(self.ranked)
-
-    @property
     def reads_host(self) -> bool:
         """Whether slices attend to pages in host memory."""
         return any(sequence.host_rows for sequence in self.sequences)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether pages in host memory are read there: by slices so short that each number is read once."""
+        return self.in_place and self.n <= SHORT_SLICE and self.reads_host
+
+    @property
+    def host_lengths(self) -> list[int]:
+        """Positions of each slice's sequence in host memory; empty if there are none at all."""
+        return [len(one.host_rows) * PAGE_TOKENS for one in self.sequences] if self.reads_host else []
+
+    @property
+    def max_host_length(self) -> int:
+        """The same bound for what lies in host memory; 0: nothing."""
+        most = max(self.host_lengths, default=0)
+        return max(MIN_GRAPH_LENGTH, 1 << (most - 1).bit_length()) if most else 0
 
     @property
     def max_length(self) -> int:
@@ -63,8 +75,11 @@ class SliceGroup:
 
 
 class GraphKey(NamedTuple):
-    """What a short step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions."""
+    """What a short step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions, and
+    to ``max_host_length`` in host memory.
+    """
 
     n_slices: int
     n_tokens: int
     max_length: int
+    max_host_length: int = 0

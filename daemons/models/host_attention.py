@@ -1,7 +1,9 @@
 """Attention over pages on the device and over those of the same sequence in host memory, which KV Flash paged out.
 
-The resident part is computed as usual; host pages come in chunks, and each is merged by the log of the sum of its
-weights.  All of them are behind the queries, so their part needs no mask.  Nothing is left out.
+The resident part is computed as usual, and merged with the others by the log of the sum of the weights.  A GPU's kernel
+reads host pages in place for short slices, over the link, each number once; for long ones, which would read them
+again for every tile of rows, they come in chunks.  All of them are behind the queries, so their part needs no mask.
+Nothing is left out.
 """
 
 from __future__ import annotations
@@ -25,10 +27,18 @@ class HostAttention:
         self, keys: PagedTensor, values: PagedTensor, fused: PartialAttention | None, scale: float, softcap: float
     ) -> None:
         self.keys, self.values, self.fused, self.scale, self.softcap = keys, values, fused, scale, softcap
+        assert keys.host is not None
+        assert values.host is not None
+        self._hosts = keys.host, values.host
+        # the same rows as the device's pools have, so that a kernel reads them by a table
+        self._in_place = keys.over(keys.host.parts), values.over(values.host.parts)
 
     def __call__(self, group: Group, q: Tensor) -> Tensor:
         """Queries [B, n, H, D] -> [B, n, H, Dv]"""
         whole = self._resident(group, q)
+        if self.fused is not None and group.reads_in_place:
+            whole.add(self.fused(q.flatten(0, 1), *self._in_place, group.host_query(), False))
+            return whole.values.to(q.dtype)
         for b, sequence in enumerate(group.layout.sequences):
             own = whole.slice(b)
             for keys, values, rows in self._chunks(sequence.host_rows):
@@ -45,10 +55,7 @@ class HostAttention:
     def _chunks(self, rows: list[int]) -> Iterator[tuple[PagedTensor, PagedTensor, Tensor]]:
         if not rows:
             return
-        keys, values = self.keys.host, self.values.host
-        assert keys is not None
-        assert values is not None
-        for (of_keys, of_values), index in keys.pages.chunks((keys, values), rows):
+        for (of_keys, of_values), index in self._hosts[0].pages.chunks(self._hosts, rows):
             yield self.keys.over(of_keys), self.values.over(of_values), index
 
     def _chunk(self, q: Tensor, keys: PagedTensor, values: PagedTensor, rows: Tensor) -> Partial:

@@ -62,7 +62,15 @@ class ShardModel:
     def __init__(self, config: ShardConfig, selector: KernelSelector, report: Callable[[int, int], None]) -> None:
         spec, layers = config.spec, config.plan.layers
         self.device, self.plan, self.selector = selector.device, config.plan, selector
-        self.pools = Pools(spec, layers, self.device, config.kv_dtype, config.pools, rank_pages=config.rank_pages)
+        self.pools = Pools(
+            spec,
+            layers,
+            self.device,
+            config.kv_dtype,
+            config.pools,
+            rank_pages=config.rank_pages,
+            page_copy=selector.operations.page_copy(),
+        )
         kept = shard_layouts(
             spec, layers, embedding=config.embedding, output=config.output, backend=config.backend, dtype=config.dtype
         )

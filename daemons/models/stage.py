@@ -52,7 +52,11 @@ class LoadedStage:
         self.dtype = torch_dtype(load.dtype)
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, load.max_drafts
         self.sequences = Sequences(
-            [s.pools for s in shards], load.pools, load.max_sequences, attend_host=load.attend_host
+            [s.pools for s in shards],
+            load.pools,
+            load.max_sequences,
+            attend_host=load.attend_host,
+            in_place=all(s.selector.kernels and s.pools.pages_locked for s in shards),
         )
         self.kernels: dict[str, str] = {}
         for shard in shards:
@@ -147,6 +151,8 @@ class LoadedStage:
             if h is not None:
                 h = stream_dtype(h, self.dtype, device)
             with launching(device):
+                if layout.reads_in_place:
+                    shard.pools.finish_page_outs()
                 if graphs is None or hidden is not None or layout.is_ranked:
                     batch = Batch(layout, tables, layout.on(device))
                     h, captured = shard.run(h, batch, hidden)

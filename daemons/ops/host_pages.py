@@ -19,7 +19,12 @@ from torch import Tensor
 from daemons.device import host_zeros
 from lucevisor.model.workspace import HOST_CHUNK_PAGES
 
+PageCopy = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
+"""A device's copy of scattered pages: ``target[:, to[i]] = source[:, of[i]]`` of target, to, source, of, tensors
+[layers, units, ...] of which one may be page-locked host memory; None: 0, 1, ...
+"""
 _ALIGNMENT = 256  # of tensors in a staging buffer, bytes
+_MAX_RUNS = 4  # of consecutive rows, up to which a copy by the driver for each in every layer is faster than one launch
 
 
 def runs_of(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -42,8 +47,8 @@ class HostLayer:
 class HostPages:
     """The host pages of one shard.  Tensors of layers that are allocated together are copied together."""
 
-    def __init__(self, device: torch.device, n_pages: int) -> None:
-        self.device, self.n_pages = device, n_pages
+    def __init__(self, device: torch.device, n_pages: int, copy: PageCopy | None = None) -> None:
+        self.device, self.n_pages, self._copy_pages = device, n_pages, copy
         self.page_locked = True
         self._stacks: list[tuple[Tensor, Tensor]] = []  # [layers, pages, 64, ...] on the device and in host memory
         self._staging: _Staging | None = None
@@ -78,6 +83,11 @@ class HostPages:
         """Copy host rows to device pages, in every layer."""
         self._copy(pages, rows, out=False)
 
+    def finish(self) -> None:
+        """Make the computation wait for all copies: before it reads host memory itself."""
+        if self._staging is not None:
+            self._staging.finish()
+
     def _copy(self, pages: Sequence[int], rows: Sequence[int], *, out: bool) -> None:
         pairs = sorted(zip(rows, pages, strict=True))
         rows, index = [row for row, _ in pairs], torch.tensor([page for _, page in pairs])
@@ -88,6 +98,12 @@ class HostPages:
                 target.index_copy_(1, to, source.index_select(1, of))
             return
         index = index.pin_memory().to(self.device, non_blocking=True)
+        if not out and self._copy_pages is not None and self.page_locked:
+            self.finish()  # of these rows, too
+            at = torch.tensor(rows).pin_memory().to(self.device, non_blocking=True)
+            for stack, host in self._stacks:
+                self._copy_pages(stack, index, host, at)
+            return
         for stack, host in self._stacks:
             n = max(1, self._ring().n_bytes // _page_bytes(stack))
             for first in range(0, len(rows), n):
@@ -98,8 +114,13 @@ class HostPages:
         ring, shape = self._ring(), [((stack.shape[0], len(rows), *stack.shape[2:]), stack.dtype)]
 
         def copy(views: list[Tensor]) -> None:
+            runs = list(runs_of(rows))
+            if out and len(runs) > _MAX_RUNS and self._copy_pages is not None and self.page_locked:
+                at = torch.tensor(rows).pin_memory().to(self.device, non_blocking=True)
+                self._copy_pages(host, at, views[0], None)
+                return
             for layer, memory in enumerate(host):
-                for start, stop in runs_of(rows):
+                for start, stop in runs:
                     pair = memory[rows[start] : rows[start] + stop - start], views[0][layer, start:stop]
                     (pair[0] if out else pair[1]).copy_(pair[1] if out else pair[0], non_blocking=True)
 
@@ -176,6 +197,11 @@ class _Staging:
         self._ready[at].record(self._side)
         current.wait_event(self._ready[at])
         return views
+
+    def finish(self) -> None:
+        """Make the computation wait for all copies there are."""
+        for used in self._used:
+            torch.cuda.current_stream(self.device).wait_event(used)
 
     def give(self, copy: Callable[[], None] | None) -> None:
         """The computation has done with the buffer of the last ``take``; ``copy`` reads it on the side stream."""

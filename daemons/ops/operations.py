@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.basic import RmsNorm, act_and_mul, block_convolution, rotate
+from daemons.ops.host_pages import PageCopy
 from daemons.ops.paged import PagedTensor
 from daemons.ops.partial_attention import Partial
 from daemons.ops.router import RouteFn, Router
@@ -152,6 +153,9 @@ class Operations(Protocol):
     def partial_attention(self, *, scale: float, softcap: float) -> PartialAttention | None:
         """Attention of slices of any length over pages in place that are a part of the keys, or None."""
 
+    def page_copy(self) -> PageCopy | None:
+        """Copies of scattered pages in one launch, or None."""
+
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The fused gated delta net, or None."""
 
@@ -199,6 +203,9 @@ class TorchOperations:
         return None
 
     def partial_attention(self, *, scale: float, softcap: float) -> PartialAttention | None:
+        return None
+
+    def page_copy(self) -> PageCopy | None:
         return None
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:

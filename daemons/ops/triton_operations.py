@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from daemons.ops.host_pages import PageCopy
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
     SHORT_SLICE,
@@ -22,6 +23,7 @@ from daemons.ops.triton import basic
 from daemons.ops.triton.block_convolution import block_convolution
 from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
 from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
+from daemons.ops.triton.page_copy import copy_pages
 from daemons.ops.triton.paged_attention import paged_attention, paged_attention_splits
 from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
 
@@ -154,6 +156,9 @@ class TritonOperations:
             return merged(parts, sums)
 
         return attend
+
+    def page_copy(self) -> PageCopy | None:
+        return copy_pages
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return TritonGatedDeltaNet(weights)
