@@ -21,8 +21,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import structlog
-from full_size import conditions, generate, write_config
+from full_size import conditions, write_config
 
+from lucevisor.app.bench_cases import Case
+from lucevisor.app.benchmark import generate, tokens_per_s
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
 from lucevisor.engine.chunking import RECENT_S
@@ -56,18 +58,17 @@ class Client:
     async def ask(self, n_prompt, n_tokens):
         """When it was sent, and when each token came."""
         self.n += 1
-        return await generate(self.service, f"r{self.n}", n_prompt, n_tokens, self.chance.randrange(10**6))
+        return await generate(self.service, n_prompt, n_tokens, f"chunks {self.n}")
 
     async def prefill(self, n_prompt):
         """Tokens/s until the first token."""
-        sent, times = await self.ask(n_prompt, 1)
-        return n_prompt / (times[0] - sent)
+        self.n += 1
+        return await tokens_per_s(self.service, Case(prompt=n_prompt), self.n)
 
     async def decode(self, n, n_tokens):
         """Tokens/s of all while all decode."""
-        runs = await asyncio.gather(*(self.ask(16, n_tokens) for _ in range(n)))
-        first, last = max(times[0] for _, times in runs), min(times[-1] for _, times in runs)
-        return sum(sum(first < t <= last for t in times) for _, times in runs) / (last - first)
+        self.n += 1
+        return await tokens_per_s(self.service, Case(answer=n_tokens, streams=n), self.n)
 
 
 def spread(values):

@@ -31,12 +31,12 @@ import structlog
 from make_gguf import SHAPES, stats, write
 from memory_watch import Poll, Watcher, resident
 
+from lucevisor.app.bench_cases import Case
+from lucevisor.app.benchmark import tokens_per_s
 from lucevisor.config import load
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
-from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
-from lucevisor.protocol.steps import Sampling
 
 READ_BYTES = 16 << 20
 HOST_MARGIN_BYTES = 2 << 30
@@ -114,38 +114,15 @@ def write_config(path, file, devices, settings):
     return load(path, settings)
 
 
-async def generate(service, name, n_prompt, n_tokens, offset):
-    """One request of token ids: seconds to the first token, and from there to the last."""
-    vocabulary = service.model.spec.vocabulary
-    prompt = tuple((offset + 7919 * i) % min(vocabulary, 256) for i in range(n_prompt))
-    request = GenerationRequest(request_id=name, prompt=prompt, max_tokens=n_tokens, sampling=Sampling(temperature=0.0))
-    started, times = time.perf_counter(), []
-    with service.engine.submit(request) as handle:
-        async for event in handle:
-            if isinstance(event, TokenEvent):
-                times.append(time.perf_counter())
-            elif event.reason != "length":
-                raise RuntimeError(f"request {name} ended with {event}")
-    if len(times) != n_tokens:
-        raise RuntimeError(f"request {name} gave {len(times)} tokens, {n_tokens} were asked for")
-    return started, times
-
-
 async def speed(service, options):
     """Tokens/s: decode of 1 and of 8 sequences, prefill; each a list of rounds, the first one left out."""
-    out = {"decode_1": [], "decode_8": [], "prefill": []}
+    streams = min(8, service.placement.max_sequences)
+    wanted = {"decode_1": Case(answer=options.tokens), "decode_8": Case(answer=options.tokens, streams=streams)}
+    wanted["prefill"] = Case(prompt=options.prompt)
+    out = {key: [] for key in wanted}
     for turn in range(options.repeats + 1):
-        counts = {"decode_1": 1, "decode_8": min(8, service.placement.max_sequences)}
-        for key, n in counts.items():
-            runs = await asyncio.gather(
-                *(generate(service, f"{key}-{turn}-{i}", 16, options.tokens, turn + i) for i in range(n))
-            )
-            first = max(times[0] for _, times in runs)
-            last = min(times[-1] for _, times in runs)
-            made = sum(sum(first < t <= last for t in times) for _, times in runs)
-            out[key].append(made / (last - first))
-        started, times = await generate(service, f"prefill-{turn}", options.prompt, 1, 100 + turn)
-        out["prefill"].append(options.prompt / (times[0] - started))
+        for key, case in wanted.items():
+            out[key].append(await tokens_per_s(service, case, turn))
     return {
         f"{key}_tokens_per_s": {"median": statistics.median(v[1:]), "least": min(v[1:]), "most": max(v[1:])}
         for key, v in out.items()

@@ -56,6 +56,8 @@ def qwen(
     """
     e, f, (h, hk), (nk, nv), conv = embedding, width, heads, delta_heads, 4
     inner, channels = nv * delta_dim, (2 * nk + nv) * delta_dim
+    pairs = dim // 8  # that turn; llama.cpp refuses a file that does not deal them out to the axes of pictures
+    third = -(-pairs // 3)
     metadata = {
         "block_count": n_layers + mtp,
         "context_length": 262144,
@@ -68,6 +70,7 @@ def qwen(
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1e7,
         "rope.dimension_count": dim // 4,
+        "rope.dimension_sections": [third, third, pairs - 2 * third, 0],
         "ssm.conv_kernel": conv,
         "ssm.state_size": delta_dim,
         "ssm.group_count": nk,

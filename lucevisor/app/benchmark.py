@@ -1,50 +1,26 @@
-"""``lucevisor bench``: prompts and answers a second of a configuration, in one service without HTTP.
-
-Cases are named as llama-bench names them, so its figures stand beside ours: pp512 is a prompt of 512 tokens, tg128 an
-answer of 128, ``tg128 @ d4096`` one behind 4,096 tokens, ``tg128 x8`` eight of them at once.
-"""
+"""``lucevisor bench``: prompts and answers a second of a configuration, in one service without HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
+from lucevisor import __version__
+from lucevisor.app.bench_cases import SHORT_PROMPT, Case
 from lucevisor.app.llama_bench import LlamaBench
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
-
-SHORT_PROMPT = 16
-"""Prompt tokens of an answer at depth 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Prefill of ``prompt`` tokens, or decode of ``answer`` tokens behind ``depth`` by ``streams`` at once."""
-
-    prompt: int = 0
-    answer: int = 0
-    depth: int = 0
-    streams: int = 1
-
-    @property
-    def name(self) -> str:
-        if self.prompt:
-            return f"pp{self.prompt}"
-        at, times = f" @ d{self.depth}" if self.depth else "", f" x{self.streams}" if self.streams > 1 else ""
-        return f"tg{self.answer}{at}{times}"
-
-    @property
-    def context(self) -> int:
-        """Positions that a sequence takes."""
-        return self.prompt + 1 if self.prompt else max(self.depth, SHORT_PROMPT) + self.answer
 
 
 @dataclass(slots=True)
@@ -70,17 +46,8 @@ class Figures:
         return out
 
 
-def cases(prompts: Sequence[int], answer: int, depths: Sequence[int], streams: Sequence[int]) -> list[Case]:
-    """All combinations that are asked for: depths for one stream, streams without depth."""
-    out = [Case(prompt=n) for n in prompts if n]
-    if answer:
-        out += [Case(answer=answer, depth=depth) for depth in depths]
-        out += [Case(answer=answer, streams=n) for n in streams if n > 1]
-    return list(dict.fromkeys(out))
-
-
 async def measure(service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None) -> list[Figures]:
-    """Run the cases in turns, ``n_rounds`` times after one to warm up, each beside llama-bench.
+    """Run the cases ``n_rounds`` times after one to warm up, each round followed by one of llama-bench.
 
     Raises LucevisorError for a case that does not fit the service's context, or whose requests fail.
     """
@@ -94,39 +61,38 @@ async def measure(service: Service, wanted: Sequence[Case], n_rounds: int, again
     figures = [Figures(case) for case in wanted]
     for turn in range(n_rounds + 1):
         for of_case in figures:
-            found = await _run(service, of_case.case, turn)
-            if turn == 0:
-                continue
-            of_case.rounds.append(found)
-            if against is not None and of_case.case.streams == 1:
-                of_case.against.append(await asyncio.to_thread(_against, against, of_case.case))
+            found = await tokens_per_s(service, of_case.case, turn)
+            if turn:
+                of_case.rounds.append(found)
+        if against is not None and turn:
+            theirs = await asyncio.to_thread(against.run, wanted)
+            for of_case in figures:
+                of_case.against += [theirs[of_case.case]] if of_case.case in theirs else []
     return figures
 
 
-def _against(bench: LlamaBench, case: Case) -> float:
-    return bench.run(prompt=case.prompt, answer=case.answer, depth=case.depth)
-
-
-async def _run(service: Service, case: Case, turn: int) -> float:
-    """Tokens/s of one round.  Decode counts from the last first token to the first last one of the streams."""
+async def tokens_per_s(service: Service, case: Case, turn: int) -> float:
+    """Measure one round; no two rounds have the same prompts.  Decode counts from the last first token to the first
+    last one of the streams.
+    """
     if case.prompt:
-        started, times = await _generate(service, case.prompt, 1, (turn, 0))
+        started, times = await generate(service, case.prompt, 1, f"{case.name}-{turn}")
         return case.prompt / (times[0] - started)
     depth = max(case.depth, SHORT_PROMPT)
     runs = await asyncio.gather(
-        *(_generate(service, depth, case.answer, (turn, stream)) for stream in range(case.streams))
+        *(generate(service, depth, case.answer, f"{case.name}-{turn}-{stream}") for stream in range(case.streams))
     )
     first, last = max(times[0] for _, times in runs), min(times[-1] for _, times in runs)
     made = sum(sum(first < at <= last for at in times) for _, times in runs)
     return made / (last - first)
 
 
-async def _generate(service: Service, n_prompt: int, n_answer: int, seed: tuple[int, int]) -> tuple[float, list[float]]:
-    """One request of random ids: when it was sent, and when each token came."""
+async def generate(service: Service, n_prompt: int, n_answer: int, name: str) -> tuple[float, list[float]]:
+    """One request of ids that ``name`` decides: when it was sent, and when each token came."""
     assert service.engine is not None
-    ids, vocabulary = random.Random(repr(seed)), service.model.spec.vocabulary
+    ids, vocabulary = random.Random(name), service.model.spec.vocabulary
     request = GenerationRequest(
-        request_id=f"bench-{seed[0]}-{seed[1]}",
+        request_id=f"bench {name}",
         prompt=tuple(ids.randrange(vocabulary) for _ in range(n_prompt)),
         max_tokens=n_answer,
         sampling=Sampling(temperature=0.0),
@@ -161,23 +127,38 @@ def table(figures: Sequence[Figures]) -> str:
 
 async def bench(
     service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None
-) -> tuple[list[Figures], dict[str, str]]:
-    """Start the service, measure, stop it; also what each device selected as kernels."""
+) -> tuple[list[Figures], dict[str, Any]]:
+    """Start the service, measure, stop it; also what the figures depend on."""
     try:
         await service.start()
         if not await service.wait_ready(None):
             raise LucevisorError(service.reason() or "the model did not become ready")
-        kernels: dict[str, str] = {}
-        for group in service.groups.values():
-            if group.loaded is not None:
-                kernels |= {f"{group.name} {what}": how for what, how in group.loaded.kernels.items()}
-        return await measure(service, wanted, n_rounds, against), kernels
+        figures = await measure(service, wanted, n_rounds, against)
+        record = conditions(service)
+        if against is not None:
+            record["against"] = [str(against.program), *against.arguments]
+        return figures, record | {"tests": [of_case.as_json() for of_case in figures]}
     finally:
         await service.stop(0.0)
 
 
-def conditions(service: Service, file: Path) -> dict[str, Any]:
-    """What a figure depends on."""
-    placement = service.placement
-    devices = [] if placement is None else [f"{d.name} {d.layers}" for d in placement.devices]
-    return {"file": str(file), "model": service.model.spec.name, "devices": devices}
+def conditions(service: Service) -> dict[str, Any]:
+    """When, with which command, on which devices; by group what its devices selected as kernels."""
+    assert service.placement is not None
+    groups = {}
+    for group in service.groups.values():
+        hello, loaded = group.hello, group.loaded
+        if hello is not None and loaded is not None:
+            devices = {f"{hello.backend.value}:{d.index}": d.name for d in hello.devices}
+            groups[group.name] = {"torch": hello.torch, "devices": devices, "kernels": loaded.kernels}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "command": shlex.join(sys.argv),
+        "model": service.model.spec.name,
+        "file": str(service.model.files[0]),
+        "layers": [f"{device.name} {device.layers}" for device in service.placement.devices],
+        "groups": groups,
+        "n_cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+    }

@@ -48,9 +48,11 @@ class Numbers(click.ParamType[list[int]]):
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Rounds to measure.")
 @click.option("--json", "json_file", type=OutputFile(), help="Write figures to a file.")
 @click.option(
-    "--against", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A llama-bench to run in turns."
+    "--against",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A llama-bench to run in turns; streams need llama-batched-bench beside it.",
 )
-@click.option("--against-args", default="", metavar="ARGS", help="What llama-bench is given, e.g. '-t 2 -fa 1'.")
+@click.option("--against-args", default="", metavar="ARGS", help="What both are given, e.g. '-t 2 -fa on'.")
 def bench(
     config: Path,
     overrides: tuple[str, ...],
@@ -70,8 +72,9 @@ def bench(
     import uvloop
 
     from lucevisor.app import logs
+    from lucevisor.app.bench_cases import cases
     from lucevisor.app.benchmark import bench as run
-    from lucevisor.app.benchmark import cases, conditions, table
+    from lucevisor.app.benchmark import table
     from lucevisor.app.llama_bench import LlamaBench
     from lucevisor.app.model_files import open_model
     from lucevisor.deployment.service import Service
@@ -87,18 +90,15 @@ def bench(
     loaded = load(config, merge_overrides(settings, overrides))
     logs.configure(loaded.log.format, "warning")
     model = open_model(loaded)
-    file = model.files[0]
-    peer = LlamaBench(against, file, peer_arguments) if against is not None else None
+    peer = LlamaBench(against, model.files[0], peer_arguments) if against is not None else None
     with (
         tempfile.TemporaryDirectory(prefix="lucevisor-bench-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
 
         async def everything() -> tuple[str, dict[str, object]]:
-            service = Service(loaded, model, Path(directory), SilentDisplay())
-            figures, kernels = await run(service, wanted, rounds, peer)
-            tests = [f.as_json() for f in figures]
-            return table(figures), {**conditions(service, file), "tests": tests, "kernels": kernels}
+            figures, record = await run(Service(loaded, model, Path(directory), SilentDisplay()), wanted, rounds, peer)
+            return table(figures), record
 
         text, record = runner.run(everything())
     click.echo(text)

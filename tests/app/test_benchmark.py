@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from lucevisor.app.benchmark import Case, Figures, cases, table
+from lucevisor.app.bench_cases import Case, cases
+from lucevisor.app.benchmark import Figures, table
 from lucevisor.app.llama_bench import LlamaBench
 from lucevisor.errors import LucevisorError
 
@@ -38,16 +39,33 @@ def program(path, text):
     return path
 
 
-def test_llama_bench_is_given_the_case(tmp_path):
-    asked = tmp_path / "asked"
-    result = json.dumps([{"avg_ts": 12.5}])
-    bench = LlamaBench(
-        program(tmp_path / "ok", f"echo \"$@\" > {asked}; echo '{result}'"), tmp_path / "m.gguf", ["-t", "2"]
-    )
-    assert bench.run(prompt=0, answer=16, depth=64) == 12.5
-    assert asked.read_text().split() == [
-        "-m", str(tmp_path / "m.gguf"), "-p", "0", "-n", "16", "-d", "64", "-r", "1", "-o", "json", "-t", "2",
-    ]  # fmt: skip
+def peers(tmp_path, rows, batched_rows=()):
+    """Programs that note their arguments and print these rows; returns the first and a reader of the notes."""
+    notes = tmp_path / "asked"
+    program(tmp_path / "llama-bench", f"echo \"$@\" >> {notes}; echo '{json.dumps(rows)}'")
+    if batched_rows:
+        lines = "; ".join(f"echo '{json.dumps(row)}'" for row in batched_rows)
+        program(tmp_path / "llama-batched-bench", f'echo "$@" >> {notes}; echo; {lines}')
+    return tmp_path / "llama-bench", lambda: [line.split(" ", 2)[2] for line in notes.read_text().splitlines()]
+
+
+def test_a_call_of_llama_bench_measures_all_cases_of_a_depth(tmp_path):
+    rows = [{"n_prompt": p, "n_gen": n, "avg_ts": v} for p, n, v in ((512, 0, 90.0), (64, 0, 80.0), (0, 16, 12.5))]
+    program, asked = peers(tmp_path, rows)
+    bench = LlamaBench(program, tmp_path / "m.gguf", ["-t", "2"])
+    near, far = cases([512, 64], 16, [0], [1, 8]), Case(answer=16, depth=64)
+    assert bench.run([*near, far]) == {
+        Case(prompt=512): 90.0, Case(prompt=64): 80.0, Case(answer=16): 12.5, far: 12.5,
+    }  # fmt: skip
+    assert asked() == ["-p 64,512 -n 16 -r 1 -o json -t 2", "-p 0 -n 16 -d 64 -r 1 -o json -t 2"]
+
+
+def test_several_streams_are_measured_by_the_batched_program_beside_it(tmp_path):
+    rows = [{"pl": 8, "speed_tg": 280.0}, {"pl": 32, "speed_tg": 674.0}]
+    program, asked = peers(tmp_path, [{"n_prompt": 0, "n_gen": 300, "avg_ts": 85.0}], rows)
+    found = LlamaBench(program, tmp_path / "m.gguf", ["-fa", "on"]).run(cases([], 300, [0], [1, 8, 32]))
+    assert list(found.values()) == [85.0, 280.0, 674.0]
+    assert asked()[1] == "-c 16384 -npp 16 -ntg 300 -npl 8,32 --output-format jsonl -fa on"
 
 
 @pytest.mark.parametrize(
@@ -62,4 +80,10 @@ def test_llama_bench_is_given_the_case(tmp_path):
 def test_a_llama_bench_that_fails_is_told(tmp_path, text, words):
     bench = LlamaBench(program(tmp_path / "bad", text), tmp_path / "m.gguf", timeout_s=0.3)
     with pytest.raises(LucevisorError, match=words):
-        bench.run(prompt=1, answer=0, depth=0)
+        bench.run([Case(prompt=1)])
+
+
+def test_a_batched_bench_without_the_asked_streams_is_told(tmp_path):
+    program, _ = peers(tmp_path, [], [{"pl": 4, "speed_tg": 1.0}])
+    with pytest.raises(LucevisorError, match="printed no result of llama-batched-bench"):
+        LlamaBench(program, tmp_path / "m.gguf").run([Case(answer=1, streams=2)])

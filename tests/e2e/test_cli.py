@@ -200,8 +200,10 @@ def test_logits_writes_the_golden_numbers(cli: Cli, tmp_path: Path) -> None:
 
 def test_bench_measures_a_configuration_beside_a_llama_bench(cli: Cli, tmp_path: Path) -> None:
     peer, record = tmp_path / "llama-bench", tmp_path / "figures.json"
-    peer.write_text("#!/bin/sh\necho '[{\"avg_ts\": 2.0}]'\n")
-    peer.chmod(0o700)
+    results = [{"n_prompt": 70, "n_gen": 0, "avg_ts": 2.0}, {"n_prompt": 0, "n_gen": 6, "avg_ts": 2.0}]
+    for program, said in ((peer, results), (tmp_path / "llama-batched-bench", {"pl": 2, "speed_tg": 2.0})):
+        program.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
+        program.chmod(0o700)
     done = cli.run(
         *("bench", str(DEMO), "-p", "70", "-n", "6", "-d", "0,65", "-s", "2", "-r", "2"),
         *("--against", str(peer), "--json", str(record)),
@@ -211,8 +213,10 @@ def test_bench_measures_a_configuration_beside_a_llama_bench(cli: Cli, tmp_path:
     found = json.loads(record.read_text())
     assert [t["name"] for t in found["tests"]] == rows[1:]
     assert all(len(t["rounds"]) == 2 and min(t["rounds"]) > 0 for t in found["tests"])
-    assert [t.get("against_rounds") for t in found["tests"]] == [[2.0, 2.0]] * 3 + [None]
-    assert any("linear" in key for key in found["kernels"])
+    assert [t.get("against_rounds") for t in found["tests"]] == [[2.0, 2.0]] * 4
+    assert all("cpu layers" in group["kernels"] and group["torch"] for group in found["groups"].values())
+    assert found["against"] == [str(peer)]
+    assert {"date", "version", "command", "layers"} < set(found)
     refused = cli.run("bench", str(DEMO), "-p", "1000000", check=False)
     assert refused.returncode == 1
     assert "raise engine.max_context" in refused.stderr
