@@ -1,4 +1,4 @@
-"""Access control: peer address, Host header, API key, CORS, Content-Encoding.
+"""Access control: peer address, Host header, API key, CORS, type and encoding of bodies.
 
 Knows headers and addresses, and no endpoint but the open ones.  Invariant: without keys only this machine is served,
 unless `allow_open` is set; a page of another origin can read nothing unless its origin is configured.
@@ -21,6 +21,8 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
 """For load balancers, which have no key, and for browsers: the status page says nothing before it is given one."""
 ADMIN_PATHS: Final = "/admin/"
 """Below it an admin key is needed."""
+OLLAMA_PATHS: Final = "/api/"
+"""Paths of Ollama's API; its errors have another shape, and its users send JSON under curl's own Content-Type."""
 
 _ALLOW_HEADERS: Final = (
     "authorization, content-type, x-api-key, x-request-id, "
@@ -107,6 +109,22 @@ def _host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() and ":" in header else header
+
+
+def check_content_type(request: web.Request) -> None:
+    """Raise ApiError 400 for a body that is not announced as JSON: a page of any origin may send forms and plain text.
+
+    On Ollama's paths only such pages, which browsers mark with Origin, have to announce it.
+    """
+    kind = request.content_type.lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    if request.path.startswith(OLLAMA_PATHS) and "Origin" not in request.headers:
+        return
+    sent = request.headers.get("Content-Type", "")
+    raise ApiError(
+        400, f"Content-Type is {show(sent)}; send the body as application/json", code="unsupported_content_type"
+    )
 
 
 def check_content_encoding(request: web.Request) -> None:

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.log_query import LogQuery
-from lucevisor.errors import LucevisorError, show
+from lucevisor.errors import ConfigError, LucevisorError, OrderError, show
 
 log = structlog.get_logger("lucevisor.admin")
 
@@ -122,6 +122,8 @@ async def _own_user_only(
         return _error(403, f"uid {uid} may not operate a supervisor of uid {os.geteuid()}")
     try:
         return await handler(request)
+    except (ConfigError, OrderError) as e:
+        return _error(400, str(e))
     except LucevisorError as e:
         return _error(409, str(e))
     except ApiError as e:

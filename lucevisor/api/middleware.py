@@ -15,7 +15,15 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.access import OPEN_PATHS, check_access, check_content_encoding, cors_headers, is_preflight, preflight
+from lucevisor.api.access import (
+    OLLAMA_PATHS,
+    OPEN_PATHS,
+    check_access,
+    check_content_encoding,
+    cors_headers,
+    is_preflight,
+    preflight,
+)
 from lucevisor.api.connections import HttpConnection
 from lucevisor.api.context import (
     ACTIVE,
@@ -37,8 +45,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = structlog.get_logger("lucevisor.api")
 
 _QUIET = OPEN_PATHS | {"/metrics", "/status"}
-OLLAMA_PATHS = "/api/"
-"""Paths of Ollama's API; its errors have another shape."""
 _MAX_PATH = 100  # characters of an unknown path that are compared with known ones
 _STATUS_MESSAGES = {
     404: ("no such path", "not_found"),

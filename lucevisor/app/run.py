@@ -294,9 +294,8 @@ class Supervisor:
         return changed
 
     def _begin_restart(self, group: str, now: bool) -> None:
-        """Restart a group in the background; raises LucevisorError if there is none of that name."""
-        if group not in self.service.groups:
-            raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.service.groups)}")
+        """Restart a group in the background; raises OrderError if there is none of that name."""
+        self.service.check_group(group)
         task = asyncio.create_task(self._restart_one(group, now), name=f"restart {group}")
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lucevisor.errors import LucevisorError, NotRunningError
+from lucevisor.errors import LucevisorError, NotRunningError, OrderError
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -24,7 +24,8 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class AdminClient:
-    """Calls raise NotRunningError if nothing listens, LucevisorError with the supervisor's message if it refuses."""
+    """Calls raise NotRunningError if nothing listens, LucevisorError with the supervisor's message if it refuses, and
+    of these OrderError if what was asked for is wrong."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,6 +48,8 @@ class AdminClient:
         finally:
             connection.close()
         answer = json.loads(raw)
+        if response.status == 400:
+            raise OrderError(str(answer.get("error", answer)))
         if response.status != 200:
             raise LucevisorError(str(answer.get("error", answer)))
         return dict(answer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -24,7 +25,7 @@ from lucevisor.deployment.reload import READ_LATER, give_state, go_on, take_stat
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import RequestError
-from lucevisor.errors import LucevisorError, NotReadyError
+from lucevisor.errors import LucevisorError, NotReadyError, OrderError, show
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.snapshots.manager import SnapshotManager
 from lucevisor.supervision.group import GroupSupervisor
@@ -56,14 +57,20 @@ class Orders(ABC):
     _restarting: asyncio.Lock
     _stopping: asyncio.Task[None] | None
 
+    def check_group(self, group: str) -> None:
+        """Raise OrderError if there is no group of that name."""
+        if group not in self.groups:
+            near = difflib.get_close_matches(group, self.groups, 1, 0.0)[0]
+            names = ", ".join(self.groups)
+            raise OrderError(f"there is no group {show(group)}: the groups are {names}; nearest: {near}")
+
     async def restart(self, group: str, *, now: bool) -> None:
         """Restart one group's daemon; returns when requests are served again or another group has FAILED.
 
         Raises LucevisorError naming group and reason.
         """
-        one = self.groups.get(group)
-        if one is None:
-            raise LucevisorError(f"there is no group {group!r}: the groups are {', '.join(self.groups)}")
+        self.check_group(group)
+        one = self.groups[group]
         async with self._restarting:
             if self._stopping is not None:  # perhaps since this call waited for its turn
                 raise LucevisorError("the supervisor is stopping")

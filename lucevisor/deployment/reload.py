@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from lucevisor.config import Config, changed_keys
+from lucevisor.config.resolve import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
 from lucevisor.engine.core import Engine
@@ -39,7 +40,9 @@ def values_of(before: Config, after: Config, at_once: Collection[str]) -> dict[s
     why, hint = "cannot change while the supervisor runs", "leave it as it was, or `lucevisor stop`, then `start`"
     fixed = [key for key in changed if key not in at_once and not key.startswith(RELOADED)]
     if fixed:
-        raise ConfigErrors([ConfigError(key, values[key], why, hint, file=str(after.file)) for key in fixed])
+        given = {override.partition("=")[0] for override in after.overrides}
+        files = {key: OVERRIDE if key in given else str(after.file) for key in fixed}
+        raise ConfigErrors([ConfigError(key, values[key], why, hint, file=files[key]) for key in fixed])
     return values
 
 

@@ -81,7 +81,9 @@ class OpenFile:
     def header(self) -> GgufHeader:
         """Parse the GGUF header, reading only as much as needed.  Raises GgufError."""
         if self.n_bytes < 24:
-            raise TruncatedFileError(str(self.path), "byte 0", "is too short to be a GGUF file: download it again")
+            raise TruncatedFileError(
+                str(self.path), "byte 0", "the file is too short to be a GGUF file: download it again"
+            )
         for n in _HEADER_READS:
             data = self.read(0, min(n, self.n_bytes))
             try:

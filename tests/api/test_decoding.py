@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.prompts.decoding import ignored, to_record
+from lucevisor.api.prompts.responses_schemas import ResponsesBody
 from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -22,6 +23,23 @@ def refused(kind, fields):
     assert caught.value.status == 400
     assert caught.value.param is None or caught.value.message.startswith(caught.value.param)
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"mirostat": 3}, "mirostat: 3 is not one of its values; use 0, 1, 2"),
+        (
+            {"reasoning_effort": "huge"},
+            'reasoning_effort: "huge" is not one of its values; use high, low, max, medium,',
+        ),
+        ({"service_tier": "gold"}, 'service_tier: "gold" is not one of its values; use auto, default, flex, priority,'),
+        ({"input": "", "reasoning": {"effort": "huge"}}, 'reasoning.effort: "huge" is not one of its values; use high'),
+    ],
+)
+def test_a_value_that_is_none_of_a_list_is_told_with_the_list(more, told):
+    kind, fields = (ResponsesBody, more) if "input" in more else (ChatBody, CHAT | more)
+    assert refused(kind, fields).message.startswith(told)
 
 
 class TestValues:

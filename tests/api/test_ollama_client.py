@@ -173,6 +173,16 @@ def test_refusals_have_ollamas_shape(server, more, words):
     assert re.search(words, answer.json()["error"])
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_curl_needs_no_header_and_a_page_of_another_origin_does(server, kind):
+    body = json.dumps({"model": MODEL, "messages": HI, "stream": False})
+    curl = httpx.post(server.url + "/api/chat", content=body, headers={"Content-Type": kind})
+    assert curl.json()["done"]
+    page = {"Content-Type": kind, "Origin": "https://example.org"}
+    refused = httpx.post(server.url + "/api/chat", content=body, headers=page)
+    assert (refused.status_code, "send the body as application/json" in refused.json()["error"]) == (400, True)
+
+
 def test_the_client_raises_what_is_refused(client):
     with pytest.raises(ollama.ResponseError, match="does not exist here") as caught:
         client.chat("other", HI)

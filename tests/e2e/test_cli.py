@@ -23,6 +23,7 @@ from rich.console import Console
 
 from lucevisor.cli.status_view import status_view
 from lucevisor.cli.top import screen
+from lucevisor.errors import ExitCode
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
 from tests.e2e.service import GOLDEN, write_config
 from tests.families.golden import opened
@@ -101,7 +102,12 @@ def test_operating_a_running_supervisor(user_cli: Cli) -> None:
     now = user_cli.status()
     assert now["groups"][1]["pid"] != first["groups"][1]["pid"]
     assert now["groups"][1]["restarts"] == 1
-    assert "there is no group 'middle'" in user_cli.run("restart", "middle", check=False).stderr
+    for order, says in (
+        (("restart", "rihgt"), 'there is no group "rihgt": the groups are left, right; nearest: right'),
+        (("reload", "--set", "engine.max_context=128"), "--set: engine.max_context = 128: cannot change while"),
+    ):
+        refused = user_cli.run(*order, check=False)
+        assert (refused.returncode, says in refused.stderr) == (ExitCode.USAGE, True), refused.stderr
     rolled = user_cli.run("restart", "--rolling", "--now").stdout
     assert "group left is ready" in rolled
     moved = user_cli.run("reload", "--set", "placement.target_layer_split=3,1").stdout

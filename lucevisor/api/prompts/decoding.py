@@ -6,12 +6,14 @@ Knows JSON and msgspec, no endpoint.  Invariant: any bytes give a record or an A
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED
@@ -23,6 +25,7 @@ _MISSPELT: Final = 0.8  # similarity from which an unknown parameter counts as a
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
+_STEP: Final = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")  # of such a path: a field or an index
 _TYPE_NAMES: Final = {
     "int": "integer",
     "float": "number",
@@ -32,6 +35,9 @@ _TYPE_NAMES: Final = {
     "array": "array",
     "object": "object",
 }
+
+
+_type_info = functools.cache(inspect.type_info)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def _check_type(kind: Any, name: str, value: object) -> None:
     try:
         msgspec.convert(value, kind | None)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        raise _translate(str(error), msgspec.Struct, value, name) from None
+        raise _translate(str(error), kind, value, name) from None
 
 
 def convert(kind: type[Body], value: object, where: str = "") -> Body:
@@ -133,7 +139,7 @@ def convert(kind: type[Body], value: object, where: str = "") -> Body:
         raise _translate(str(error), kind, value, where) from None
 
 
-def _translate(message: str, kind: type[msgspec.Struct], value: object, where: str) -> ApiError:
+def _translate(message: str, kind: Any, value: object, where: str) -> ApiError:
     path = ""
     if found := _PATH.search(message):
         path, message = found["path"], message[: found.start()]
@@ -146,8 +152,10 @@ def _translate(message: str, kind: type[msgspec.Struct], value: object, where: s
         return bad_parameter(
             name, f"is unknown here{_nearest(unknown['name'], _fields_at(kind, path))}", "unknown_parameter"
         )
-    text = re.sub(r"`([^`]*)`", lambda m: " or ".join(_TYPE_NAMES.get(t, t) for t in m[1].split(" | ")), message)
     sent = _value_at(value, path)
+    if message.startswith("Invalid enum value") and (choices := _choices_at(kind, path)):
+        return bad_parameter(param, f"{show(sent)} is not one of its values; use {', '.join(map(str, choices))}")
+    text = re.sub(r"`([^`]*)`", lambda m: " or ".join(_TYPE_NAMES.get(t, t) for t in m[1].split(" | ")), message)
     shown = f"{show(sent)}: " if isinstance(sent, str | int | float | bool) else ""
     return bad_parameter(param or "body", f"{shown}{text[:1].lower()}{text[1:]}")
 
@@ -161,8 +169,10 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
     return f"; did you mean {near[0]}?" if near else "; leave it out"
 
 
-def _fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
+def _fields_at(kind: Any, path: str) -> tuple[str, ...]:
     """Return the field names of the record at `path`, if it is directly inside `kind`, else none."""
+    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+        return ()
     for field in msgspec.structs.fields(kind):
         if path == f".{field.name}":
             options = getattr(field.type, "__args__", (field.type,))
@@ -170,9 +180,28 @@ def _fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
     return kind.__struct_fields__ if not path else ()
 
 
+def _choices_at(kind: Any, path: str) -> list[Any]:
+    """Return the values that the field at `path` may have, if it is one of a list of values."""
+    types: list[Any] = [_type_info(kind)]
+    for name, _ in _STEP.findall(path):
+        inside: list[Any] = []
+        for one in _members(types):
+            if name and isinstance(one, inspect.StructType):
+                inside += [field.type for field in one.fields if field.encode_name == name]
+            else:  # of an array or a dict
+                inside += [getattr(one, part) for part in ("item_type", "value_type") if hasattr(one, part)]
+        types = inside
+    return [value for one in _members(types) if isinstance(one, inspect.LiteralType) for value in one.values]
+
+
+def _members(types: list[Any]) -> list[Any]:
+    """Return types, and those of which unions among them consist."""
+    return [part for one in types for part in (one.types if isinstance(one, inspect.UnionType) else (one,))]
+
+
 def _value_at(value: object, path: str) -> object:
     """Return the value at a path such as `.stop[1]`, or None if the path is not a single value."""
-    for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]*)\]", path):
+    for name, index in _STEP.findall(path):
         if name and isinstance(value, dict):
             value = value.get(name)
         elif index.isdigit() and isinstance(value, list) and int(index) < len(value):

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from lucevisor.api.access import check_content_type
 from lucevisor.api.context import BUFFERED_BODIES, PORTS, BufferedBodies
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, Ports
@@ -22,7 +23,6 @@ from lucevisor.api.prompts.constraint import compiled, constrains
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.sampling import searches_vocabulary
 from lucevisor.compression.compressor import Compressor
-from lucevisor.errors import show
 from lucevisor.kv.tokens import TokenBuffer
 
 INLINE_BYTES: Final = 4 * 1024
@@ -88,14 +88,7 @@ async def _read(
 
 async def _read_body(request: web.Request, settings: ApiSettings, bodies: BufferedBodies, body: list[bytes]) -> None:
     """Append the parts of the body as they arrive, and count them in `bodies`."""
-    media_type = request.content_type.lower()
-    if media_type != "application/json" and not (
-        media_type.startswith("application/") and media_type.endswith("+json")
-    ):
-        sent = request.headers.get("Content-Type", "")
-        raise ApiError(
-            400, f"Content-Type is {show(sent)}; send the body as application/json", code="unsupported_content_type"
-        )
+    check_content_type(request)
     limit_bytes = settings.max_body_bytes
     if request.content_length is not None and request.content_length > limit_bytes:
         raise too_large(limit_bytes)
