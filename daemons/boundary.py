@@ -1,6 +1,7 @@
 """Boundary activations handed from one stage to the next: rows in, rows out, one region a step.
 
-Knows neither stages nor steps.  Invariant: when ``write`` returns, the bytes are where the next stage reads them.
+Knows neither stages nor steps.  Invariant: when ``write`` returns, the bytes are where the next stage reads
+them, unless its caller is to wait.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ class BoundaryBuffer(Protocol):
     def read(self, region: int, n_rows: int) -> Tensor:
         """``[n_rows, width]`` as the stage before wrote them, on the cpu; valid during the step."""
 
-    def write(self, region: int, rows: Tensor) -> None:
-        """Hand ``rows`` ``[T, width]``, on any device, to the next stage.  Returns when they are there."""
+    def write(self, region: int, rows: Tensor, *, wait: bool = True) -> None:
+        """Hand ``rows`` ``[T, width]``, on any device, to the next stage.  Returns when they are there; at once without
+        ``wait``: the caller waits for the device before anybody reads them.
+        """
 
 
 class SharedMemoryBuffer:
@@ -49,7 +52,8 @@ class SharedMemoryBuffer:
             return torch.empty(0, self._width, dtype=dtype)
         return torch.frombuffer(buffer, dtype=dtype, count=n_rows * self._width).view(n_rows, self._width)
 
-    def write(self, region: int, rows: Tensor) -> None:
-        """Copy into the region and wait for the copy.  Raises DeviceError when the rows do not fit."""
+    def write(self, region: int, rows: Tensor, *, wait: bool = True) -> None:
+        """Copy into the region.  Raises DeviceError when the rows do not fit."""
         self.read(region, rows.shape[0]).copy_(rows, non_blocking=True)
-        devices.synchronize(rows.device)
+        if wait:
+            devices.synchronize(rows.device)

@@ -59,12 +59,13 @@ MaskSource = Callable[[int, list[Slice]], Tensor | None]
 class StepOutput:
     """A step result and its payload, float32 arrays.
 
-    ``deferred``: the tokens that the result lacks until ``ModelRunner.settle``; the step began at ``started``.
+    ``deferred``: the tokens of ``step`` that the result lacks until ``ModelRunner.settle``; it began at ``started``.
     """
 
     result: StepResult
     payload: list[Tensor]
     deferred: DeferredTokens | None = None
+    step: Step | None = None
     started: float = 0.0
 
 
@@ -199,11 +200,13 @@ class ModelRunner:
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
-        fill = None
+        fill, asked = None, step
         if plan.output and self._sampler is not None:
             step, fill = self._sampler.known(step)
         if fill is None:
             queued()
+            if step is not asked and self._draft_inputs is not None:
+                self._draft_inputs.keep_slices(step, step.slices)
         self._apply(stage, plan, step)
         deferred: DeferredTokens | None = None
         payload: list[Tensor] = []
@@ -227,35 +230,46 @@ class ModelRunner:
                 self._boundaries[plan.target].write(step.region, out.rows)
             else:
                 scored = self._score(stage, step, out.rows)
-                found = self._sample(stage, step, out.rows, masks, payload, segments, queued)
+                told = queued if fill is None else partial(self._tell, asked, queued)
+                found = self._sample(stage, step, out.rows, masks, payload, segments, told)
                 if isinstance(found, DeferredTokens):
                     deferred = found
                 else:
                     sampled = found
                 if not found:  # else drawing waited: steps are not queued on the device, and their time is known
                     devices.synchronize(stage.device)
-        if plan.output and self._draft_inputs is not None:
+        if plan.output and self._draft_inputs is not None and deferred is None:
             self._draft_inputs.keep_tokens(step, sampled)
         elapsed = time.monotonic() - started
         result = StepResult(
             step.step_id, stage_index, sampled, elapsed, wait_s, segments, scored=scored, page_scores=page_scores
         )
-        return StepOutput(result, payload, deferred, started)
+        return StepOutput(result, payload, deferred, step, started)
 
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for the deferred tokens of a step."""
         if output.deferred is None or self._sampler is None:
             return output
         sampled, now = self._sampler.settle(output.deferred), time.monotonic()
+        if self._draft_inputs is not None and output.step is not None:
+            self._draft_inputs.keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
         return StepOutput(replace(output.result, sampled=sampled, compute_s=now - begun), output.payload)
+
+    def _tell(self, asked: Step, queued: Callable[[], None]) -> None:
+        """Settle the step before, and tell the draft stage which tokens a step that ran ahead of them starts from."""
+        queued()
+        if self._draft_inputs is not None and self._sampler is not None:
+            self._draft_inputs.keep_slices(asked, self._sampler.told(asked.slices))
 
     def _hand_over(self, plan: StagePlan, step: Step, captures: Tensor | None) -> None:
         """Hand a stage's captures to the draft stage, in this daemon or in another."""
         if captures is None:
             return
         if plan.capture_target is not None:
-            self._boundaries[plan.capture_target].write(step.region, captures)
+            # the output stage waits for its device in any case, before anybody hears of the step
+            wait = not plan.output or captures.device != self.stages[plan.stage].device
+            self._boundaries[plan.capture_target].write(step.region, captures, wait=wait)
         elif self._draft_inputs is not None:
             self._draft_inputs.keep_captures(step, plan.stage, captures)
 
@@ -266,7 +280,7 @@ class ModelRunner:
         if self._draft is None or self._draft_inputs is None:
             raise StateError(f"draft step {step.step_id}", "this daemon has no draft stage")
         plan = self._draft_inputs.plan
-        captures, tokens = self._draft_inputs.take(message)
+        step, captures, tokens = self._draft_inputs.take(message)
         self._draft.apply(step.operations)
         drafts = self._draft.run(step, captures, tokens) if step.n_tokens else []
         if any(source.arena is not None for source in plan.sources):
@@ -342,8 +356,9 @@ class ModelRunner:
             return []
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
         slices = [s for s in step.slices if s.sample]
-        # a drafter reads the tokens on the host, and other stages wait for the result
-        alone = self._draft_inputs is None and self._plans[stage.plan.stage].source is None and not step.want_logits
+        # drafts begin with tokens that the host reads, and other stages wait for the result
+        drafts = self._draft_inputs is not None and any(s.n_ahead for s in slices)
+        alone = not drafts and self._plans[stage.plan.stage].source is None and not step.want_logits
         deferred = self._sampler.defer(slices, logits) if alone else None
         queued()
         if deferred is not None:

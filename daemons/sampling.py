@@ -117,6 +117,10 @@ class Sampler:
         fill = Fill.of(deferred.tokens, places) if deferred is not None and places else None
         return replace(step, slices=slices), fill
 
+    def told(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Slices with the tokens their pending ones stand for; the step before is settled, theirs is not."""
+        return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
+
     def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:
         """Draw a token a slice as ``sample`` does, without waiting for the device; ``settle`` brings them.
 

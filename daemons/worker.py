@@ -110,6 +110,7 @@ class _MessageLoop:
         self._broken = False
         self._deferred: StepOutput | None = None  # of a step that is computed on the device
         self._n_rows = 0  # of that step
+        self._waiting: Frame | None = None  # what the draft stage shall do behind it
         self._idle_since = time.monotonic()
 
     def run(self) -> int:
@@ -146,6 +147,7 @@ class _MessageLoop:
     def _answer_deferred(self) -> None:
         """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
         output, self._deferred = self._deferred, None
+        waiting, self._waiting = self._waiting, None
         if output is None or self._runtime is None:
             return
         try:
@@ -154,6 +156,10 @@ class _MessageLoop:
             result = output.result
             raise _StepFailed(self._fail(f"step {result.step_id}", e, f"stage {result.stage}")) from e
         self._answer(output, self._n_rows)
+        if waiting is not None and isinstance(waiting.message, DraftStep):
+            code = self._step(waiting.message, waiting.flags, 0.0)
+            if code is not None:
+                raise _StepFailed(code)
 
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]
@@ -162,11 +168,15 @@ class _MessageLoop:
 
     def _handle(self, frame: Frame) -> int | None:
         """Return None to go on, or the exit code."""
+        if isinstance(frame.message, DraftStep) and self._deferred is not None:  # it needs the tokens of that step
+            self._waiting = frame
+            return None
         if not isinstance(frame.message, Step):  # a step may be queued behind the one on the device
             self._answer_deferred()
         match frame.message:
             case Step() | DraftStep() as message:
-                return self._step(message, frame.flags)
+                wait_s = time.monotonic() - self._idle_since if self._deferred is None else 0.0
+                return self._step(message, frame.flags, wait_s)
             case ScoreWindow() as score:
                 return self._score(score)
             case Load() as load:
@@ -195,8 +205,7 @@ class _MessageLoop:
                     "",
                 )
 
-    def _step(self, message: Step | DraftStep, stage: int) -> int | None:
-        wait_s = time.monotonic() - self._idle_since if self._deferred is None else 0.0
+    def _step(self, message: Step | DraftStep, stage: int, wait_s: float) -> int | None:
         step = message.step if isinstance(message, DraftStep) else message
         self._reporter.phase("step", step.step_id)
         try:

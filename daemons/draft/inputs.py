@@ -1,4 +1,4 @@
-"""What a daemon hands to its draft stage for a step: captures of the target's layers, and the tokens sampled.
+"""What a daemon hands to its draft stage for a step: captures of the target's layers, its tokens and those sampled.
 
 Knows no drafter.  Invariants: of a step whose DraftStep ran, and of those before it, nothing is kept; nor of more steps
 than may be in flight, so a draft stage that gets no steps (it was detached) costs no memory.
@@ -9,19 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.boundary import BoundaryBuffer
 from daemons.errors import StateError
 from lucevisor.protocol.loading import DraftPlan, arena_regions
-from lucevisor.protocol.steps import DraftStep, Sampled, Step
+from lucevisor.protocol.steps import DraftStep, Sampled, Slice, Step
 
 
 @dataclass(slots=True)
 class _KeptStep:
-    """Of one step: captures by stage, and the tokens sampled for each slice if the output stage is here."""
+    """Of one step: captures by stage, and if the output stage is here the tokens sampled for each slice.
+
+    ``slices``: with the tokens they started from, which a step that ran ahead does not say.
+    """
 
     captures: dict[int, Tensor] = field(default_factory=dict)
+    slices: list[Slice] | None = None
     tokens: list[list[int]] | None = None
 
 
@@ -37,6 +42,10 @@ class DraftInputs:
         """Keep a copy of a stage's captures: the next step may overwrite them."""
         self._of(step).captures[stage] = captures.clone()
 
+    def keep_slices(self, step: Step, slices: list[Slice]) -> None:
+        """Keep the slices of a step that ran ahead, with the tokens it started from."""
+        self._of(step).slices = slices
+
     def keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
         by_sequence: dict[int, list[int]] = {}
         for found in sampled:
@@ -49,13 +58,16 @@ class DraftInputs:
             del self._kept[next(iter(self._kept))]
         return kept
 
-    def take(self, message: DraftStep) -> tuple[list[Tensor], list[list[int]]]:
-        """Captures [T, n E] of each source, valid during the step, and the tokens sampled for each slice.
+    def take(self, message: DraftStep) -> tuple[Step, list[Tensor], list[list[int]]]:
+        """The step with the tokens it started from, captures [T, n E] of each source, valid during the step, and the
+        tokens sampled for each slice.
 
         Raises StateError when they are not in this daemon.
         """
         step, where = message.step, f"draft step {message.step.step_id}"
         kept = self._release(step.step_id)
+        if kept.slices is not None:
+            step = replace(step, slices=kept.slices)
         tokens = kept.tokens if message.tokens is None else message.tokens
         if tokens is None or len(tokens) != len(step.slices):
             found = "no" if tokens is None else f"{len(tokens)} lists of"
@@ -69,7 +81,7 @@ class DraftInputs:
             else:
                 raise StateError(where, f"stage {source.stage} of this daemon has kept no captures of it")
             captures.append(rows)
-        return captures, tokens
+        return step, captures, tokens
 
     def _release(self, step_id: int) -> _KeptStep:
         """What is kept of a step; forgets it and all steps before it."""

@@ -280,7 +280,7 @@ class Drafting:
             return 0
         most = min(
             self._settings.max_drafts,
-            record.max_tokens - record.n_generated - 2,  # the last token needs no draft
+            record.max_tokens - record.n_generated - 2 - one.runs_ahead,  # the last token needs no draft
             self._max_context - (one.stop + n_drafts) - 1,
         )
         return min(most, self.speculation.n_ahead(record, self._n_decoding)) if most > 0 else 0

@@ -22,7 +22,7 @@ from lucevisor.engine.constraint import MadeMasks
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
-from lucevisor.protocol.steps import DraftStep, Masks, Operation, Step, StepResult
+from lucevisor.protocol.steps import PENDING, DraftStep, Masks, Operation, Sampled, Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -126,6 +126,7 @@ class Pipeline:
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
         self._draft: _DraftStage | None = None
+        self._sampled: Sequence[Sampled] = ()  # by the last step that the last stage answered
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
         self.on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
@@ -216,11 +217,8 @@ class Pipeline:
         entry.payloads.append(payload)
         if stage + 1 == self.n_stages:
             if entry.draft is not None and not entry.draft.with_output:
-                drawn = {
-                    piece.sequence: [s.token for s in result.sampled if s.sequence == piece.sequence]
-                    for piece in entry.step.slices
-                }
-                self._send_draft(entry, list(drawn.values()))
+                self._send_draft(entry, _tokens_by_slice(entry.step, result.sampled))
+            self._sampled = result.sampled
             seconds = now - entry.started_at
             results, payloads, hops_s = tuple(entry.results), tuple(entry.payloads), tuple(entry.hops_s)
             self._on_result(PipelineResult(entry.step, results, payloads, hops_s, seconds))
@@ -356,6 +354,8 @@ class Pipeline:
             return
         if entry.opening is not None:
             step = replace(step, operations=list(entry.opening))
+        if tokens is not None:
+            step = _filled(step, self._sampled)
         try:
             draft.link.send(encode(DraftStep(step, tokens), request_id=step.step_id, flags=self.n_stages))
         except (ProtocolError, OSError) as error:
@@ -380,3 +380,17 @@ class Pipeline:
     @staticmethod
     def _frame(step: Step, stage: int) -> bytes:
         return encode(step, request_id=step.step_id, flags=stage)
+
+
+def _tokens_by_slice(step: Step, sampled: Sequence[Sampled]) -> list[list[int]]:
+    """The tokens sampled for each slice of a step."""
+    return [[one.token for one in sampled if one.sequence == piece.sequence] for piece in step.slices]
+
+
+def _filled(step: Step, before: Sequence[Sampled]) -> Step:
+    """Return a step that ran ahead with the tokens it started from: those sampled by the step ``before``."""
+    newest = {one.sequence: one.token for one in before}
+    slices = [
+        replace(piece, tokens=[newest[piece.sequence]]) if piece.tokens == [PENDING] else piece for piece in step.slices
+    ]
+    return replace(step, slices=slices)

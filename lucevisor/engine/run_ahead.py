@@ -2,7 +2,8 @@
 
 A pipeline of one stage would idle from a step's result until the next step arrives.  So the next step is sent while one
 runs: its slices name the tokens that the running step samples (``PENDING``), which the daemon knows first.
-Pure.  Only where nobody loses by it: every running request decodes, each from its row alone, and none has drafts.
+Pure.  Only where nobody loses by it: every running request decodes, each from its row alone, and none waits for drafts.
+A drafter that is attached and not asked does not matter: it gets such steps like any other.
 Invariant: a sequence has at most one token that is planned and not known.
 """
 
@@ -20,7 +21,7 @@ def choose_ahead(
     records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
 ) -> list[ScheduledSlice]:
     """Choose the decodes behind the only step in flight; none unless all ``records`` can run ahead or end with it."""
-    if n_stages != 1 or len(in_flight) != 1 or drafting.attached:
+    if n_stages != 1 or len(in_flight) != 1 or any(step.n_ahead for step in in_flight):
         return []
     chosen = []
     for record in records:

@@ -23,7 +23,7 @@ def test_captures_and_tokens_wait_for_their_draft_step() -> None:
     for i in (1, 2):
         inputs.keep_captures(step(i), 0, torch.full((1, 2), float(i)))
         inputs.keep_tokens(step(i), [Sampled(0, 40 + i)])
-    captures, tokens = inputs.take(DraftStep(step(2)))
+    _, captures, tokens = inputs.take(DraftStep(step(2)))
     assert (captures[0].tolist(), tokens) == ([[2.0, 2.0]], [[42]])
     with pytest.raises(StateError, match="no sampled tokens"):
         inputs.take(DraftStep(step(1)))  # its turn is over
@@ -37,4 +37,4 @@ def test_without_draft_steps_only_the_newest_steps_are_kept() -> None:
     with pytest.raises(StateError, match="no sampled tokens"):
         inputs.take(DraftStep(step(10 - n)))
     for i in range(11 - n, 11):
-        assert inputs.take(DraftStep(step(i)))[1] == [[i]]
+        assert inputs.take(DraftStep(step(i)))[2] == [[i]]

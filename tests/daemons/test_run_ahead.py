@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,27 @@ from daemons.deferred import Fill
 from daemons.errors import StateError
 from daemons.runner import ModelRunner, StepOutput
 from daemons.sampling import Sampler
+from lucevisor.model.drafters import open_draft, read_draft_spec
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
+from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import PENDING, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
-from tests.families.golden import Golden, opened
+from lucevisor.protocol.steps import (
+    PENDING,
+    Drafted,
+    DraftStep,
+    OpenSequence,
+    Operation,
+    Sampling,
+    SetPages,
+    Slice,
+    Step,
+    ZeroState,
+)
+from tests.families.golden import opened
 from tests.families.pipeline import pools_of
+from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM
 
 GREEDY, PLAIN = Sampling(temperature=0.0), Sampling(temperature=0.9, seed=3)
 FILTERED = Sampling(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01, seed=5)
@@ -49,28 +65,43 @@ class Reporter:
 
 @dataclass
 class Daemon:
-    """All layers of a model in one runner; ``waiting``: the step on the device."""
+    """All layers of a model in one runner, and a drafter; ``waiting``: the step on the device."""
 
     runner: ModelRunner
     waiting: StepOutput | None = None
+    drafting: DraftStep | None = None  # behind it
+    drafted: list[Drafted] = field(default_factory=list)
     n_deferred: int = 0
     drawn: dict[int, list[int]] = field(default_factory=dict)
     n_steps: int = 0
 
     @classmethod
-    def of(cls, golden: Golden, backend: Backend, samplings: list[Sampling]) -> Daemon:
-        layers = LayerRange(0, golden.spec.n_layers)
-        plan = StagePlan(0, [ShardPlan(0, layers)], None, None, embedding=True, output=True)
-        files = [str(path) for path in golden.spec.files.paths]
-        load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], [], pools_of(golden.spec), 4, 80)
+    def of(
+        cls,
+        spec: ModelSpec,
+        ids: list[int],
+        backend: Backend,
+        samplings: list[Sampling],
+        drafter: tuple[Path, DraftKind] | None = None,
+    ) -> Daemon:
+        layers = LayerRange(0, spec.n_layers)
+        draft, captures = None, []
+        if drafter is not None:
+            path, kind = drafter
+            own = read_draft_spec(open_draft([path]), spec, kind)
+            captures = [*own.captures]
+            draft = DraftPlan(1, kind, [str(path)], 0, own.layers, [CaptureSource(0, captures, None)])
+        plan = StagePlan(0, [ShardPlan(0, layers)], None, None, embedding=True, output=True, captures=captures)
+        files = [str(path) for path in spec.files.paths]
+        load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], [], pools_of(spec), 4, 80, draft=draft)
         runner, _ = ModelRunner.load(load, backend, [], Reporter())
         found = cls(runner)
         for sequence, sampling in enumerate(samplings):
             operations: list[Operation] = [OpenSequence(sequence, sequence, sampling)]
-            for space in golden.spec.spaces():
+            for space in spec.spaces():
                 one = ZeroState(sequence) if space is Space.RECURRENT else SetPages(sequence, space, 0, [sequence])
                 operations.append(one)
-            prompt = golden.ids[: 5 + sequence]
+            prompt = ids[: 5 + sequence]
             found.run([Slice(sequence, 0, [*prompt], True)], operations)
             found.settle()
         return found
@@ -80,7 +111,7 @@ class Daemon:
         step = Step(self.n_steps, 0, operations or [], slices)
         output = self.runner.run_step(step, 0, 0.0, queued=self.settle)
         assert self.waiting is None
-        self.waiting = output
+        self.waiting, self.drafting = output, DraftStep(step)
         self.n_deferred += output.deferred is not None
         if output.deferred is None:
             self.settle()
@@ -90,13 +121,15 @@ class Daemon:
         if output is not None:
             for sampled in self.runner.settle(output).result.sampled:
                 self.drawn.setdefault(sampled.sequence, []).append(sampled.token)
+            if self.runner._draft is not None and self.drafting is not None:
+                self.drafted = self.runner.run_draft(self.drafting, 0.0).result.drafts
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_tokens_are_those_of_steps_that_wait(mix: str, backend: Backend) -> None:
     golden = opened("qwen35")
-    known, ahead = (Daemon.of(golden, backend, MIXES[mix]) for _ in range(2))
+    known, ahead = (Daemon.of(golden.spec, golden.ids, backend, MIXES[mix]) for _ in range(2))
     at = [5, 6, 7]
     for order in ORDERS * 3:
         known.settle()
@@ -115,6 +148,37 @@ def test_tokens_are_those_of_steps_that_wait(mix: str, backend: Backend) -> None
     on_device = backend is not Backend.CPU and mix != "of all kinds"
     assert (ahead.n_deferred == ahead.n_steps) == on_device
     assert on_device or mix == "of all kinds" or not ahead.n_deferred
+
+
+DRAFTERS = {
+    "dflash": (UPSTREAM, DraftKind.DFLASH),
+    "dflash2": (DFLASH2, DraftKind.DFLASH),
+    "qwen35_mtp_draft": (MTP, DraftKind.MTP),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_that_is_not_asked_gets_the_rows_of_steps_that_ran_ahead(name: str, backend: Backend) -> None:
+    spec = open_spec(MTP if name == "qwen35_mtp_draft" else TARGET)
+    ids = opened("qwen35").ids
+    known, ahead = (Daemon.of(spec, ids, backend, [GREEDY] * 3, DRAFTERS[name]) for _ in range(2))
+    at = [5, 6, 7]
+    for order in [(0, 1, 2), (1, 0, 2)] * 4:
+        known.settle()
+        known.run([Slice(s, at[s], [known.drawn[s][-1]], True) for s in order])
+        ahead.run([Slice(s, at[s], [PENDING], True) for s in order])
+        at = [n + 1 for n in at]
+    for one in (known, ahead):
+        one.settle()
+        assert not one.drafted
+    ahead.run([Slice(s, at[s], [ahead.drawn[s][-1]], True, n_ahead=3) for s in range(3)])
+    known.run([Slice(s, at[s], [known.drawn[s][-1]], True, n_ahead=3) for s in range(3)])
+    for one in (known, ahead):
+        one.settle()
+    assert ahead.drawn == known.drawn
+    assert [one.tokens for one in ahead.drafted] == [one.tokens for one in known.drafted]
+    assert all(len(one.tokens) == 3 for one in ahead.drafted)
 
 
 def test_a_token_that_nobody_sampled_is_refused() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -27,6 +28,8 @@ import pytest
 
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.step import ScheduledSlice
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import Sampling
@@ -224,6 +227,21 @@ async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place:
     await check(CASES[name], tmp_path, n_groups, place, n_prompts=6, n=32, n_again=16)
 
 
+@pytest.mark.parametrize(("name", "place"), [("dflash2", "tail"), ("mtp", "tail"), ("mtp", "alone")])
+async def test_a_drafter_that_is_idle_most_of_the_time_changes_nothing(
+    name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In between steps run ahead of their tokens: those of the drafter, too."""
+    asked, ahead = itertools.count(), []
+    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: WIDTH if next(asked) % 40 < 10 else 0)
+    schedule = ScheduledSlice.schedule
+    monkeypatch.setattr(
+        ScheduledSlice, "schedule", lambda one, *args: ahead.append(one.runs_ahead) or schedule(one, *args)
+    )
+    await check(CASES[name], tmp_path, 1, place, n_prompts=6, n=32, n_again=16)
+    assert sum(ahead) > 100
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CASES)
@@ -236,7 +254,7 @@ async def test_output_of_many_prompts_is_that_of_plain_decoding(
     if case.kind == "lookup" and place != "tail":
         pytest.skip("lookup runs on no device")
     with once(f"{name}-{n_groups}-{place}"):
-        await check(case, tmp_path, n_groups, place, n_prompts=100, n=128, n_again=32)
+        await check(case, tmp_path, n_groups, place, n_prompts=100, n=128, n_again=16)
 
 
 @pytest.mark.slow

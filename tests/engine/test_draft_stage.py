@@ -8,7 +8,7 @@ from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult,
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.states import LinkState, Role
-from lucevisor.protocol.steps import CloseSequence, DraftStep, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.steps import PENDING, CloseSequence, DraftStep, Sampled, Slice, Step, StepResult
 
 
 class Wire:
@@ -84,6 +84,19 @@ def test_in_another_daemon_it_gets_a_step_with_the_tokens_once_they_are_known_an
     bench.pipeline.receive(StepResult(1, 1, SAMPLED))
     assert bench.drafter.sent == [(2, DraftStep(step(1), [[42], [9, 10], []]))]
     assert sent_before == [1]
+
+
+def test_of_a_step_that_ran_ahead_it_gets_the_tokens_in_another_daemon() -> None:
+    stage, drafter = Wire(), Wire()
+    pipeline = Pipeline([stage], lambda _: None, lambda failure: pytest.fail(failure.message))
+    ahead = Step(2, 1, [], [Slice(2, 1, [PENDING], True), Slice(4, 2, [PENDING], True)])
+    pipeline.submit(Step(1, 0, [], [Slice(4, 0, [7, 8], True), Slice(2, 0, [1], True)]))
+    pipeline.attach_drafter(drafter, with_output=False)
+    pipeline.submit(ahead)
+    pipeline.receive(StepResult(1, 0, [Sampled(4, 42), Sampled(2, 10)]))
+    pipeline.receive(StepResult(2, 0, [Sampled(2, 11), Sampled(4, 43)]))
+    known = Step(2, 1, [], [Slice(2, 1, [10], True), Slice(4, 2, [42], True)])
+    assert drafter.sent == [(1, DraftStep(known, [[11], [43]]))]
 
 
 @pytest.mark.parametrize("with_output", [True, False])

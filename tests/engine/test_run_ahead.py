@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.speculation import Speculation
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import PENDING, CloseSequence, Sampling
+from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, Sampling, StepResult
 from tests.engine.prefix_scheduler import warm
 from tests.engine.scheduler_steps import answer, decoding, plans
 from tests.engine.toy_engine import limits, request
@@ -112,6 +115,57 @@ def test_of_a_request_cancelled_while_it_ran_ahead_the_prompt_stays_cached() -> 
     scheduler.submit(request("b", [*range(130), 7, 9, 50], n=1), 0.0)
     [plan] = plans(scheduler)
     assert plan.step.slices[0].start == 128
+
+
+DRAFTER = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=97)
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool) -> None:
+    scheduler = decoding(limits(pools=PoolSizes(16, 0, 8), speculation=DRAFTER), "ab")
+    scheduler.attach_drafter(with_output=with_output)
+    scheduler.drafting.speculation = Asked(3)
+    opening, running = plans(scheduler)
+    scheduler.apply(answer(opening), 0.0)
+    scheduler.drafting.answered(StepResult(opening.step.step_id, 1))
+    [ahead] = plans(scheduler)
+    assert [s.tokens for s in ahead.step.slices] == [[PENDING], [PENDING]]
+    scheduler.apply(answer(running, 5), 0.0)
+    assert tokens(scheduler) == [[[PENDING], [PENDING]]]  # whether or not the drafter has its step done
+
+
+def test_a_step_ahead_asks_for_drafts_and_is_the_last_of_the_run() -> None:
+    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 8), speculation=DRAFTER))
+    scheduler.attach_drafter(with_output=True)
+    asked = scheduler.drafting.speculation = Asked(3)
+    scheduler.submit(request("a", n=6), 0.0)
+    [prompt] = plans(scheduler)
+    scheduler.apply(answer(prompt, 5), 0.0)
+    asked.turns = [0, 3]
+    running, ahead = plans(scheduler)
+    assert [s.n_ahead for plan in (running, ahead) for s in plan.step.slices] == [0, 2]  # two more, then its last token
+    for plan in (running, ahead):
+        assert tokens(scheduler) == []
+        scheduler.apply(answer(plan, 5), 0.0)
+    assert tokens(scheduler) == []
+    for plan in (prompt, running):
+        scheduler.drafting.answered(StepResult(plan.step.step_id, 1))
+    scheduler.drafting.answered(StepResult(ahead.step.step_id, 1, drafts=[Drafted(0, [8, 9])]))
+    assert tokens(scheduler) == [[[5, 8, 9]]]
+
+
+class Asked(Speculation):
+    """Asks for as many drafts as ``turns`` say, then for none, and verifies all."""
+
+    def __init__(self, max_drafts: int) -> None:
+        super().__init__(max_drafts)
+        self.turns: list[int] = []
+
+    def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
+        return self.turns.pop(0) if self.turns else 0
+
+    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
+        return {record.request.request_id: len(drafted.tokens) for record, drafted in drafts}
 
 
 def test_drafts_that_the_text_itself_offers_end_the_run() -> None:

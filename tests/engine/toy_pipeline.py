@@ -196,6 +196,7 @@ class ToyStage:
         self.n_live_states = pools.device_states  # those behind them are in host memory
         self.sequences: dict[int, _Open] = {}
         self.sampled: dict[int, list[Sampled]] = {}  # by step, for a drafter in the same daemon
+        self.known: dict[int, list[Slice]] = {}  # slices with the tokens they started from, by step, for that drafter
 
     def run(
         self, step: Step, max_sequences: int, masks: np.ndarray | None = None
@@ -230,7 +231,7 @@ class ToyStage:
                 sampled += self._sample(self.sequences[piece.sequence], piece, rows, own)
         if masks is not None and n_masked != len(masks):
             raise Violation(f"step {step.step_id} has {len(masks)} masks for {n_masked} rows")
-        self.sampled[step.step_id] = sampled
+        self.sampled[step.step_id], self.known[step.step_id] = sampled, step.slices
         if step.slices:
             self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
@@ -500,6 +501,8 @@ class ToyDaemon:
             if stage != self.limits.n_stages or self.drafter is None:
                 raise Violation(f"step {step.step_id} is drafted at stage {stage}")
             output = self.stages.get(stage - 1)
+            if output is not None and message.tokens is None:
+                message = replace(message, step=replace(step, slices=output.known.get(step.step_id, step.slices)))
             return self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None), _NO_PAYLOAD
         masks = self.masks.pop(step.step_id, None) if stage == self.limits.n_stages - 1 else None
         result, arrays = self.stages[stage].run(step, self.limits.max_sequences, masks)
