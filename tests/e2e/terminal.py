@@ -36,6 +36,8 @@ class Terminal:
             env = {k: v for k, v in cli.env.items() if k != "NO_COLOR"} | {"TERM": "xterm-256color"}
             os.execve(sys.executable, [sys.executable, "-m", "lucevisor", *arguments], env)
         self.code: int | None = None
+        self.written = b""
+        """All that the command wrote."""
 
     def __enter__(self) -> Terminal:
         return self
@@ -44,6 +46,9 @@ class Terminal:
         if self.code is None:
             os.kill(self.pid, signal.SIGINT)
             self.read_until(lambda: False, 30)
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         os.close(self._fd)
 
     def read_until(self, condition: Callable[[], object], seconds: float = 60.0) -> bool:
@@ -54,9 +59,12 @@ class Terminal:
                 return False
             if select.select([self._fd], [], [], 0.05)[0]:
                 try:
-                    self._stream.feed(os.read(self._fd, 1 << 16))
+                    data = os.read(self._fd, 1 << 16)
                 except OSError:  # the command closed its end
                     self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                else:
+                    self.written += data
+                    self._stream.feed(data)
         return True
 
     @property

@@ -18,6 +18,7 @@ from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     Owner,
     brisk,
+    descriptors_left,
     exists,
     open_descriptors,
     ready,
@@ -138,14 +139,10 @@ async def test_a_lack_of_descriptors_is_retried_and_leaks_nothing(tmp_path):
     async with tiny_group(tmp_path, owner=owner) as (group, _):
         assert isinstance(group, GroupSupervisor)
         before = open_descriptors()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 3, hard))
-        try:
+        with descriptors_left(3):
             await group.start()
             assert group.state is State.BACKOFF
             assert "Too many open files" in group.reason
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert open_descriptors() <= before + 1
         await ready(group)
         assert group.restarts == 0, "it was not the group's fault"
@@ -155,13 +152,10 @@ async def test_a_lack_longer_than_the_restart_limit_ends_in_ready_and_not_in_fai
     limits = brisk(lack_pause_s=0.02, n_restarts=2)
     owner = Owner()
     async with tiny_group(tmp_path, owner=owner, limits=limits) as (group, _):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 3, hard))
-        try:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with descriptors_left(3):
             await group.start()
             await until(lambda: owner.states.count(State.BACKOFF) >= 10)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert State.FAILED not in owner.states
         await ready(group)
         assert resource.prlimit(group.pid, resource.RLIMIT_NOFILE)[0] == min(soft, 4096)

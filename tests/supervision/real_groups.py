@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import os
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import lucevisor
@@ -156,7 +160,27 @@ def runs(pid: int) -> bool:
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    """Descriptors in use, without those that garbage of other tests still holds."""
+    return len(_descriptors())
+
+
+@contextmanager
+def descriptors_left(n: int) -> Iterator[None]:
+    """Let this process open ``n`` more descriptors: the limit is one of numbers, of which some below may be free."""
+    used = _descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = (number for number in itertools.count() if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, n, None)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _descriptors() -> set[int]:
+    gc.collect()
+    found = set(map(int, os.listdir("/proc/self/fd")))
+    return {number for number in found if Path(f"/proc/self/fd/{number}").is_symlink()}  # not that of the listing
 
 
 def zombies() -> int:
