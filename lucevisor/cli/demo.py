@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 _STOP_S = 10.0
-_CLAIM_S = 5.0
 QUESTIONS = [
     "What does os.path.join do?",
     "Which function computes a square root?",
@@ -57,12 +56,12 @@ def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> in
         began = time.monotonic()
         run_dir = Path(directory) / "lucevisor" / "demo"
         admin = AdminClient(run_dir / "admin.sock")
-        ready = False
         try:
             ready = start.main(arguments, standalone_mode=False) == ExitCode.DONE
             return _run(admin, began, max_tokens) if ready else ExitCode.USAGE
         finally:
-            _stop(admin, run_dir, _STOP_S if ready else _CLAIM_S)
+            if run_dir.exists():
+                _stop(admin, run_dir)
 
 
 def _run(admin: AdminClient, began: float, max_tokens: int) -> int:
@@ -120,11 +119,7 @@ def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int)
     return text
 
 
-def _stop(admin: AdminClient, directory: Path, claim_s: float) -> None:
-    """Stop the supervisor; wait ``claim_s`` for one that has just been started, and was interrupted."""
-    claimed_by = time.monotonic() + claim_s
-    while not (directory / "admin.sock").exists() and time.monotonic() < claimed_by:
-        time.sleep(0.02)
+def _stop(admin: AdminClient, directory: Path) -> None:
     with contextlib.suppress(NotRunningError):
         admin.call("POST", "/stop")
     deadline = time.monotonic() + _STOP_S

@@ -87,8 +87,14 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
-    with Watch("start") as watch:
-        status = _until_ready(process, AdminClient(directory / "admin.sock"), name, timeout_s, watch)
+    try:
+        with Watch("start") as watch:
+            status = _until_ready(process, AdminClient(directory / "admin.sock"), name, timeout_s, watch)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        click.echo(f"{name} was not ready yet and is stopped", err=True)
+        raise
     if status is None:
         return ExitCode.USAGE
     click.echo(f"{name} is ready at {status['url']} (pid {status['pid']})")

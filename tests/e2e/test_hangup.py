@@ -127,6 +127,7 @@ COMMANDS = {
     "doctor": ["doctor", str(DEMO)],
     "logits": ["logits", str(DEMO), "--ids", "ids.json", "--out", "out.npz"],
     "plan": ["plan", str(DEMO), "--measure", "--set", "placement.target_layer_split=auto"],
+    "start": ["start", str(DEMO), "--daemon", "--name", "t", "--set", "server.port=0"],
 }
 
 
@@ -140,6 +141,8 @@ COMMANDS = {
         ("logits", signal.SIGHUP, 1.5),
         ("logits", signal.SIGTERM, 3.0),
         ("plan", signal.SIGTERM, 3.0),
+        ("start", signal.SIGINT, 0.5),
+        ("start", signal.SIGHUP, 1.5),
     ],
 )
 def test_a_command_that_is_ended_leaves_nothing(
