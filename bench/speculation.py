@@ -1,15 +1,17 @@
 """What speculative decoding costs and gains on a full-size shape: random weights, known acceptance, real daemons.
 
-    python bench/speculation.py --devices cuda:0 [cuda:0] --drafters mtp dflash2 [--json PATH | --save]
+    python bench/speculation.py --devices cuda:0 [cuda:0] --drafters none mtp dflash2 [--json PATH | --save]
 
 The target is a counting model (bench/make_gguf.py): its next token is the last one plus 1, so the benchmark can replace
 the drafts, whose own tokens mean nothing, by ones of which as many are right as --accepted asks for.  Drafter and
 verify steps run as always.  In one run of the service, for each drafter:
 - plain decoding of one stream, and steps of 1, 4, 8 and 16 rows: medians of the stages' compute time;
 - a draft: median of the draft stage's compute time;
-- tokens/s of one stream at each acceptance length, over plain;
-- tokens/s of --streams streams with the adaptive width, over plain.
-Every kind is measured --repeats times in turns; medians.  A device named twice gets two daemons.
+- tokens/s of one stream at each acceptance length, over those without;
+- tokens/s of --streams streams with the adaptive width, drafts right and drafts useless, over those without.
+"none" is the service without a drafter, which the others are compared with; where it is not asked for, it is plain
+decoding beside the drafter.  Every kind is measured --repeats times in turns; medians.  A device named twice gets two
+daemons.
 """
 
 import argparse
@@ -59,9 +61,8 @@ class Knob:
         self.drafting = service.engine._scheduler.drafting
         self.vocabulary = service.model.spec.vocabulary
         settings = self.drafting._settings
-        self.adaptive = Speculation(
-            settings.max_drafts, settings.kind
-        )  # draft.width, for the widest step, fixes the service's
+        # draft.width, for the widest step, fixes the service's
+        self.adaptive, self.useless = (Speculation(settings.max_drafts, settings.kind) for _ in range(2))
         self.fixed = FixedWidth(settings.max_drafts)
         self.right = 0
         self.steps, self.drafts = defaultdict(list), defaultdict(list)
@@ -98,7 +99,8 @@ class Knob:
         self.fixed.ahead = min(width, self.drafting._settings.max_drafts)
 
     def adapt(self, accepted):
-        self.drafting.speculation, self.right = self.adaptive, accepted - 1
+        self.drafting.speculation = self.adaptive if accepted > 1 else self.useless
+        self.right = accepted - 1
 
 
 async def count(service, name, first, n_tokens):
@@ -125,6 +127,19 @@ async def rate(service, name, streams, tokens):
     runs = await asyncio.gather(*(count(service, f"{name}-{i}", 300 + 31 * i, tokens) for i in range(streams)))
     first, last = max(times[0] for times in runs), min(times[-1] for times in runs)
     return sum(sum(first < t <= last for t in times) for times in runs) / (last - first)
+
+
+async def measure_without(service, options):
+    """Tokens/s of one stream and of many, of a service without a drafter."""
+    rates = defaultdict(list)
+    for turn in range(options.repeats + 1):
+        if turn == 1:
+            rates.clear()
+        rates["plain"].append(await rate(service, f"plain-{turn}", 1, options.tokens))
+        if options.streams > 1:
+            rates["streams_plain"].append(await rate(service, f"many-{turn}", options.streams, options.tokens // 2))
+    middle = {key: statistics.median(values) for key, values in rates.items()}
+    return {"tokens_per_s": middle, "all_tokens_per_s": rates}
 
 
 async def measure(service, options):
@@ -155,13 +170,13 @@ async def measure(service, options):
             rates["streams_plain"].append(await rate(service, f"many-{turn}", options.streams, options.tokens // 2))
             knob.adapt(options.accepted[0])
             rates["streams"].append(await rate(service, f"adapt-{turn}", options.streams, options.tokens // 2))
+            knob.adapt(1)
+            rates["streams_useless"].append(await rate(service, f"vain-{turn}", options.streams, options.tokens // 2))
     middle = {key: statistics.median(values) for key, values in rates.items()}
     steps = {rows: statistics.median(knob.steps[1, rows]) for rows in VERIFIED if knob.steps[1, rows]}
     return {
         "tokens_per_s": middle,
         "all_tokens_per_s": rates,
-        "speed_up": {k: v / middle["plain"] for k, v in middle.items() if k.startswith("accepted")},
-        "streams_ratio": middle["streams"] / middle["streams_plain"] if options.streams > 1 else None,
         "step_s": steps,
         "step_ratio": {rows: seconds / steps[1] for rows, seconds in steps.items()},
         "draft_s": {n: statistics.median(values) for (b, n), values in knob.drafts.items() if b == 1},
@@ -169,7 +184,16 @@ async def measure(service, options):
     }
 
 
-async def serve(config, model, run_dir, options):
+def compare(row, without):
+    """Add what a drafter gains over the service without, or over plain decoding beside it."""
+    rates, plain = row["tokens_per_s"], without["tokens_per_s"]
+    row["speed_up"] = {k: v / plain["plain"] for k, v in rates.items() if k.startswith("accepted")}
+    row["idle_ratio"] = rates["plain"] / plain["plain"]
+    if "streams_plain" in plain:
+        row["streams_ratio"] = {k: v / plain["streams_plain"] for k, v in rates.items() if k.startswith("streams")}
+
+
+async def serve(config, model, run_dir, options, drafter):
     watcher = Watcher([])
     poll = Poll(watcher)
     observer = Observer(poll)
@@ -178,6 +202,8 @@ async def serve(config, model, run_dir, options):
         await service.start()
         if not await service.wait_ready(options.timeout):
             raise RuntimeError(f"not ready: {service.reason()}")
+        if drafter == "none":
+            return await measure_without(service, options)
         while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.1)
         return await measure(service, options)
@@ -194,39 +220,49 @@ def file_of(shape, directory, *, counting):
     return path
 
 
-def run(options, directory):
-    """One start of the service for each drafter; returns what is saved."""
+def run(options, directory, path):
+    """One start of the service for each drafter; what was measured until then is printed, and written to ``path``."""
     found = {"shape": options.shape, "devices": options.devices, "settings": options.set, **conditions()}
     folder = options.files or directory
     target = file_of(f"{options.shape}-mtp", folder, counting=True)
     for drafter in options.drafters:
-        settings = [*options.set, f"draft.kind={'mtp' if drafter == 'mtp' else 'dflash'}"]
-        settings += [f"engine.max_sequences={max(8, options.streams)}", f"draft.width={WIDTHS[drafter]}"]
-        if drafter != "mtp":
+        kind = {"none": "off", "mtp": "mtp"}.get(drafter, "dflash")
+        settings = [*options.set, f"draft.kind={kind}", f"engine.max_sequences={max(8, options.streams)}"]
+        if drafter in WIDTHS:
+            settings.append(f"draft.width={WIDTHS[drafter]}")
+        if kind == "dflash":
             settings.append(f"draft.path={file_of(f'{options.shape}-{drafter}', folder, counting=False)}")
         config = write_config(directory / f"{drafter}.toml", target, options.devices, settings)
         run_dir = directory / drafter
         run_dir.mkdir()
-        found[drafter] = asyncio.run(serve(config, open_model(config), run_dir, options))
-    return found
+        found[drafter] = asyncio.run(serve(config, open_model(config), run_dir, options, drafter))
+        if drafter != "none":
+            compare(found[drafter], found.get("none", found[drafter]))
+        print("\n".join(summary(drafter, found[drafter])), flush=True)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def summary(found, drafters):
-    for drafter in drafters:
-        row = found[drafter]
-        yield f"{drafter}: plain {row['tokens_per_s']['plain']:.1f} tokens/s"
-        yield "  step of n rows over 1: " + ", ".join(f"{n}: {r:.3f}" for n, r in row["step_ratio"].items())
-        step = row["step_s"].get(8, row["step_s"][1])
-        yield "  draft over a step of 8 rows: " + ", ".join(f"{n}: {s / step:.3f}" for n, s in row["draft_s"].items())
-        yield "  speed-up: " + ", ".join(f"{k.split('_')[1]}: {v:.2f}" for k, v in row["speed_up"].items())
-        if row["streams_ratio"]:
-            yield f"  many streams over plain: {row['streams_ratio']:.3f}"
+def summary(drafter, row):
+    rates = ", ".join(f"{k} {v:.1f}" for k, v in row["tokens_per_s"].items())
+    yield f"{drafter}: tokens/s: {rates}"
+    if drafter == "none":
+        return
+    yield "  step of n rows over 1: " + ", ".join(f"{n}: {r:.3f}" for n, r in row["step_ratio"].items())
+    step, drafts = row["step_s"].get(8, row["step_s"][1]), sorted(row["draft_s"].items())
+    yield "  draft over a step of 8 rows: " + ", ".join(f"{n}: {seconds / step:.3f}" for n, seconds in drafts)
+    yield "  speed-up: " + ", ".join(f"{k.split('_')[1]}: {v:.2f}" for k, v in row["speed_up"].items())
+    yield f"  not asked, over without: {row['idle_ratio']:.3f}"
+    if "streams_ratio" in row:
+        yield "  many streams over without: " + ", ".join(f"{k}: {v:.3f}" for k, v in row["streams_ratio"].items())
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3.6-27b", choices=["qwen3.6-27b", "tiny-qwen3.6-27b"])
-    parser.add_argument("--drafters", nargs="+", default=["mtp", "dflash2"], choices=["mtp", "dflash2"])
+    drafters = ["none", "mtp", "dflash2"]
+    parser.add_argument("--drafters", nargs="+", default=drafters, choices=drafters, help="none first")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="BACKEND:INDEX, one daemon each")
     parser.add_argument("--files", type=Path, help="folder of the GGUF files: used when there, else made and kept")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the configuration")
@@ -247,14 +283,9 @@ def main():
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
-    with tempfile.TemporaryDirectory(prefix="speculation-", dir=options.files) as folder:
-        found = run(options, Path(folder))
-    for line in summary(found, options.drafters):
-        print(line)
     path = Path(__file__).parent / "results" / f"speculation-{options.shape}.json" if options.save else options.json
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+    with tempfile.TemporaryDirectory(prefix="speculation-", dir=options.files) as folder:
+        run(options, Path(folder), path)
 
 
 if __name__ == "__main__":
