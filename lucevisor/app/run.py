@@ -391,7 +391,7 @@ class Supervisor:
             for name, g in self.service.groups.items()
             if g.state is not State.READY
         ]
-        return parts or [NotReadyPart("chain", self.service.state, self.service.reason())]
+        return parts or [NotReadyPart("pipeline", self.service.state, self.service.reason())]
 
     def _snapshot_figures(self) -> SnapshotMetrics | None:
         snapshots = self.service.snapshots

@@ -1,4 +1,4 @@
-"""A model whose answers a test writes: the real engine and chain over one stage in memory that samples by a script.
+"""A model whose answers a test writes: the real engine and pipeline over one stage in memory that samples by a script.
 
 Only the tensors are missing: requests pass scheduler, steps and frames as in service; tokenizer and chat template are
 those of the bundled demo model.
@@ -77,7 +77,7 @@ def say(text: str | Sequence[int], *, end: bool = True) -> Script:
 
 
 def dice(seen: Seen) -> Scored:
-    """Draw among 40 tokens by temperature, seed, bias and bans, as the tail of a real chain does."""
+    """Draw among 40 tokens by temperature, seed, bias and bans, as the tail of a real pipeline does."""
     n, last = len(seen.generated), (seen.prompt + seen.generated)[-1]
     ids = range(300, 340)
     source = random.Random(f"{n} {last}")
@@ -103,13 +103,13 @@ def _log_softmax(logits: dict[int, float]) -> dict[int, float]:
 
 
 class ScriptedStage:
-    """The only stage of the chain.  `step_s`: how long a step takes; `held`: answer nothing until `release`."""
+    """The only stage of the pipeline.  `step_s`: how long a step takes; `held`: answer nothing until `release`."""
 
     def __init__(self) -> None:
         self.script: Script = say("Hello!")
         self.step_s = 0.0
         self.held = False
-        self.chain: Pipeline | None = None
+        self.pipeline: Pipeline | None = None
         self.sequences: dict[int, Seen] = {}
         self.opened: list[Seen] = []
         self._waiting: list[Step] = []
@@ -136,9 +136,9 @@ class ScriptedStage:
             self._answer_one()
 
     def _answer_one(self) -> None:
-        if self.held or not self._waiting or self.chain is None:
+        if self.held or not self._waiting or self.pipeline is None:
             return
-        self.chain.receive(self._run(self._waiting.pop(0)))
+        self.pipeline.receive(self._run(self._waiting.pop(0)))
 
     def _run(self, step: Step) -> StepResult:
         for operation in step.operations:
@@ -197,14 +197,14 @@ class Rig:
             self.attach()
 
     def attach(self) -> None:
-        """Bring the chain up."""
+        """Bring the pipeline up."""
         self.stage.clear()
-        self.stage.chain = Pipeline([self.stage], self.engine.on_result, self.engine.on_failed)
-        self.engine.attach(self.stage.chain)
+        self.stage.pipeline = Pipeline([self.stage], self.engine.on_result, self.engine.on_failed)
+        self.engine.attach(self.stage.pipeline)
 
     def lose(self) -> None:
         """A shard dies."""
-        self.stage.chain = None
+        self.stage.pipeline = None
         self.engine.detach(LOST)
 
     @property

@@ -1,4 +1,4 @@
-"""Chains of stages that save slots to a real store and restore them, in the role of a supervisor."""
+"""Pipelines that save slots to a real store and restore them, in the role of a supervisor."""
 
 from __future__ import annotations
 

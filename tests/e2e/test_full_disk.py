@@ -139,7 +139,7 @@ class Clients:
         self._pool.shutdown()
 
     def failures(self, outages: list[tuple[float, float]]) -> list[Any]:
-        """Requests that failed though the chain was whole for as long as they ran."""
+        """Requests that failed though the pipeline was whole for as long as they ran."""
         return [
             one for one in self.ended
             if one[2] != "done" and not any(one[0] <= until and one[1] >= since for since, until in outages)
@@ -147,7 +147,7 @@ class Clients:
 
 
 def kill(box: Box, name: str) -> tuple[float, float]:
-    """Kill a group's daemon and wait for the chain; return when it was not whole."""
+    """Kill a group's daemon and wait for the pipeline; return when it was not whole."""
     before = box.group(name)
     since = time.monotonic()
     os.kill(before["pid"], signal.SIGKILL)
