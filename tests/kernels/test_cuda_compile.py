@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 
+from daemons.ops.code_cache import kept
+from daemons.ops.cuda import compiler as compilation
 from daemons.ops.cuda.compiler import CompileError, nvrtc
 from daemons.ops.cuda.gemv import (
     DTYPES,
@@ -22,6 +24,12 @@ from daemons.ops.cuda.gemv import (
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 H200 = SharedMemory(132, 233472, 232448)
 ADA = SharedMemory(128, 102400, 101376)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "lucevisor"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,3 +104,27 @@ def test_blocks_fit_a_multiprocessor(kind, limits):
 def test_shared_memory_is_filled_with_tiles_in_flight():
     found = [gemv_shape("Q4_K", n_chunks, H200) for n_chunks in (20, 24, 68, 128)]
     assert [(s.depth, s.per_processor) for s in found if s is not None] == [(4, 2), (4, 2), (4, 2), (2, 2)]
+
+
+def test_machine_code_is_kept_for_the_next_process(cache, monkeypatch):
+    made = compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16)
+    [file] = cache.iterdir()
+    assert file.read_bytes() == made
+    monkeypatch.setattr(compilation, "_compiled", lambda *_: pytest.fail("compiled again"))
+    assert compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16) == made
+
+
+def test_another_option_or_source_is_other_machine_code(cache, monkeypatch):
+    compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16)
+    compile_gemv("sm_90", "Q4_K", 3, torch.bfloat16)
+    assert len([*cache.iterdir()]) == 2
+    monkeypatch.setattr(compilation, "_sources", lambda: b"changed")
+    compile_gemv("sm_90", "Q4_K", 3, torch.bfloat16)
+    assert len([*cache.iterdir()]) == 3
+
+
+def test_without_a_cache_code_is_made_each_time(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kept("name", lambda: b"1") == b"1"
+    assert kept("name", lambda: b"2") == b"2"

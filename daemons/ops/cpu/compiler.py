@@ -17,6 +17,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from daemons.ops.code_cache import cache_directory
+
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-march=native", "-ffp-contract=off")
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
@@ -63,7 +65,7 @@ def _built(compiler: str, cpu_flags: frozenset[str]) -> Path:
     digest.update(platform.machine().encode())
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    directory = _cache_directory()
+    directory = cache_directory() or Path(tempfile.mkdtemp(prefix="lucevisor-"))
     target = directory / f"cpu-kernels-{digest.hexdigest()[:16]}.so"
     if target.exists():
         return target
@@ -72,19 +74,6 @@ def _built(compiler: str, cpu_flags: frozenset[str]) -> Path:
         if not target.exists():
             _compile(compiler, target)
     return target
-
-
-def _cache_directory() -> Path:
-    """A directory of this user's alone, as code is loaded from it."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = Path(base) / "lucevisor"
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.geteuid():
-            return directory
-    except OSError:
-        pass  # a home that is not there or read-only
-    return Path(tempfile.mkdtemp(prefix="lucevisor-"))
 
 
 def _compile(compiler: str, target: Path) -> None:

@@ -1,16 +1,20 @@
 """Compile CUDA C++ to machine code with NVRTC, the compiler library that torch's CUDA wheels bring along.
 
-Needs neither a GPU nor a CUDA installation.  A kernel takes some 0.2 s, so nothing is cached between processes.
+Needs neither a GPU nor a CUDA installation.  A kernel takes some 0.2 s and a model some ten of them, so machine code is
+kept in the user's cache under a name made of sources, options and compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from daemons.ops.code_cache import kept
 
 SOURCES = Path(__file__).parent
 
@@ -37,14 +41,35 @@ def nvrtc() -> ctypes.CDLL:
 
 def compile_kernel(file: str, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
     """Machine code of ``file`` in this directory for ``architecture`` such as sm_90.  Raises CompileError."""
+    options = (f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{d}" for d in defines))
+    digest = sha256(repr((_version(), file, options)).encode() + _sources())
+    name = f"{Path(file).stem}-{architecture}-{digest.hexdigest()[:24]}.cubin"
+    return kept(name, lambda: _compiled(file, options))
+
+
+@cache
+def _sources() -> bytes:
+    """All sources, which include each other."""
+    paths = sorted(p for p in SOURCES.iterdir() if p.suffix in (".cu", ".cuh"))
+    return b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)
+
+
+@cache
+def _version() -> tuple[int, int]:
+    library, major, minor = nvrtc(), ctypes.c_int(), ctypes.c_int()
+    _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def _compiled(file: str, options: tuple[str, ...]) -> bytes:
     library, program = nvrtc(), ctypes.c_void_p()
     source = (SOURCES / file).read_bytes()
     _check(library, library.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None))
     try:
-        options = [f"--gpu-architecture={architecture}", "--std=c++17", f"-I{SOURCES}", *(f"-D{d}" for d in defines)]
-        array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
-        if library.nvrtcCompileProgram(program, len(options), array):
-            raise CompileError(f"{file} for {architecture}: {_text(library, program)}")
+        all_options = (*options, f"-I{SOURCES}")
+        array = (ctypes.c_char_p * len(all_options))(*(o.encode() for o in all_options))
+        if library.nvrtcCompileProgram(program, len(all_options), array):
+            raise CompileError(f"{file} for {options[0].partition('=')[2]}: {_text(library, program)}")
         return _output(library, program, "CUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
