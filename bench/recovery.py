@@ -1,13 +1,14 @@
-"""What the journal costs, and how long a lost shard takes to come back.
+"""What the journal costs, and how long requests pause when a shard is lost, restarted or moved.
 
     python bench/recovery.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 2048] [--streams 4]
-                             [--rounds 5] [--kills 2] [--spares 0] [--dtype auto] [--save]
+                             [--rounds 5] [--kills 2] [--spares 0] [--move] [--dtype auto] [--save]
     python bench/recovery.py --journal
 
 Real daemons, requests straight into the engine.  Cost: the same prompts, then the same decodes, in turns on a service
-with the journal and on one without; the first round is not counted.  Recovery: each group's daemon is killed in turn
-beside decoding streams of ``--tokens`` of context; a process is there after ``start_s``, and from its READY on a shard
-is rebuilt from the journal.  --save
+with the journal and on one without; the first round is not counted.  Recovery: each group's daemon is killed in turn,
+first beside nobody, for what its load takes alone, then beside decoding streams of ``--tokens`` of context: seconds
+until supervision heard of it, until a process is sent its load, of the load, until READY, and from then until steps
+are planned.  --move: restarts the first group, and moves layers, beside streams whose tokens are compared.  --save
 writes bench/results/recovery-NAME.json.  --journal times the journal alone, without daemons, with rows of 10 KiB: what
 the event loop does for a chunk and for a decode step, and when a chunk's rows are copied.
 """
@@ -24,12 +25,14 @@ import statistics
 import tempfile
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import structlog
 import uvloop
 from services import DEMO, ROOT, groups_toml, running
 
+from lucevisor.config import load
 from lucevisor.deployment.journal_rows import JournalRows
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -43,6 +46,8 @@ from lucevisor.protocol.steps import Sampling, Slice, Step
 from lucevisor.supervision.states import State
 
 N_DECODED = 64
+N_MOVED = 400
+PARTS = ("notice", "start", "loading", "rebuild")
 CHUNK = 2048
 ROW_BYTES = 10 * 1024  # of the 27B shape in bfloat16
 
@@ -89,7 +94,7 @@ async def ask(service, prompt, n, on_token=lambda: None):
 
 
 async def speeds(service, prompts):
-    """Prompt tokens a second of all prompts at once, and tokens a second of the same prompts' answers."""
+    """Prompt tokens a second of all prompts at once, and tokens a second of the same prompts' answers after that."""
     n_first, first = 0, asyncio.Event()
     started = time.perf_counter()
 
@@ -112,7 +117,7 @@ async def speeds(service, prompts):
     await asyncio.gather(*tasks)
     ended = time.perf_counter()
     n_prompt = sum(map(len, prompts))
-    return n_prompt / (between - started), len(prompts) * N_DECODED / (ended - started)
+    return n_prompt / (between - started), len(prompts) * (N_DECODED - 1) / (ended - between)
 
 
 async def until(condition):
@@ -121,34 +126,71 @@ async def until(condition):
 
 
 async def kill(service, group):
-    """Kill a group's daemon beside the streams; seconds of the pause, of its load, and from READY to serving."""
+    """Kill a group's daemon; seconds of the pause and of its parts."""
     engine, one = service.engine, service.groups[group]
     before = engine.statistics().recovery
     await until(lambda: sum(spare.warm for spare in one.spares) == service.config.recovery.spares)
-    pid, killed = one.pid, time.perf_counter()
+    pid, at = one.pid, [time.perf_counter()]
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: one.pid != pid and one.state in (State.LOADING, State.READY))
-    start_s = time.perf_counter() - killed
-    await until(lambda: one.pid != pid and one.state is State.READY)
-    ready = time.perf_counter()
-    await until(lambda: service.state == "ready")
-    rebuild_s = time.perf_counter() - ready
+    for reached in (
+        lambda: one.state is not State.READY,
+        lambda: one.pid != pid and one.state in (State.LOADING, State.READY),
+        lambda: one.pid != pid and one.state is State.READY,
+        lambda: service.state == "ready",
+    ):
+        await until(reached)
+        at.append(time.perf_counter())
     now = engine.statistics().recovery
     return {
         "group": group,
         "pause_s": now.pauses["loss"].seconds - before.pauses["loss"].seconds,
-        "start_s": start_s,
+        **{f"{name}_s": b - a for name, (a, b) in zip(PARTS, pairwise(at), strict=True)},
         "load_s": one.loaded.seconds,
-        "rebuild_s": rebuild_s,
+        "replayed": one.loaded.replayed,
         "rebuilt_tokens": now.n_rebuilt - before.n_rebuilt,
         "recomputed_tokens": now.n_tokens - before.n_tokens,
     }
 
 
+async def move(service, path, prompts):
+    """Restart a group, then give it one part of four, beside streams: pauses, and how many streams got other tokens."""
+    answers = await asyncio.gather(*(ask(service, prompt, N_MOVED) for prompt in prompts))
+    shares = [1] + [3] * (len(service.groups) - 1)
+    moved = load(path, [f"placement.target_layer_split={','.join(map(str, shares))}"])
+    found = {}
+    for name, work in (
+        ("restart", lambda: service.restart(next(iter(service.groups)), now=False)),
+        ("reload", lambda: service.reload(moved)),
+    ):
+        before, told = service.engine.statistics().recovery, [0] * len(prompts)
+
+        def count(at, told=told):
+            told[at] += 1
+
+        streams = [
+            asyncio.create_task(ask(service, prompt, N_MOVED, partial(count, at))) for at, prompt in enumerate(prompts)
+        ]
+        await until(lambda told=told: all(n > 5 for n in told))
+        started = time.perf_counter()
+        await work()
+        seconds = time.perf_counter() - started
+        n_left = sum(not stream.done() for stream in streams)
+        same = sum(a == b for a, b in zip(answers, await asyncio.gather(*streams), strict=True))
+        now = service.engine.statistics().recovery
+        found[name] = {
+            "pause_s": now.pauses[name].seconds - before.pauses[name].seconds,
+            "command_s": seconds,
+            "kept_tokens": now.n_kept - before.n_kept,
+            "recomputed_tokens": now.n_tokens + now.n_rebuilt - before.n_tokens - before.n_rebuilt,
+            "streams": len(prompts), "still running": n_left, "same tokens": same,
+        }  # fmt: skip
+    return found
+
+
 async def measure(options):
     rng = random.Random(1)
     found = {"on": [], "off": []}
-    kills = []
+    kills, moves = [], {}
     with tempfile.TemporaryDirectory() as directory:
         paths = {"on": configuration(options, directory, "8GiB"), "off": configuration(options, directory, "0")}
         async with running(paths["on"], directory) as on, running(paths["off"], directory) as off:
@@ -165,6 +207,9 @@ async def measure(options):
                         found[name].append(measured)
             asked = prompts()
             right = [await ask(on, prompt, 8) for prompt in asked]
+            for group in on.groups if options.kills else ():
+                alone = await kill(on, group)
+                kills.append(alone | {"alone": True})
             for i in range(options.kills):
                 for group in on.groups:
                     told = [0] * len(asked)
@@ -185,7 +230,9 @@ async def measure(options):
             again = [await ask(on, prompt, 8) for prompt in asked]
             if options.dtype == "float32" and again != right:
                 raise SystemExit("answers changed")
-    return found, kills
+            if options.move:
+                moves = await move(on, paths["on"], asked)
+    return found, kills, moves
 
 
 def journal_alone():
@@ -213,6 +260,19 @@ def journal_alone():
     print(f"decode step of {len(lives)}: {1e6 * statistics.median(one[0] for one in decodes):.0f} us of the event loop")
 
 
+TOLD = frozenset({
+    "replayed while loading", "nothing was replayed while loading", "kernels are ready", "state exported",
+    "state imported",
+})  # fmt: skip
+
+
+def told(_logger, level, fields):
+    """Keep errors, and what daemons and deployment say about the parts of a pause."""
+    if fields["event"] not in TOLD and level != "error":
+        raise structlog.DropEvent
+    return fields
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO)
@@ -223,6 +283,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--move", action="store_true")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--save", action="store_true")
@@ -231,23 +292,29 @@ def main():
     if options.journal:
         journal_alone()
         return
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, told, structlog.processors.KeyValueRenderer(["event"])],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+    )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found, kills = runner.run(measure(options))
+        found, kills, moves = runner.run(measure(options))
     rows = {}
-    for i, what in enumerate(("prefill, tokens/s", "all, tokens/s of answers")):
-        on, off = (statistics.median(run[i] for run in found[name]) for name in ("on", "off"))
-        rows[what] = {"on": on, "off": off, "ratio": on / off}
-        print(f"{what}: {on:.0f} with the journal, {off:.0f} without: {on / off:.3f}")
+    for i, what in enumerate(("prefill", "decode")):
+        on, off = ([round(run[i]) for run in found[name]] for name in ("on", "off"))
+        ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
+        rows[what] = {"on": on, "off": off, "ratio": ratio}
+        print(f"{what}, tokens/s: {on} with the journal, {off} without: {ratio:.3f}, the median of rounds")
     for one in kills:
-        speed = one["rebuilt_tokens"] / one["rebuild_s"] if one["rebuild_s"] else 0.0
-        pause, start, load, rebuild = (one[f"{what}_s"] for what in ("pause", "start", "load", "rebuild"))
-        times = f"pause {pause:.2f} s, start {start:.2f} s, load {load:.2f} s, rebuild {rebuild:.2f} s"
-        counts = f"{one['rebuilt_tokens']} tokens, {speed:.0f}/s, recomputed {one['recomputed_tokens']}"
-        print(f"{one['group']}: {times} of {counts}")
+        parts = ", ".join(f"{what} {one[f'{what}_s']:.2f}" for what in (*PARTS, "load"))
+        counts = f"{one['rebuilt_tokens']} tokens rebuilt, while loading: {one['replayed']}"
+        beside = "alone" if one.get("alone") else "with streams"
+        by_all = f"{one['recomputed_tokens']} by all"
+        print(f"{one['group']} {beside}: pause {one['pause_s']:.2f} s; {parts}; {counts}, {by_all}")
+    for name, one in moves.items():
+        print(name, {key: round(value, 3) for key, value in one.items()})
     if options.save:
         result = {"options": vars(options) | {"model": options.model.name}, "machine": platform.processor(),
-                  "cost": rows, "kills": kills}  # fmt: skip
+                  "cost": rows, "kills": kills, "moves": moves}  # fmt: skip
         path = ROOT / "bench" / "results" / f"recovery-{options.name}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -8,7 +8,7 @@ Decides nothing: ids, pages and order come from the supervisor.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
 from daemons.identities import expect, unchanged
+from daemons.models.replay import LayerwiseReplay, layerwise_replays
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter
 from daemons.relevance.stage import ScoreStage
@@ -97,13 +98,16 @@ class ModelRunner:
         Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
-        if len(fds) != len(load.arenas):
-            raise ValueError(f"Load names {len(load.arenas)} arenas, {len(fds)} descriptors arrived")
-        runner = cls(load, backend, [Arena.attach(fd, plan) for fd, plan in zip(fds, load.arenas, strict=True)])
+        n_files = len(load.arenas) + bool(load.replay)
+        if len(fds) != n_files:
+            raise ValueError(f"Load names {n_files} files, {len(fds)} descriptors arrived")
+        runner = cls(load, backend, [Arena.attach(fd, plan) for fd, plan in zip(fds, load.arenas, strict=False)])
+        replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
         uses: list[DeviceUse] = []
         kernels: dict[str, str] = {}
         for plan in load.stages:
-            stage = LoadedStage.load(runner.spec, plan, load, backend, reporter.progress)
+            replay = replays.get(plan.stage)
+            stage = LoadedStage.load(runner.spec, plan, load, backend, reporter.progress, replay)
             for warning in stage.warnings:
                 reporter.log("warning", warning, stage=plan.stage)
             stage.warn = partial(reporter.log, "warning", stage=plan.stage)
@@ -125,9 +129,30 @@ class ModelRunner:
             kernels |= scorer.kernels
         score_use = scorer.usage() if scorer is not None else None
         seconds = time.monotonic() - started
-        loaded = Loaded(uses, kernels, seconds, identities, use, problem, score_use, score_problem)
-        runner._warm_up(reporter)
+        replayed = runner._take_replays(replays, reporter, started)
+        loaded = Loaded(uses, kernels, seconds, identities, use, problem, score_use, score_problem, replayed)
+        if load.warm_up:
+            runner._warm_up(reporter)
         return runner, loaded
+
+    @torch.inference_mode()
+    def _take_replays(self, replays: Mapping[int, LayerwiseReplay], reporter: Reporter, started: float) -> bool:
+        """Go on from where the replays ended; return whether there are any.  If one was not computed, none counts."""
+        if not replays:
+            return False
+        ended = [self.stages[stage].replayed(replay) for stage, replay in replays.items()]
+        seconds = round(time.monotonic() - started, 3)
+        if not all(ended):
+            self.reset()
+            problem = next(replay.problem for replay in replays.values() if replay.problem)
+            reporter.log("info", "nothing was replayed while loading", reason=problem, seconds=seconds)
+            return False
+        for stage, replay in replays.items():
+            for step in replay.steps:
+                self._follow(self._plans[stage], step)
+        n_tokens = sum(step.n_tokens for replay in replays.values() for step in replay.steps)
+        reporter.log("info", "replayed while loading", n_tokens=n_tokens, seconds=seconds)
+        return True
 
     def _try_to_load_draft(self, reporter: Reporter) -> str:
         """Load the draft stage; return why it cannot be loaded if the daemon has other stages, which go on without.
@@ -317,6 +342,10 @@ class ModelRunner:
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)
+        self._follow(plan, step)
+
+    def _follow(self, plan: StagePlan, step: Step) -> None:
+        """Keep what sampling needs of a step."""
         if plan.output and self._sampler is not None:
             for operation in step.operations:
                 if isinstance(operation, OpenSequence):

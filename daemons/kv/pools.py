@@ -63,6 +63,7 @@ class Pools:
             for t in layer.state:
                 members.setdefault(_StateShape(layer.space, t.name, t.shape, t.dtype or kv_dtype), []).append(i)
         self._stacks: list[tuple[Space, list[Tensor]]] = []
+        self._stack_layers: list[list[int]] = []  # of each of them
         self._paged: dict[tuple[int, str], PagedTensor] = {}
         self._states: dict[tuple[int, str], Tensor] = {}
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
@@ -94,6 +95,7 @@ class Pools:
         with allocating(self.device, what, n_bytes, advice):
             tensors = [torch.zeros(extent, dtype=kind, device=self.device) for extent, kind in parts]
         self._stacks.append((shape.space, tensors))
+        self._stack_layers.append(indices)
         if recurrent:
             self._allocate_host(shape, indices, tensors[0].dtype)
         hosts = []
@@ -135,9 +137,9 @@ class Pools:
         tier, index = self._sizes.place_of_state(state)
         return (self._states if tier is Tier.DEVICE else self._host_states)[layer, name], index
 
-    def copy_page(self, space: Space, source: int, target: int, n_tokens: int) -> None:
-        """Copy the first ``n_tokens`` positions of a page, in every layer of ``space``."""
-        for tensor in self._of(space):
+    def copy_page(self, space: Space, source: int, target: int, n_tokens: int, layer: int | None = None) -> None:
+        """Copy the first ``n_tokens`` positions of a page, in every layer of ``space`` or in one."""
+        for tensor in self._of(space, layer):
             tensor[:, target, :n_tokens] = tensor[:, source, :n_tokens]
 
     def page_out(self, pages: Sequence[int], rows: Sequence[int]) -> None:
@@ -158,10 +160,10 @@ class Pools:
         if self._host_pages is not None:
             self._host_pages.page_in(rows, pages)
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a recurrent state in every layer; at most one of the two is in host memory."""
+    def copy_state(self, source: int, target: int, layer: int | None = None) -> None:
+        """Copy a recurrent state in every layer or in one; at most one of the two is in host memory."""
         to, of = self._sizes.place_of_state(target), self._sizes.place_of_state(source)
-        for device, host in zip(self._of(Space.RECURRENT), self._host_stacks, strict=True):
+        for device, host in zip(self._of(Space.RECURRENT, layer), self._host_of(layer), strict=True):
             stacks = {Tier.DEVICE: device, Tier.HOST: host}
             if to.tier is of.tier:
                 stacks[to.tier][:, to.row] = stacks[of.tier][:, of.row]
@@ -174,8 +176,16 @@ class Pools:
         for tensor in self._of(Space.RECURRENT):
             tensor[:, state].zero_()
 
-    def _of(self, space: Space) -> list[Tensor]:
-        return [t for s, tensors in self._stacks if s is space for t in tensors]
+    def _of(self, space: Space, layer: int | None = None) -> list[Tensor]:
+        """Stacks of ``space``, or a layer's part of them."""
+        stacks = zip(self._stacks, self._stack_layers, strict=True)
+        return [t for (s, tensors), layers in stacks if s is space for t in _part(tensors, layers, layer)]
+
+    def _host_of(self, layer: int | None) -> list[Tensor]:
+        """The same of the states in host memory."""
+        stacks = zip(self._stacks, self._stack_layers, strict=True)
+        own = [layers for (space, _), layers in stacks if space is Space.RECURRENT]
+        return [t for host, layers in zip(self._host_stacks, own, strict=True) for t in _part([host], layers, layer)]
 
     @property
     def page_locked(self) -> bool:
@@ -202,3 +212,9 @@ class Pools:
         """Bytes of the states and pages in host memory."""
         of_pages = self._host_pages.nbytes if self._host_pages is not None else 0
         return sum(t.nbytes for t in self._host_stacks) + of_pages
+
+
+def _part(stacks: list[Tensor], layers: list[int], layer: int | None) -> list[Tensor]:
+    if layer is None:
+        return stacks
+    return [t.narrow(0, layers.index(layer), 1) for t in stacks] if layer in layers else []

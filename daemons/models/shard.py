@@ -59,7 +59,14 @@ class ShardOutput(NamedTuple):
 class ShardModel:
     """A built shard.  ``embedding`` is None except at the start of the pipeline, ``output`` except at its end."""
 
-    def __init__(self, config: ShardConfig, selector: KernelSelector, report: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        config: ShardConfig,
+        selector: KernelSelector,
+        report: Callable[[int, int], None],
+        on_layer: Callable[[ShardModel, int], None] = lambda shard, missing_bytes: None,
+    ) -> None:
+        """``on_layer`` is called when a layer more can run; with it, how many bytes of weights are missing."""
         spec, layers = config.spec, config.plan.layers
         self.device, self.plan, self.selector = selector.device, config.plan, selector
         self.pools = Pools(
@@ -79,7 +86,10 @@ class ShardModel:
             family = FAMILIES[spec.architecture](spec, weights, self.pools)
             self.from_boundary, self.to_boundary = family.from_boundary, family.to_boundary
             self.embedding: Callable[[Batch], Tensor] | None = family.embedding() if config.embedding else None
-            self.layers: list[Block] = [family.layer(i) for i in range(layers.start, layers.stop)]
+            self.layers: list[Block] = []
+            for i in range(layers.start, layers.stop):
+                self.layers.append(family.layer(i))
+                on_layer(self, sum(layout.n_bytes for layout in kept) - weights.n_bytes)
             self.output: Callable[[Tensor], Tensor] | None = family.output() if config.output else None
         finally:
             weights.close()

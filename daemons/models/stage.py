@@ -18,6 +18,7 @@ from daemons.errors import LoadError, StateError
 from daemons.graphs import CudaGraphs
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
+from daemons.models.replay import LayerwiseReplay
 from daemons.models.shard import ShardConfig, ShardModel, check, stream_dtype
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
@@ -73,9 +74,15 @@ class LoadedStage:
     @classmethod
     @torch.inference_mode()
     def load(
-        cls, spec: ModelSpec, plan: StagePlan, load: Load, backend: Backend, progress: Callable[[Progress], None]
+        cls,
+        spec: ModelSpec,
+        plan: StagePlan,
+        load: Load,
+        backend: Backend,
+        progress: Callable[[Progress], None],
+        replay: LayerwiseReplay | None = None,
     ) -> LoadedStage:
-        """Load the stage's shards onto their devices, in order.
+        """Load the stage's shards onto their devices, in order, and run ``replay`` as the layers come.
 
         ``spec.files`` must be open.  Raises LoadError (file, tensor) or DeviceError (device, tensor, bytes).
         """
@@ -110,8 +117,19 @@ class LoadedStage:
                 progress(Progress(plan.stage, device, done, total, "read"))
 
             progress(Progress(plan.stage, device, 0, 0, "pools"))
-            shards.append(ShardModel(config, selector, report))
+            if replay is None:
+                shards.append(ShardModel(config, selector, report))
+            else:
+                with replay.loading(selector.device):
+                    shards.append(ShardModel(config, selector, report, replay.layer_loaded))
         return cls(spec, plan, load, shards)
+
+    def replayed(self, replay: LayerwiseReplay) -> bool:
+        """Go on from where a replay ended; return whether it did."""
+        found = replay.finish(self.shards[0])
+        if found is not None:
+            self.sequences = found
+        return found is not None
 
     @torch.inference_mode()
     def apply(self, operations: Sequence[Operation]) -> None:

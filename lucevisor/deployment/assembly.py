@@ -18,6 +18,7 @@ from lucevisor.deployment.draft_assembly import DraftAssembly
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.standstill import StateReplay
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
@@ -43,6 +44,8 @@ class PipelineAssembly:
         self._links: dict[str, Link] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._kept: set[str] = set()  # of the daemons there are, those that took over the state of their predecessors
+        self._replaying: set[str] = set()  # lost groups for whose daemons a replay was prepared since the last loss
+        self._replayed: set[str] = set()  # those of them whose daemons computed it while they loaded
         self._resetting: set[str] = set()
         self._token = 0  # of the last Reset
         self._pipeline: Pipeline | None = None
@@ -52,6 +55,11 @@ class PipelineAssembly:
     def complete(self) -> bool:
         """Whether requests are being served."""
         return self._pipeline is not None and not self._lost
+
+    @property
+    def holding(self) -> bool:
+        """Whether requests wait for daemons."""
+        return self._engine.holding
 
     @property
     def drafting(self) -> bool:
@@ -64,8 +72,20 @@ class PipelineAssembly:
         drafter = {self._draft.group} if self._draft is not None and self._draft.resetting else set()
         return frozenset(self._resetting | drafter)
 
-    def ready(self, group: str, link: Link, *, with_draft: bool = False, kept: bool = False) -> None:
-        """A daemon finished loading; ``with_draft``: the drafter, too; ``kept``: it has the state that was frozen."""
+    async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
+        """Return what a group's next daemon is to compute while it loads; None if its stages are not lost, or the
+        engine has nothing for it.  The caller closes the file."""
+        if group not in self._lost:
+            return None
+        self._replaying.add(group)
+        stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
+        return await self._engine.replay(stages, timeout_s)
+
+    def ready(
+        self, group: str, link: Link, *, with_draft: bool = False, kept: bool = False, replayed: bool = False
+    ) -> None:
+        """A daemon finished loading; ``with_draft``: the drafter, too; ``kept``: it has the state that was frozen;
+        ``replayed``: it computed what ``replay`` returned."""
         if self._closed:  # it was loading when the supervisor was told to stop
             return
         if self._draft is not None and group == self._draft.group and with_draft:
@@ -75,6 +95,8 @@ class PipelineAssembly:
         self._links[group] = link
         if kept:
             self._kept.add(group)
+        if replayed and group in self._replaying:
+            self._replayed.add(group)
         if set(self._links) == set(self._stage_groups):
             self._reset(self._lost or self._links.keys())
 
@@ -83,6 +105,7 @@ class PipelineAssembly:
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
             self._kept.discard(group)
+            self._replayed.discard(group)
             self._resetting.clear()
             if known or group not in self._lost:  # else a dead link was told of before
                 self._lose(group, RequestError("shard_lost", _lost(group, reason)))
@@ -141,20 +164,24 @@ class PipelineAssembly:
 
     def _reset(self, groups: Collection[str]) -> None:
         self._token += 1
-        self._resetting = set(groups)
-        for group in groups:
+        self._resetting = set(groups) - self._replayed
+        for group in [*self._resetting]:
             try:
                 self._links[group].send(Reset(self._token))
             except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
                 return
+        if not self._resetting:
+            self._all_reset()
 
     def _all_reset(self) -> None:
         if not self._lost:
             self._attach()
             return
         links = {stage: self._links[g] for stage, g in enumerate(self._stage_groups) if g in self._lost}
-        log.info("rebuilding", groups=sorted(self._lost))
-        if not self._engine.restore(links, self._restored, kept=self._lost <= self._kept):
+        log.info("rebuilding", groups=sorted(self._lost), replayed=sorted(self._replayed))
+        replayed = [stage for stage in links if self._stage_groups[stage] in self._replayed]
+        self._forget_replays()
+        if not self._engine.restore(links, self._restored, kept=self._lost <= self._kept, replayed=replayed):
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
@@ -176,6 +203,7 @@ class PipelineAssembly:
         if self._pipeline is None:
             return
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
+        self._forget_replays()  # they are out of date
         if self._engine.lose_stages(stages, error):
             self._lost.add(group)
         else:
@@ -186,8 +214,13 @@ class PipelineAssembly:
         """The engine has no pipeline any more."""
         self._pipeline = None
         self._lost.clear()
+        self._forget_replays()
         if self._draft is not None:
             self._draft.pipeline_detached()
+
+    def _forget_replays(self) -> None:
+        self._replaying.clear()
+        self._replayed.clear()
 
     def _on_dead_link(self, failure: PipelineFailure) -> bool:
         if not self._engine.rebuilds:

@@ -24,7 +24,8 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.sizes import why_unfit, with_sizes
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
+from lucevisor.deployment.state_memory import StateMemory
+from lucevisor.deployment.successors import Successors, take_over
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import PipelineFailure
@@ -95,7 +96,7 @@ class Deployment:
         self._draft_loaded = False  # by its READY group
         self._draft_problem = ""  # why its group runs without it
         self._detached = ""  # why the engine stopped using it
-        self._handed: dict[str, StateMemory] = {}  # by group, for its next daemon
+        self._successors = Successors(model.spec.layers)
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -142,8 +143,7 @@ class Deployment:
         self._placing.cancel()
         for buffer in self.buffers.values():
             buffer.close()
-        for handed in self._handed.values():
-            handed.close()
+        self._successors.close()
 
     # ---- serving
 
@@ -248,7 +248,8 @@ class Deployment:
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
         load = load_message(placement, group, files, group_threads(self._config, group), draft_files, score_files)
-        return LoadOrder(load, [self.buffers[arena.capture, arena.boundary].fd for arena in load.arenas])
+        fds = [self.buffers[arena.capture, arena.boundary].fd for arena in load.arenas]
+        return await self._successors.order(group, load, fds, self._assembly)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
         """Return the drafter's files; None when they cannot be used and the daemon has layers to serve."""
@@ -300,11 +301,11 @@ class Deployment:
             self.transfers.ready(group, link)
         if self.scoring is not None:
             self.scoring.ready(group, link, loaded.score_problem)
-        memory = self._handed.pop(group, None)
+        memory = self._successors.loaded(group)
         if memory is not None:
             self._begin(self._take_over(group, link, memory, with_draft=with_draft), f"state for {group}")
         elif self._assembly is not None:
-            self._assembly.ready(group, link, with_draft=with_draft)
+            self._assembly.ready(group, link, with_draft=with_draft, replayed=loaded.replayed)
         else:
             self._hooks.on_change()
 
@@ -329,8 +330,8 @@ class Deployment:
     def _on_state(self, group: str, state: State, reason: str) -> None:
         if self.placement is None and state in (State.BACKOFF, State.FAILED):
             self._placing.forget(group)
-        if state is State.FAILED and group in self._handed:
-            self._handed.pop(group).close()
+        if state is State.FAILED:
+            self._successors.drop(group)
         self._hooks.on_state(group, state, reason)
 
     def _on_draining(self, group: str, child: int) -> None:
@@ -346,32 +347,17 @@ class Deployment:
         if group in target_groups(self._config):
             frozen = await self._hooks.drain()
             if frozen is not None:
-                await self._hand_over(group, frozen)
+                assert self.placement is not None
+                assert self.transfers is not None
+                await self._successors.keep(group, self.placement, self.transfers, frozen)
         elif self._assembly is not None and group == self.draft_group:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
 
-    # ---- state that outlives a daemon
-
-    async def _hand_over(self, group: str, frozen: FrozenState) -> None:
-        """Export a group's state for its next daemon; without it that one computes again."""
-        assert self.placement is not None
-        assert self.transfers is not None
-        layers = self._model.spec.layers
-        try:
-            self._handed[group] = await export_state(layers, self.placement, self.transfers, frozen, [group])
-        except LucevisorError as error:
-            log.warning("state is not kept", group=group, reason=str(error))
-
     async def _take_over(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
-        kept = True
-        try:
-            await import_state(memory, self.transfers, [group])
-        except LucevisorError as error:
-            kept = False
-            log.warning("state is not kept", group=group, reason=str(error))
+        kept = await take_over(memory, self.transfers, group)
         if self._assembly is not None and self._links.get(group) is link:
             self._assembly.ready(group, link, with_draft=with_draft, kept=kept)
 

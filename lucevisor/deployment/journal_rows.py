@@ -8,11 +8,12 @@ Invariants: never more than ``Placement.journal_bytes``; copies happen in the or
 from __future__ import annotations
 
 import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ from lucevisor.placement.result import Placement
 from lucevisor.protocol.arena import Arena
 
 log = structlog.get_logger("journal")
+
+Result = TypeVar("Result")
 
 _QUICK_BYTES: Final = 256 * 1024  # copied in some 30 us
 
@@ -72,6 +75,23 @@ class JournalRows:
         """Copy the first rows of a block to another."""
         self._in_order(-1, n_rows * self._row_bytes, partial(self._copy, source, target, n_rows))
 
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
+        """Write rows to a new memfd, one behind the other; the future has its descriptor or OSError."""
+        return self._submit(partial(self._gather, steps))
+
+    def _gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
+        fd, at = os.memfd_create("lucevisor-rows", os.MFD_CLOEXEC), 0
+        try:
+            for block, offset, _, n in (one for copies in steps for one in copies):
+                rows = self._blocks[block, offset : offset + n].data.cast("B")
+                while rows:
+                    n_written = os.pwrite(fd, rows, at)
+                    rows, at = rows[n_written:], at + n_written
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
     def _copy(self, source: int, target: int, n_rows: int) -> None:
         self._blocks[target, :n_rows] = self._blocks[source, :n_rows]
 
@@ -82,9 +102,12 @@ class JournalRows:
         if not self._waiting and n_bytes <= _QUICK_BYTES:
             copy()
             return
+        self._waiting.append((region, self._submit(copy)))
+
+    def _submit(self, work: Callable[[], Result]) -> Future[Result]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._waiting.append((region, self._thread.submit(copy)))
+        return self._thread.submit(work)
 
 
 def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:

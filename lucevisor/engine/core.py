@@ -212,13 +212,21 @@ class Engine(Standstill):
         self._proceed(self._scheduler.fail(lost, error, now))
         return True
 
-    def restore(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None], *, kept: bool = False) -> bool:
+    def restore(
+        self,
+        links: Mapping[int, StageLink],
+        on_end: Callable[[bool], None],
+        *,
+        kept: bool = False,
+        replayed: Collection[int] = (),
+    ) -> bool:
         """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
 
-        ``kept``: they have the bytes of what was frozen before the loss, so nothing is computed again.  ``on_end``
-        hears whether that worked; if not, the pipeline is detached by then.  False: no stage is lost.
+        ``kept``: they have the bytes of what was frozen before the loss, so nothing is computed again.  ``replayed``:
+        stages whose daemons computed what ``replay`` returned since the last loss.  ``on_end`` hears whether that
+        worked; if not, the pipeline is detached by then.  False: no stage is lost.
         """
-        found = self._stages.found(links, on_end, kept=kept)
+        found = self._stages.found(links, on_end, kept=kept, replayed=replayed)
         self._proceed([])
         return found
 

@@ -10,6 +10,7 @@ the journal never holds more than ``n_blocks`` pages of rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -44,6 +45,10 @@ class RowStore(Protocol):
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
+
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
+        """Write the rows of steps to a new file in memory, one behind the other, after all copies so far; the future
+        has its descriptor, or OSError."""
 
 
 class PageKey(NamedTuple):
@@ -180,6 +185,10 @@ class Journal:
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Write rows to where the next stage reads them."""
         self._store.place(boundary, region, copies)
+
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
+        """Write the rows of steps to a new file, as the store does."""
+        return self._store.gather(steps)
 
     # ---- inside
 

@@ -11,17 +11,26 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Final
 
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.pipeline import Pipeline, StageLink
-from lucevisor.engine.recovery_rebuild import FIRST_STEP, CannotRebuild, Rebuilder, RebuildStep, WaitingSteps
+from lucevisor.engine.recovery_rebuild import (
+    FIRST_STEP,
+    CannotRebuild,
+    Rebuilder,
+    RebuildPlan,
+    RebuildStep,
+    WaitingSteps,
+)
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import StepPlan, mask_jobs
+from lucevisor.model.values import Space
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.steps import Operation, Step
 
@@ -36,6 +45,7 @@ class StageRecovery:
         self._scheduler, self._journal = scheduler, journal
         self._pipeline: Pipeline | None = None  # while stages of it are lost
         self._links: dict[int, StageLink] = {}
+        self._plans: dict[int, RebuildPlan] = {}  # of the lost stages, as of now
         self._to_send: dict[int, deque[RebuildStep]] = {}
         self._regions: dict[int, deque[int]] = {}  # of the steps that each stage has
         self._steps: dict[int, Step] = {}  # on their way, without what is of no use any more
@@ -82,7 +92,7 @@ class StageRecovery:
     def detach(self) -> None:
         """There is no pipeline any more, and nothing in the shards."""
         self._pipeline = self.opening = None
-        self._to_send.clear()
+        self._forget_plans()
         if self._journal is not None:
             self._journal.forget()
 
@@ -121,14 +131,46 @@ class StageRecovery:
         self._pipeline = pipeline
         pipeline.lose(lost)
         self._links.clear()
-        self._to_send.clear()
+        self._forget_plans()
         return True
 
-    def found(self, links: Mapping[int, StageLink], on_end: Callable[[bool], None], *, kept: bool) -> bool:
-        """All lost stages have daemons that hold no sequences, but if ``kept`` all bytes that were frozen; ``on_end``
-        hears whether they were rebuilt.  False: no stage is lost.
+    def prepare(self, stages: Collection[int], now: float) -> dict[int, RebuildPlan] | None:
+        """Return what rebuilds these of the lost stages, for their daemons to compute before they are found; None while
+        steps are on their way to others, or if it is impossible.
+
+        It holds until another stage is lost.
+        """
+        if self._pipeline is None or self.opening is not None or Space.WINDOW in self._scheduler.pools:
+            return None
+        if not self._plans:
+            if not self._settle(self._pipeline, now):
+                return None
+            try:
+                self._begin(self._pipeline)
+            except CannotRebuild:
+                return None
+        return {stage: self._plans[stage] for stage in stages}
+
+    def gather(self, plans: Iterable[RebuildPlan]) -> Future[int]:
+        """Write the rows of plans to a new file; the future has its descriptor, or OSError."""
+        assert self._journal is not None
+        return self._journal.gather([one.rows for plan in plans for one in plan.steps])
+
+    def found(
+        self,
+        links: Mapping[int, StageLink],
+        on_end: Callable[[bool], None],
+        *,
+        kept: bool,
+        replayed: Collection[int] = (),
+    ) -> bool:
+        """All lost stages have daemons that hold no sequences, but if ``kept`` all bytes that were frozen, and those of
+        ``replayed`` stages what was prepared; ``on_end`` hears whether they were rebuilt.  False: no stage is lost.
         """
         self._links, self._on_end, self._kept = dict(links), on_end, kept
+        for stage in replayed if self.active else ():
+            self._to_send[stage].clear()
+            self.n_done += self._plans[stage].n_tokens
         return self.active
 
     def advance(self, now: float) -> bool:
@@ -139,10 +181,7 @@ class StageRecovery:
         if self._pipeline is None or not self._links:
             return False
         if not self._to_send:
-            while self._pipeline.settled and (plan := self._scheduler.cut(now)) is not None:
-                self.planned(plan.step, {})
-                self._pipeline.submit(plan.step, opening=plan.opening)
-            if not self._pipeline.settled:
+            if not self._settle(self._pipeline, now):
                 return False
             self._begin(self._pipeline)
         for stage, steps in self._to_send.items():
@@ -169,6 +208,17 @@ class StageRecovery:
         on_end(rebuilt)
 
     # ---- inside
+
+    def _settle(self, pipeline: Pipeline, now: float) -> bool:
+        """Send what waits for a step; return whether all steps on their way wait for lost stages."""
+        while pipeline.settled and (plan := self._scheduler.cut(now)) is not None:
+            self.planned(plan.step, {})
+            pipeline.submit(plan.step, opening=plan.opening)
+        return pipeline.settled
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._to_send.clear()
 
     def _begin(self, pipeline: Pipeline) -> None:
         scheduler, index = self._scheduler, self._scheduler.reuse.index
@@ -200,12 +250,12 @@ class StageRecovery:
         )
         for slot in set(index.slots) - rebuilder.kept:
             index.drop(slot)
-        plans = {stage: rebuilder.plan(stage) for stage in lost}
+        self._plans = {stage: rebuilder.plan(stage) for stage in lost}
         found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
         self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
-        self._to_send = {stage: deque(plan.steps) for stage, plan in plans.items()}
-        self._regions = {stage: deque() for stage in plans}
-        self.n_tokens = sum(plan.n_tokens for plan in plans.values())
+        self._to_send = {stage: deque(plan.steps) for stage, plan in self._plans.items()}
+        self._regions = {stage: deque() for stage in self._plans}
+        self.n_tokens = sum(plan.n_tokens for plan in self._plans.values())
 
     def _reopen(self, lost: Sequence[int]) -> None:
         """Open the sequences as they were frozen; the steps that wait carry what was decided since."""
@@ -251,5 +301,5 @@ class StageRecovery:
             assert self._journal is not None
             self._journal.place(stage - 1, one.step.region, one.rows)
         self._pipeline = None
-        self._to_send.clear()
+        self._forget_plans()
         pipeline.find(self._links, self._steps, operated=not self._kept)

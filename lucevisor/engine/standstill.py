@@ -6,18 +6,25 @@ Invariant: what a FrozenState names keeps its bytes in every daemon that lives o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lucevisor import awake
 from lucevisor.engine.journal import RowStore, make_journal
 from lucevisor.engine.prefix_access import PrefixAccess
 from lucevisor.engine.recovery import PauseReason, Recovery
+from lucevisor.engine.recovery_rebuild import RebuildPlan
 from lucevisor.engine.recovery_stages import StageRecovery
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.sequence import RequestRecord, page_operations
 from lucevisor.model.values import Space
+from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.steps import OpenSequence, Operation
+
+MAX_REPLAY_TOKENS: Final = 1 << 17
+"""More tokens than that are rebuilt when the weights are there: the message and the rows would be too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,14 @@ class FrozenState:
     units: Mapping[Space, Sequence[int]]
     opening: Sequence[Operation]
     n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateReplay:
+    """What lost stages have computed: the steps of each, and the ``file`` of their boundary rows, a descriptor."""
+
+    stages: Sequence[StageReplay]
+    file: int
 
 
 class Standstill(PrefixAccess):
@@ -92,6 +107,32 @@ class Standstill(PrefixAccess):
             self._stages.planned(plan.step, {})
             self._pipeline.submit(plan.step, opening=plan.opening)
         return plan is None
+
+    async def replay(self, stages: Collection[int], timeout_s: float) -> StateReplay | None:
+        """Return what lost stages have computed, for their new daemons to compute while they load; None if steps are on
+        their way to other stages for longer, it is too much, or impossible: then ``restore`` does that.
+
+        The caller closes the file.  It holds until another stage is lost.
+        """
+        plans: dict[int, RebuildPlan] | None = None
+
+        def prepared() -> bool:
+            nonlocal plans
+            plans = self._stages.prepare(stages, self._clock())
+            return plans is not None or not self._stages.active
+
+        if not await self._wait(prepared, timeout_s) or not plans:
+            return None
+        if not 0 < sum(plan.n_tokens for plan in plans.values()) <= MAX_REPLAY_TOKENS:
+            return None
+        replays, n_rows = [], 0
+        for stage, plan in plans.items():
+            replays.append(StageReplay(stage, [one.step for one in plan.steps], n_rows))
+            n_rows += sum(copy.n for one in plan.steps for copy in one.rows)
+        try:
+            return StateReplay(replays, await asyncio.wrap_future(self._stages.gather(plans.values())))
+        except OSError:
+            return None
 
     async def quiesce(self, timeout_s: float) -> bool:
         """Start no queued request until the next attach; return whether the running ones ended in time.

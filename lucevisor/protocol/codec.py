@@ -91,7 +91,9 @@ def decode(header: Header, metadata: memoryview) -> Message:
 
 def n_descriptors(message: Message) -> int:
     """Number of descriptors that the frame of ``message`` carries."""
-    if isinstance(message, Load | Check):
+    if isinstance(message, Load):
+        return len(message.arenas) + bool(message.replay)
+    if isinstance(message, Check):
         return len(message.arenas)
     return 1 if isinstance(message, Save | Restore) else 0
 

@@ -138,7 +138,7 @@ class Connection:
             raise LocalProtocolError(
                 f"{kind.name} names {_named(kind, n_named)}, but {n_fds} descriptors were given",
                 self.name,
-                "pass one descriptor per arena, in order, or the snapshot file's",
+                "pass one descriptor per arena, in order, and that of the rows to replay, or the snapshot file's",
             )
         self._advance(kind)
         return [data, *views]

@@ -96,7 +96,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _descriptors(kind: MessageKind) -> str:
-    return "the file's descriptor" if kind in (MessageKind.SAVE, MessageKind.RESTORE) else "one descriptor per arena"
+    if kind in (MessageKind.SAVE, MessageKind.RESTORE):
+        return "the file's descriptor"
+    return "one descriptor per arena" + (", then that of the rows to replay" if kind is MessageKind.LOAD else "")
 
 
 def _size(n_bytes: int) -> str:

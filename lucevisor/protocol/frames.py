@@ -59,7 +59,9 @@ class Limits(NamedTuple):
 
 LIMITS: dict[MessageKind, Limits] = {
     MessageKind.HELLO: Limits(64 * KIB, 0, "a few hundred bytes per device"),
-    MessageKind.LOAD: Limits(1 * MIB, 0, "paths of a split file, at most 4 KiB each"),
+    MessageKind.LOAD: Limits(
+        MAX_METADATA_BYTES, 0, "paths of a split file, at most 4 KiB each; 5 bytes for each of 131,072 tokens to replay"
+    ),
     MessageKind.LOADED: Limits(256 * KIB, 0, "one record per shard, one line per operation"),
     MessageKind.STEP: Limits(
         MAX_METADATA_BYTES,

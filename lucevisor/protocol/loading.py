@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, FileIdentity, LayerRange, Space, Tier
+from lucevisor.protocol.steps import Step
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
@@ -167,8 +168,24 @@ def score_pools(spaces: Collection[Space], window_tokens: int) -> PoolSizes:
     )
 
 
+class StageReplay(msgspec.Struct, frozen=True):
+    """The steps that bring a stage's new daemon to where the lost one was, to be run layer by layer while it loads.
+
+    They return nothing.  ``first_row``: where their boundary rows lie in the file of rows, one behind the other; a
+    stage with the embedding has none.
+    """
+
+    stage: int
+    steps: list[Step]
+    first_row: int = 0
+
+
 class Load(msgspec.Struct, frozen=True):
-    """Load these layers and run them.  ``max_drafts``: the most that a slice verifies; 0: none, here or anywhere."""
+    """Load these layers and run them.  ``max_drafts``: the most that a slice verifies; 0: none, here or anywhere.
+
+    ``replay``: what stages are to have computed when they are loaded; the descriptor of the file of rows follows those
+    of the arenas.  Without ``warm_up`` kernels are compiled, and graphs captured, when steps come to need them.
+    """
 
     files: list[str]  # absolute paths of the GGUF parts, in order
     dtype: Dtype  # of activations and of boundary activations
@@ -186,6 +203,8 @@ class Load(msgspec.Struct, frozen=True):
     attend_host: bool = False  # layers attend to pages in host memory, too
     rank_pages: bool = False  # slices may ask how much they attend to each page
     score: ScorePlan | None = None
+    replay: list[StageReplay] = []
+    warm_up: bool = True
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
@@ -210,3 +229,4 @@ class Loaded(msgspec.Struct, frozen=True):
     draft_problem: str = ""  # why the draft stage does not run although other stages of the daemon do
     score: DeviceUse | None = None  # of the scoring model
     score_problem: str = ""  # the same for the scoring model
+    replayed: bool = False  # all of ``Load.replay`` is computed; else the daemon holds no sequences

@@ -6,6 +6,8 @@ a daemon that was not reset, gives a Violation or wrong tokens.
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +22,7 @@ from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.settings import EngineSettings
+from lucevisor.engine.standstill import StateReplay
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes
@@ -99,6 +102,8 @@ class Groups:
         )
         self.assembly = PipelineAssembly(self.engine, self.homes, self._changed, draft)
         self.processes: dict[str, Process] = {}  # those that supervision holds for READY
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.replays: dict[str, tuple[StateReplay, list[int]]] = {}  # what loads carry, and the rows
 
     def _changed(self) -> None:
         self.changes += 1
@@ -132,8 +137,27 @@ class Groups:
             )
         process = self.processes[group] = Process(stages, told, drafter)
         process.alive = alive
-        self.assembly.ready(group, process, with_draft=with_draft)  # type: ignore[arg-type]  # what it uses of a Link
+        found = self.replays.pop(group, None)
+        for one in found[0].stages if found is not None else ():
+            stages[one.stage].replay(one.steps, found[1][one.first_row :], self.limits.max_sequences)
+        replayed = found is not None
+        self.assembly.ready(group, process, with_draft=with_draft, replayed=replayed)  # type: ignore[arg-type]  # what it uses of a Link
         return process
+
+    def load(self, group: str) -> bool:
+        """A new daemon of the group is sent its load; return whether it carries a replay."""
+        self.replays.pop(group, None)
+        self._loop = self._loop or asyncio.new_event_loop()  # one, which the engine's events are bound to
+        found = self._loop.run_until_complete(self.assembly.replay(group, 0.0))
+        if found is not None:
+            os.close(found.file)
+            self.replays[group] = found, self.rows.gathered
+        return found is not None
+
+    def close(self) -> None:
+        """After the last ``load``."""
+        if self._loop is not None:
+            self._loop.close()
 
     def die(self, group: str) -> None:
         """The daemon is gone; the supervisor has not heard of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -49,6 +49,45 @@ async def test_only_the_lost_daemon_is_reset(victim: str) -> None:
         assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
     assert groups.failures == []
     assert groups.engine.statistics().recovery.n_rebuilt > 0
+
+
+@pytest.mark.parametrize("homes", [("left", "right"), ("left", "right", "left")])
+@pytest.mark.parametrize("victim", ["left", "right"])
+def test_what_a_daemon_computed_while_it_loaded_is_not_computed_again(homes: tuple[str, ...], victim: str) -> None:
+    groups = serving(*homes)
+    asked = [request(name, range(100), n=30) for name in "ab"]
+    handles = [groups.engine.submit(one) for one in asked]
+    compute(groups, 13)
+    groups.lost(victim)
+    compute(groups, 5)
+    assert groups.load(victim)
+    handles[1].cancel()
+    process = groups.ready(victim)
+    assert groups.assembly.complete, "nothing is to be sent"
+    assert process.resets == 0
+    groups.work()
+    groups.close()
+    [tokens] = [[event.token for event in handles[0]._events if hasattr(event, "token")]]
+    assert tokens == groups.model.alone(asked[0].prompt, asked[0].sampling, 30, frozenset())
+    assert groups.engine.statistics().recovery.n_rebuilt > 0
+
+
+def test_a_replay_is_out_of_date_when_another_daemon_is_lost() -> None:
+    groups = serving("left", "right")
+    one = request("a", range(100), n=30)
+    handle = groups.engine.submit(one)
+    compute(groups, 13)
+    groups.lost("left")
+    assert groups.load("left")
+    groups.lost("right")
+    process = groups.ready("left")
+    groups.ready("right")
+    assert not groups.assembly.complete
+    groups.work()
+    groups.close()
+    assert process.resets == 1
+    tokens = [event.token for event in handle._events if hasattr(event, "token")]
+    assert tokens == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
 
 
 async def test_a_group_of_two_stages_is_rebuilt_at_both() -> None:
@@ -128,6 +167,12 @@ class Losses(GroupMachine):
     def ready(self, draw: int, alive: bool) -> None:
         self.groups.ready(self.some(draw, self.away), alive=alive)
 
+    @precondition(lambda self: self.away)
+    @rule(draw=st.integers(0, 5))
+    def load(self, draw: int) -> None:
+        carries = self.groups.load(self.some(draw, self.away))
+        event(f"load with a replay: {carries}")
+
     @precondition(lambda self: self.here)
     @rule(draw=st.integers(0, 5))
     def die(self, draw: int) -> None:
@@ -164,6 +209,7 @@ class Losses(GroupMachine):
     def teardown(self) -> None:
         if not hasattr(self, "groups"):
             return
+        self.groups.close()
         for group in self.here:  # what broke the order is replaced; so is all else
             self.groups.lost(group)
         for group in self.names:

@@ -47,3 +47,20 @@ def test_long_copies_are_made_beside_and_in_order() -> None:
     assert found[:, 0].tolist() == [2, 1, 1, 1]
     del found
     arena.close()
+
+
+def test_rows_of_steps_are_gathered_in_a_file_behind_copies_on_their_way() -> None:
+    row_bytes = 64 * 1024
+    arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * row_bytes, n_regions=1))
+    rows = JournalRows({0: arena}, row_bytes, 3 * 64 * row_bytes)
+    numbers = np.arange(64, dtype=np.uint8).repeat(row_bytes)
+    arena.region(0)[:] = numbers.tobytes()
+    rows.file(0, 0, [RowCopy(1, 0, 0, 64)])  # long: in the thread
+    rows.file(0, 0, [RowCopy(2, 5, 9, 2)])
+    fd = rows.gather([[RowCopy(1, 3, 0, 2), RowCopy(2, 5, 2, 2)], [], [RowCopy(1, 60, 0, 1)]]).result(10)
+    with open(fd, "rb") as file:
+        found = np.frombuffer(file.read(), dtype=np.uint8).reshape(-1, row_bytes)
+    assert found[:, 0].tolist() == [3, 4, 9, 10, 60]
+    assert (found == found[:, :1]).all()
+    rows.free(0)
+    arena.close()

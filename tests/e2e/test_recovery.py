@@ -144,6 +144,8 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         print(f"{n_faults} kills, {streams.n_answers} answers: pause {statistics.median(pauses):.2f} s, "
               f"worst {max(pauses):.2f} s")  # fmt: skip
         assert streams.wrong == []
+        replayed = [one.loaded.replayed for one in service.groups.values() if one.loaded is not None]
+        assert any(replayed) == (case is not CONFIGURATIONS[2].values[0]), "while it loaded, but for sliding layers"
         assert service.engine is not None
         now = service.engine.statistics()
         assert now.recovery.pauses["loss"].n >= 1

@@ -8,8 +8,10 @@ without pages, batches or steps: the oracle.  A rule between supervisor and daem
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -266,6 +268,17 @@ class ToyStage:
             for i in ids:
                 ours[i] = deepcopy(theirs[i])
 
+    def replay(self, steps: Sequence[Step], rows: Sequence[int], max_sequences: int) -> None:
+        """Run steps that were prepared for this stage; ``rows``: of the stage before, one step behind the other."""
+        shared, self.regions = self.regions, {}
+        at = 0
+        for step in steps:
+            n = sum(len(piece.tokens) for piece in step.slices)
+            self.regions[self.stage - 1, step.region] = (PLACED, [*rows[at : at + n]])
+            self.run(step, max_sequences)
+            at += n
+        self.regions = shared
+
     def _sample(self, sequence: _Open, piece: Slice, rows: list[int], masks: np.ndarray | None) -> list[Sampled]:
         """Draw after the last token, or, of a slice with drafts, after each one up to the first that is wrong."""
         sure = len(piece.tokens) - piece.n_drafts
@@ -517,6 +530,7 @@ class ToyRows:
     def __init__(self) -> None:
         self.regions: Regions = {}
         self._blocks: dict[int, list[int]] = {}
+        self.gathered: list[int] = []
 
     def _block(self, block: int) -> list[int]:
         return self._blocks.setdefault(block, [0] * PAGE_TOKENS)
@@ -538,6 +552,14 @@ class ToyRows:
 
     def copy(self, source: int, target: int, n_rows: int) -> None:
         self._block(target)[:n_rows] = self._block(source)[:n_rows]
+
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
+        """``gathered``: the rows, for whatever reads them by the descriptor."""
+        blocks = [(self._block(one.block), one.offset, one.n) for copies in steps for one in copies]
+        self.gathered = [row for block, offset, n in blocks for row in block[offset : offset + n]]
+        done: Future[int] = Future()
+        done.set_result(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        return done
 
 
 @dataclass(frozen=True)

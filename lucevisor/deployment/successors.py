@@ -1,0 +1,87 @@
+"""What a daemon's successor starts from: the state it held, in host memory, or what it computed, to be replayed.
+
+Knows neither steps nor sequences.  Invariant: whatever lies in host memory for a group is given back when its next
+daemon has read it, or there is none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+from msgspec.structs import replace
+
+from lucevisor.deployment.assembly import PipelineAssembly
+from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
+from lucevisor.engine.standstill import FrozenState
+from lucevisor.errors import LucevisorError
+from lucevisor.model.spec import LayerSpec
+from lucevisor.placement.result import Placement
+from lucevisor.protocol.loading import Load
+from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.supervision.callbacks import LoadOrder
+
+_SETTLE_S: Final = 1.0
+"""How long a load waits for steps on their way to other stages, so that it may carry what is to be replayed."""
+
+log = structlog.get_logger("deployment")
+
+
+class Successors:
+    """By group.  ``layers``: of the whole model."""
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        self._layers = layers
+        self._handed: dict[str, StateMemory] = {}
+        self._rows: dict[str, int] = {}  # descriptors of the files that loads carry
+
+    async def order(self, group: str, load: Load, fds: Sequence[int], assembly: PipelineAssembly | None) -> LoadOrder:
+        """Return a load, with what its daemon is to compute again meanwhile; requests that wait do not wait for a
+        warm-up, too: what it compiles is in caches."""
+        self._close_rows(group)
+        if assembly is None or assembly.complete:
+            return LoadOrder(load, fds)
+        found = None if group in self._handed else await assembly.replay(group, _SETTLE_S)
+        if found is None:
+            return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
+        self._rows[group] = found.file
+        return LoadOrder(replace(load, replay=[*found.stages], warm_up=False), [*fds, found.file])
+
+    async def keep(self, group: str, placement: Placement, transfers: ShardTransfers, frozen: FrozenState) -> None:
+        """Export a group's state for its next daemon; without it that one computes again."""
+        try:
+            self._handed[group] = await export_state(self._layers, placement, transfers, frozen, [group])
+        except LucevisorError as error:
+            log.warning("state is not kept", group=group, reason=str(error))
+
+    def loaded(self, group: str) -> StateMemory | None:
+        """Return the state for a daemon that has loaded, if there is one; the caller lets it read that."""
+        self._close_rows(group)
+        return self._handed.pop(group, None)
+
+    def drop(self, group: str) -> None:
+        """There will be no next daemon of the group."""
+        self._close_rows(group)
+        if group in self._handed:
+            self._handed.pop(group).close()
+
+    def close(self) -> None:
+        """Give everything back."""
+        for group in {*self._handed, *self._rows}:
+            self.drop(group)
+
+    def _close_rows(self, group: str) -> None:
+        if group in self._rows:
+            os.close(self._rows.pop(group))
+
+
+async def take_over(memory: StateMemory, transfers: ShardTransfers, group: str) -> bool:
+    """Let a new daemon read what its predecessor held; return whether it did."""
+    try:
+        await import_state(memory, transfers, [group])
+    except LucevisorError as error:
+        log.warning("state is not kept", group=group, reason=str(error))
+        return False
+    return True

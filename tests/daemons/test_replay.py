@@ -1,0 +1,133 @@
+"""Steps that run layer by layer while the weights load leave what they leave one after the other, bit for bit."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from daemons.models.replay import RowFile, layerwise_replays
+from daemons.models.stage import LoadedStage
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay
+from lucevisor.protocol.steps import (
+    CopyPage,
+    CopyState,
+    OpenSequence,
+    Sampling,
+    SetPages,
+    Slice,
+    Step,
+    ZeroState,
+)
+from tests.daemons.snapshot_pipeline import golden_spec
+
+POOLS = PoolSizes(full_pages=9, window_pages=0, states=6, host_states=2)
+
+
+def tokens(seed: int, n: int) -> list[int]:
+    return [(i * 31 + seed * 7) % 250 for i in range(n)]
+
+
+def steps_of(spec) -> list[Step]:
+    """Two sequences in chunks of several lengths; of the first one a slot at 70 is kept, in host memory."""
+    recurrent = Space.RECURRENT in spec.spaces()
+    opening, copies = [], [CopyPage(Space.FULL, 2, 5, 6)]
+    for sequence, pages in enumerate(([1, 2, 3], [7, 6, 4])):
+        opening += [OpenSequence(sequence, sequence, Sampling()), SetPages(sequence, Space.FULL, 0, pages)]
+        opening += [ZeroState(sequence)] * recurrent
+    copies += [CopyState(0, 4)] * recurrent
+    slices = [Slice(0, 0, tokens(1, 70), sample=False), Slice(0, 70, tokens(2, 80), sample=False)]
+    slices += [Slice(1, 0, tokens(3, 33), sample=False)]
+    steps = [Step(0, 0, opening), Step(1, 0, [], slices[:1]), Step(2, 0, copies), Step(3, 0, [], slices[1:2])]
+    both = [Slice(0, 150, [5, 6, 7], sample=False), Slice(1, 33, [8, 9, 10], sample=False)]
+    return [*steps, Step(4, 0, [], slices[2:]), Step(5, 0, [], both)]
+
+
+def plans_of(spec) -> list[StagePlan]:
+    half = spec.n_layers // 2
+    first = StagePlan(0, [ShardPlan(0, LayerRange(0, half))], None, 0, embedding=True, output=False)
+    return [first, StagePlan(1, [ShardPlan(0, LayerRange(half, spec.n_layers))], 0, None, embedding=False, output=True)]
+
+
+def load_of(pools=POOLS, stages=(), **more) -> Load:
+    return Load([], Dtype.FLOAT32, Dtype.FLOAT32, [*stages], [], pools, 4, 512, **more)
+
+
+def loaded(spec, plan, load, replay=None) -> LoadedStage:
+    return LoadedStage.load(spec, plan, load, Backend.CPU, lambda _: None, replay)
+
+
+def pools_for(spec) -> PoolSizes:
+    recurrent = Space.RECURRENT in spec.spaces()
+    return POOLS if recurrent else PoolSizes(full_pages=9, window_pages=0, states=0)
+
+
+def one_after_the_other(spec, plan, rows):
+    """The stage after all steps, and what it hands on."""
+    stage, out, at = loaded(spec, plan, load_of(pools_for(spec))), [], 0
+    for step in steps_of(spec):
+        stage.apply(step.operations)
+        if step.slices:
+            given = None if rows is None else rows[at : at + step.n_tokens]
+            out.append(stage.forward(step, given).rows.clone())
+            at += step.n_tokens
+    return stage, torch.cat(out)
+
+
+def bits(stage: LoadedStage) -> list[torch.Tensor]:
+    [pools] = stage.sequences.pools
+    return [t for _, tensors in pools._stacks for t in tensors] + pools._host_stacks
+
+
+def file_of(rows: torch.Tensor, n_before: int) -> int:
+    fd = os.memfd_create("rows")
+    os.pwrite(fd, torch.cat([torch.full((n_before, rows.shape[1]), 7.0), rows]).numpy().tobytes(), 0)
+    return fd
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen3", "qwen35moe"])
+def test_a_replay_leaves_what_the_steps_leave(architecture):
+    spec = golden_spec(architecture)
+    plans, rows = plans_of(spec), None
+    for plan in plans:
+        right, out = one_after_the_other(spec, plan, rows)
+        load = load_of(pools_for(spec), plans, replay=[StageReplay(plan.stage, steps_of(spec), first_row=3)])
+        fd = file_of(torch.empty(0, spec.boundary_width) if rows is None else rows, 3)
+        [replay] = layerwise_replays(load, spec, fd).values()
+        stage = loaded(spec, plan, load, replay)
+        assert stage.replayed(replay), replay.problem
+        for a, b in zip(bits(stage), bits(right), strict=True):
+            assert torch.equal(a, b)
+        assert stage.sequences.by_id == right.sequences.by_id
+        after = Step(6, 0, [], [Slice(0, 153, [11, 12], sample=False), Slice(1, 36, [13], sample=False)])
+        given = None if rows is None else out.new_ones(3, spec.boundary_width)
+        assert torch.equal(stage.forward(after, given).rows, right.forward(after, given).rows)
+        rows = out
+
+
+def test_what_cannot_be_replayed_leaves_a_stage_without_sequences():
+    spec = golden_spec("qwen35")
+    plan = plans_of(spec)[1]
+    load = load_of(stages=[plan], replay=[StageReplay(1, steps_of(spec))])
+    [replay] = layerwise_replays(load, spec, file_of(torch.zeros(5, spec.boundary_width), 0)).values()
+    stage = loaded(spec, plan, load, replay)
+    assert not stage.replayed(replay)
+    assert "ends before row 70" in replay.problem
+    assert not stage.sequences.by_id
+
+
+def test_sliding_layers_are_not_replayed():
+    spec = golden_spec("gemma4_e2b")
+    load = load_of(stages=plans_of(spec), replay=[StageReplay(0, [])])
+    [replay] = layerwise_replays(load, spec, file_of(torch.zeros(0, spec.boundary_width), 0)).values()
+    assert "sliding" in replay.problem
+
+
+def test_rows_come_from_where_they_lie():
+    rows = torch.arange(40.0).view(10, 4)
+    file = RowFile(file_of(rows, 2), 4, torch.float32)
+    assert torch.equal(file.read(5, 4, torch.device("cpu")), rows[3:7])
+    with pytest.raises(OSError, match="before row 13"):
+        file.read(11, 2, torch.device("cpu"))
