@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.errors import DeviceError
+from daemons.errors import DeviceError, LoadError
+from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.loading import Load
 
 
 class BoundaryBuffer(Protocol):
@@ -57,3 +59,16 @@ class SharedMemoryBuffer:
         self.read(region, rows.shape[0]).copy_(rows, non_blocking=True)
         if wait:
             devices.synchronize(rows.device)
+
+
+def arena_width(load: Load, arena: int, spec: ModelSpec) -> int:
+    """Numbers a row has in an arena.  Raises LoadError for an arena that no stage uses."""
+    if not load.arenas[arena].capture:
+        return spec.boundary_width
+    layers = [plan.captures for plan in load.stages if plan.capture_target == arena]
+    if load.draft is not None:
+        layers += [source.layers for source in load.draft.sources if source.arena == arena]
+    if len(layers) != 1:
+        reason = f"{len(layers)} stages of this daemon write or read it instead of one"
+        raise LoadError(f"arena {arena} for captures", reason, "correct the plan", configuration=True)
+    return len(layers[0]) * spec.hidden_size

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer
+from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer, arena_width
 from daemons.deferred import DeferredTokens
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
@@ -35,7 +35,6 @@ from daemons.warm import warm_up, warm_up_draft
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
@@ -83,7 +82,7 @@ class ModelRunner:
         self.spec = read_spec(files, load.options)
         pinned = backend is not Backend.CPU
         self._boundaries: list[BoundaryBuffer] = [
-            SharedMemoryBuffer(arena, load.dtype, _width(load, i, self.spec), pinned=pinned)
+            SharedMemoryBuffer(arena, load.dtype, arena_width(load, i, self.spec), pinned=pinned)
             for i, arena in enumerate(arenas)
         ]
         self._settled_at = 0.0
@@ -394,16 +393,3 @@ class ModelRunner:
             return deferred
         found = masks(step.step_id, slices) if any(s.masked for s in slices) else None
         return self._sampler.sample(slices, logits, found)
-
-
-def _width(load: Load, arena: int, spec: ModelSpec) -> int:
-    """Numbers a row has in an arena.  Raises LoadError for an arena that no stage uses."""
-    if not load.arenas[arena].capture:
-        return spec.boundary_width
-    layers = [plan.captures for plan in load.stages if plan.capture_target == arena]
-    if load.draft is not None:
-        layers += [source.layers for source in load.draft.sources if source.arena == arena]
-    if len(layers) != 1:
-        reason = f"{len(layers)} stages of this daemon write or read it instead of one"
-        raise LoadError(f"arena {arena} for captures", reason, "correct the plan", configuration=True)
-    return len(layers[0]) * spec.hidden_size
