@@ -1,6 +1,6 @@
-"""Tokens drawn on a device that the host does not wait for: the step behind can be queued meanwhile.
+"""Tokens drawn on a device without waiting for them, so that the next step can be queued at once.
 
-The step behind reads them where they are (``fill``); the host gets them by an asynchronous copy (``settle``).
+The next step reads them on the device (``Fill``); the host gets an asynchronous copy (``settle``).
 """
 
 from __future__ import annotations

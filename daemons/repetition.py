@@ -1,4 +1,4 @@
-"""The DRY penalty: tokens that would continue a repetition of the context lose logits, the more the longer it is.
+"""The DRY penalty: lowers the logits of tokens that would continue a repetition, more for longer ones.
 
 Source: p-e-w's text-generation-webui pull request 5677, as llama.cpp computes it.  Knows token ids only.
 """

@@ -1,6 +1,6 @@
 """Filters over the whole vocabulary (top_n_sigma, typical_p, XTC) and mirostat, one row at a time.
 
-For rows that ask for them; the others are filtered together in sampling.py.  Knows probabilities and parameters only.
+For rows that ask for them; sampling.py filters all others together.  Knows probabilities and parameters only.
 Order: top_n_sigma, top_k, typical_p, top_p, min_p, XTC; each acts on what the previous one left.
 """
 

@@ -1,7 +1,7 @@
 """What a daemon hands to its draft stage for a step: captures of the target's layers, its tokens and those sampled.
 
-Knows no drafter.  Invariants: of a step whose DraftStep ran, and of those before it, nothing is kept; nor of more steps
-than may be in flight, so a draft stage that gets no steps (it was detached) costs no memory.
+Knows no drafter.  Invariant: nothing is kept of a step once its DraftStep ran, nor of more steps than may be in
+flight, so a detached draft stage costs no memory.
 """
 
 from __future__ import annotations

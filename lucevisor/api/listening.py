@@ -1,6 +1,6 @@
 """Listening sockets: bound here, opened by systemd, or handed over by the supervisor that this one replaces.
 
-Invariant: all are bound where the configuration says, since that was checked for who may reach it.
+Invariant: every socket is bound to the configured address, whose reach was checked against the API keys.
 """
 
 from __future__ import annotations

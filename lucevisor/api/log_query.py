@@ -1,4 +1,4 @@
-"""Which lines of the log are asked for.  Apart from the admin socket, so that who renders lines needs no server."""
+"""Which log lines are wanted.  In a file of its own, so that rendering lines imports no server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is traced of a request: when it came, waited, computed and ended, and what it was.
+"""The record of a finished request for tracing: its times, its sizes and how it ended.
 
 Types only; `lucevisor.app.traces` makes OpenTelemetry spans of it.
 """

@@ -1,7 +1,7 @@
 """What a supervisor listens on: its HTTP endpoint and its admin socket.
 
-Knows sockets and servers, no service.  Invariant: the sockets that clients connect to stay open, and can be handed
-over, until :meth:`Endpoint.drain` or :meth:`Endpoint.close`.
+Knows sockets and servers, no service.  Invariant: listening sockets stay open, and can be handed over, until
+:meth:`Endpoint.drain` or :meth:`Endpoint.close`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a line of the log says: whether it is wanted, and how it reads on a terminal.
 
-Knows the fields of our records, no file.  Invariant: a line that is no record of ours is shown as it is.
+Knows the fields of our records, no file.  Invariant: any other line is shown unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Defaults of a model family, from etc/model_cards/*.toml: sampling, thinking budgets, tokens that end an answer.
 
-Knows files and metadata, no requests.  What the model's file says goes before its card, and a request before both.
+Knows files and metadata, no requests.  The model's file overrides its card, and a request overrides both.
 """
 
 from __future__ import annotations

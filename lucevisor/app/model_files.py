@@ -1,7 +1,7 @@
 """Opens the model that a configuration names, its drafter and its scoring model: files and headers, no weights.
 
-Invariant: what is wrong with a file that the configuration names is a ConfigError; an MTP head that this version cannot
-read, in a model that was asked for without it, is a warning.
+Invariant: a defect of a file that the configuration names is a ConfigError; an MTP head that this version cannot read,
+and that the configuration did not ask for, is a warning.
 """
 
 from __future__ import annotations

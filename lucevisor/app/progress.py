@@ -1,6 +1,6 @@
-"""Keeps what the observer of a service was told last: load progress and time in the present state, by group.
+"""Keeps the latest load progress of each group, and since when it has been in its state.
 
-Invariant: bytes are shown while their group loads, and not after.
+Invariant: bytes are shown only while their group loads.
 """
 
 from __future__ import annotations

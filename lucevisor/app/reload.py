@@ -1,7 +1,7 @@
 """Reads the configuration again and applies what needs no new deployment.  SIGHUP does only that, `lucevisor reload`
 has the service apply the rest first.
 
-Invariant: a configuration with an error changes nothing; one without is applied as a whole, but for the keys that wait.
+Invariant: a configuration with an error changes nothing; a valid one is applied whole, except for the keys that wait.
 """
 
 from __future__ import annotations

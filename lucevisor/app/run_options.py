@@ -1,4 +1,4 @@
-"""How a supervisor runs, beside its configuration; and the switch of fault hooks, which a production start refuses."""
+"""How a supervisor runs, apart from its configuration, and the fault hooks, which a production start refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals of a supervisor: those that come before its loop handles them, and what a SIGHUP means."""
+"""Signals that arrive before the event loop handles them, and the meaning of a SIGHUP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What systemd is told of a supervisor (sd_notify), and the sockets it opened for it (LISTEN_FDS).
+"""Reports to systemd (sd_notify), and takes over the sockets it opened (LISTEN_FDS).
 
-Knows the environment variables and the datagrams of NOTIFY_SOCKET, sd_notify(3), and how a service does, nothing else
-of it.  Invariant: without systemd nothing is sent; and a message that cannot be sent disturbs nobody.
+Knows systemd's environment variables and datagrams, and the state of a service, nothing else of it.  Invariant: without
+systemd nothing is sent, and a message that cannot be sent is logged and dropped.
 """
 
 from __future__ import annotations

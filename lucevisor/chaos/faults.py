@@ -1,7 +1,7 @@
-"""The faults of `lucevisor chaos`, each from outside the processes it hits, or by a fault hook of theirs.
+"""The faults of `lucevisor chaos`, injected from outside or through a process's fault hooks.
 
-Knows processes and files, no traffic.  Invariant: a fault has ended when its function returns: processes that it
-stopped run or were replaced, and limits that it set are lifted.
+Knows processes and files, no traffic.  Invariant: when a fault's function returns, the processes it stopped run again
+or were replaced, and the limits it set are lifted.
 """
 
 from __future__ import annotations

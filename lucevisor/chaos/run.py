@@ -1,4 +1,4 @@
-"""Starts a supervisor of its own, lets clients ask it, injects faults at random, and tells what became of answers."""
+"""Starts a supervisor, sends it requests, injects random faults, and reports what became of the answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``lucevisor chat``: a conversation in the terminal, with line editing, history and markdown.
 
-Where the output is no terminal, answers are plain text.  Invariant: what was not answered is not part of the
-conversation that the next question is sent with.
+Answers are plain text unless the output is a terminal.  Invariant: a question without an answer is not sent again with
+the next one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The live view of a start in the foreground: groups, load progress, what is waited for; then the address.
 
-On a terminal it is drawn in place, and again whenever a daemon is replaced; elsewhere its news are log records.
+On a terminal it is drawn in place, and again whenever a daemon is replaced; elsewhere it writes log records.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``lucevisor top``: the running box, redrawn every second.
 
-Invariant: shares of time are of what passed between two answers of the supervisor, never averages since the start.
+Invariant: shares of time cover the interval between two answers of the supervisor, never the time since the start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A live view of a supervisor that another process runs, while a command waits for it: nothing where no one looks."""
+"""A live view of a supervisor while a command waits for it; draws nothing unless standard error is a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shortens prompts: finds their parts, has them scored, selects, and remembers what it selected.
 
-The scorer is asked for windows of tokens; whatever it cannot do, the prompt stays whole and is served.
-Invariant: what is kept of a part is in its order, and all outside parts is kept.
+The scorer scores windows of tokens; if it fails, the prompt is served whole.  Invariant: kept tokens stay in order, and
+all tokens outside parts are kept.
 """
 
 from __future__ import annotations

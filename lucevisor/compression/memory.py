@@ -1,6 +1,6 @@
-"""What was kept of parts that were shortened before: a part that returns is shortened in the same way.
+"""Remembers how parts were shortened, so that a part that returns is shortened in the same way.
 
-So the beginning of a growing chat stays the same, and prefix slots keep matching it.  Pure.
+The beginning of a growing chat then stays the same, and prefix slots keep matching it.  Pure.
 """
 
 from __future__ import annotations

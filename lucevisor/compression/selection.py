@@ -1,8 +1,8 @@
 """Which chunks of a part of a prompt stay, from the relevance of its tokens.  Pure.
 
-Chunks end where the part ends, so the first one may be shorter.  Invariant: what stays is at most the share that is
-asked for and less than a chunk below it, but at least the last chunk; what is kept for its place or for a repeated
-phrase is kept within that share, never beyond it.
+Chunks are aligned to the end of the part, so the first may be shorter.  Invariant: at most the requested share is
+kept, and less than a chunk below it, but always the last chunk; chunks kept for their place or for a repeated phrase
+count towards it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `[kvflash]` section: how much of a sequence stays on the devices, and what becomes of the rest."""
+"""The `[kvflash]` section: how much of a sequence stays on the devices, and where the rest goes."""
 
 from __future__ import annotations
 

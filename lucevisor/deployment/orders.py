@@ -1,7 +1,7 @@
 """What an operator may ask of a running service: another process for a group, another configuration.
 
-A part of the service (service.py), which gives it what it lacks.  Invariant: one order is carried out at a time, and
-none once the stop has begun.
+A base of the service (service.py), which implements its abstract methods.  Invariant: one order is carried out at a
+time, and none once the stop has begun.
 """
 
 from __future__ import annotations

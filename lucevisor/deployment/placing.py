@@ -69,7 +69,7 @@ class PlacementOnce:
         self._news.set()
 
     def cancel(self) -> None:
-        """Nobody needs a placement any more; whoever waits for one is cancelled."""
+        """Cancel the wait for a placement."""
         if not self._placed.done():
             self._placed.cancel()
 

@@ -49,7 +49,7 @@ class ScoringStage:
 
     @property
     def in_hand(self) -> str:
-        """What its daemon works on, for people; empty: nothing."""
+        """What its daemon works on, for messages; empty: nothing."""
         return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
 
     def ready(self, group: str, link: Link, problem: str) -> None:

@@ -93,7 +93,7 @@ class ModelWeights:
         return await asyncio.shield(self._hashing)
 
     def progress(self) -> str:
-        """Return the progress of hashing, for people."""
+        """Return the progress of hashing, for messages."""
         done, total = self._progress.done_bytes, self._progress.total_bytes
         return f"{100 * done // max(total, 1)} % of {total / 1e9:.1f} GB"
 

@@ -1,4 +1,4 @@
-"""Callbacks to the owner of a group: it provides the load to send, and hears of everything that happens.
+"""Callbacks to the owner of a group: it provides the load to send, and is notified of every change.
 
 Knows nothing of processes. Invariant: callbacks are called from the event loop, one at a time, and must not block.
 """

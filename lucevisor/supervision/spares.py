@@ -1,8 +1,8 @@
 """Warm processes of one group: torch imported, hello said, nothing loaded; one takes over where the present one ends.
 
-Knows neither states nor steps: the group asks for a spare where it would start a process.  A spare that fails concerns
-nobody: it is replaced, later and later.  Invariants: a spare belongs to the group or to this pool, never to both; every
-process that is dropped is killed and waited for.
+Knows neither states nor steps: the group asks for a spare where it would start a process.  A failed spare affects no
+request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to this pool, never to
+both; every process that is dropped is killed and waited for.
 """
 
 from __future__ import annotations

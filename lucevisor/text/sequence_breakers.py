@@ -1,7 +1,7 @@
 """Token sequences in which a breaker's text begins and ends, so that the DRY penalty finds it however it is tokenised.
 
-Knows texts and tokens.  Invariant: every place of a text where a breaker ends is found by one of its sequences, if the
-breaker begins in one token and goes on with the tokens that it has alone.
+Knows texts and tokens.  Invariant: one of a breaker's sequences matches wherever it ends in a text, if it begins inside
+one token and continues with its own tokenisation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The JSON of Anthropic's Messages API: one message, or the events of a stream.
 
-Pure.  Invariant: a message that is not streamed is what a client adds up from the events of the same answer: both are
-made here, from the same deltas.  Content blocks follow each other; only the last may be open.
+Pure.  Invariant: a message that is not streamed equals what a client assembles from the events: both are made here,
+from the same deltas.  Content blocks follow each other; only the last may be open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The JSON of OpenAI's Responses API: one response, or the events of a stream.
 
-Pure.  Invariant: a response that is not streamed is that of the last event of a stream of the same answer: both are
-made here, from the same deltas.  Output items follow each other; only the last may be open.
+Pure.  Invariant: a response that is not streamed equals the one in the last event of a stream: both are made here, from
+the same deltas.  Output items follow each other; only the last may be open.
 """
 
 from __future__ import annotations
