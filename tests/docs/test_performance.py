@@ -1,0 +1,51 @@
+"""docs/performance.md: pictures belong to the results that lie in bench/results, tables say where they come from."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.plots import IMAGES, PLOTS, RESULTS, products, save
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
+SAID = {
+    "device": r"H200|EPYC",
+    "date": r"20\d\d-\d\d-\d\d",
+    "commit": r"commit [0-9a-f]{7}",
+    "command": r"`(?:python )?(?:bench/\w+\.py|lucevisor bench)",
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_picture_is_shown_and_of_the_present_results(name):
+    assert f"](images/{name}.svg)" in PAGE
+    assert all((RESULTS / source).exists() for source in PLOTS[name].sources)
+    drawn = (IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert f"results {PLOTS[name].digest()}" in drawn, f"results changed: python bench/plots.py {name}"
+
+
+def test_no_picture_lacks_a_plot():
+    assert set(re.findall(r"\]\(images/([\w-]+)\.svg\)", PAGE)) == set(PLOTS)
+
+
+@pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if "|---" in text])
+def test_a_section_with_tables_says_where_they_come_from(title):
+    missing = [what for what, pattern in SAID.items() if not re.search(pattern, SECTIONS[title])]
+    assert not missing
+
+
+def test_products_are_read_from_the_raw_output():
+    rows = products((RESULTS / "gemv-h200.txt").read_text(encoding="utf-8"))
+    assert ("Q4_K", 34816 * 5120 // 256 * 144, 34.8, 41.1) in rows
+    assert len(rows) == 12
+
+
+def test_a_plot_names_its_results_and_is_the_same_each_time(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+    for file in ("a.svg", "b.svg"):
+        save(PLOTS["kv-flash"], tmp_path / file)
+    first, second = ((tmp_path / file).read_text(encoding="utf-8") for file in ("a.svg", "b.svg"))
+    assert first == second
+    assert f"results {PLOTS['kv-flash'].digest()}" in first
