@@ -260,7 +260,7 @@ class Supervisor:
         except ConfigError as error:
             log.error("configuration not reloaded: all stays as it is", reason=str(error))
             return
-        self.config = done.config
+        self.config = self.service.config = done.config
         log.info("configuration reloaded, with API keys and certificate", changed=list(done.changed))
         if done.waiting:
             log.warning("changed keys that wait for `lucevisor reload` or a start", keys=list(done.waiting))

@@ -99,6 +99,7 @@ def test_sighup_changes_keys_certificate_and_level_under_a_stream(cli: Cli, tmp_
     assert stream.readline().startswith(b"data: ")
     make_certificate(tmp_path, "box")
     (tmp_path / "keys").write_text("second bob\n")
+    config.write_text(config.read_text() + '[log]\nlevel = "debug"\n')
     os.kill(status["pid"], signal.SIGHUP)
     log = cli.runtime / "lucevisor" / "t" / "log" / "supervisor.jsonl"
     wait_until(lambda: "configuration reloaded" in log.read_text(), 10, "reloaded")
@@ -109,6 +110,8 @@ def test_sighup_changes_keys_certificate_and_level_under_a_stream(cli: Cli, tmp_
         ask("first", new)
     assert ask("second", new, max_tokens=4).status == 200
     assert stream.read().endswith(b"data: [DONE]\n\n")
+    assert '"level": "debug"' in log.read_text()
+    assert cli.run("reload").stdout == "nothing has changed\n"
     wait_until(
         lambda: {"ann", "bob"} <= {json.loads(r).get("key") for r in log.read_text().splitlines()},
         10,
