@@ -1,4 +1,4 @@
-"""Connects to a Unix socket as a user without rights, which only root can."""
+"""Acts as a user without rights, which only root can."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 NOBODY = 65534
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can connect as another user")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
 @contextmanager
@@ -26,13 +26,19 @@ def open_directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 def connect_as_nobody(path: Path) -> socket.socket:
     path.chmod(0o777)
     sock = socket.socket(socket.AF_UNIX)
-    os.seteuid(NOBODY)
-    try:
+    with as_nobody():
         sock.connect(str(path))
-    finally:
-        os.seteuid(0)
     sock.setblocking(False)
     return sock

@@ -89,7 +89,11 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
 def _unreadable(config: Config, key: str, value: str, error: Exception, hint: str) -> ConfigError:
     """Return the error for a file that a key names; one that is cut off says itself what to do."""
     why = str(error).removeprefix(f"{value}: ")
-    return ConfigError(key, value, why, "" if isinstance(error, TruncatedFileError) else hint, file=str(config.file))
+    if isinstance(error, OSError):
+        why, hint = f"cannot be read: {error.strerror or error}", "name a file that this user may read"
+    elif isinstance(error, TruncatedFileError):
+        hint = ""
+    return ConfigError(key, value, why, hint, file=str(config.file))
 
 
 def has_mtp_head(target: ModelSpec) -> bool:

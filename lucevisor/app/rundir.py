@@ -269,13 +269,18 @@ def is_locked(path: Path) -> bool:
 
 
 def running() -> list[Running]:
-    """Return this user's running supervisors."""
+    """Return this user's running supervisors.  Raises ConfigError when their directory cannot be read."""
     root = runtime_root()
-    if not root.is_dir():
-        return []
-    return [
-        Running(p.name, p / "admin.sock", read_pid(p)) for p in sorted(root.iterdir()) if p.is_dir() and is_locked(p)
-    ]
+    try:
+        if not root.is_dir():
+            return []
+        return [
+            Running(p.name, p / "admin.sock", read_pid(p))
+            for p in sorted(root.iterdir())
+            if p.is_dir() and is_locked(p)
+        ]
+    except PermissionError as error:
+        raise unusable(root, error) from error
 
 
 def find(name: str | None, socket: Path | None) -> Running:

@@ -79,7 +79,7 @@ async def probe(
     try:
         child = launcher.launch(group, 0, lambda *_: None, session.on_ended)
     except SpawnError as e:
-        return Probe(problem=f"groups.{group.name}: {e.reason}")
+        return Probe(problem=e.reason)
     link = child.open_link(f"{group.name} link", session.on_frame, session.on_closed)
     pulse = child.open_pulse(f"{group.name} pulse", lambda _: None, lambda _: None)
     try:

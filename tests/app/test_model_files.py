@@ -11,6 +11,7 @@ from lucevisor.app.model_files import open_model
 from lucevisor.config import load
 from lucevisor.errors import ConfigError, ExitCode
 from lucevisor.protocol.loading import DraftKind
+from tests.another_user import as_nobody, needs_root, open_directory
 from tests.model.drafter_files import (
     DFLASH2,
     DFLASH2_CONFIG,
@@ -142,3 +143,17 @@ def test_a_file_that_is_cut_off_is_to_be_downloaded_again(box, tmp_path, n_bytes
 def test_a_device_is_no_model_file(box):
     with pytest.raises(ConfigError, match="is not a regular file"):
         open_model(box(Path("/dev/null"), ""))
+
+
+@needs_root
+def test_a_file_that_this_user_may_not_read(box):
+    with open_directory() as directory:
+        secret = directory / "secret.gguf"
+        secret.write_bytes(TARGET.read_bytes())
+        secret.chmod(0o600)
+        config = box(secret, "")
+        with as_nobody(), pytest.raises(ConfigError) as caught:
+            open_model(config)
+    assert (caught.value.why, caught.value.hint) == (
+        "cannot be read: Permission denied", "name a file that this user may read",
+    )  # fmt: skip

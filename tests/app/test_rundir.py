@@ -14,6 +14,7 @@ import pytest
 from lucevisor.app import rundir
 from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running
 from lucevisor.errors import ConfigError, LucevisorError
+from tests.another_user import as_nobody, needs_root, open_directory
 
 
 @pytest.fixture(autouse=True)
@@ -199,3 +200,12 @@ def test_what_killed_supervisors_left_is_removed_by_the_next(runtime):
     one.claim()
     assert not stale.exists()
     one.close()
+
+
+@needs_root
+def test_the_directory_of_another_user_is_named(monkeypatch):
+    with open_directory() as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+        (directory / "lucevisor").mkdir(mode=0o700)
+        with as_nobody(), pytest.raises(ConfigError, match=f"{directory}/lucevisor.*cannot be used: Permission denied"):
+            running()
