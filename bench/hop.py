@@ -25,7 +25,7 @@ from pathlib import Path
 import uvloop
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode
@@ -115,7 +115,7 @@ class OurLink:
         self.ready = loop.create_future()
         plans = [arena.plan for arena in self.arenas]
         load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], plans, PoolSizes(1, 1, 1), 1, 1)
-        self.link.send(load, fds=[arena.fd for arena in self.arenas])
+        self.link.send(load, fds=descriptors(self.arenas))
         await self.ready  # loaded
         self.left = 0
 

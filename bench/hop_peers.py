@@ -11,7 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from lucevisor.model.values import Backend
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import attach_all
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Shutdown
@@ -51,7 +51,7 @@ def link(address, spin_us):
     while (frame := link.receive()) is not None:
         match frame.message:
             case Load() as load:
-                arenas = [Arena.attach(fd, plan) for fd, plan in zip(frame.fds, load.arenas, strict=True)]
+                arenas = attach_all(frame.fds, load.arenas)
                 link.send(Loaded([], {}, 0.0))
             case Step() as step if len(frame.payload):
                 result = StepResult(step.step_id, 0, segments=[("rows", [len(frame.payload) // 4])])

@@ -15,6 +15,7 @@ import torch  # noqa: E402
 
 from daemons import runner  # noqa: E402
 from daemons.main import main  # noqa: E402
+from daemons.step_output import StepOutput  # noqa: E402
 from lucevisor.protocol.steps import Sampled, StepResult  # noqa: E402
 
 STEP_S = float(os.environ["PACED_STEP_S"])
@@ -23,21 +24,25 @@ _due_s = 0.0
 
 
 @torch.inference_mode()
-def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None):
+def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, await_rows=None):
     """In place of ModelRunner.run_step.  After a pause the step takes no time."""
     global _due_s
     started = time.monotonic()
     _due_s = max(_due_s + STEP_S, started)
     queued()
     self.stages[stage_index].apply(step.operations)
-    sampled = []
+    sampled, plan = [], self._plans[stage_index]
     if step.n_tokens:
-        if self._plans[stage_index].target is None:
+        if await_rows is not None:
+            await_rows(self._boundaries[plan.source].bells, step.region, step.step_id)
+        time.sleep(max(0.0, _due_s - time.monotonic()))
+        if plan.target is not None:
+            self._boundaries[plan.target].bells.ring(step.region, step.step_id)
+        else:
             ends = [(piece.sequence, piece.start + len(piece.tokens)) for piece in step.slices if piece.sample]
             sampled = [Sampled(sequence, IDS[end % len(IDS)]) for sequence, end in ends]
-        time.sleep(max(0.0, _due_s - time.monotonic()))
     result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s)
-    return runner.StepOutput(result, [])
+    return StepOutput(result, [])
 
 
 runner.ModelRunner.run_step = run_step

@@ -6,6 +6,9 @@ them, unless its caller is to wait.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,11 +19,34 @@ from daemons.errors import DeviceError, LoadError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.doorbell import Doorbells
 from lucevisor.protocol.loading import Load
+
+RowWait = Callable[[Doorbells, int, int], float]
+"""Waits for the rows of a region and step; see Inbox.await_rows."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """When the rows of a step came: ``waited_s`` for them, and ``hop_s`` since their doorbell."""
+
+    wait: Callable[[], float] = lambda: 0.0
+    waited_s: float = 0.0
+    hop_s: float = 0.0
+
+    def __call__(self) -> None:
+        """Wait for them."""
+        started = time.monotonic()
+        self.hop_s = self.wait()
+        self.waited_s = time.monotonic() - started
 
 
 class BoundaryBuffer(Protocol):
     """The rows between two stages, wherever they lie."""
+
+    @property
+    def bells(self) -> Doorbells:
+        """Say of which steps the rows are there."""
 
     def read(self, region: int, n_rows: int) -> Tensor:
         """``[n_rows, width]`` as the stage before wrote them, on the cpu; valid during the step."""
@@ -38,6 +64,10 @@ class SharedMemoryBuffer:
         self._arena, self._dtype, self._width = arena, dtype, width
         if pinned:
             devices.register_host(arena.view())
+
+    @property
+    def bells(self) -> Doorbells:
+        return self._arena.bells
 
     def read(self, region: int, n_rows: int) -> Tensor:
         """The region's own bytes, not a copy.  Raises DeviceError when the rows do not fit."""

@@ -74,9 +74,10 @@ class CapturedGraph(Generic[Output]):
     rows: Tensor | None
     out: Output
 
-    def replay(self, rows: Tensor | None, layout: Layout) -> Output:
+    def replay(self, rows: Tensor | None, layout: Layout, await_rows: Callable[[], None]) -> Output:
         self.metadata.copy_(layout.pinned(), non_blocking=True)
         layout.fill(self.metadata)
+        await_rows()
         if rows is not None and self.rows is not None:
             self.rows.copy_(rows, non_blocking=True)
         self.graph.replay()
@@ -99,11 +100,20 @@ class CudaGraphs(Generic[Output]):
     _pool: Any = None  # torch's handle of the memory that all graphs share
     _uncapturable: set[GraphKey] = field(default_factory=set)
 
-    def run(self, rows: Tensor | None, layout: Layout, tables: Tables) -> Output:
-        """The shard's output of a step: replayed if its key has a graph, eager otherwise.  Captures a repeated key."""
+    def run(
+        self,
+        rows: Tensor | None,
+        layout: Layout,
+        tables: Tables,
+        await_rows: Callable[[], None] = lambda: None,
+    ) -> Output:
+        """The shard's output of a step: replayed if its key has a graph, eager otherwise.  Captures a repeated key.
+
+        ``rows`` may be in host memory, and are read when ``await_rows`` has returned.
+        """
         key = layout.graph_key
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
-            return self.work(rows, Batch(layout, tables, layout.on(self.device)))
+            return self._run_eagerly(rows, layout, tables, await_rows)
         addresses = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
         if addresses != self._tables:  # a table grew and moved
             self._graphs.clear()
@@ -115,12 +125,19 @@ class CudaGraphs(Generic[Output]):
             if self._seen[key] >= CAPTURE_AT:
                 found = self._capture(key, rows, layout, tables)
             if found is None:
-                return self.work(rows, Batch(layout, tables, layout.on(self.device)))
+                return self._run_eagerly(rows, layout, tables, await_rows)
             self._graphs[key] = found
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        return found.replay(rows, layout)
+        return found.replay(rows, layout, await_rows)
+
+    def _run_eagerly(
+        self, rows: Tensor | None, layout: Layout, tables: Tables, await_rows: Callable[[], None]
+    ) -> Output:
+        batch = Batch(layout, tables, layout.on(self.device))
+        await_rows()
+        return self.work(None if rows is None else rows.to(self.device, non_blocking=True), batch)
 
     def _capture(
         self, key: GraphKey, rows: Tensor | None, layout: Layout, tables: Tables

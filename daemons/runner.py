@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,25 +17,26 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.boundary import BoundaryBuffer, SharedMemoryBuffer, arena_width
+from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width
 from daemons.deferred import DeferredTokens
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
 from daemons.identities import expect, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays
-from daemons.models.stage import LoadedStage
+from daemons.models.stage import LoadedStage, StageOutput
 from daemons.pulse import Reporter
 from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler
 from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
+from daemons.step_output import Payload, StepOutput
 from daemons.warm import warm_up, warm_up_draft
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import Arena, attach_all
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import (
@@ -52,21 +52,7 @@ from lucevisor.protocol.steps import (
 )
 
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
-"""Returns the masks of a step and its slices when they are there; see MaskInbox.take."""
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """A step result and its payload, float32 arrays.
-
-    ``deferred``: the tokens of ``step`` that the result lacks until ``ModelRunner.settle``; it began at ``started``.
-    """
-
-    result: StepResult
-    payload: list[Tensor]
-    deferred: DeferredTokens | None = None
-    step: Step | None = None
-    started: float = 0.0
+"""Returns the masks of a step and its slices when they are there; see Inbox.take."""
 
 
 class ModelRunner:
@@ -97,10 +83,10 @@ class ModelRunner:
         Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
-        n_files = len(load.arenas) + bool(load.replay)
-        if len(fds) != n_files:
-            raise ValueError(f"Load names {n_files} files, {len(fds)} descriptors arrived")
-        runner = cls(load, backend, [Arena.attach(fd, plan) for fd, plan in zip(fds, load.arenas, strict=False)])
+        n_own = 2 * len(load.arenas)
+        if len(fds) != n_own + bool(load.replay):
+            raise ValueError(f"Load names {n_own + bool(load.replay)} files, {len(fds)} descriptors arrived")
+        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas))
         replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
         uses: list[DeviceUse] = []
         kernels: dict[str, str] = {}
@@ -149,6 +135,7 @@ class ModelRunner:
         for stage, replay in replays.items():
             for step in replay.steps:
                 self._follow(self._plans[stage], step)
+                self._count(self._plans[stage], step)
         n_tokens = sum(step.n_tokens for replay in replays.values() for step in replay.steps)
         reporter.log("info", "replayed while loading", n_tokens=n_tokens, seconds=seconds)
         return True
@@ -216,9 +203,12 @@ class ModelRunner:
         wait_s: float,
         masks: MaskSource = lambda step_id, slices: None,
         queued: Callable[[], None] = lambda: None,
+        await_rows: RowWait | None = None,
     ) -> StepOutput:
         """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled.
 
+        ``await_rows`` of a posted step is called when all is prepared but its rows; it may raise StepRecalled, after
+        which the step's operations count as applied.
         ``queued`` is called before anything waits for the device: the time to settle the step before.  That may be
         deferred, and this step may be queued behind it, where all stages are here.
         """
@@ -232,30 +222,24 @@ class ModelRunner:
             if step is not asked and self._draft_inputs is not None:
                 self._draft_inputs.keep_slices(step, step.slices)
         self._apply(stage, plan, step)
+        arrival = Arrival()
         deferred: DeferredTokens | None = None
-        payload: list[Tensor] = []
-        segments: list[tuple[str, list[int]]] = []
+        payload = Payload()
         sampled: list[Sampled] = []
         scored: list[Scored] = []
         page_scores: list[PageScores] = []
-        n_tokens = step.n_tokens
-        if n_tokens:
-            rows_in = None
-            if plan.source is not None:
-                rows_in = self._boundaries[plan.source].read(step.region, n_tokens)
-            out = stage.forward(step, rows_in, fill)
+        if step.n_tokens:
+            rows_in, arrival = self._rows_in(plan, step, await_rows)
+            out = stage.forward(step, rows_in, fill, arrival)
+            self._count(plan, step)
             page_scores = out.page_scores
             if step.want_hidden:
-                hidden = torch.stack([h.float().cpu() for h in out.hidden])  # layers may be on several devices
-                payload.append(hidden)
-                segments.append(("hidden", list(hidden.shape)))
-            self._hand_over(plan, step, out.captures)
-            if plan.target is not None:
-                self._boundaries[plan.target].write(step.region, out.rows)
-            else:
+                payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
+            self._hand_over(plan, step, out)
+            if plan.target is None:
                 scored = self._score(stage, step, out.rows)
                 told = queued if fill is None else partial(self._tell, asked, queued)
-                found = self._sample(stage, step, out.rows, masks, payload, segments, told)
+                found = self._sample(stage, step, out.rows, masks, payload, told)
                 if isinstance(found, DeferredTokens):
                     deferred = found
                 else:
@@ -264,11 +248,22 @@ class ModelRunner:
                     devices.synchronize(stage.device)
         if plan.output and self._draft_inputs is not None and deferred is None:
             self._draft_inputs.keep_tokens(step, sampled)
-        elapsed = time.monotonic() - started
+        compute_s, wait_s = time.monotonic() - started - arrival.waited_s, wait_s + arrival.waited_s
         result = StepResult(
-            step.step_id, stage_index, sampled, elapsed, wait_s, segments, scored=scored, page_scores=page_scores
-        )
-        return StepOutput(result, payload, deferred, step, started)
+            step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
+            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s,
+        )  # fmt: skip
+        return StepOutput(result, payload.arrays, deferred, step, started)
+
+    def _rows_in(self, plan: StagePlan, step: Step, await_rows: RowWait | None) -> tuple[Tensor | None, Arrival]:
+        """Where the stage before writes the rows of a step, and what waits for them."""
+        if plan.source is None:
+            return None, Arrival()
+        boundary = self._boundaries[plan.source]
+        rows = boundary.read(step.region, step.n_tokens)
+        if await_rows is None:
+            return rows, Arrival()
+        return rows, Arrival(partial(await_rows, boundary.bells, step.region, step.step_id))
 
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for the deferred tokens of a step."""
@@ -286,10 +281,15 @@ class ModelRunner:
         if self._draft_inputs is not None and self._sampler is not None:
             self._draft_inputs.keep_slices(asked, self._sampler.told(asked.slices))
 
-    def _hand_over(self, plan: StagePlan, step: Step, captures: Tensor | None) -> None:
-        """Hand a stage's captures to the draft stage, in this daemon or in another."""
-        if captures is None:
-            return
+    def _hand_over(self, plan: StagePlan, step: Step, out: StageOutput) -> None:
+        """Hand a stage's rows to the next one, and its captures to the draft stage, in this daemon or in another."""
+        if out.captures is not None:
+            self._hand_captures(plan, step, out.captures)
+        if plan.target is not None:
+            self._boundaries[plan.target].write(step.region, out.rows)
+            self._boundaries[plan.target].bells.ring(step.region, step.step_id)
+
+    def _hand_captures(self, plan: StagePlan, step: Step, captures: Tensor) -> None:
         if plan.capture_target is not None:
             # the output stage waits for its device in any case, before anybody hears of the step
             wait = not plan.output or captures.device != self.stages[plan.stage].device
@@ -344,13 +344,17 @@ class ModelRunner:
         self._follow(plan, step)
 
     def _follow(self, plan: StagePlan, step: Step) -> None:
-        """Keep what sampling needs of a step."""
+        """Keep what sampling needs of a step's operations."""
         if plan.output and self._sampler is not None:
             for operation in step.operations:
                 if isinstance(operation, OpenSequence):
                     self._sampler.open(operation.sequence, operation.sampling, operation.history, operation.mu)
                 elif isinstance(operation, CloseSequence):
                     self._sampler.close(operation.sequence)
+
+    def _count(self, plan: StagePlan, step: Step) -> None:
+        """Count the tokens of a step that is computed."""
+        if plan.output and self._sampler is not None:
             for slice_ in step.slices:
                 self._sampler.count(slice_.sequence, slice_.tokens[: slice_.n_context])
 
@@ -366,14 +370,11 @@ class ModelRunner:
         step: Step,
         rows: Tensor,
         masks: MaskSource,
-        payload: list[Tensor],
-        segments: list[tuple[str, list[int]]],
+        payload: Payload,
         queued: Callable[[], None],
     ) -> list[Sampled] | DeferredTokens:
         if step.want_logits:
-            logits = stage.logits(rows, None).cpu()
-            payload.append(logits)
-            segments.append(("logits", list(logits.shape)))
+            payload.add("logits", stage.logits(rows, None).cpu())
         wanted: list[int] = []
         end = 0
         for slice_ in step.slices:

@@ -21,23 +21,25 @@ import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
 from daemons.errors import DaemonError, describe
-from daemons.masks import MaskInbox
+from daemons.inbox import Inbox, StepRecalled
 from daemons.options import Options
 from daemons.pulse import Reporter
-from daemons.runner import ModelRunner, StepOutput
+from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
+from daemons.step_output import StepOutput
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.checks import Check
+from lucevisor.protocol.doorbell import Doorbells
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
-from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
 from lucevisor.protocol.scoring import ScoreWindow, WindowScores
 from lucevisor.protocol.source_hash import source_hash
-from lucevisor.protocol.steps import DraftStep, Reset, ResetDone, Step
+from lucevisor.protocol.steps import DraftStep, Recall, Recalled, Reset, ResetDone, Step
 from lucevisor.protocol.transfers import Restore, Save
 
 _POLL_S = 5e-5
@@ -104,13 +106,15 @@ class _StepFailed(Exception):
 class _MessageLoop:
     def __init__(self, link: BlockingLink, reporter: Reporter, options: Options) -> None:
         self._link, self._reporter, self._options = link, reporter, options
-        self._inbox = MaskInbox(link)
+        self._inbox = Inbox(link)
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
         self._deferred: StepOutput | None = None  # of a step that is computed on the device
         self._n_rows = 0  # of that step
         self._waiting: Frame | None = None  # what the draft stage shall do behind it
+        self._recalled: list[int] = []  # posted steps that were dropped
+        self._operated = False  # the operations of the first of them were applied
         self._idle_since = time.monotonic()
 
     def run(self) -> int:
@@ -189,7 +193,12 @@ class _MessageLoop:
                 self._end_transfers("the supervisor dropped every sequence")
                 self._runtime.reset()
                 self._inbox.clear()
+                self._recalled.clear()
                 self._link.send(ResetDone(token))
+                return None
+            case Recall(stage):
+                self._link.send(Recalled(stage, self._recalled, self._operated))
+                self._recalled, self._operated = [], False
                 return None
             case Check() as order:
                 self._reporter.phase("check")
@@ -205,8 +214,12 @@ class _MessageLoop:
                     "",
                 )
 
-    def _step(self, message: Step | DraftStep, stage: int, wait_s: float) -> int | None:
+    def _step(self, message: Step | DraftStep, flags: int, wait_s: float) -> int | None:
         step = message.step if isinstance(message, DraftStep) else message
+        stage, posted = flags & ~POSTED, bool(flags & POSTED)
+        if posted and self._inbox.recalling:
+            self._recalled.append(step.step_id)
+            return None
         self._reporter.phase("step", step.step_id)
         try:
             if self._runtime is None:
@@ -214,9 +227,16 @@ class _MessageLoop:
             if isinstance(message, DraftStep):
                 outcome = self._runtime.run_draft(message, wait_s)
             else:
-                outcome = self._runtime.run_step(message, stage, wait_s, self._inbox.take, self._answer_deferred)
+                await_rows = self._await_rows if posted else None
+                outcome = self._runtime.run_step(
+                    message, stage, wait_s, self._inbox.take, self._answer_deferred, await_rows
+                )
         except (LinkClosed, _StepFailed):
             raise
+        except StepRecalled:
+            self._recalled.append(step.step_id)
+            self._operated = True
+            return None
         except Exception as e:  # process boundary: report, then exit
             where = "the draft stage" if isinstance(message, DraftStep) else f"stage {stage}"
             return self._fail(f"step {step.step_id}", e, where)
@@ -225,6 +245,12 @@ class _MessageLoop:
         else:
             self._deferred, self._n_rows = outcome, step.n_tokens
         return None
+
+    def _await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:
+        self._reporter.phase("idle")
+        seconds = self._inbox.await_rows(bells, region, step_id)
+        self._reporter.phase("step", step_id)
+        return seconds
 
     def _score(self, message: ScoreWindow) -> int | None:
         started = time.monotonic()
@@ -248,6 +274,7 @@ class _MessageLoop:
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
+        self._inbox.spin_s = load.spin_s
         self._transfers = TransferExecutor(
             self._runtime.state_map(),
             lambda answer, request_id: self._link.send(answer, request_id=request_id),

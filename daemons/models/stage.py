@@ -138,11 +138,17 @@ class LoadedStage:
             self.sequences.apply(operation)
 
     @torch.inference_mode()
-    def forward(self, step: Step, rows_in: Tensor | None, fill: Callable[[Tensor], None] | None = None) -> StageOutput:
+    def forward(
+        self,
+        step: Step,
+        rows_in: Tensor | None,
+        fill: Callable[[Tensor], None] | None = None,
+        await_rows: Callable[[], None] = lambda: None,
+    ) -> StageOutput:
         """Run the step's slices through the stage's layers, after the step's operations were applied.
 
-        ``rows_in`` [T, boundary_width], on any device; ignored by the embedding stage, which reads token ids.  ``fill``
-        as in Layout.
+        ``rows_in`` [T, boundary_width], on any device, read when ``await_rows`` has returned, which is called when all
+        else is prepared; ignored by the embedding stage, which reads token ids.  ``fill`` as in Layout.
         Raises StateError for slices that contradict the tables.
         """
         n = step.n_tokens
@@ -166,17 +172,24 @@ class LoadedStage:
         for shard, graphs in zip(self.shards, self.graphs, strict=True):
             device = shard.device
             tables = self.sequences.tables(device)
-            if h is not None:
+            if h is not None and h is not rows_in:
                 h = stream_dtype(h, self.dtype, device)
             with launching(device):
                 if layout.reads_in_place:
                     shard.pools.finish_page_outs()
-                if graphs is None or hidden is not None or layout.is_ranked:
+                if (
+                    graphs is None
+                    or hidden is not None
+                    or layout.is_ranked
+                    or (h is not None and h.dtype != self.dtype)
+                ):
                     batch = Batch(layout, tables, layout.on(device))
+                    await_rows()
+                    h = None if h is None else stream_dtype(h, self.dtype, device)
                     h, captured = shard.run(h, batch, hidden)
                     scores.append(batch.page_scores)
                 else:
-                    h, captured = graphs.run(h, layout, tables)
+                    h, captured = graphs.run(h, layout, tables, await_rows)
             if captured is not None:
                 captures.append(captured.to(self.device, non_blocking=True))
         assert h is not None

@@ -98,7 +98,7 @@ def _engine(now: EngineStatistics, row_bytes: int) -> Iterator[Metric]:
     yield step
     yield wait
     hop = SummaryMetricFamily(
-        _P + "hop_seconds", "From the result of a stage to the step sent to the next.", labels=["boundary"]
+        _P + "hop_seconds", "From the doorbell of the rows until the next stage took them.", labels=["boundary"]
     )
     hop_bytes = CounterMetricFamily(
         _P + "hop_bytes", "Hidden states handed from a stage to the next.", labels=["boundary"]

@@ -16,13 +16,15 @@ import structlog
 
 from lucevisor.deployment.draft_assembly import DraftAssembly
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline_steps import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.standstill import StateReplay
 from lucevisor.protocol.asyncio_link import Link
+from lucevisor.protocol.doorbell import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.steps import Reset, ResetDone, StepResult
+from lucevisor.protocol.steps import Recalled, Reset, ResetDone, StepResult
 
 log = structlog.get_logger("assembly")
 
@@ -130,7 +132,7 @@ class PipelineAssembly:
                     self._resetting.discard(group)
                     if not self._resetting:
                         self._all_reset()
-            case StepResult() as result if self._pipeline is not None:
+            case StepResult() | Recalled() as result if self._pipeline is not None:
                 if self._runs(group, result.stage):
                     self._pipeline.receive(result, frame.payload)
                 elif group in self._stage_groups:  # the pipeline would blame the group whose stage it is
@@ -230,7 +232,8 @@ class PipelineAssembly:
 
     def _attach(self) -> None:
         links = [self._links[group] for group in self._stage_groups]
-        self._pipeline = Pipeline(links, self._engine.on_result, self._failed)
+        rings = ORDERED and len(set(self._stage_groups)) == len(self._stage_groups)
+        self._pipeline = Pipeline(links, self._engine.on_result, self._failed, rings=rings)
         self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
         kept, self._kept = self._kept, set()

@@ -17,7 +17,7 @@ import structlog
 
 from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.deployment.group_settings import group_devices, group_threads, target_groups
+from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups
 from lucevisor.deployment.placing import PlacementOnce
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
@@ -28,14 +28,14 @@ from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.deployment.successors import Successors, take_over
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline import PipelineFailure
+from lucevisor.engine.pipeline_steps import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.standstill import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
@@ -247,8 +247,9 @@ class Deployment:
         files, draft_files = await self._weights.model_files(), None
         if group == self.draft_group:
             draft_files = await self._draft_files(alone=not placement.stages_of(group))
-        load = load_message(placement, group, files, group_threads(self._config, group), draft_files, score_files)
-        fds = [self.buffers[arena.capture, arena.boundary].fd for arena in load.arenas]
+        threads = group_threads(self._config, group)
+        load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=spin_s(self._config))
+        fds = descriptors([self.buffers[arena.capture, arena.boundary] for arena in load.arenas])
         return await self._successors.order(group, load, fds, self._assembly)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:

@@ -6,9 +6,13 @@ Pure, but for the cores of this process.
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from lucevisor.config import Config
 from lucevisor.config.draft import DRAFTER_CHOICES
+
+SPIN_S: Final = 0.02
+"""How long a daemon polls for the rows of a step where a core is free: longer than most stages take for a decode."""
 
 
 def group_devices(config: Config, name: str) -> list[int]:
@@ -29,3 +33,10 @@ def group_threads(config: Config, name: str) -> int:
     if config.groups[name].backend != "cpu":
         return 0
     return config.threads_of(name, len(os.sched_getaffinity(0)))
+
+
+def spin_s(config: Config) -> float:
+    """How long a daemon polls for rows: not at all unless every compute thread and the supervisor have a core."""
+    n_cores = len(os.sched_getaffinity(0))
+    n_busy = 1 + sum(max(1, group_threads(config, name)) for name in config.groups)
+    return SPIN_S if n_busy <= n_cores else 0.0

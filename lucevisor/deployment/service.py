@@ -35,7 +35,7 @@ from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import FrozenState

@@ -21,7 +21,8 @@ from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.journal import make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult, StageLink, StepInFlight
 from lucevisor.engine.ranking import note_rankings
 from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.recovery_rebuild import CannotRebuild

@@ -1,7 +1,8 @@
 """Pipeline parallelism: sends a step to its first stage, and on to the next when a stage has answered.
 
-The hot path is plain callbacks: no task, no queue of its own, and frames for later stages are encoded while the first
-one works.  Knows neither requests nor pages; whoever reads the links calls :meth:`Pipeline.receive`.
+Plain callbacks: no task, no queue of its own.  Where doorbells tell the next stage that rows are there, steps are
+posted: sent to all stages at once, so that a hop does not wait for this process (ADR 21).  Else frames for later stages
+are encoded while the first one works.  Knows neither requests nor pages; whoever reads the links calls ``receive``.
 A draft stage behind the last one gets every step that was submitted since it was attached, in the same order.
 Where a daemon is lost, the steps on their way wait for its stages, and go on when others run these.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
@@ -10,98 +11,37 @@ two sides no longer agree on what the shards hold.  Whatever the draft stage doe
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import MadeMasks
+from lucevisor.engine.pipeline_steps import (
+    Answer,
+    AttachedDrafter,
+    PipelineFailure,
+    PipelineResult,
+    PipelineStep,
+    StageLink,
+    StepInFlight,
+    filled,
+)
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
-from lucevisor.protocol.steps import PENDING, DraftStep, Masks, Operation, Sampled, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, Operation, Recall, Recalled, Sampled, Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
-
-
-class StageLink(Protocol):
-    """The link to the daemon that runs a stage."""
-
-    def send(self, message: bytes | Masks, /, *, payload: Sequence[bytearray] = ()) -> None:
-        """Send one encoded frame, or masks with their rows, without waiting; never call the pipeline from inside.
-
-        Raises ProtocolError or OSError when the link is dead.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineResult:
-    """A step that the last stage has answered: ``results`` and ``payloads`` of every stage it ran on, in order.
-
-    ``payloads[i]`` holds the arrays that ``results[i].segments`` describe.  ``hops_s[i]``: from the answer of stage
-    ``results[i].stage`` until the step was sent to the next one.  ``seconds``: from submit to the last answer.
-    """
-
-    step: Step
-    results: tuple[StepResult, ...]
-    payloads: tuple[memoryview, ...]
-    hops_s: tuple[float, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineFailure:
-    """Why a pipeline cannot go on, and the stage whose daemon is to blame."""
-
-    stage: int
-    code: ErrorCode
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """The step a stage has worked on for longest.  ``elapsed_s`` counts from when its daemon was free to begin."""
-
-    step_id: int
-    stage: int
-    elapsed_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _DraftStage:
-    """An attached drafter.  ``with_output``: in the output stage's daemon.  ``waiting``: (step id, when it was sent) of
-    the steps to answer."""
-
-    link: StageLink
-    with_output: bool
-    waiting: deque[tuple[int, float]] = field(default_factory=deque)
-
-
-@dataclass(slots=True)
-class _PipelineStep:
-    """A step on its way.  ``frames``: encoded for later stages.  ``draft``: the draft stage that gets it, if it is
-    attached by then, with the operations ``opening`` in place of the step's own."""
-
-    step: Step
-    first_stage: int
-    started_at: float
-    sent_at: float  # to the stage it is at
-    draft: _DraftStage | None = None
-    opening: Sequence[Operation] | None = None
-    frames: dict[int, bytes] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)  # rebuilt stages, which had its operations
-    results: list[StepResult] = field(default_factory=list)
-    payloads: list[memoryview] = field(default_factory=list)
-    hops_s: list[float] = field(default_factory=list)
 
 
 class Pipeline:
     """Steps on their way through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
     run several).
 
+    ``rings``: each stage has a daemon of its own and a doorbell to the next one.
     Made when every daemon is ready and holds no sequences.  ``on_result`` gets each step that the last stage answered,
     in the order of the answers; ``on_failed`` is called at most once, and nothing after it.  ``on_drafted`` gets the
     draft stage's answers; ``on_drafter_lost`` is told why it was detached.
@@ -113,6 +53,8 @@ class Pipeline:
         on_result: Callable[[PipelineResult], None],
         on_failed: Callable[[PipelineFailure], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        rings: bool = False,
     ) -> None:
         if not stages:
             raise ValueError("a pipeline needs at least one stage")
@@ -120,17 +62,21 @@ class Pipeline:
         self._on_result = on_result
         self._on_failed = on_failed
         self._clock = clock
-        self._at_stage: list[deque[_PipelineStep]] = [deque() for _ in stages]  # in the order sent
+        self._rings = rings
+        self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in the order they came there
+        self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # by its daemon, in the order sent
+        self._recalling: set[int] = set()  # stages that are to answer a recall
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
-        self._draft: _DraftStage | None = None
+        self._draft: AttachedDrafter | None = None
         self._sampled: Sequence[Sampled] = ()  # by the last step that the last stage answered
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
         self.on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
         self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a stage, not the last, has written a step's
+        self.on_recalled: Callable[[], None] = lambda: None  # a stage has given posted steps back
         self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
         self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage may be lost instead
 
@@ -152,7 +98,7 @@ class Pipeline:
         """
         if self._draft is not None:
             raise RuntimeError("a drafter is attached already; detach it first")
-        self._draft = _DraftStage(link, with_output)
+        self._draft = AttachedDrafter(link, with_output)
 
     def detach_drafter(self) -> None:
         """Send it nothing more, and ignore what it answers.  Does nothing without one."""
@@ -171,11 +117,15 @@ class Pipeline:
             return
         now = self._clock()
         draft = None if first_stage else self._draft
-        entry = _PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
+        entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
         self._at_stage[first_stage].append(entry)
         if self._send(entry, first_stage):
-            # The first stage works already: encode for the others meanwhile.
-            entry.frames = {stage: self._frame(step, stage) for stage in range(first_stage + 1, self.n_stages)}
+            for stage in range(first_stage + 1, self.n_stages):
+                if self._may_post(entry, stage):
+                    if not self._send(entry, stage, posted=True):
+                        return
+                else:
+                    entry.frames[stage] = entry.frame(stage)
 
     def send_masks(self, made: MadeMasks) -> None:
         """Send the masks of a submitted step to the output stage, which may have the step already or not.
@@ -190,9 +140,12 @@ class Pipeline:
         except (ProtocolError, OSError) as error:
             self._dead_link(stage, f"masks of step {made.message.step_id} could not be sent to stage {stage}: {error}")
 
-    def receive(self, result: StepResult, payload: memoryview = _NO_PAYLOAD) -> None:
+    def receive(self, result: StepResult | Recalled, payload: memoryview = _NO_PAYLOAD) -> None:
         """Take a stage's answer: send the step on, or pass it to ``on_result`` when the stage was the last."""
         if not self._open:
+            return
+        if isinstance(result, Recalled):
+            self._take_back(result)
             return
         now = self._clock()
         stage = result.stage
@@ -205,33 +158,58 @@ class Pipeline:
         if stage in self.lost:
             self._receive_rebuilt(result)
             return
-        waiting = self._at_stage[stage]
-        if not waiting or waiting[0].step.step_id != result.step_id:
-            expected = f"step {waiting[0].step.step_id}" if waiting else "no step"
+        held = self._held[stage]
+        if not held or held[0].step.step_id != result.step_id:
+            expected = f"step {held[0].step.step_id}" if held else "no step"
             text = f"stage {stage} answered step {result.step_id} while {expected} was due; its daemon must start anew"
             self.fail(stage, "protocol_error", text)
             return
-        entry = waiting.popleft()
+        entry = held.popleft()
         self._answered_at[id(self._links[stage])] = now
-        entry.results.append(result)
-        entry.payloads.append(payload)
-        if stage + 1 == self.n_stages:
-            if entry.draft is not None and not entry.draft.with_output:
-                self._send_draft(entry, _tokens_by_slice(entry.step, result.sampled))
-            self._sampled = result.sampled
-            seconds = now - entry.started_at
-            results, payloads, hops_s = tuple(entry.results), tuple(entry.payloads), tuple(entry.hops_s)
-            self._on_result(PipelineResult(entry.step, results, payloads, hops_s, seconds))
-            return
+        entry.early[stage] = Answer(result, payload)
+        self._advance(entry, now)
+
+    def _advance(self, entry: PipelineStep, now: float) -> None:
+        """Let a step go on behind all stages that have answered it."""
+        while self._open and entry.stage < self.n_stages:
+            stage = entry.stage
+            answer = entry.early.pop(stage, None)
+            if answer is None and stage in self.lost and entry.early:
+                # It had rung, for a later stage has answered, and was lost before it was heard: its times are unknown.
+                answer = Answer(StepResult(entry.step.step_id, stage), _NO_PAYLOAD)
+            if answer is None:
+                return
+            self._at_stage[stage].popleft()
+            entry.answers.append(answer)
+            if stage in entry.posted:
+                entry.hops_s.append(answer.result.hop_s)
+            entry.stage += 1
+            if entry.stage == self.n_stages:
+                self._finish(entry, now)
+            else:
+                self._go_on(entry, now)
+
+    def _go_on(self, entry: PipelineStep, now: float) -> None:
+        """A step comes to another stage than the first."""
+        stage = entry.stage
         entry.sent_at = now
-        self._at_stage[stage + 1].append(entry)
-        sent = self._send(entry, stage + 1)
+        self._at_stage[stage].append(entry)
+        sent = stage in entry.had or self._send(entry, stage)
         if self._open:
-            self.on_rows(entry.step, stage)
+            self.on_rows(entry.step, stage - 1)
         if sent and self._open:
-            entry.hops_s.append(self._clock() - now)
-            if stage == 0:
+            if stage not in entry.posted:
+                entry.hops_s.append(self._clock() - now)
+            if stage == 1:
                 self.on_first_stage_done()
+
+    def _finish(self, entry: PipelineStep, now: float) -> None:
+        """All stages have answered a step."""
+        if entry.draft is not None and not entry.draft.with_output:
+            self._send_draft(entry, entry.drawn())
+        self._sampled = entry.answers[-1].result.sampled
+        results, payloads = zip(*entry.answers, strict=True)
+        self._on_result(PipelineResult(entry.step, results, payloads, tuple(entry.hops_s), now - entry.started_at))
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:
         """End the pipeline: forget all steps and call ``on_failed``.  Does nothing after the first failure or close."""
@@ -270,7 +248,8 @@ class Pipeline:
         self._open = False
         self._draft = None
         self._rebuilding.clear()
-        for waiting in self._at_stage:
+        self._recalling.clear()
+        for waiting in (*self._at_stage, *self._held):
             waiting.clear()
 
     # ---- lost stages
@@ -279,14 +258,45 @@ class Pipeline:
     def settled(self) -> bool:
         """Whether all steps on their way wait for lost stages, and the drafter for nothing."""
         drafting = self._draft is not None and self._draft.waiting
-        return not drafting and not any(
+        return not (drafting or self._recalling) and not any(
             waiting for stage, waiting in enumerate(self._at_stage) if stage not in self.lost
         )
 
     def lose(self, stages: Iterable[int]) -> None:
-        """Send nothing more to these stages, and take no answers of them."""
+        """Send nothing more to these stages, and take no answers of them; the others give back what is posted."""
         self.lost.update(stages)
         self._rebuilding.clear()
+        self._recalling -= self.lost
+        for stage in self.lost:
+            while self._held[stage]:
+                self._held[stage].popleft().lose(stage)
+        for entry in [entry for stage in sorted(self.lost) for entry in self._at_stage[stage]]:
+            self._advance(entry, self._clock())
+        for stage, held in enumerate(self._held):
+            if stage not in self._recalling and any(entry.stage < stage for entry in held):
+                self._recalling.add(stage)
+                with contextlib.suppress(ProtocolError, OSError):  # it is lost, too, of which the owner hears
+                    self._links[stage].send(Recall(stage))
+
+    def _take_back(self, message: Recalled) -> None:
+        """Take the posted steps back that a stage has not begun."""
+        stage = message.stage
+        if stage not in self._recalling:
+            return  # it was lost since
+        self._recalling.discard(stage)
+        held = self._held[stage]
+        if [entry.step.step_id for entry in held][: len(message.step_ids)] != message.step_ids:
+            self.fail(stage, "protocol_error", f"stage {stage} gave back steps that it does not have")
+            return
+        back = [held.popleft() for _ in message.step_ids]
+        for entry in back:
+            entry.lose(stage)
+        if message.operated and back:
+            back[0].done.add(stage)
+        for entry in back:
+            if entry.stage == stage and not self._send(entry, stage):  # its rows came meanwhile
+                return
+        self.on_recalled()
 
     def waiting_for(self, stage: int) -> list[Step]:
         """Return the steps that wait for a lost stage, in order."""
@@ -295,7 +305,7 @@ class Pipeline:
     def rebuild(self, stage: int, step: Step, link: StageLink) -> None:
         """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` hears of its answer."""
         self._rebuilding[stage, step.step_id] = (link, self._clock())
-        link.send(self._frame(step, stage))
+        link.send(encode(step, request_id=step.step_id, flags=stage))
 
     def find(self, links: Mapping[int, StageLink], steps: Mapping[int, Step], *, operated: bool = True) -> None:
         """Send the waiting steps on: the daemons behind ``links`` run the lost stages now.
@@ -307,15 +317,14 @@ class Pipeline:
         self._rebuilding.clear()
         for stage, link in links.items():
             self._links[stage] = link
-        waiting = [(stage, entry) for stage in sorted(found) for entry in self._at_stage[stage]]
-        for stage, entry in waiting:
+        waiting = [entry for stage in sorted(found) for entry in self._at_stage[stage]]
+        for entry in waiting:
             entry.step = steps.get(entry.step.step_id, entry.step)
             entry.done |= found if operated else set()
-            bare, rest = replace(entry.step, operations=[]), range(stage, self.n_stages)
-            entry.frames = {s: self._frame(bare if s in entry.done else entry.step, s) for s in rest}
-        for stage, entry in waiting:
+            entry.frames.clear()
+        for entry in waiting:
             entry.sent_at = self._clock()
-            if not self._send(entry, stage):
+            if not self._send(entry, entry.stage):
                 return
 
     def _receive_rebuilt(self, result: StepResult) -> None:
@@ -325,12 +334,25 @@ class Pipeline:
             self._answered_at[id(self._rebuilding.pop(place)[0])] = self._clock()
             self.on_rebuilt(result.stage)
 
-    def _send(self, entry: _PipelineStep, stage: int) -> bool:
+    def _may_post(self, entry: PipelineStep, stage: int) -> bool:
+        """Whether a step may be sent to a stage before the one ahead has answered it: all steps before it were."""
+        return (
+            self._rings
+            and not self.lost
+            and entry.may_be_posted
+            and all(stage in before.had for at in range(stage) for before in self._at_stage[at] if before is not entry)
+        )
+
+    def _send(self, entry: PipelineStep, stage: int, *, posted: bool = False) -> bool:
         step = entry.step
         if stage in self.lost:
             return True
+        entry.had.add(stage)
+        if posted:
+            entry.posted.add(stage)
+        self._held[stage].append(entry)
         try:
-            self._links[stage].send(entry.frames.pop(stage, b"") or self._frame(step, stage))
+            self._links[stage].send(entry.frames.pop(stage, b"") or entry.frame(stage, posted=posted))
         except (
             LocalProtocolError
         ) as error:  # the step is not a message: a defect here, and no later step would be right
@@ -347,7 +369,7 @@ class Pipeline:
         if not self.on_dead_link(PipelineFailure(stage, "shard_lost", text)):
             self.fail(stage, "shard_lost", text)
 
-    def _send_draft(self, entry: _PipelineStep, tokens: list[list[int]] | None) -> None:
+    def _send_draft(self, entry: PipelineStep, tokens: list[list[int]] | None) -> None:
         """Send a step to the draft stage, unless that was detached meanwhile."""
         draft, step = entry.draft, entry.step
         if draft is None or draft is not self._draft:
@@ -355,7 +377,7 @@ class Pipeline:
         if entry.opening is not None:
             step = replace(step, operations=list(entry.opening))
         if tokens is not None:
-            step = _filled(step, self._sampled)
+            step = filled(step, self._sampled)
         try:
             draft.link.send(encode(DraftStep(step, tokens), request_id=step.step_id, flags=self.n_stages))
         except (ProtocolError, OSError) as error:
@@ -376,21 +398,3 @@ class Pipeline:
         draft.waiting.popleft()
         self._answered_at[id(draft.link)] = now
         self.on_drafted(result)
-
-    @staticmethod
-    def _frame(step: Step, stage: int) -> bytes:
-        return encode(step, request_id=step.step_id, flags=stage)
-
-
-def _tokens_by_slice(step: Step, sampled: Sequence[Sampled]) -> list[list[int]]:
-    """The tokens sampled for each slice of a step."""
-    return [[one.token for one in sampled if one.sequence == piece.sequence] for piece in step.slices]
-
-
-def _filled(step: Step, before: Sequence[Sampled]) -> Step:
-    """Return a step that ran ahead with the tokens it started from: those sampled by the step ``before``."""
-    newest = {one.sequence: one.token for one in before}
-    slices = [
-        replace(piece, tokens=[newest[piece.sequence]]) if piece.tokens == [PENDING] else piece for piece in step.slices
-    ]
-    return replace(step, slices=slices)

@@ -18,7 +18,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import Journal
-from lucevisor.engine.pipeline import Pipeline, StageLink
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline_steps import StageLink
 from lucevisor.engine.recovery_rebuild import (
     FIRST_STEP,
     CannotRebuild,
@@ -87,7 +88,7 @@ class StageRecovery:
             self._regions[stage].popleft()
             proceed()
 
-        pipeline.on_rows, pipeline.on_rebuilt = answered, rebuilt
+        pipeline.on_rows, pipeline.on_rebuilt, pipeline.on_recalled = answered, rebuilt, proceed
 
     def detach(self) -> None:
         """There is no pipeline any more, and nothing in the shards."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lucevisor.engine.draft_statistics import DraftStatistics
-from lucevisor.engine.pipeline import PipelineResult
+from lucevisor.engine.pipeline_steps import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.recovery import Recovery, RecoveryStatistics
 from lucevisor.kv.page_pool import PageUse

@@ -87,13 +87,14 @@ def load_message(
     threads: int = 0,
     draft_files: LoadFiles | None = None,
     score_files: Sequence[str] = (),
+    spin_s: float = 0.0,
 ) -> Load:
     """Return the Load message for the daemon of ``group``.
 
     ``draft_files``: for the group of the draft stage; None: without the drafter.  ``score_files``: of the scoring
     model, which its group loads.  ``Load.arenas`` are those at either
-    end of the group's stages, each once, in the order of ``placement.arenas``: send one descriptor for each, in this
-    order.  Raises KeyError when the group has no stage.
+    end of the group's stages, each once, in the order of ``placement.arenas``: send a descriptor for each, in this
+    order, then what wakes the reader of each.  Raises KeyError when the group has no stage.
     """
     own, draft = placement.stages_of(group), None
     if placement.draft is not None and placement.draft.group == group:
@@ -133,6 +134,7 @@ def load_message(
         draft=None if draft is None or draft_files is None else _draft_plan(placement, draft, place, draft_files),
         attend_host=placement.pools.host_pages > 0 and placement.residency_policy == "exact",
         rank_pages=placement.pools.host_pages > 0 and placement.residency_policy == "qk",
+        spin_s=spin_s,
         score=None
         if scorer is None
         else ScorePlan(list(score_files), scorer.device.index, scorer.window_tokens, scorer.step_tokens),

@@ -1,8 +1,8 @@
 """Arena: a shared memory ring buffer between two stages, one region per step.
 
 Knows memfd, seals and mmap; no tensors, no frames.  Invariants: the memory cannot shrink, so reads never raise SIGBUS;
-it has no name in the file system, so a crash leaves nothing behind.  Access is ordered by the frames on the links
-alone: there are no flags or locks in shared memory.
+it has no name in the file system, so a crash leaves nothing behind.  Access is ordered by the frames on the links, or
+by the doorbells in the last page (doorbell.py): there are no locks in shared memory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
+from lucevisor.protocol.doorbell import SLOT_BYTES, Doorbells
 from lucevisor.protocol.errors import ArenaError
 from lucevisor.protocol.loading import ArenaPlan
 
@@ -19,6 +21,8 @@ PAGE_BYTES = 4096
 """Alignment of regions, as device drivers require of memory they access directly."""
 
 MAX_ARENA_BYTES = 64 * 1024**3  # more is a mistake in the plan: 16 regions of 8,192 rows of 16,384 float32 are 8 GiB
+MAX_REGIONS = PAGE_BYTES // SLOT_BYTES
+"""A bell each, in one page."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -29,10 +33,11 @@ def stride_bytes(plan: ArenaPlan) -> int:
 
 def arena_bytes(plan: ArenaPlan) -> int:
     """Size of the shared memory of ``plan``.  ArenaError for an invalid plan."""
-    n_bytes = stride_bytes(plan) * plan.n_regions
-    if plan.region_bytes < 1 or plan.n_regions < 1 or n_bytes > MAX_ARENA_BYTES:
+    n_bytes = stride_bytes(plan) * plan.n_regions + PAGE_BYTES
+    if plan.region_bytes < 1 or not 1 <= plan.n_regions <= MAX_REGIONS or n_bytes > MAX_ARENA_BYTES:
         raise ArenaError(
-            f"{plan.n_regions} regions of {plan.region_bytes} bytes: not 1 to {MAX_ARENA_BYTES} bytes in total",
+            f"{plan.n_regions} regions of {plan.region_bytes} bytes: not 1 to {MAX_REGIONS} regions, "
+            f"or not 1 to {MAX_ARENA_BYTES} bytes in total",
             _where(plan),
             "lower engine.prefill_chunk",
         )
@@ -42,14 +47,15 @@ def arena_bytes(plan: ArenaPlan) -> int:
 class Arena:
     """One mapping of the memory, from :meth:`create` or :meth:`attach`.
 
-    ``fd`` is the descriptor to pass on; -1 for an attached arena and after ``close``.
+    ``fd`` is the descriptor to pass on; -1 for an attached arena and after ``close``.  ``bells``: of its regions.
     """
 
-    def __init__(self, plan: ArenaPlan, fd: int, mapping: mmap.mmap) -> None:
+    def __init__(self, plan: ArenaPlan, fd: int, mapping: mmap.mmap, wake_fd: int) -> None:
         self.plan = plan
         self.fd = fd
         self._mapping: mmap.mmap | None = mapping
         self._stride = stride_bytes(plan)
+        self.bells = Doorbells(memoryview(mapping)[self._stride * plan.n_regions :], wake_fd)
 
     @classmethod
     def create(cls, plan: ArenaPlan) -> Arena:
@@ -60,7 +66,7 @@ class Arena:
             os.ftruncate(fd, n_bytes)
             os.posix_fallocate(fd, 0, n_bytes)  # fail here with an error, not at first touch with a signal
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            return cls(plan, fd, _map(fd, n_bytes))
+            return cls(plan, fd, _map(fd, n_bytes), Doorbells.make_wake_fd())
         except OSError as error:
             os.close(fd)
             raise ArenaError(
@@ -70,8 +76,9 @@ class Arena:
             ) from error
 
     @classmethod
-    def attach(cls, fd: int, plan: ArenaPlan) -> Arena:
-        """Map the memory of a received descriptor.  Takes over ``fd`` and closes it, also on failure.
+    def attach(cls, fd: int, plan: ArenaPlan, wake_fd: int = -1) -> Arena:
+        """Map the memory of a received descriptor.  Takes over ``fd`` and closes it, also on failure; and ``wake_fd``,
+        which it keeps.
 
         ArenaError unless it is a memfd of the planned size, sealed against resizing.
         """
@@ -79,7 +86,7 @@ class Arena:
             n_bytes = arena_bytes(plan)
             _refuse_other(fd, plan, n_bytes)
             try:
-                return cls(plan, -1, _map(fd, n_bytes))
+                return cls(plan, -1, _map(fd, n_bytes), wake_fd)
             except OSError as error:
                 raise ArenaError(
                     f"{n_bytes} bytes could not be mapped: {error}",
@@ -114,10 +121,23 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        self.bells.close()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             with suppress(BufferError):  # exported views: the mapping ends with them
                 mapping.close()
+
+
+def descriptors(arenas: Sequence[Arena]) -> list[int]:
+    """What a Load takes along: the memory of each arena, then what wakes the reader of each."""
+    return [*(arena.fd for arena in arenas), *(arena.bells.wake_fd for arena in arenas)]
+
+
+def attach_all(fds: Sequence[int], plans: Sequence[ArenaPlan]) -> list[Arena]:
+    """Attach the arenas of a Load and its descriptors.  Raises ArenaError, and ValueError for another number."""
+    if len(fds) != 2 * len(plans):
+        raise ValueError(f"Load names {len(plans)} arenas, {len(fds)} descriptors arrived")
+    return [Arena.attach(*one) for one in zip(fds[: len(plans)], plans, fds[len(plans) :], strict=True)]
 
 
 def _map(fd: int, n_bytes: int) -> mmap.mmap:

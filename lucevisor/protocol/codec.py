@@ -29,7 +29,8 @@ _FLOAT32_BYTES = 4
 _MAX_DIMENSIONS = 8  # of a segment; also bounds the work of multiplying its shape
 
 WITH_DESCRIPTORS = frozenset({MessageKind.LOAD, MessageKind.CHECK, MessageKind.SAVE, MessageKind.RESTORE})
-"""Kinds whose frames carry descriptors: one per arena, or the snapshot file's."""
+"""Kinds whose frames carry descriptors: one per arena and, of a Load, then one that wakes its reader; or the snapshot
+file's."""
 
 KIND_OF: dict[type[Message], MessageKind] = {record: kind for kind, record in MESSAGES.items()}
 
@@ -82,7 +83,7 @@ def decode(header: Header, metadata: memoryview) -> Message:
             raise RemoteProtocolError(fault, "StepResult.segments", "report it with the daemon's log")
     elif header.kind in WITH_DESCRIPTORS and n_descriptors(message) > MAX_DESCRIPTORS:
         raise RemoteProtocolError(
-            f"{n_descriptors(message)} arenas; a frame carries at most {MAX_DESCRIPTORS} descriptors",
+            f"its arenas take {n_descriptors(message)}; a frame carries at most {MAX_DESCRIPTORS} descriptors",
             f"{header.kind.name}.arenas",
             "use fewer stages",
         )
@@ -92,7 +93,7 @@ def decode(header: Header, metadata: memoryview) -> Message:
 def n_descriptors(message: Message) -> int:
     """Number of descriptors that the frame of ``message`` carries."""
     if isinstance(message, Load):
-        return len(message.arenas) + bool(message.replay)
+        return 2 * len(message.arenas) + bool(message.replay)
     if isinstance(message, Check):
         return len(message.arenas)
     return 1 if isinstance(message, Save | Restore) else 0

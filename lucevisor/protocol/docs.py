@@ -29,7 +29,7 @@ def messages() -> str:
         channel, sender = SENDERS[kind]
         extras = [_descriptors(kind)] if kind in WITH_DESCRIPTORS else []
         if kind in MAX_FLAGS:
-            extras.append("stage in flags")
+            extras.append("stage and whether it is posted in flags" if kind is MessageKind.STEP else "stage in flags")
         limits = LIMITS[kind]
         cells = [
             str(int(kind)),
@@ -98,7 +98,9 @@ def main(arguments: list[str]) -> int:
 def _descriptors(kind: MessageKind) -> str:
     if kind in (MessageKind.SAVE, MessageKind.RESTORE):
         return "the file's descriptor"
-    return "one descriptor per arena" + (", then that of the rows to replay" if kind is MessageKind.LOAD else "")
+    if kind is MessageKind.LOAD:
+        return "two descriptors per arena, then that of the rows to replay"
+    return "one descriptor per arena"
 
 
 def _size(n_bytes: int) -> str:

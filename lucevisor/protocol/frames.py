@@ -8,7 +8,7 @@ Header, little-endian (docs/protocol.md):
     offset 0   4s   magic b"LVSR"
            4   u16  protocol version
            6   u8   kind (messages.MessageKind)
-           7   u8   flags: the target stage of a STEP or DRAFT_STEP, zero for all other kinds
+           7   u8   flags: the target stage of a STEP or DRAFT_STEP, and POSTED; zero for all other kinds
            8   u64  request id
           16   u32  metadata length, bytes
           20   u32  payload length, bytes
@@ -81,6 +81,8 @@ LIMITS: dict[MessageKind, Limits] = {
         4 * KIB, 4 * MIB, "three numbers; payload: float32 scores of a window of 1 Mi tokens"
     ),
     MessageKind.FAILED: Limits(1 * MIB, 0, "a traceback"),
+    MessageKind.RECALL: Limits(4 * KIB, 0, "one number"),
+    MessageKind.RECALLED: Limits(64 * KIB, 0, "an id for each step in flight"),
     MessageKind.RESET: Limits(4 * KIB, 0, "one number"),
     MessageKind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
     MessageKind.CHECKED: Limits(1 * MIB, 0, "one line per device and layer"),
@@ -102,13 +104,16 @@ LIMITS: dict[MessageKind, Limits] = {
 
 MAX_FLAGS: dict[MessageKind, int] = {MessageKind.STEP: 255, MessageKind.DRAFT_STEP: 255}
 """Largest flags value per kind.  A Step's flags hold its target stage: one record serves every stage of a daemon."""
+POSTED = 128
+"""Of a Step's flags: the stage before is still at it, and the region's doorbell says when its rows are there."""
 
 
 class Frame(msgspec.Struct, frozen=True):
     """One received frame.
 
     ``payload`` is a writable view of memory owned by the frame.  ``fds`` arrived with the frame: one per arena of the
-    message, in that order, or the snapshot file.  They are close-on-exec, and the receiver must close them.
+    message, in that order, then of a Load what wakes their readers, or the snapshot file.  They are close-on-exec, and
+    the receiver must close them.
     """
 
     kind: MessageKind

@@ -119,7 +119,7 @@ def arena_regions(n_stages: int) -> int:
 
 class ArenaPlan(msgspec.Struct, frozen=True):
     """A ring of ``n_regions`` regions of ``region_bytes`` in one memfd.  Descriptors travel with the Load frame, in the
-    same order."""
+    same order, then an eventfd for each, on which its reader sleeps."""
 
     boundary: int  # between stage ``boundary`` and the next one; with ``capture`` from that stage to the draft stage
     region_bytes: int
@@ -205,6 +205,7 @@ class Load(msgspec.Struct, frozen=True):
     score: ScorePlan | None = None
     replay: list[StageReplay] = []
     warm_up: bool = True
+    spin_s: float = 0.0  # how long a stage polls the doorbell of a step's rows before it sleeps
 
 
 class DeviceUse(msgspec.Struct, frozen=True):

@@ -3,9 +3,9 @@
 A frame's kind selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  No sockets, no tensors.
 
-Direction: ``link`` carries Load, Step, DraftStep, Masks, ScoreWindow, Reset, Check, Save, Restore, Shutdown down and
-Hello, Loaded, StepResult, WindowScores, ResetDone, Failed, Checked, Saved, Restored, TransferFailed up; ``pulse``
-carries Heartbeat, Progress and LogLine up.
+Direction: ``link`` carries Load, Step, DraftStep, Masks, ScoreWindow, Recall, Reset, Check, Save, Restore and Shutdown
+down, and Hello, Loaded, StepResult, WindowScores, Recalled, ResetDone, Failed, Checked, Saved, Restored and
+TransferFailed up; ``pulse`` carries Heartbeat, Progress and LogLine up.
 
 The records of loading, checks, steps and transfers live in their own modules.  docs/protocol.md is generated from them.
 """
@@ -20,7 +20,7 @@ import msgspec
 from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.scoring import ScoreWindow, WindowScores
-from lucevisor.protocol.steps import DraftStep, Masks, Reset, ResetDone, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, Masks, Recall, Recalled, Reset, ResetDone, Step, StepResult
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 PROTOCOL_VERSION = 1
@@ -49,6 +49,8 @@ class MessageKind(IntEnum):
     MASKS = 18
     SCORE_WINDOW = 19
     WINDOW_SCORES = 20
+    RECALL = 21
+    RECALLED = 22
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -113,6 +115,8 @@ Message = (
     | StepResult
     | WindowScores
     | Failed
+    | Recall
+    | Recalled
     | Reset
     | ResetDone
     | Check
@@ -139,6 +143,8 @@ MESSAGES: dict[MessageKind, type[Message]] = {
     MessageKind.WINDOW_SCORES: WindowScores,
     MessageKind.STEP_RESULT: StepResult,
     MessageKind.FAILED: Failed,
+    MessageKind.RECALL: Recall,
+    MessageKind.RECALLED: Recalled,
     MessageKind.RESET: Reset,
     MessageKind.CHECK: Check,
     MessageKind.CHECKED: Checked,

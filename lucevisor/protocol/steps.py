@@ -300,11 +300,27 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     stage: int
     sampled: list[Sampled] = []
     compute_s: float = 0.0  # from receiving the plan to rows ready
-    wait_s: float = 0.0  # how long the compute thread waited for this plan
+    wait_s: float = 0.0  # how long the compute thread waited for this plan and its rows
     segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays
     drafts: list[Drafted] = []  # of the draft stage
     scored: list[Scored] = []  # of the output stage
     page_scores: list[PageScores] = []  # of slices that ask for it
+    hop_s: float = 0.0  # of a posted step: from the doorbell of its rows until this stage took them
+
+
+class Recall(msgspec.Struct, frozen=True):
+    """Drop the posted steps sent before this that have not begun: a stage before is lost.  Answered by Recalled."""
+
+    stage: int
+
+
+class Recalled(msgspec.Struct, frozen=True):
+    """Answer to Recall.  Steps that are not among these were answered before.  ``operated``: the operations of the
+    first of them were applied already."""
+
+    stage: int
+    step_ids: list[int]
+    operated: bool
 
 
 class Reset(msgspec.Struct, frozen=True):

@@ -1,5 +1,7 @@
 """Rows that cross from one stage to the next through shared memory."""
 
+import os
+
 import pytest
 import torch
 
@@ -26,6 +28,18 @@ def test_what_one_stage_writes_the_other_reads(arena, dtype):
     assert bytes(arena.region(1)[: rows.nbytes]) == rows.view(torch.uint8).numpy().tobytes()
     assert bytes(arena.region(0)) == bytes(8192)
     assert SharedMemoryBuffer(arena, dtype, 7).read(1, 0).shape == (0, 7)
+
+
+def test_a_bell_is_heard_by_whoever_maps_the_arena(arena):
+    buffer = SharedMemoryBuffer(arena, Dtype.FLOAT32, 7)
+    assert not buffer.bells.rung(1, 17)
+    buffer.write(1, torch.ones(2, 7))
+    buffer.bells.ring(1, 17)
+    other = Arena.attach(os.dup(arena.fd), arena.plan, os.dup(arena.bells.wake_fd))
+    assert other.bells.rung(1, 17)
+    assert not other.bells.rung(1, 18)
+    assert not other.bells.rung(0, 17)
+    other.close()
 
 
 def test_more_rows_than_a_region_holds_are_refused(arena):

@@ -20,7 +20,7 @@ from lucevisor.model.values import Backend, Space
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.loading import Load, Loaded
 from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
 from tests.daemons.test_changed_while_loading import Reporter
@@ -50,7 +50,7 @@ def loaded(placement: Placement, group: str, model: Path, drafter: Path) -> tupl
 
 def run(load: Load) -> tuple[ModelRunner, Loaded]:
     arenas = [Arena.create(arena) for arena in load.arenas]
-    fds = [os.dup(arena.fd) for arena in arenas]  # those of a daemon, which are its own
+    fds = [os.dup(fd) for fd in descriptors(arenas)]  # those of a daemon, which are its own
     for arena in arenas:
         arena.close()
     return ModelRunner.load(load, Backend.CPU, fds, Reporter())  # type: ignore[arg-type]

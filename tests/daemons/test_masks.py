@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemons.errors import StateError
-from daemons.masks import MaskInbox, apply_masks
+from daemons.inbox import Inbox
+from daemons.masks import apply_masks
 from daemons.sampling import Sampler
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.messages import Message, Shutdown
@@ -98,7 +99,7 @@ class Ends:
         self.daemon = BlockingLink(theirs)
         for link in (self.supervisor, self.daemon):
             link._connection.state = LinkState.READY
-        self.inbox = MaskInbox(self.daemon)
+        self.inbox = Inbox(self.daemon)
 
     def send(self, message: Message, rows: bytes = b"") -> None:
         self.supervisor.send(message, payload=[rows])

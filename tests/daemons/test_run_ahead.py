@@ -10,8 +10,9 @@ import torch
 
 from daemons.deferred import Fill
 from daemons.errors import StateError
-from daemons.runner import ModelRunner, StepOutput
+from daemons.runner import ModelRunner
 from daemons.sampling import Sampler
+from daemons.step_output import StepOutput
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec

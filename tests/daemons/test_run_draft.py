@@ -13,7 +13,7 @@ from torch import Tensor
 from daemons.errors import LoadError, StateError
 from daemons.runner import ModelRunner
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.loading import (
     ArenaPlan,
     CaptureSource,
@@ -126,7 +126,7 @@ class Daemons:
             max_step_tokens=80,
             draft=draft,
         )
-        fds = [os.dup(self.arenas[i].fd) for i in used]
+        fds = [os.dup(fd) for fd in descriptors([self.arenas[i] for i in used])]
         runner, loaded = ModelRunner.load(load, Backend.CPU, fds, Reporter())
         return runner, [loaded.draft] if loaded.draft is not None else []
 

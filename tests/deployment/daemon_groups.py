@@ -19,23 +19,22 @@ from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import SpeculationSettings
-from lucevisor.engine.pipeline import PipelineFailure
+from lucevisor.engine.pipeline_steps import PipelineFailure
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import StateReplay
+from lucevisor.protocol.codec import KIND_OF
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.messages import MessageKind
-from lucevisor.protocol.steps import Reset, ResetDone, StepResult
+from lucevisor.protocol.steps import Recall, Recalled, Reset, ResetDone, StepResult
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import HYBRID, limits
 from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage
 
 
-def frame(message: StepResult | ResetDone, payload: bytes | memoryview = b"") -> Frame:
-    kind = MessageKind.STEP_RESULT if isinstance(message, StepResult) else MessageKind.RESET_DONE
-    return Frame(kind, 0, 0, message, memoryview(bytearray(payload)))
+def frame(message: StepResult | Recalled | ResetDone, payload: bytes | memoryview = b"") -> Frame:
+    return Frame(KIND_OF[type(message)], 0, 0, message, memoryview(bytearray(payload)))
 
 
 class Process:
@@ -43,29 +42,41 @@ class Process:
 
     def __init__(self, stages: dict[int, ToyStage], told: ToyLimits, drafter: ToyDrafter | None = None) -> None:
         self.alive = True
-        self.inbox: deque[Reset | bytes] = deque()
+        self.inbox: deque[Reset | Recall | bytes] = deque()
         self.resets = 0
         self.last_reset = 0
         self._daemon = ToyDaemon(stages, told)
         self._daemon.drafter = drafter
 
-    def send(self, message: Reset | bytes) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether it can do something."""
+        return self._reads() or bool(self.inbox)
+
+    def _reads(self) -> bool:
+        """Take what came before a reset; whether it can run any of it."""
+        while self.inbox and not isinstance(self.inbox[0], Reset):
+            self._daemon.send(self.inbox.popleft())  # type: ignore[arg-type]
+        return self._daemon.ready
+
+    def send(self, message: Reset | Recall | bytes) -> None:
         if not self.alive:
             raise LinkClosed("end of file", "link", "the daemon has exited; see its log")
         self.inbox.append(message)
 
     def work(self) -> Frame:
         """Do what came first, and answer."""
+        if self._reads():
+            return frame(*self._daemon.run_one())
         message = self.inbox.popleft()
-        if isinstance(message, Reset):
-            self.resets += 1
-            self.last_reset = message.token
-            drafter = [self._daemon.drafter] if isinstance(self._daemon.drafter, ToyDrafter) else []
-            for stage in (*self._daemon.stages.values(), *drafter):
-                stage.sequences.clear()
-            return frame(ResetDone(message.token))
-        self._daemon.send(message)
-        return frame(*self._daemon.run_one())
+        assert isinstance(message, Reset)
+        self.resets += 1
+        self.last_reset = message.token
+        drafter = [self._daemon.drafter] if isinstance(self._daemon.drafter, ToyDrafter) else []
+        for stage in (*self._daemon.stages.values(), *drafter):
+            stage.sequences.clear()
+        self._daemon.inbox.clear()  # what is posted never begins
+        return frame(ResetDone(message.token))
 
 
 DRAFTING = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULARY)
@@ -174,7 +185,7 @@ class Groups:
 
     def work(self) -> None:
         """Until nobody has anything to do."""
-        while busy := [g for g, p in self.processes.items() if p.inbox and p.alive]:
+        while busy := [g for g, p in self.processes.items() if p.busy and p.alive]:
             self.answer(busy[0])
 
 
@@ -198,7 +209,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @property
     def busy(self) -> list[str]:
-        return [n for n in self.here if self.groups.processes[n].inbox]
+        return [n for n in self.here if self.groups.processes[n].busy]
 
     @precondition(lambda self: self.busy)
     @rule(draw=st.integers(0, 5), n=st.sampled_from([1, 1, 9, 40]), turns=st.booleans())

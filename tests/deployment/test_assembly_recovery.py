@@ -26,7 +26,7 @@ def serving(*homes: str, draft: str = "") -> Groups:
 def compute(groups: Groups, n: int) -> None:
     for _ in range(n):
         for group in groups.processes:
-            if groups.processes[group].inbox:
+            if groups.processes[group].busy:
                 groups.answer(group)
 
 
@@ -78,6 +78,7 @@ def test_a_replay_is_out_of_date_when_another_daemon_is_lost() -> None:
     handle = groups.engine.submit(one)
     compute(groups, 13)
     groups.lost("left")
+    groups.work()  # what is posted comes back
     assert groups.load("left")
     groups.lost("right")
     process = groups.ready("left")

@@ -78,7 +78,7 @@ async def test_losing_a_drafter_of_its_own_group_fails_no_request(how: str) -> N
     handles = [groups.submit(one), groups.submit(two)]
     for _ in range(20):
         for group in ("left", "right", "draft"):
-            if groups.processes[group].inbox:
+            if groups.processes[group].busy:
                 groups.answer(group)
     assert not any(handle.finished for handle in handles)
     if how == "wrong step":
@@ -88,7 +88,7 @@ async def test_losing_a_drafter_of_its_own_group_fails_no_request(how: str) -> N
     else:
         groups.die("draft")
         for group in ("left", "right") * 4 if how == "dead link" else ():
-            if groups.processes[group].inbox:
+            if groups.processes[group].busy:
                 groups.answer(group)
     groups.lost("draft")
     assert not groups.assembly.drafting
@@ -110,7 +110,7 @@ async def test_a_lost_shard_takes_the_drafter_off_the_engine_and_it_is_reset_for
     groups.submit(request("a", range(30), 80))
     for _ in range(6):
         for group in ("left", "right", "draft"):
-            if groups.processes[group].inbox:
+            if groups.processes[group].busy:
                 groups.answer(group)
     groups.die("right")
     groups.lost("right")

@@ -142,8 +142,9 @@ async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() 
 class Crashes(Play):
     """A scenario in which a daemon dies where others lose the pipeline, and returns some actions later."""
 
-    def __init__(self, scenario: Scenario, pages: int) -> None:
+    def __init__(self, scenario: Scenario, pages: int, *, late: bool) -> None:
         super().__init__(scenario, hold_s=60.0, journal_pages=pages)
+        self.toy.late = late
 
     def act(self, kind: str, index: int) -> None:
         toy = self.toy
@@ -185,9 +186,10 @@ class Crashes(Play):
 
 
 @settings(max_examples=160, deadline=None)
-@given(scenarios(), st.sampled_from([200, 200, 4]))
-def test_crashes_change_no_token(scenario: Scenario, pages: int) -> None:
-    play = Crashes(scenario, pages)
+@given(scenarios(), st.sampled_from([200, 200, 4]), st.booleans())
+def test_crashes_change_no_token(scenario: Scenario, pages: int, late: bool) -> None:
+    """``late``: what daemons answer is heard some time later, or never."""
+    play = Crashes(scenario, pages, late=late)
     with lookups(play.toy, scenario.wrong + 1):
         play.play()
 

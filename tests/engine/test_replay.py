@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import TokenEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.protocol.loading import PoolSizes

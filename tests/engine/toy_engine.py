@@ -9,13 +9,14 @@ from dataclasses import replace
 from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import FrozenState
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Sampling, Step
+from lucevisor.protocol.steps import Recalled, Sampling, Step, StepResult
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
 from tests.engine.toy_pipeline import (
     ToyConstraint,
@@ -72,6 +73,8 @@ class ToyEngine:
         exact = limits.residency is not None and limits.residency.attends_host
         self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens, attends_host=exact)
         self._alone: dict[str, list[int]] = {}
+        self.late = False  # answers arrive some time after they are given
+        self._mail: list[tuple[ToyDaemon, StepResult | Recalled, memoryview]] = []
         self.now = 0.0
         self.failures: list[PipelineFailure] = []
         self.lost: list[PipelineFailure] = []  # why drafters were lost
@@ -99,11 +102,18 @@ class ToyEngine:
         self.drafter: ToyDrafter | None = None
         self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
 
+    @property
+    def rings(self) -> bool:
+        """Whether steps are posted."""
+        return len(set(self.homes)) == self.model.n_stages
+
     def attach(self) -> None:
         """Fresh daemons, and a pipeline over them."""
         homes = self.homes if len(self.homes) == self.model.n_stages else range(self.model.n_stages)
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, homes, self.rows.regions)
-        self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
+        self.pipeline = Pipeline(
+            self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now, rings=self.rings
+        )
         self.engine.attach(self.pipeline)
 
     def move(self, kept: FrozenState | None) -> None:
@@ -114,7 +124,9 @@ class ToyEngine:
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, self.homes, self.rows.regions)
         for stage, other in held.items() if kept is not None else ():
             self.links[stage].stages[stage].take_over(other, kept.units)  # type: ignore[union-attr]
-        self.pipeline = Pipeline(self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now)
+        self.pipeline = Pipeline(
+            self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now, rings=self.rings
+        )
         self.engine.attach(self.pipeline, kept=kept is not None)
 
     def attach_drafter(self, *, with_output: bool, wrong: int = 0) -> None:
@@ -146,7 +158,7 @@ class ToyEngine:
     def crash(self, index: int) -> bool:
         """A daemon with stages dies; return whether its stages can be rebuilt."""
         home = [daemon for daemon in self.daemons if daemon.stages][index]
-        self.daemons.remove(home)
+        self.daemons.remove(home)  # what it answered is lost on the way
         self.dead |= home.stages
         if home.drafter is not None:
             home.drafter = None
@@ -191,17 +203,28 @@ class ToyEngine:
     def run(self) -> None:
         """Let the daemons work until nothing is left to do."""
         assert self.pipeline is not None
-        run_all(self.daemons, self.pipeline.receive)
+        if not self.late:
+            run_all(self.daemons, self.pipeline.receive)
+        n_turns = 0
+        while self.work(n_turns):
+            n_turns += 1
+            assert n_turns < 100_000, "the pipeline is still busy"
 
     def work(self, index: int) -> bool:
         """Let one busy daemon execute one step; False when all are idle."""
-        busy = [d for d in self.daemons if d.inbox]
+        told = {id(daemon): daemon for daemon, _, _ in self._mail}
+        busy = [d for d in self.daemons if d.ready] + [d for d in told.values() if d in self.daemons]
         if not busy:
             return False
         assert self.pipeline is not None
         with_slices = {e.step.step_id for waiting in self.pipeline._at_stage for e in waiting if e.step.slices}
         assert len(with_slices) <= self.model.n_stages + 1
-        self.pipeline.receive(*busy[index % len(busy)].run_one())
+        one, arrives = busy[index % len(busy)], index % len(busy) >= sum(d.ready for d in self.daemons)
+        if not arrives:
+            self._mail.append((one, *one.run_one()))
+        if arrives or not self.late:
+            at = next(i for i, (daemon, _, _) in enumerate(self._mail) if daemon is one)
+            self.pipeline.receive(*self._mail.pop(at)[1:])
         return True
 
     async def play(self) -> None:

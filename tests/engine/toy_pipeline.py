@@ -23,6 +23,7 @@ from lucevisor.engine.journal import RowCopy
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.codec import encode, payload_segments
 from lucevisor.protocol.connection import Connection
+from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.states import LinkState, Role
 from lucevisor.protocol.steps import (
@@ -36,6 +37,8 @@ from lucevisor.protocol.steps import (
     PageIn,
     PageOut,
     PageScores,
+    Recall,
+    Recalled,
     Sampled,
     Sampling,
     SetPages,
@@ -205,10 +208,7 @@ class ToyStage:
     ) -> tuple[StepResult, list[np.ndarray]]:
         """Execute a step; the payload arrays come along.  ``masks``: of its masked slices, a bit a token."""
         n_masked = 0
-        for operation in step.operations:
-            self._operate(operation)
-            if len(self.sequences) > max_sequences:
-                raise Violation(f"{len(self.sequences)} sequences are open, {max_sequences} were announced")
+        self.operate(step, max_sequences)
         step = replace(step, slices=[self._known(piece) for piece in step.slices])
         named = [s.sequence for s in step.slices]
         if len(named) != len(set(named)):
@@ -245,6 +245,17 @@ class ToyStage:
         times = {"compute_s": 0.25, "wait_s": 0.5}
         result = StepResult(step.step_id, self.stage, sampled, **times, segments=segments, page_scores=scores)
         return result, arrays
+
+    def operate(self, step: Step, max_sequences: int) -> None:
+        """Execute the operations of a step."""
+        for operation in step.operations:
+            self._operate(operation)
+            if len(self.sequences) > max_sequences:
+                raise Violation(f"{len(self.sequences)} sequences are open, {max_sequences} were announced")
+
+    def has_rows(self, step: Step) -> bool:
+        """Whether the stage before has rung for a step."""
+        return not step.slices or self.regions.get((self.stage - 1, step.region), (0, []))[0] == step.step_id
 
     def _known(self, piece: Slice) -> Slice:
         """A slice whose token the step before has drawn."""
@@ -472,15 +483,30 @@ class ToyDaemon:
     def __init__(self, stages: dict[int, ToyStage], limits: ToyLimits):
         self.stages, self.limits = stages, limits
         self.drafter: ToyDraftStage | None = None
-        self.inbox: deque[tuple[int, Step | DraftStep]] = deque()
+        self.inbox: deque[tuple[int, Step | DraftStep | Recall]] = deque()
         self.masks: dict[int, np.ndarray] = {}  # by step: [rows, V]
         self.dead = False
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
 
-    def send(self, message: bytes | Masks, /, *, payload: Sequence[bytearray] = ()) -> None:
+    @property
+    def ready(self) -> bool:
+        """Whether there is something that it can do: a posted step waits for its rows, unless it is recalled."""
+        if not self.inbox or self._recalls:
+            return bool(self.inbox)
+        flags, message = self.inbox[0]
+        return not flags & POSTED or (isinstance(message, Step) and self.stages[flags & ~POSTED].has_rows(message))
+
+    @property
+    def _recalls(self) -> bool:
+        return any(isinstance(message, Recall) for _, message in self.inbox)
+
+    def send(self, message: bytes | Masks | Recall, /, *, payload: Sequence[bytearray] = ()) -> None:
         if self.dead:
             raise BrokenPipeError("the daemon is dead")
+        if isinstance(message, Recall):
+            self.inbox.append((0, message))
+            return
         if isinstance(message, Masks):
             message = encode(message, payload_bytes=sum(map(len, payload)))
         self._connection.receive(b"".join([message, *payload]))
@@ -497,9 +523,13 @@ class ToyDaemon:
             assert isinstance(frame.message, Step | DraftStep)
             self.inbox.append((frame.flags, frame.message))
 
-    def run_one(self) -> tuple[StepResult, memoryview]:
-        """Execute the oldest step received."""
-        stage, message = self.inbox.popleft()
+    def run_one(self) -> tuple[StepResult | Recalled, memoryview]:
+        """Execute the oldest step received, or give posted ones back."""
+        if self._recalls and (self.inbox[0][0] & POSTED or isinstance(self.inbox[0][1], Recall)):
+            return self._give_back(), _NO_PAYLOAD
+        flags, message = self.inbox.popleft()
+        stage = flags & ~POSTED
+        assert not isinstance(message, Recall)
         step = message.step if isinstance(message, DraftStep) else message
         if step.n_tokens > self.limits.max_step_tokens:
             raise Violation(
@@ -522,6 +552,21 @@ class ToyDaemon:
         payload = memoryview(bytearray(b"".join(a.tobytes() for a in arrays)))
         payload_segments(result, payload)  # must fit together
         return result, payload
+
+    def _give_back(self) -> Recalled:
+        """Drop what is posted before a recall; of the first the operations may be applied."""
+        dropped: list[Step] = []
+        while True:
+            flags, message = self.inbox.popleft()
+            if isinstance(message, Recall):
+                break
+            if not isinstance(message, Step) or not flags & POSTED:
+                raise Violation(f"{message} came behind a posted step and before its recall")
+            dropped.append(message)
+        operated = bool(dropped) and dropped[0].step_id % 2 == 0
+        if operated:
+            self.stages[message.stage].operate(dropped[0], self.limits.max_sequences)
+        return Recalled(message.stage, [step.step_id for step in dropped], operated)
 
 
 class ToyRows:
@@ -592,11 +637,11 @@ def toy_daemons(
 
 
 def run_all(
-    daemons: Sequence[ToyDaemon], receive: Callable[[StepResult, memoryview], None], n_most: int = 100_000
+    daemons: Sequence[ToyDaemon], receive: Callable[[StepResult | Recalled, memoryview], None], n_most: int = 100_000
 ) -> None:
     """Let the daemons work until all are idle; the first that can goes first.  Violation when that takes too long."""
     for _ in range(n_most):
-        busy = next((d for d in daemons if d.inbox), None)
+        busy = next((d for d in daemons if d.ready), None)
         if busy is None:
             return
         receive(*busy.run_one())

@@ -10,13 +10,10 @@ import msgspec
 from hypothesis import strategies as st
 
 from lucevisor.protocol import messages
-from lucevisor.protocol.checks import Check
-from lucevisor.protocol.codec import encode
-from lucevisor.protocol.loading import Load
+from lucevisor.protocol.codec import encode, n_descriptors
 from lucevisor.protocol.messages import MESSAGES, MessageKind
 from lucevisor.protocol.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
 from lucevisor.protocol.steps import Step, StepResult
-from lucevisor.protocol.transfers import Restore, Save
 
 SCALARS = {
     int: st.integers(-(2**63), 2**64 - 1),  # what msgpack holds
@@ -117,7 +114,7 @@ def streams(draw, max_frames=6):
         kind = draw(st.sampled_from(kinds))
         message, payload = draw(message_and_payload(kind))
         request_id = draw(st.integers(0, 2**64 - 1))
-        n_fds = len(message.arenas) if isinstance(message, Load | Check) else int(isinstance(message, Save | Restore))
+        n_fds = n_descriptors(message)
         flags = draw(st.integers(0, 255)) if kind is MessageKind.STEP else 0
         data = encode(message, request_id, flags, len(payload)) + payload
         frames.append(Sent(kind, request_id, flags, message, payload, tuple(range(fd, fd + n_fds)), data))

@@ -1,0 +1,142 @@
+"""What a boundary between groups costs, and what two groups gain: streams and a long prompt on one device and on two.
+
+    python bench/groups.py --shape qwen3.6-27b --devices cuda:0 cuda:1 [--streams 1 8] [--prompt 16384] [--chunk 2048]
+                           [--rounds 3] [--file PATH] [--save]
+
+One daemon on the first device, then one on each, with the layers halved; random weights (full_size.py), the same
+requests.  Per number of streams n: milliseconds a token of one stream with n and with n / 2 streams on one device, and
+with n on two, whose bound is n / T(n / 2) tokens a second where T is one device's step.  Hop: from the doorbell of the
+rows until the next stage took them.  Aims (issue 13): one stream within 3 % and two hops of 60 us of one device,
+prefill at least 1.85 x, n streams at least 0.95 of their bound.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from full_size import conditions
+from make_gguf import SHAPES, write
+from services import Observer
+
+from lucevisor.app import logs
+from lucevisor.app.bench_cases import Case
+from lucevisor.app.benchmark import tokens_per_s
+from lucevisor.config import load
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.service import Service
+from lucevisor.model.families import open_spec
+
+ROOT = Path(__file__).parents[1]
+
+
+def configuration(path, options, devices):
+    """One group for each device, an even split."""
+    lines = ["[model]", f"path = {json.dumps(str(options.file))}"]
+    for i, device in enumerate(devices):
+        backend, index = device.split(":")
+        lines += [f"[groups.g{i}]", f'backend = "{backend}"', f"python = {json.dumps(sys.executable)}"]
+        lines += ["threads = 1"] if backend == "cpu" else [f'visible_devices = ["{index}"]']
+    names = [f"g{i}:0" for i in range(len(devices))]
+    lines += ["[placement]", f"target_devices = {json.dumps(names)}", f"target_layer_split = {[1.0] * len(names)}"]
+    n_sequences = max(8, *options.streams)
+    lines += ["[engine]", f"max_context = {options.prompt + 512}", f"max_sequences = {n_sequences}"]
+    lines += [f"pages = {(options.prompt + 512) // 64 + 16 * n_sequences}", f"prefill_chunk = {options.chunk}"]
+    lines += ["[cache]", "prefix_slots = 0", "[draft]", 'kind = "off"']
+    path.write_text("\n".join(lines) + "\n")
+
+
+async def measure(options, devices):
+    """Seconds a token by number of streams, seconds of the prompt, and seconds of a hop where one row crosses."""
+    counts = sorted({*options.streams, *(max(1, n // 2) for n in options.streams)})
+    found = {"streams": {n: [] for n in counts}, "prompt_s": [], "hop_s": []}
+    with tempfile.TemporaryDirectory(prefix="groups-") as directory:
+        config = Path(directory) / "groups.toml"
+        configuration(config, options, devices)
+        model = ServedModel(open_spec(options.file), (options.file,), options.shape)
+        service = Service(load(config), model, Path(directory), Observer())
+        try:
+            await service.start()
+            if not await service.wait_ready(600.0):
+                raise SystemExit(service.reason())
+            for turn in range(options.rounds + 1):
+                for n in counts:
+                    before = hops(service)
+                    token_s = n / await tokens_per_s(service, Case(answer=options.tokens, streams=n), turn)
+                    if turn:
+                        found["streams"][n].append(token_s)
+                        if n == 1:
+                            found["hop_s"].append(mean_since(before, hops(service)))
+                prompt_s = options.prompt / await tokens_per_s(service, Case(prompt=options.prompt), turn)
+                if turn:
+                    found["prompt_s"].append(prompt_s)
+        finally:
+            await service.stop(0.0)
+    return found
+
+
+def hops(service):
+    """Hops so far, and their seconds."""
+    totals = service.engine._totals.boundaries
+    return sum(one.n_hops for one in totals), sum(one.seconds for one in totals)
+
+
+def mean_since(before, now):
+    return (now[1] - before[1]) / (now[0] - before[0]) if now[0] > before[0] else 0.0
+
+
+def rows(options, one, two):
+    """metric | one device | two | what it is to be."""
+    median = statistics.median
+    alone, halved = ({n: median(s) for n, s in found["streams"].items()} for found in (one, two))
+    hop_s = median(two["hop_s"])
+    for n in options.streams:
+        text = f"{alone[n] * 1e3:.3f} ms", f"{halved[n] * 1e3:.3f} ms"
+        if n == 1:
+            bound_s = 1.03 * alone[1] + 120e-6
+            aim = f"{(halved[1] - alone[1]) * 1e3:+.3f} ms a token; aim {bound_s * 1e3:.3f} ms"
+        else:
+            share = alone[max(1, n // 2)] / halved[n]
+            aim = f"{share:.3f} of n / T(n / 2); aim 0.95"
+        yield f"{n} streams, a token", *text, aim
+    yield "hop", "", f"{hop_s * 1e6:.0f} us", "aim 60"
+    a, b = median(one["prompt_s"]), median(two["prompt_s"])
+    yield f"prompt of {options.prompt}, chunk {options.chunk}", f"{a:.3f} s", f"{b:.3f} s", f"{a / b:.2f} x; aim 1.85"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
+    parser.add_argument("--file", type=Path, help="the GGUF file: used when it is there, else made and kept")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=16384)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="write bench/results/groups-SHAPE.json")
+    options = parser.parse_args()
+    logs.configure("console", "warning")
+    options.file = options.file or Path(tempfile.gettempdir()) / f"{options.shape}.gguf"
+    if not options.file.exists():
+        write(options.file, SHAPES[options.shape]())
+    began = time.perf_counter()
+    one = asyncio.run(measure(options, options.devices[:1]))
+    two = asyncio.run(measure(options, options.devices))
+    print(
+        f"{options.shape}, {' + '.join(options.devices)}, {os.cpu_count()} cores, {time.perf_counter() - began:.0f} s"
+    )
+    for row in rows(options, one, two):
+        print(" | ".join(row))
+    if options.save:
+        record = {**conditions(), "shape": options.shape, "devices": options.devices, "one": one, "two": two}
+        (ROOT / "bench" / "results" / f"groups-{options.shape}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

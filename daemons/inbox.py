@@ -1,0 +1,120 @@
+"""The daemon's end of the link, as the compute thread reads it: frames in order, and what a step waits for meanwhile.
+
+A step is computed while the supervisor still makes its masks; only sampling waits for them.  A posted step is sent
+while the stage before is still at it; only its layers wait for the rows.  Knows frames and doorbells, no tensors but
+masks.
+Invariant: frames other than masks come out in the order of the link.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from daemons.errors import StateError
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.doorbell import Doorbells
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import Shutdown
+from lucevisor.protocol.steps import Masks, Recall, Reset, Slice
+
+_LOOKS: Final = 20
+"""At a doorbell, between two looks at the link: some two microseconds."""
+
+
+class StepRecalled(Exception):
+    """The rows of a posted step never come: the supervisor takes it back, drops all sequences, or ends."""
+
+
+class Inbox:
+    """``spin_s``: how long ``await_rows`` polls before it sleeps."""
+
+    def __init__(self, link: BlockingLink) -> None:
+        self._link = link
+        self._waiting: deque[Frame] = deque()  # received while a step waited for something
+        self._masks: dict[int, tuple[Masks, memoryview]] = {}  # by step id
+        self.spin_s = 0.0
+
+    def receive(self) -> Frame | None:
+        """The next frame that is not a mask, as BlockingLink.receive."""
+        while True:
+            frame = self._waiting.popleft() if self._waiting else self._link.receive()
+            if frame is None or not self._keep(frame):
+                return frame
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a frame, or for the end of the link, for so long at most; whether ``receive`` returns soon."""
+        return bool(self._waiting) or self._link.wait(timeout_s)
+
+    @property
+    def recalling(self) -> bool:
+        """Whether posted steps that have not begun are dropped."""
+        ends = any(isinstance(frame.message, Recall | Reset | Shutdown) for frame in self._waiting)
+        return ends or self._link.closed_because is not None
+
+    def await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:
+        """Wait until the rows of a posted step are there; seconds since then, or since this was called if they were.
+
+        Polls for ``spin_s``, then sleeps until the bell or the link wakes it.  Raises StepRecalled.
+        """
+        began = time.monotonic()
+        until = began + self.spin_s
+        while not bells.rung(region, step_id):
+            if self.recalling:
+                raise StepRecalled(f"step {step_id}")
+            spins = time.monotonic() < until
+            if spins and any(bells.rung(region, step_id) for _ in range(_LOOKS)):
+                break
+            self._look(bells, None if not spins else 0)
+        return min(bells.since_s(region), time.monotonic() - began)
+
+    def _look(self, bells: Doorbells, timeout_ms: int | None) -> None:
+        """Set aside a frame that has come; without a timeout sleep until there is one, or a bell is rung."""
+        if (link := self._link.fileno()) >= 0:
+            poll = select.poll()
+            poll.register(link, select.POLLIN)
+            poll.register(bells.wake_fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(timeout_ms)}
+            if bells.wake_fd in ready:
+                bells.drain()
+            if link not in ready:
+                return
+        frame = self._link.receive()
+        if frame is not None and not self._keep(frame):
+            self._waiting.append(frame)
+
+    def take(self, step_id: int, slices: list[Slice]) -> Tensor | None:
+        """The masks of a step, uint8 [rows of its masked slices, bytes], once they are here.
+
+        None when they never will be: the supervisor is gone or has dropped the sequences, so nobody reads the result.
+        StateError when they are for another number of rows.
+        """
+        while step_id not in self._masks:
+            frame = self._link.receive()
+            if frame is None:
+                return None
+            if not self._keep(frame):
+                self._waiting.append(frame)
+                if isinstance(frame.message, Reset | Shutdown):
+                    return None
+        message, payload = self._masks.pop(step_id)
+        n_rows = sum(1 + s.n_drafts for s in slices if s.masked)
+        if message.n_rows != n_rows or message.n_rows * message.row_bytes != len(payload):
+            found = f"{message.n_rows} masks of {message.row_bytes} bytes in {len(payload)}"
+            raise StateError(f"step {step_id}", f"{found} came for {n_rows} rows")
+        return torch.frombuffer(payload, dtype=torch.uint8).view(message.n_rows, message.row_bytes)
+
+    def clear(self) -> None:
+        """Forget all masks: no step waits for them any more."""
+        self._masks.clear()
+
+    def _keep(self, frame: Frame) -> bool:
+        if not isinstance(frame.message, Masks):
+            return False
+        self._masks[frame.message.step_id] = frame.message, frame.payload
+        return True

@@ -1,0 +1,37 @@
+"""What a step of a stage gives to the supervisor: the result, and arrays beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from daemons.deferred import DeferredTokens
+from lucevisor.protocol.steps import Step, StepResult
+
+
+@dataclass(slots=True)
+class Payload:
+    """Float32 arrays on the cpu, with their names and shapes as in StepResult."""
+
+    arrays: list[Tensor] = field(default_factory=list)
+    segments: list[tuple[str, list[int]]] = field(default_factory=list)
+
+    def add(self, name: str, array: Tensor) -> None:
+        """Append an array."""
+        self.arrays.append(array)
+        self.segments.append((name, list(array.shape)))
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """A step result and its payload, float32 arrays.
+
+    ``deferred``: the tokens of ``step`` that the result lacks until ``ModelRunner.settle``; it began at ``started``.
+    """
+
+    result: StepResult
+    payload: list[Tensor]
+    deferred: DeferredTokens | None = None
+    step: Step | None = None
+    started: float = 0.0

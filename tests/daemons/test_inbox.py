@@ -1,0 +1,106 @@
+"""Posted steps wait for the doorbell of their rows, and for nothing that never comes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from daemons.inbox import Inbox, StepRecalled
+from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.messages import Message, Shutdown
+from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.steps import Masks, Recall, Reset, Slice, Step
+
+
+class Ends:
+    """Both ends of a link, and an arena mapped twice: the stage before rings, the daemon waits."""
+
+    def __init__(self, spin_s: float) -> None:
+        ours, theirs = socket.socketpair()
+        self.supervisor = BlockingLink(ours, role=Role.SUPERVISOR)
+        self.daemon = BlockingLink(theirs)
+        for link in (self.supervisor, self.daemon):
+            link._connection.state = LinkState.READY
+        plan = ArenaPlan(0, 64, 3)
+        self.before = Arena.create(plan)
+        self.arena = Arena.attach(os.dup(self.before.fd), plan, os.dup(self.before.bells.wake_fd))
+        self.inbox = Inbox(self.daemon)
+        self.inbox.spin_s = spin_s
+
+    def await_rows(self, region: int, step_id: int) -> float:
+        return self.inbox.await_rows(self.arena.bells, region, step_id)
+
+    def later(self, work: object, *arguments: object) -> threading.Timer:
+        timer = threading.Timer(0.05, work, arguments)  # type: ignore[arg-type]
+        timer.start()
+        return timer
+
+
+@pytest.fixture(params=[0.0, 10.0], ids=["sleeps", "polls"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    one = Ends(request.param)
+    yield one
+    one.supervisor.close()
+    one.daemon.close()
+    one.arena.close()
+    one.before.close()
+
+
+def test_rows_that_are_there_are_not_waited_for(ends: Ends) -> None:
+    ends.before.bells.ring(2, 7)
+    time.sleep(0.5)
+    assert ends.await_rows(2, 7) < 0.4  # of the hop only what was waited for counts
+
+
+def test_the_bell_ends_the_wait(ends: Ends) -> None:
+    timer = ends.later(ends.before.bells.ring, 1, 7)
+    assert 0 <= ends.await_rows(1, 7) < 5
+    timer.join()
+
+
+def test_bells_of_other_steps_and_regions_do_not(ends: Ends) -> None:
+    for region, step_id in ((1, 6), (0, 7), (1, 8)):
+        ends.before.bells.ring(region, step_id)
+    timer = ends.later(ends.before.bells.ring, 1, 7)
+    ends.await_rows(1, 7)
+    timer.join()
+
+
+def test_frames_that_come_meanwhile_keep_their_order_and_masks_are_set_aside(ends: Ends) -> None:
+    ends.supervisor.send(Step(8, 0))
+    ends.supervisor.send(Masks(7, 1, 1), payload=[b"a"])
+    ends.supervisor.send(Step(9, 1))
+    timer = ends.later(ends.before.bells.ring, 0, 7)
+    ends.await_rows(0, 7)
+    timer.join()
+    assert ends.inbox.take(7, [Slice(0, 0, [1], sample=True, masked=True)]).tolist() == [[ord("a")]]  # type: ignore[union-attr]
+    assert [ends.inbox.receive().message for _ in range(2)] == [Step(8, 0), Step(9, 1)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("message", [Recall(1), Reset(4), Shutdown()], ids=lambda m: type(m).__name__)
+def test_a_step_that_is_dropped_does_not_wait_and_those_behind_it_are_dropped_too(ends: Ends, message: Message) -> None:
+    ends.supervisor.send(Step(8, 0))
+    timer = ends.later(ends.supervisor.send, message)
+    with pytest.raises(StepRecalled):
+        ends.await_rows(1, 7)
+    timer.join()
+    assert ends.inbox.recalling
+    assert ends.inbox.receive().message == Step(8, 0)  # type: ignore[union-attr]
+    assert ends.inbox.recalling  # so step 8 is not begun
+    assert ends.inbox.receive().message == message  # type: ignore[union-attr]
+    assert not ends.inbox.recalling
+
+
+def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:
+    timer = ends.later(ends.supervisor.close)
+    with pytest.raises(StepRecalled):
+        ends.await_rows(1, 7)
+    timer.join()
+    assert ends.inbox.receive() is None

@@ -1,0 +1,152 @@
+"""Posted steps: every stage has them at once, answers come in any order, and a loss takes back what has not begun."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
+from lucevisor.protocol.codec import decode
+from lucevisor.protocol.frames import HEADER_BYTES, POSTED, parse_header
+from lucevisor.protocol.steps import OpenSequence, Recall, Recalled, Sampling, Slice, Step, StepResult
+
+
+class Wire:
+    """A link that keeps what it is given: (flags, step), and recalls."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Step]] = []
+        self.recalls: list[Recall] = []
+
+    def send(self, message: object, /, *, payload: object = ()) -> None:
+        if isinstance(message, Recall):
+            self.recalls.append(message)
+            return
+        assert isinstance(message, bytes)
+        header = parse_header(message[:HEADER_BYTES])
+        found = decode(header, memoryview(message)[HEADER_BYTES:])
+        assert isinstance(found, Step)
+        self.sent.append((header.flags, found))
+
+    @property
+    def ids(self) -> list[tuple[int, int]]:
+        return [(flags, step.step_id) for flags, step in self.sent]
+
+
+class Bench:
+    def __init__(self, n_stages: int = 3) -> None:
+        self.wires = [Wire() for _ in range(n_stages)]
+        self.results: list[PipelineResult] = []
+        self.failures: list[PipelineFailure] = []
+        self.pipeline = Pipeline(self.wires, self.results.append, self.failures.append, rings=True)  # type: ignore[arg-type]
+
+    def answer(self, step_id: int, *stages: int, hop_s: float = 0.0) -> None:
+        for stage in stages:
+            self.pipeline.receive(StepResult(step_id, stage, hop_s=hop_s))
+
+    @property
+    def done(self) -> list[int]:
+        return [result.step.step_id for result in self.results]
+
+
+def step(step_id: int) -> Step:
+    return Step(step_id, step_id % 4, [OpenSequence(step_id, 0, Sampling())], [Slice(4, 0, [7, 8], True)])
+
+
+def test_all_stages_get_a_step_at_once_and_later_ones_wait_for_its_rows() -> None:
+    bench = Bench()
+    bench.pipeline.submit(step(1))
+    assert [wire.ids for wire in bench.wires] == [[(0, 1)], [(1 | POSTED, 1)], [(2 | POSTED, 1)]]
+    bench.answer(1, 0)
+    bench.answer(1, 1, hop_s=3e-5)
+    bench.answer(1, 2, hop_s=4e-5)
+    assert [result.hops_s for result in bench.results] == [(3e-5, 4e-5)]
+    assert [len(wire.sent) for wire in bench.wires] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (2, 0, 1), (1, 0, 2)])
+def test_an_answer_that_overtakes_that_of_the_stage_before_waits_for_it(order: tuple[int, ...]) -> None:
+    bench, rows = Bench(), list[tuple[int, int]]()
+    bench.pipeline.on_rows = lambda step, stage: rows.append((step.step_id, stage))
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(step(2))
+    for stage in order:
+        assert not bench.done
+        bench.answer(1, stage)
+    assert bench.done == [1]
+    assert [answer.stage for answer in bench.results[0].results] == [0, 1, 2]
+    assert rows == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("other", [{"want_hidden": True}, {"rank_pages": [4]}, {"slices": []}], ids=str)
+def test_what_is_not_posted_goes_from_stage_to_stage_and_holds_up_what_is_behind(other: dict[str, object]) -> None:
+    bench = Bench(2)
+    bench.pipeline.submit(replace(step(1), **other))  # type: ignore[arg-type]
+    bench.pipeline.submit(step(2))
+    assert bench.wires[1].ids == []
+    bench.answer(1, 0)
+    bench.pipeline.submit(step(3))
+    assert bench.wires[1].ids == [(1, 1)]  # step 2 is first
+    bench.answer(2, 0)
+    bench.pipeline.submit(step(4))
+    assert bench.wires[1].ids == [(1, 1), (1, 2)]
+    bench.answer(3, 0)
+    bench.pipeline.submit(step(5))
+    assert bench.wires[1].ids == [(1, 1), (1, 2), (1, 3)]
+    bench.answer(4, 0)
+    bench.pipeline.submit(step(6))
+    assert bench.wires[1].ids[3:] == [(1, 4)]
+    bench.answer(5, 0)
+    bench.answer(6, 0)
+    bench.pipeline.submit(step(7))  # nothing is on its way to the second stage that it has not
+    assert bench.wires[1].ids[-1] == (1 | POSTED, 7)
+
+
+def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to_stage() -> None:
+    bench, told = Bench(), list[bool]()
+    bench.pipeline.on_recalled = lambda: told.append(bench.pipeline.settled)
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(step(2))
+    bench.answer(1, 0)  # stage 1 is at step 1, stage 0 at step 2
+    bench.pipeline.lose([0])
+    assert [wire.recalls for wire in bench.wires] == [[], [Recall(1)], [Recall(2)]]
+    bench.answer(1, 1)
+    bench.pipeline.receive(Recalled(1, [2], operated=True))
+    bench.pipeline.receive(Recalled(2, [1, 2], operated=False))  # step 1 has come to stage 2: it goes there at once
+    assert bench.wires[2].ids == [(2 | POSTED, 1), (2 | POSTED, 2), (2, 1)]
+    assert told == [False, False]
+    bench.answer(1, 2)
+    assert bench.done == [1]
+    assert bench.pipeline.settled
+    fresh = Wire()
+    bench.pipeline.find({0: fresh}, {})  # type: ignore[dict-item]
+    bench.answer(2, 0, 1, 2)
+    assert bench.done == [1, 2]
+    assert fresh.ids == [(0, 2)]
+    assert bench.wires[1].ids[2:] == [(1, 2)]
+    assert bench.wires[1].sent[-1][1].operations == []  # it has had them
+    assert bench.wires[2].sent[-1][1].operations == step(2).operations
+    assert not bench.failures
+
+
+def test_a_stage_that_rang_and_was_lost_before_it_was_heard_has_done_the_step() -> None:
+    bench = Bench()
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(step(2))
+    bench.answer(1, 1)
+    bench.pipeline.lose([0])
+    bench.pipeline.receive(Recalled(1, [2], operated=False))
+    bench.answer(1, 2)
+    bench.pipeline.receive(Recalled(2, [2], operated=False))
+    assert bench.done == [1]
+    assert bench.pipeline.waiting_for(0) == [step(2)]
+    assert bench.pipeline.settled
+
+
+def test_a_recall_of_what_a_stage_has_not_fails_the_pipeline() -> None:
+    bench = Bench()
+    bench.pipeline.submit(step(1))
+    bench.pipeline.lose([0])
+    bench.pipeline.receive(Recalled(1, [5], operated=False))
+    assert [(failure.stage, failure.code) for failure in bench.failures] == [(1, "protocol_error")]
