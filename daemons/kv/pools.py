@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
+from daemons.errors import StateError
 from daemons.ops.host_pages import HostLayer, HostPages, PageCopy
 from daemons.ops.page_scores import KeyMeans
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
@@ -152,6 +153,7 @@ class Pools:
                 at = at.pin_memory().to(self.device, non_blocking=True)
             for keys in self._ranked:
                 assert keys.means is not None
+                keys.means.missing.difference_update(rows)
                 keys.means.keep(keys.read(Pages(at[0], len(pages), 0, PAGE_TOKENS), torch.float32), at[1])
         self._host_pages.page_out(pages, rows)
 
@@ -159,6 +161,24 @@ class Pools:
         """Copy rows of host memory to pages of space full, in every layer."""
         if self._host_pages is not None:
             self._host_pages.page_in(rows, pages)
+
+    def place_of_page(self, space: Space, page: int, where: str) -> tuple[Tier, int]:
+        """Where a page lies, and its row there.  Raises StateError naming ``where``."""
+        n = self.units[space]
+        if 0 <= page < n:
+            return Tier.DEVICE, page
+        in_host = self._host_pages.n_pages if self._host_pages is not None and space is Space.FULL else 0
+        if n <= page < n + in_host:
+            return Tier.HOST, page - n
+        more = f" and the {in_host} in host memory" if in_host else ""
+        raise StateError(where, f"page {page} is outside the pool of {n}{more}")
+
+    def forget_means(self, pages: Sequence[int]) -> None:
+        """Pages of space full get other bytes: means of those in host memory are computed when they are needed."""
+        rows = [page - self.units[Space.FULL] for page in pages if page >= self.units[Space.FULL]]
+        for keys in self._ranked if rows else ():
+            assert keys.means is not None
+            keys.means.missing.update(rows)
 
     def copy_state(self, source: int, target: int, layer: int | None = None) -> None:
         """Copy a recurrent state in every layer or in one; at most one of the two is in host memory."""

@@ -13,6 +13,20 @@ QUERIES = 16
 """Last rows of a slice that are asked: the end of a question, where it is short."""
 
 
+def _complete_means(keys: PagedTensor, rows: list[int]) -> None:
+    """Compute the means of pages in host memory that were restored there, and not paged out."""
+    assert keys.means is not None
+    assert keys.host is not None
+    missing = [row for row in rows if row in keys.means.missing]
+    first = 0
+    for [parts], index in keys.host.pages.chunks([keys.host], missing):
+        k = keys.over(parts).read(Pages(index, len(index), 0, PAGE_TOKENS), torch.float32)
+        at = torch.tensor(missing[first : first + len(index)], device=k.device)
+        keys.means.keep(k, at)
+        first += len(index)
+    keys.means.missing.difference_update(missing)
+
+
 def rank_pages(keys: PagedTensor, group: Group, q: Tensor, scale: float) -> None:
     """Add one layer's scores of all whole pages before the slices that want them; q [B, n, H, D]."""
     assert keys.means is not None
@@ -25,6 +39,7 @@ def rank_pages(keys: PagedTensor, group: Group, q: Tensor, scale: float) -> None
             continue
         pages = torch.tensor(table[: len(resident)], dtype=torch.int64, device=q.device)
         rows = torch.tensor([sequence.hosts[entry] for entry in out], dtype=torch.int64, device=q.device)
+        _complete_means(keys, [sequence.hosts[entry] for entry in out])
         k = keys.read(Pages(pages, len(pages), 0, PAGE_TOKENS), torch.float32)
         found = keys.means.scores(q[b, -QUERIES:], k, rows, scale)
         scores = torch.zeros(n_entries, device=q.device)

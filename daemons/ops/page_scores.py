@@ -20,6 +20,7 @@ class KeyMeans:
 
     def __init__(self, n_host: int, n_kv_heads: int, width: int, device: torch.device) -> None:
         self.means = torch.zeros(n_host, n_kv_heads, width, dtype=torch.bfloat16, device=device)
+        self.missing: set[int] = set()  # rows whose keys did not come from the device
 
     def keep(self, keys: Tensor, rows: Tensor) -> None:
         """Note the means of pages [n, 64, K, D] that go to rows of host memory."""

@@ -18,7 +18,7 @@ from daemons.errors import StateError
 from daemons.kv.pools import Pools
 from daemons.ops.paged import PagedTensor, Q8Pages
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, Space, q8_groups
+from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, Space, Tier, q8_groups
 from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 
 SEGMENT_BYTES = 8 << 20
@@ -38,7 +38,7 @@ RowRange = tuple[int, int]
 class StateSegment:
     """Rows of a pool and their place in the file.  ``memory``: the pool as uint8 [rows, bytes of a row].
 
-    ``device``: where ``memory`` is; the cpu for states that a GPU's pool keeps in host memory.
+    ``device``: where ``memory`` is; the cpu for states and pages that a GPU's pool keeps in host memory.
     """
 
     name: str
@@ -109,10 +109,21 @@ class StateMap:
             for is_draft, layers, one in (*of_target, *of_draft)
             for i in range(one.layers.start, one.layers.stop)
         }
+        self._pools = [one for _, _, one in (*of_target, *of_draft)]
 
     @property
     def devices(self) -> list[torch.device]:
         return list(dict.fromkeys(pools.device for _, pools in self._layers.values()))
+
+    def settle(self) -> None:
+        """Make the devices' streams wait for pages on their way to host memory."""
+        for pools in self._pools:
+            pools.finish_page_outs()
+
+    def expect(self, place: SlotPlace) -> None:
+        """Pages of ``place`` get other bytes: what is known of those in host memory is outdated."""
+        for pools in self._pools:
+            pools.forget_means(place.full)
 
     def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[StateSegment]:
         """The segments of a Save.  Raises StateError."""
@@ -148,22 +159,26 @@ class StateMap:
     def _segments(self, place: SlotPlace, tensor: SnapshotTensor) -> Iterator[StateSegment]:
         if self._space(tensor) is Space.RECURRENT:
             rows, row = self._state(tensor, place.state)
-            ranges, shape = [(row, 1)], tensor.shape
+            parts, shape = [(rows, [(row, 1)])], tensor.shape
         else:
-            rows, ranges, shape = self._slots(tensor), self._row_ranges(place, tensor), tensor.shape[1:]
-        if FILE[rows.dtype] != tensor.dtype or rows.shape[1:] != shape:
-            raise _misfit(tensor, f"the pool's rows are {FILE[rows.dtype]} {list(rows.shape[1:])}")
-        memory = rows.view(torch.uint8).view(rows.shape[0], -1)
+            in_tier = {tier: self._slots(tensor, tier) for tier in self._tiers(tensor)}
+            found = self._row_ranges(place, tensor)
+            parts, shape = [(in_tier[tier], ranges) for tier, ranges in found], tensor.shape[1:]
         at = tensor.offset
-        for part in split_ranges(ranges, max(1, SEGMENT_BYTES // memory.shape[1])):
-            segment = StateSegment(tensor.name, rows.device, memory, part, at)
-            at += segment.n_bytes
-            yield segment
+        for rows, ranges in parts:
+            if FILE[rows.dtype] != tensor.dtype or rows.shape[1:] != shape:
+                raise _misfit(tensor, f"the pool's rows are {FILE[rows.dtype]} {list(rows.shape[1:])}")
+            memory = rows.view(torch.uint8).view(rows.shape[0], -1)
+            for part in split_ranges(ranges, max(1, SEGMENT_BYTES // memory.shape[1])):
+                segment = StateSegment(tensor.name, rows.device, memory, part, at)
+                at += segment.n_bytes
+                yield segment
 
     def _conversions(
         self, place: SlotPlace, tensor: SnapshotTensor, scale: SnapshotTensor | None
     ) -> Iterator[Conversion]:
-        target, device = self._paged(tensor), self._pool(tensor).device
+        targets = {tier: self._paged(tensor, tier) for tier in self._tiers(tensor)}
+        target = targets[Tier.DEVICE]
         pool_rows = target.codes if isinstance(target, Q8Pages) else target.pages
         width = target.width if isinstance(target, Q8Pages) else pool_rows.shape[-1]
         stored = width if scale is None else q8_groups(width) * Q8_GROUP
@@ -171,19 +186,21 @@ class StateMap:
             raise _misfit(tensor, f"the pool's rows are {[*pool_rows.shape[2:-1], width]}")
         row_bytes = tensor.n_bytes // max(tensor.shape[0], 1)
         scale_bytes = 0 if scale is None else scale.n_bytes // max(scale.shape[0], 1)
+        devices = {Tier.DEVICE: self._pool(tensor).device, Tier.HOST: torch.device("cpu")}
         done = 0
-        for ranges in split_ranges(self._row_ranges(place, tensor), max(1, SEGMENT_BYTES // max(row_bytes, 1))):
-            yield Conversion(
-                name=tensor.name,
-                device=device,
-                target=target,
-                dtype=tensor.dtype,
-                shape=tensor.shape[1:],
-                ranges=ranges,
-                offset=tensor.offset + done * row_bytes,
-                scale_offset=-1 if scale is None else scale.offset + done * scale_bytes,
-            )
-            done += n_rows(ranges)
+        for tier, found in self._row_ranges(place, tensor):
+            for ranges in split_ranges(found, max(1, SEGMENT_BYTES // max(row_bytes, 1))):
+                yield Conversion(
+                    name=tensor.name,
+                    device=devices[tier],
+                    target=targets[tier],
+                    dtype=tensor.dtype,
+                    shape=tensor.shape[1:],
+                    ranges=ranges,
+                    offset=tensor.offset + done * row_bytes,
+                    scale_offset=-1 if scale is None else scale.offset + done * scale_bytes,
+                )
+                done += n_rows(ranges)
 
     def _same_format(self, tensor: SnapshotTensor, scale: SnapshotTensor | None) -> bool:
         if self._space(tensor) is Space.RECURRENT:
@@ -208,15 +225,20 @@ class StateMap:
     def _space(self, tensor: SnapshotTensor) -> Space:
         return self._layer(tensor)[0].space
 
-    def _paged(self, tensor: SnapshotTensor) -> PagedTensor:
+    def _tiers(self, tensor: SnapshotTensor) -> list[Tier]:
+        """Where pages of the tensor's layer may lie."""
+        return [Tier.DEVICE] if self._paged(tensor).host is None else [Tier.DEVICE, Tier.HOST]
+
+    def _paged(self, tensor: SnapshotTensor, tier: Tier = Tier.DEVICE) -> PagedTensor:
         try:
-            return self._pool(tensor).paged(tensor.layer, tensor.kind.removesuffix(SCALE))
+            found = self._pool(tensor).paged(tensor.layer, tensor.kind.removesuffix(SCALE))
         except KeyError:
             raise _misfit(tensor, "the layer has no such pages") from None
+        return found if tier is Tier.DEVICE or found.host is None else found.over(found.host.parts)
 
-    def _slots(self, tensor: SnapshotTensor) -> Tensor:
-        """The pool's slots [pages * 64, ...] that hold the tensor's positions."""
-        paged = self._paged(tensor)
+    def _slots(self, tensor: SnapshotTensor, tier: Tier) -> Tensor:
+        """The slots [pages * 64, ...], on the device or in host memory, that hold the tensor's positions."""
+        paged = self._paged(tensor, tier)
         is_scale = tensor.kind.endswith(SCALE)
         if not isinstance(paged, Q8Pages):
             if is_scale:
@@ -236,31 +258,32 @@ class StateMap:
         except KeyError:
             raise _misfit(tensor, "the layer has no such state") from None
 
-    def _row_ranges(self, place: SlotPlace, tensor: SnapshotTensor) -> list[RowRange]:
-        """Slots ``page * 64 + offset`` of positions ``tensor.first`` .. ``place.n_tokens``, adjacent ones merged."""
+    def _row_ranges(self, place: SlotPlace, tensor: SnapshotTensor) -> list[tuple[Tier, list[RowRange]]]:
+        """Slots ``page * 64 + offset`` of positions ``tensor.first`` .. ``place.n_tokens``, adjacent ones merged, in
+        runs on the device and in host memory.
+        """
         space = self._space(tensor)
         pages, base = (place.full, 0) if space is Space.FULL else (place.window, place.first_window)
         end = tensor.first + tensor.shape[0]
         if not tensor.first <= place.n_tokens <= end or (space is Space.WINDOW and place.n_tokens != end):
             raise _misfit(tensor, f"a slot of {place.n_tokens} tokens")
-        units = self._pool(tensor).units[space]
-        ranges: list[RowRange] = []
+        found: list[tuple[Tier, list[RowRange]]] = []
         position = tensor.first
         while position < place.n_tokens:
             entry, inside = divmod(position, PAGE_TOKENS)
             n = min(PAGE_TOKENS - inside, place.n_tokens - position)
             if not 0 <= entry - base < len(pages):
                 raise StateError(f"tensor {tensor.name}", f"no page is given for position {position}")
-            page = pages[entry - base]
-            if not 0 <= page < units:
-                raise StateError(f"tensor {tensor.name}", f"page {page} is outside the pool of {units}")
-            slot = page * PAGE_TOKENS + inside
+            tier, row = self._pool(tensor).place_of_page(space, pages[entry - base], f"tensor {tensor.name}")
+            if not found or found[-1][0] is not tier:
+                found.append((tier, []))
+            ranges, slot = found[-1][1], row * PAGE_TOKENS + inside
             if ranges and sum(ranges[-1]) == slot:
                 ranges[-1] = (ranges[-1][0], ranges[-1][1] + n)
             else:
                 ranges.append((slot, n))
             position += n
-        return ranges
+        return found
 
 
 def _misfit(tensor: SnapshotTensor, here: str) -> StateError:

@@ -85,6 +85,9 @@ class TransferExecutor:
 
     def submit(self, order: Save | Restore, fd: int) -> None:
         """Queue a transfer; takes ownership of the descriptor."""
+        self._states.settle()
+        if isinstance(order, Restore):
+            self._states.expect(order.place)
         job = _Job(order, fd, self._events())
         with self._changed:
             full = len(self._jobs) >= MAX_PENDING

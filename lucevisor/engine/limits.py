@@ -162,6 +162,10 @@ class EngineLimits:
         """Whether no page of so long a sequence is paged out."""
         return self.residency is None or pages_of(n_tokens) <= self.residency.pool_pages
 
+    def stays_whole(self, n_tokens: int) -> bool:
+        """Whether all pages of so long a sequence are kept, on the devices or in host memory."""
+        return self.stays_resident(n_tokens) or (self.residency is not None and self.residency.keeps_host)
+
     def pages_needed(self, n_tokens: int) -> dict[Space, int]:
         """Return how many pages of each space ``n_tokens`` of a sequence hold at once."""
         n_pages = pages_of(n_tokens)

@@ -19,6 +19,7 @@ from lucevisor.engine.sequence import WantedRows
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import Sampling
@@ -65,15 +66,34 @@ class PrefixAccess(ABC):
         self.prefixes.unpin(slot)
         self._proceed([])
 
-    async def reserve(self, n_tokens: int) -> Reservation | None:
+    def can_restore(self, n_tokens: int, n_saved: int, paged_out: PagedOut | None) -> bool:
+        """Whether the first ``n_tokens`` of a prefix of ``n_saved`` may be restored, pages of which were ``paged_out``:
+        what was computed with pages left out stands for nothing that is computed without.
+        """
+        limits = self._scheduler.limits
+        if not limits.stays_whole(n_tokens + 1):
+            return False
+        if paged_out is None or not paged_out.approximate or n_tokens < paged_out.n_exact:
+            return True
+        return n_tokens == n_saved and limits.residency is not None and limits.residency.ranks_pages
+
+    async def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
         """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
 
+        ``paged_out``: which of its pages were in host memory when it was saved; those beyond the pool go there.
+
         The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
-        room, KV Flash would page some of it out, or the pipeline fails.
+        room, KV Flash would drop some of it, or the pipeline fails.
         """
-        if not self._scheduler.limits.stays_resident(n_tokens + 1):
+        limits = self._scheduler.limits
+        if not limits.stays_whole(n_tokens + 1):
             return None
-        reservation = self.prefixes.reserve(n_tokens)
+        bound, leaving = limits.residency, tuple[int, ...]()
+        if bound is not None and not limits.stays_resident(n_tokens + 1):
+            leaving = bound.leaving(n_tokens, paged_out)
+        scores = paged_out.scores if paged_out is not None else ()
+        out = PagedOut(bound.policy, bound.pool_pages, leaving, scores) if bound is not None and leaving else None
+        reservation = self.prefixes.reserve(n_tokens, out)
         if reservation is not None and not await self.synchronize():
             self.cancel_reservation(reservation)
             return None

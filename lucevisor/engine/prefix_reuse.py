@@ -11,20 +11,21 @@ writes, except the page of p, of which it has a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lucevisor.engine.checkpoints import find_checkpoints
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
+from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations, swap_operations
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import PageTable
+from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE, Origin, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, SetPages, ZeroState
+from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
 
 NO_MATCH = PrefixMatch(0)
 
@@ -46,7 +47,7 @@ class PrefixReuse:
     def __init__(self, limits: EngineLimits, pools: PagePools) -> None:
         self._limits = limits
         self._pools = pools
-        self.index = PrefixIndex(pools, limits.prefix, limits.window_tokens)
+        self.index = PrefixIndex(pools, limits.prefix, limits.window_tokens, limits.residency)
         self.counts = ReuseCounts()
 
     # ---- before a request starts
@@ -58,7 +59,7 @@ class PrefixReuse:
         use.checkpoints = find_checkpoints(
             len(request.prompt), turns, self._limits.prefix, block_granular=self.index.block_granular
         )
-        stays = self._limits.stays_resident
+        stays = self._limits.stays_whole
         use.checkpoints = {at: origin for at, origin in use.checkpoints.items() if stays(at + 1)}
         use.checkpoint_positions = list(use.checkpoints)
         self.resize(record)
@@ -108,12 +109,15 @@ class PrefixReuse:
         table.adopt(match.full, match.first_window, match.window)
         if match.slot is not None:
             self.index.pin(match.slot)  # until its last page and its state are copied
+        adopted = [operation for growth in table.growths() for operation in page_operations(sequence, growth)]
         needs = table.missing(position)
         if self.index.recurrent:
             needs[Space.RECURRENT] = 1
-        fits = self.index.reclaim(needs)
-        states = self._pools[Space.RECURRENT].allocate(1) if fits and self.index.recurrent else None
-        growths = table.grow(position, position) if fits else None
+        swap, growths = None, None
+        with suppress(NoRoom, HostMemoryFull):
+            swap = table.arrange(match.paged_out, self.make_room)
+            growths = table.grow(position, position) if self.index.reclaim(needs) else None
+        states = self._pools[Space.RECURRENT].allocate(1) if growths is not None and self.index.recurrent else None
         if match.slot is not None:
             self.index.unpin(match.slot)
         if growths is None:
@@ -126,15 +130,18 @@ class PrefixReuse:
         operations: list[Operation] = [OpenSequence(sequence, state, sampling, history, record.mu)]
         if state != NO_STATE:
             operations.append(CopyState(match.state, state) if position else ZeroState(state))
-        for space, first, pages in ((Space.FULL, 0, match.full), (Space.WINDOW, match.first_window, match.window)):
-            if pages:
-                operations.append(SetPages(sequence, space, first, list(pages)))
+        operations += adopted + swap_operations(sequence, swap)
         for growth in growths:
             operations += page_operations(sequence, growth)
             source, n_tokens = match.tail[growth.space], position % PAGE_TOKENS
             self._pools[growth.space].stamp(growth.pages, self._pools[growth.space].epoch_of(source))
             operations.append(CopyPage(growth.space, source, growth.pages[0], n_tokens))
         return live, operations
+
+    def make_room(self, n_device: int, n_host: int) -> None:
+        """Evict slots for pages of space full on the devices and in host memory, as far as that is possible."""
+        self.index.reclaim({Space.FULL: n_device})
+        self.index.reclaim_host(n_host)
 
     def started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
         """Note where a request starts."""
@@ -175,7 +182,7 @@ class PrefixReuse:
             return []  # cancelled while it ran ahead: what it computes is not known
         if self._pools.copies_states:
             return self._remember(record, live, "generation", now)
-        source = SlotSource(live.n_computed, live.table.entries, live.state, "generation")
+        source = self._source(live, live.state, "generation")
         live.state = NO_STATE  # the index takes it over
         self.index.publish(record.tokens, source, now)
         return []
@@ -204,12 +211,17 @@ class PrefixReuse:
             if taken is None:
                 return []
             state = taken
-        slot = index.publish(record.tokens, SlotSource(n, live.table.entries, state, origin), now)
+        slot = index.publish(record.tokens, self._source(live, state, origin), now)
         return [CopyState(live.state, state)] if slot is not None and state != NO_STATE else []
 
+    @staticmethod
+    def _source(live: LiveSequence, state: int, origin: Origin) -> SlotSource:
+        return SlotSource(live.n_computed, live.table.entries, state, origin, live.table.paged_out())
+
     def _is_whole(self, live: LiveSequence) -> bool:
-        """Whether no page was paged out, nor would be for the next token."""
-        return not live.table.n_out and self._limits.stays_resident(live.n_computed + 1)
+        """Whether no page was dropped, nor would be for the next token."""
+        n_lost = live.table.n_out - len(live.table.hosts)
+        return not n_lost and self._limits.stays_whole(live.n_computed + 1)
 
     def _last_slice_end(self, record: RequestRecord, n_tokens: int) -> int:
         """Return the last position up to ``n_tokens`` at which a slice of the prompt ends."""

@@ -71,10 +71,12 @@ class RunningRequests(Collection[RequestRecord]):
         """
         try:
             return self._grow(chosen.live, chosen.stop, 0)
-        except HostMemoryFull:
+        except HostMemoryFull as full:
             if chosen.runs_ahead:
                 return None
-            raise
+            if not self._reuse.index.reclaim_host(full.n_pages):
+                raise
+            return self._grow(chosen.live, chosen.stop, 0)
 
     def extend(self, live: LiveSequence, stop: int, n_ahead: int = 0) -> list[Operation]:
         """Give a sequence the pages of drafts up to ``stop``, and of ``n_ahead`` more that only the drafter writes.
@@ -120,33 +122,35 @@ class RunningRequests(Collection[RequestRecord]):
         record.live = None
         return [CloseSequence(live.sequence)]
 
-    @staticmethod
-    def _grow(live: LiveSequence, stop: int, n_ahead: int) -> list[Operation] | None:
-        operations = grown(live.sequence, live.table, live.n_scheduled, stop, n_ahead)
+    def _grow(self, live: LiveSequence, stop: int, n_ahead: int) -> list[Operation] | None:
+        operations = grown(live.sequence, live.table, live.n_scheduled, stop, n_ahead, self._reuse.make_room)
         if any(isinstance(operation, PageIn) for operation in operations or ()):
             live.draft_from = (-1, 0)  # of a page that is back the drafter may lack the state
         return operations
 
-    def _fits_host(self, record: RequestRecord) -> bool:
+    def _fits_host(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Whether what it pages out by the end of its prompt fits beside what the running ones still will."""
         n_needed = self._limits.host_pages_needed(len(record.tokens))
         for other in self._records.values() if n_needed else ():
             if other.live is not None:
                 promised = self._limits.host_pages_needed(len(other.tokens) + PAGE_TOKENS)
                 n_needed += max(0, promised - len(other.live.table.hosts))
-        return n_needed <= self._pools.host_pages.n_free
+        if n_needed <= self._pools.host_pages.n_free:
+            return True
+        shared = [page for page in match.full if page in self._pools.host_pages.ids]
+        return self._reuse.index.can_reclaim_host(n_needed - len(shared), shared)
 
     def _fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Whether there is room for a request beside what the running ones still need."""
         needs = self._limits.pages_needed(len(record.tokens))
         if Space.FULL in needs:
-            needs[Space.FULL] -= len(match.full)
+            needs[Space.FULL] -= sum(page in self._pools[Space.FULL].ids for page in match.full)
         for other in self._records.values():
             for space, n in self._limits.pages_needed(len(other.tokens) + PAGE_TOKENS).items():
                 held = 0 if other.live is None else len(other.live.table.held(space))
                 needs[space] += max(0, n - held)  # promised to it, and one to grow by
         if Space.RECURRENT in self._pools:
             needs[Space.RECURRENT] = 1
-        if not self._fits_host(record):
+        if not self._fits_host(record, match):
             return False
         return self._reuse.index.can_reclaim(needs, {Space.FULL: match.full, Space.WINDOW: match.window})

@@ -22,7 +22,7 @@ from lucevisor.engine.request import (
     TokenScore,
     Usage,
 )
-from lucevisor.kv.page_table import Growth, PageTable
+from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
 from lucevisor.kv.tokens import TokenBuffer
@@ -80,10 +80,22 @@ def page_operations(sequence: int, growth: Growth) -> list[Operation]:
     leaving: list[Operation] = []
     if growth.paged_out:
         leaving.append(PageOut(sequence, [*growth.paged_out], [*growth.hosts]))
-    return [*leaving, SetPages(sequence, growth.space, growth.first, growth.pages)]
+    return [*leaving, SetPages(sequence, growth.space, growth.first, growth.pages)] if growth.pages else leaving
 
 
-def grown(sequence: int, table: PageTable, start: int, stop: int, n_ahead: int = 0) -> list[Operation] | None:
+def swap_operations(sequence: int, swap: Swap | None) -> list[Operation]:
+    """Return the operations that move pages to host memory and back."""
+    operations: list[Operation] = []
+    if swap is not None and swap.out:
+        operations.append(PageOut(sequence, swap.out, swap.hosts))
+    if swap is not None and swap.back:
+        operations.append(PageIn(sequence, swap.back, swap.pages))
+    return operations
+
+
+def grown(
+    sequence: int, table: PageTable, start: int, stop: int, n_ahead: int = 0, make_room: MakeRoom = lambda *_: None
+) -> list[Operation] | None:
     """Give a table the pages of a slice, and swap some if they were ranked; return the operations that do the same in
     the shards.  None, as ``PageTable.grow``.
     """
@@ -91,10 +103,7 @@ def grown(sequence: int, table: PageTable, start: int, stop: int, n_ahead: int =
     if growths is None:
         return None
     operations = [operation for growth in growths for operation in page_operations(sequence, growth)]
-    swap = table.swap()
-    if swap is not None:
-        operations += [PageOut(sequence, swap.out, swap.hosts), PageIn(sequence, swap.back, swap.pages)]
-    return operations
+    return operations + swap_operations(sequence, table.swap(make_room))
 
 
 @dataclass(slots=True, eq=False)

@@ -84,7 +84,7 @@ class Standstill(PrefixAccess):
         are done; requests are held meanwhile.
 
         Returns what the shards hold then, which :meth:`restore` or ``attach`` may be told to be kept.  None if it took
-        longer, the pipeline was lost, or KV Flash keeps pages in host memory, which nobody takes along.
+        longer, or the pipeline was lost.
         """
         self._paused = True
         self.recovery.begin(self._clock(), reason)
@@ -92,8 +92,6 @@ class Standstill(PrefixAccess):
         if not at_rest or not self._paused or self._pipeline is None:
             return None
         scheduler, pools = self._scheduler, self._scheduler.pools
-        if pools.host_pages.n_used:
-            return None
         frozen = FrozenState(pools.in_use(), opening_of(scheduler.running), _n_tokens(scheduler.running))
         self._stages.freeze(frozen.opening, frozen.n_tokens)
         return frozen

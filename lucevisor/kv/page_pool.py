@@ -111,6 +111,10 @@ class PageAllocator:
         """Return the draft epoch of an id in use: while which drafter it was allocated; 0: none was attached."""
         return self._epochs[page - self._first]
 
+    def n_evictable_of(self, ids: Iterable[int]) -> int:
+        """Return how many of the ids, those of other allocators left out, the prefix index alone holds."""
+        return sum(self.evictable(page) for page in ids if page in self.ids)
+
     def generation_of(self, page: int) -> int:
         """Return how often an id was allocated: what is filed under an earlier generation is not its content."""
         return self._generations[page - self._first]
@@ -232,8 +236,33 @@ class PagePools:
     def __getitem__(self, space: Space) -> PageAllocator:
         return self._allocators[space]
 
+    def tiers(self, space: Space, ids: Iterable[int]) -> list[tuple[PageAllocator, list[int]]]:
+        """Return ids of a space by allocator: pages of space full may lie in host memory."""
+        device, in_host = self._allocators[space], self.host_pages
+        if space is not Space.FULL or not in_host.n_total:
+            return [(device, [*ids])]
+        found: tuple[list[int], list[int]] = [], []
+        for page in ids:
+            found[page in in_host.ids].append(page)
+        return [(device, found[0]), (in_host, found[1])]
+
+    def allocator_of(self, space: Space, unit: int) -> PageAllocator:
+        """Return the allocator of an id."""
+        in_host = space is Space.FULL and unit in self.host_pages.ids
+        return self.host_pages if in_host else self._allocators[space]
+
+    def retain(self, space: Space, ids: Iterable[int]) -> None:
+        """``PageAllocator.retain`` for ids of any tier."""
+        for allocator, own in self.tiers(space, ids):
+            allocator.retain(own)
+
+    def release(self, space: Space, ids: Iterable[int]) -> None:
+        """``PageAllocator.release`` for ids of any tier."""
+        for allocator, own in self.tiers(space, ids):
+            allocator.release(own)
+
     def allocate(self, needs: Mapping[Space, int]) -> dict[Space, list[int]] | None:
-        """Take ``needs[space]`` ids per space, or None, taking nothing, if any space has too few."""
+        """Take ``needs[space] ids per space, or None, taking nothing, if any space has too few."""
         if not self.fits(needs):
             return None
         taken = {space: self._allocators[space].allocate(n) for space, n in needs.items()}
@@ -258,6 +287,8 @@ class PagePools:
         for space, cached in self.slot_pools._allocators.items():
             if cached is not self._allocators[space]:
                 found[space] += cached.in_use()
+        if Space.FULL in found:
+            found[Space.FULL] += self.host_pages.in_use()
         return found
 
     def use(self) -> dict[Space, PageUse]:

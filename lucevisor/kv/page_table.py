@@ -9,11 +9,11 @@ table owns the pages of all others exactly once, and only pages that it allocate
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.residency import Residency
+from lucevisor.kv.residency import PagedOut, Residency
 from lucevisor.model.pages import first_visible_page, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
@@ -44,8 +44,20 @@ class Swap:
     pages: list[int]
 
 
+MakeRoom = Callable[[int, int], object]
+"""Free so many pages on the devices and in host memory, if possible."""
+
+
+class NoRoom(Exception):
+    """Too few pages are free for now."""
+
+
 class HostMemoryFull(Exception):
-    """Pages of a sequence must leave the devices, and too few pages are free in host memory."""
+    """``n_pages`` of a sequence must leave the devices, and fewer are free in host memory."""
+
+    def __init__(self, n_pages: int, reason: str) -> None:
+        super().__init__(reason)
+        self.n_pages = n_pages
 
 
 @dataclass(slots=True)
@@ -81,6 +93,8 @@ class _Entries:
             pages = self.pages[place : place + stop - first]
             found.append(Growth(Space.FULL, first, pages, tuple(self.out[left]), tuple(self.hosts[left])))
             place, at = place + len(pages), n_out
+        if at < len(self.out):  # behind all pages
+            found.append(Growth(Space.FULL, self.stop, [], tuple(self.out[at:]), tuple(self.hosts[at:])))
         return found
 
 
@@ -101,13 +115,45 @@ class PageTable:
     def adopt(self, full: Sequence[int], first_window: int, window: Sequence[int]) -> None:
         """Start an empty table with whole shared pages, becoming one of their owners.
 
-        ``full`` are the entries from 0 on, ``window`` those from ``first_window`` on, up to the same position.
+        ``full`` are the entries from 0 on, on the devices or in host memory, ``window`` those from ``first_window`` on,
+        up to the same position.
         """
         shared = {Space.FULL: (0, full), Space.WINDOW: (first_window, window)}
         for space, entries in self._entries.items():
             first, pages = shared[space]
-            self._pools[space].retain(pages)
-            entries.first_held, entries.pages = first, list(pages)
+            self._pools.retain(space, pages)
+            in_host = self._pools.host_pages.ids if space is Space.FULL else ()
+            entries.out = [entry for entry, page in enumerate(pages, first) if page in in_host]
+            entries.hosts = [page for page in pages if page in in_host]
+            entries.first_held, entries.pages = first, [page for page in pages if page not in in_host]
+
+    def arrange(self, paged_out: PagedOut | None, make_room: MakeRoom) -> Swap | None:
+        """After ``adopt``: page out and in what differs from ``paged_out``, if it has the same bound, or page out what
+        exceeds the bound.  Returns None if nothing does.  Raises NoRoom, changing nothing, if too few pages are free.
+        """
+        entries, bound = self._entries.get(Space.FULL), self._residency
+        if entries is None or bound is None or not bound.keeps_host:
+            return None
+        if paged_out is not None and paged_out.pool_pages == bound.pool_pages:
+            self._scores = paged_out.scores if bound.ranks_pages else ()
+            wanted = {entry for entry in paged_out.entries if entry < entries.stop}
+            out = [entry for entry in entries.resident() if entry in wanted]
+            back = [entry for entry in entries.out if entry not in wanted]
+        else:
+            out, back = [entries.entry_of(place) for place in self.surplus(entries.stop * PAGE_TOKENS + 1)], []
+        if not out and not back:
+            return None
+        swap = self._exchange(out, back, make_room)
+        if swap is None:
+            raise NoRoom(f"{len(out)} pages leave the devices and {len(back)} come back: too few are free")
+        return swap
+
+    def paged_out(self) -> PagedOut | None:
+        """Return which pages lie in host memory, for a prefix slot; None if none does."""
+        if not self.hosts or self._residency is None:
+            return None
+        bound, entries = self._residency, self._entries[Space.FULL]
+        return PagedOut(bound.policy, bound.pool_pages, tuple(entries.out), tuple(self._scores))
 
     @property
     def n_out(self) -> int:
@@ -120,14 +166,17 @@ class PageTable:
         return list(self._entries[Space.FULL].hosts) if Space.FULL in self._entries else []
 
     def entries(self, space: Space, start: int, stop: int) -> list[int]:
-        """Return the pages of entries ``[start, stop)``, none of them paged out; those that it does not hold are left
-        out.
+        """Return the pages of entries ``[start, stop)``, on the devices or in host memory; those that it does not hold
+        are left out.
         """
         entries = self._entries[space]
-        n_out = bisect_left(entries.out, start)
+        n_out, n_left = bisect_left(entries.out, start), bisect_left(entries.out, stop)
         first = entries.first_held + n_out
-        assert n_out == bisect_left(entries.out, stop)
-        return entries.pages[max(0, start - first) : max(0, stop - first)]
+        resident = entries.pages[max(0, start - first) : max(0, stop - first - (n_left - n_out))]
+        if n_out == n_left or not entries.hosts:
+            return resident
+        left, pages = dict(zip(entries.out[n_out:n_left], entries.hosts[n_out:n_left], strict=True)), iter(resident)
+        return [left[entry] if entry in left else next(pages) for entry in range(start, min(stop, entries.stop))]
 
     def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[Space, int]:
         """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some.
@@ -169,33 +218,46 @@ class PageTable:
             return None
         return 0 if self.ranks_at(stop - 1) else -stop % self._residency.tau
 
-    def swap(self) -> Swap | None:
+    def swap(self, make_room: MakeRoom = lambda n_device, n_host: None) -> Swap | None:
         """Bring the best pages back, once after each ranking.  None if nothing changes, or too few pages are free."""
         if not self._is_ranked or self._residency is None:
             return None
         self._is_ranked = False
+        entries = self._entries[Space.FULL]
+        out, back = self._residency.swap(entries.resident(), entries.out, self._scores)
+        return self._exchange(out, back, make_room) if out else None
+
+    def _exchange(self, out: list[int], back: list[int], make_room: MakeRoom) -> Swap | None:
+        """Move resident entries ``out`` to host memory and ``back`` from there; None if too few pages are free."""
         entries, full, hosts = self._entries[Space.FULL], self._pools[Space.FULL], self._pools.host_pages
-        resident = entries.resident()
-        out, back = self._residency.swap(resident, entries.out, self._scores)
-        leaving = [entries.pages[resident.index(entry)] for entry in out]
-        n_freed = sum(full.ref_count(page) == 1 for page in leaving)
-        if not out or len(back) > full.n_free + n_freed or len(out) > hosts.n_free:
-            return None
+        held = dict(zip(entries.resident(), entries.pages, strict=True))
+        left = dict(zip(entries.out, entries.hosts, strict=True))
+        leaving, coming = [held.pop(entry) for entry in out], [left.pop(entry) for entry in back]
+        n_device = len(back) - sum(full.ref_count(page) == 1 for page in leaving)
+        if n_device > full.n_free or len(out) > hosts.n_free:
+            make_room(max(0, n_device), len(out))
+            if n_device > full.n_free or len(out) > hosts.n_free:
+                return None
         taken = hosts.allocate(len(out)) or []
-        for page, host in zip(leaving, taken, strict=True):
-            hosts.stamp([host], full.epoch_of(page))
+        self._stamp_hosts(leaving, taken)
         full.release(leaving)
-        pages, left = full.allocate(len(back)) or [], dict(zip(entries.out, entries.hosts, strict=True))
-        coming = [left.pop(entry) for entry in back]
+        pages = full.allocate(len(back)) or []
         for page, host in zip(pages, coming, strict=True):
             full.stamp([page], hosts.epoch_of(host))
         hosts.release(coming)
-        held = dict(zip(resident, entries.pages, strict=True)) | dict(zip(back, pages, strict=True))
+        held |= dict(zip(back, pages, strict=True))
         left |= dict(zip(out, taken, strict=True))
         entries.out = sorted(left)
         entries.hosts = [left[entry] for entry in entries.out]
-        entries.pages = [held[entry] for entry in sorted(held.keys() - left.keys())]
+        entries.pages = [held[entry] for entry in sorted(held)]
         return Swap(out, taken, back, pages)
+
+    def _stamp_hosts(self, pages: Iterable[int], hosts: Iterable[int]) -> None:
+        """What leaves keeps its draft epoch where drafters page theirs out, too."""
+        full = self._pools[Space.FULL]
+        if self._residency is not None and self._residency.ranks_pages:
+            for page, host in zip(pages, hosts, strict=False):
+                self._pools.host_pages.stamp([host], full.epoch_of(page))
 
     def needs(self, n_tokens: int) -> dict[Space, int]:
         """Return ``missing``, less the pages that become free when the surplus is paged out."""
@@ -252,12 +314,12 @@ class PageTable:
             taken = self._pools.host_pages.allocate(len(surplus))
             if taken is None:
                 free, total = self._pools.host_pages.n_free, self._pools.host_pages.n_total
-                raise HostMemoryFull(f"{len(surplus)} pages leave the devices, {free} of {total} are free")
+                reason = f"{len(surplus)} pages leave the devices, {free} of {total} are free"
+                raise HostMemoryFull(len(surplus), reason)
             hosts = taken
         left, full = [entries.entry_of(place) for place in surplus], self._pools[Space.FULL]
         pages = [entries.pages[place] for place in surplus]
-        for page, host in zip(pages, hosts, strict=False):
-            self._pools.host_pages.stamp([host], full.epoch_of(page))
+        self._stamp_hosts(pages, hosts)
         full.release(pages)
         for place in reversed(surplus):
             del entries.pages[place]

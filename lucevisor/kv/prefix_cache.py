@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
+from lucevisor.kv.residency import PagedOut, Residency
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -25,11 +26,14 @@ from lucevisor.model.values import PAGE_TOKENS, Space
 class PrefixIndex:
     """Prefix slots over the pools of a model."""
 
-    def __init__(self, pools: PagePools, settings: PrefixSettings, window_tokens: int | None) -> None:
+    def __init__(
+        self, pools: PagePools, settings: PrefixSettings, window_tokens: int | None, residency: Residency | None = None
+    ) -> None:
         self.settings = settings
         self.hooks = PrefixHooks()
         self.recurrent = Space.RECURRENT in pools
         self.block_granular = not self.recurrent and window_tokens is None  # a prompt can resume at any cached page
+        self._residency = residency
         self.version = 0  # changes whenever the result of a match may
         self.n_evictions = 0
         self._sequence_pools = pools
@@ -90,6 +94,8 @@ class PrefixIndex:
         walk = self._tree.walk(packed, most)
         n_known = walk.n_pages * PAGE_TOKENS
         n_usable = 0 if self.recurrent else self._tree.n_usable_pages(walk) * PAGE_TOKENS
+        if self._residency is not None and not self._residency.attends_host:  # what follows depends on what was out
+            n_usable = min(n_usable, (self._residency.pool_pages - 1) * PAGE_TOKENS)
         slot = next(self._tree.slots_on(walk, packed, most), None)
         if slot is not None and slot.n_tokens and slot.n_tokens >= n_usable:
             return self._match(walk.nodes, slot.n_tokens, n_known, slot)
@@ -120,7 +126,7 @@ class PrefixIndex:
         """Allocate a state for a checkpoint that saves so many tokens, if need be by evicting a slot worth less."""
         states = self._pools[Space.RECURRENT]
         if not states.n_free:
-            victim = self._next_victim([Space.RECURRENT])
+            victim = self._next_victim([states])
             if victim is None or self._value(victim) >= n_tokens_saved:
                 return None
             self._evict(victim)
@@ -165,21 +171,31 @@ class PrefixIndex:
 
     # ---- restoring
 
-    def reserve(self, n_tokens: int) -> Reservation | None:
-        """Allocate ids for a prefix from disk, evicting slots if need be; None if there are not enough."""
-        first, needs = self._tree.first_window(n_tokens), {Space.FULL: pages_of(n_tokens), Space.RECURRENT: 1}
+    def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
+        """Allocate ids for a prefix from disk, evicting slots if need be; None if there are not enough.
+
+        ``paged_out``: which of its pages get ids in host memory.
+        """
+        leaving = paged_out.entries if paged_out is not None else ()
+        n_device = pages_of(n_tokens) - len(leaving)
+        first, needs = self._tree.first_window(n_tokens), {Space.FULL: n_device, Space.RECURRENT: 1}
         needs[Space.WINDOW] = pages_of(n_tokens) - first
         needs = {space: n for space, n in needs.items() if space in self._pools}
-        if not self.worth_caching(n_tokens) or not self._reclaim(self._pools, needs):
+        if not self.worth_caching(n_tokens) or not self.reclaim_host(len(leaving)):
             return None
-        ids = self._pools.allocate(needs)
-        if ids is None:
+        if not self._reclaim(self._pools, needs):
             return None
-        reservation = Reservation(n_tokens, first, ids)
+        ids, hosts = self._pools.allocate(needs), self._pools.host_pages.allocate(len(leaving))
+        if ids is None or hosts is None:
+            return None
+        reservation = Reservation(n_tokens, first, ids, paged_out=paged_out)
         if Space.FULL in ids:
             pool = self._pools[Space.FULL]
             reservation.draft_epoch = pool.epoch
             pool.stamp(ids[Space.FULL], 0)  # until it is known that the file has the drafter's state
+            held, out = iter(ids[Space.FULL]), dict(zip(leaving, hosts, strict=True))
+            entries = range(pages_of(n_tokens))
+            ids[Space.FULL] = [out[entry] if entry in out else next(held) for entry in entries]
         self._reservations.add(reservation)
         return reservation
 
@@ -198,8 +214,10 @@ class PrefixIndex:
             raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
         self._reservations.remove(reservation)
         if drafted and Space.FULL in reservation.ids:
-            self._pools[Space.FULL].stamp(reservation.ids[Space.FULL], reservation.draft_epoch)
-        source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, "disk")
+            for allocator, own in self._pools.tiers(Space.FULL, reservation.ids[Space.FULL]):
+                allocator.stamp(own, reservation.draft_epoch)
+        out = reservation.paged_out
+        source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, "disk", out)
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)
@@ -210,8 +228,8 @@ class PrefixIndex:
         """Whether the drafter that is attached has the state of all of a slot."""
         if Space.FULL not in self._pools:
             return False
-        pool = self._pools[Space.FULL]
-        return pool.epoch > 0 and all(pool.epoch_of(page) == pool.epoch for page in slot.pages(Space.FULL))
+        epoch, tiers = self._pools[Space.FULL].epoch, self._pools.tiers(Space.FULL, slot.pages(Space.FULL))
+        return epoch > 0 and all(one.epoch_of(page) == epoch for one, pages in tiers for page in pages)
 
     def cancel(self, reservation: Reservation) -> None:
         """Release the ids of a reservation.  Does nothing if it was adopted, cancelled or cleared already."""
@@ -244,9 +262,27 @@ class PrefixIndex:
             allocator = self._sequence_pools[space]
             if n > allocator.n_free:
                 pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
-                staying = sum(allocator.evictable(page) for page in pinned.union(shared.get(space, ())))
+                staying = allocator.n_evictable_of(pinned.union(shared.get(space, ())))
                 if n > allocator.n_free + allocator.n_evictable - staying:
                     return False
+        return True
+
+    def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
+        """The same for pages in host memory."""
+        hosts = self._pools.host_pages
+        if n <= hosts.n_free:
+            return True
+        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, Space.FULL)}
+        return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
+
+    def reclaim_host(self, n: int) -> bool:
+        """Evict slots until so many pages in host memory are free; False if that is not enough."""
+        hosts = self._pools.host_pages
+        while n > hosts.n_free:
+            victim = self._next_victim([hosts]) if n <= hosts.n_free + hosts.n_evictable else None
+            if victim is None:
+                return False
+            self._evict(victim)
         return True
 
     def reclaim(self, needs: Mapping[Space, int]) -> bool:
@@ -258,7 +294,8 @@ class PrefixIndex:
         it shared now count for the slots alone.
         """
         while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
-            victim = self._next_victim(self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ())
+            spaces = self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ()
+            victim = self._next_victim([self._pools[space] for space in spaces])
             if victim is None:
                 return
             self._evict(victim)
@@ -290,6 +327,7 @@ class PrefixIndex:
             tail=dict(slot.tail) if slot is not None else {},
             state=slot.state if slot is not None else NO_STATE,
             slot=slot,
+            paged_out=slot.paged_out if slot is not None else None,
         )
 
     def _link(self, slot: PrefixSlot, tokens: TokenBuffer) -> None:
@@ -313,7 +351,7 @@ class PrefixIndex:
             known = max(known, node.stop * PAGE_TOKENS)
         return slot.n_tokens - known
 
-    def _next_victim(self, lacking: Collection[Space]) -> PrefixSlot | None:
+    def _next_victim(self, lacking: Collection[PageAllocator]) -> PrefixSlot | None:
         """Return the next slot to evict: one that frees an id of ``lacking`` if any does, then by value and use."""
         slots = [slot for slot in self._slots.values() if not slot.pins]
         return min(
@@ -341,8 +379,10 @@ class PrefixIndex:
     def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
         while not pools.fits(needs):
             lacking = [space for space, n in needs.items() if n > pools[space].n_free]
-            gives = all(pools[space] is self._pools[space] for space in lacking)
-            victim = self._next_victim(lacking) if gives else None  # slots own no ids of other pools
+            gives = all(pools[space] is self._pools[space] for space in lacking)  # slots own none of other pools
+            victim = (
+                self._next_victim([pools[space] for space in lacking]) if gives else None
+            )  # slots own no ids of other pools
             if victim is None:
                 return False
             self._evict(victim)
@@ -355,4 +395,4 @@ class PrefixIndex:
 
     def _release(self, reservation: Reservation) -> None:
         for space, ids in reservation.ids.items():
-            self._pools[space].release(ids)
+            self._pools.release(space, ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lucevisor.kv.page_table import PAGED
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
+from lucevisor.kv.residency import PagedOut
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
@@ -26,7 +27,8 @@ class PrefixSettings:
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """The cached part of a prompt: ``position`` tokens in the whole pages ``full`` and ``window`` (the latter from
-    entry ``first_window`` on), the first ``position % 64`` positions of ``tail``, and ``state``.
+    entry ``first_window`` on), the first ``position % 64`` positions of ``tail``, and ``state``.  Pages of ``full`` may
+    lie in host memory; ``paged_out``: which of a sequence that goes on from there do.
 
     ``n_known``: tokens that other prompts began with too, usable or not.
     """
@@ -39,6 +41,7 @@ class PrefixMatch:
     tail: Mapping[Space, int] = field(default_factory=dict)
     state: int = NO_STATE
     slot: PrefixSlot | None = None
+    paged_out: PagedOut | None = None
 
     @property
     def from_disk(self) -> bool:
@@ -57,6 +60,12 @@ class Reservation:
     first_window: int
     ids: dict[Space, list[int]]
     draft_epoch: int = 0
+    paged_out: PagedOut | None = None
+
+    @property
+    def drafted(self) -> bool:
+        """Whether a drafter is attached, and keeps state of all pages: where they are ranked, in host memory, too."""
+        return self.draft_epoch > 0 and (self.paged_out is None or self.paged_out.approximate)
 
     @property
     def state(self) -> int:
@@ -77,6 +86,7 @@ class Reservation:
             window=tuple(ids[Space.WINDOW][: n_whole[Space.WINDOW]]),
             tail={space: ids[space][-1] for space in PAGED if len(ids[space]) > n_whole[space]},
             state=self.state,
+            paged_out=self.paged_out,
         )
 
     def entries(self, space: Space, start: int, stop: int) -> list[int]:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import PAGED
+from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import PAGE_BYTES, TOKEN_BYTES, TokenBuffer
 from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -33,12 +34,15 @@ PageLookup = Callable[[Space, int, int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class SlotSource:
-    """What a new slot is made from: its length, its pages, and the recurrent states at its end (or NO_STATE)."""
+    """What a new slot is made from: its length, its pages, the recurrent states at its end (or NO_STATE), and which of
+    its pages are out, with KV Flash.
+    """
 
     n_tokens: int
     entries: PageLookup
     state: int
     origin: Origin
+    paged_out: PagedOut | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -90,6 +94,7 @@ class PrefixSlot:
     last_use: int = 0  # in ticks of the index
     used_at: float = 0.0  # seconds
     n_uses: int = 0
+    paged_out: PagedOut | None = None  # which pages a sequence that goes on from here has in host memory
 
     @property
     def n_tokens(self) -> int:
@@ -252,6 +257,7 @@ class PrefixTree:
             node.n_slots += 1
         remainder = tokens.packed(n_pages * PAGE_TOKENS, source.n_tokens)
         slot = PrefixSlot(number, path[-1], remainder, source.origin, first_window, source.state)
+        slot.paged_out = source.paged_out
         if remainder:
             slot.tail = {space: fresh[space][n_pages] for space in self._spaces}
             for space, page in slot.tail.items():
@@ -286,18 +292,18 @@ class PrefixTree:
                     _merge(at, parent)
             at = parent
 
-    def frees(self, slot: PrefixSlot, spaces: Collection[Space]) -> bool:
-        """Whether removing a slot frees an id of one of ``spaces`` at once."""
-        if slot.state != NO_STATE and Space.RECURRENT in spaces and self._pools[Space.RECURRENT].evictable(slot.state):
+    def frees(self, slot: PrefixSlot, lacking: Collection[PageAllocator]) -> bool:
+        """Whether removing a slot frees an id of one of the allocators at once."""
+        if slot.state != NO_STATE and self._lone(Space.RECURRENT, slot.state, lacking):
             return True
-        if any(space in spaces and self._lone(space, page) for space, page in slot.tail.items()):
+        if any(self._lone(space, page, lacking) for space, page in slot.tail.items()):
             return True
         at = slot.node
         while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
             for space, pages in at.pages.items():
                 n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
                 needed = space is not Space.WINDOW or at.start >= slot.first_window
-                if space in spaces and n_needing == 1 and needed and any(self._lone(space, page) for page in pages):
+                if n_needing == 1 and needed and any(self._lone(space, page, lacking) for page in pages):
                     return True
             at = at.parent
         return False
@@ -361,7 +367,8 @@ class PrefixTree:
 
     def _hold(self, space: Space, pages: Sequence[int]) -> None:
         holds = self._holds[space]
-        self._pools[space].cache([page for page in pages if page not in holds])
+        for allocator, own in self._pools.tiers(space, [page for page in pages if page not in holds]):
+            allocator.cache(own)
         holds.update(pages)
 
     def _let_go(self, space: Space, pages: Sequence[int]) -> None:
@@ -372,10 +379,12 @@ class PrefixTree:
                 last.append(page)
             else:
                 holds[page] -= 1
-        self._pools[space].uncache(last)
+        for allocator, own in self._pools.tiers(space, last):
+            allocator.uncache(own)
 
-    def _lone(self, space: Space, page: int) -> bool:
-        return self._holds[space][page] == 1 and self._pools[space].evictable(page)
+    def _lone(self, space: Space, unit: int, lacking: Collection[PageAllocator]) -> bool:
+        allocator = self._pools.allocator_of(space, unit)
+        return allocator in lacking and self._holds[space][unit] == 1 and allocator.evictable(unit)
 
 
 def _merge(node: Node, parent: Node) -> None:

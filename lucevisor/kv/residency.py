@@ -13,9 +13,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, max_resident_chunk
+from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, max_resident_chunk, pages_of
+from lucevisor.model.values import PAGE_TOKENS
 
 _UNRANKED = float("inf")  # pages that were not there when pages were ranked are the newest
+
+
+@dataclass(frozen=True, slots=True)
+class PagedOut:
+    """Which entries of a sequence lie in host memory, ascending, under which policy and bound, and how the first
+    entries were ranked last.  A sequence with the same bound goes on from it as that one would have.
+    """
+
+    policy: ResidencyPolicy
+    pool_pages: int
+    entries: tuple[int, ...]
+    scores: tuple[float, ...] = ()
+
+    @property
+    def approximate(self) -> bool:
+        """Whether pages were computed by queries that did not see all that was before them."""
+        return self.policy != "exact"
+
+    @property
+    def n_exact(self) -> int:
+        """The first tokens that saw all that was before them."""
+        return self.pool_pages * PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +84,16 @@ class Residency:
     def host_pages(self, n_pages: int) -> int:
         """Return how many of ``n_pages`` of a sequence lie in host memory at most."""
         return max_host_pages(n_pages, self.pool_pages, self.policy)
+
+    def leaving(self, n_tokens: int, paged_out: PagedOut | None) -> tuple[int, ...]:
+        """Return the entries of a restored prefix that lie in host memory: those that were ``paged_out``, or if that
+        had another bound, the worst of all that do not fit with the next token's.
+        """
+        n_pages = pages_of(n_tokens)
+        if paged_out is not None and paged_out.pool_pages == self.pool_pages and paged_out.entries[-1] < n_pages - 1:
+            return paged_out.entries
+        scores = paged_out.scores if paged_out is not None else ()
+        return tuple(self.surplus(range(n_pages), pages_of(n_tokens + 1) - n_pages, scores))
 
     def surplus(self, entries: Sequence[int], n_new: int, scores: Sequence[float]) -> list[int]:
         """Return the places of the resident ``entries`` that leave before ``n_new`` more are added, ascending.

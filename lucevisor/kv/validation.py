@@ -73,10 +73,12 @@ def index_owners(index: PrefixIndex) -> Iterator[Owner]:
     """Yield the prefix index and its reservations as owners, from what the tree holds."""
     pools = index.pools
     for space, held in _held(index.tree).items():
-        yield Owner("the prefix index", pools[space], list(held), cached=True)
+        for allocator, ids in pools.tiers(space, held):
+            yield Owner("the prefix index", allocator, ids, cached=True)
     for reservation in index.reservations:
-        for space, ids in reservation.ids.items():
-            yield Owner(f"a reservation of {reservation.n_tokens} tokens", pools[space], ids)
+        for space, units in reservation.ids.items():
+            for allocator, ids in pools.tiers(space, units):
+                yield Owner(f"a reservation of {reservation.n_tokens} tokens", allocator, ids)
 
 
 def index_problems(index: PrefixIndex) -> Iterator[str]:

@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
 import msgspec
 
+from lucevisor.kv.residency import PagedOut
 from lucevisor.model.values import PAGE_TOKENS, Dtype
 from lucevisor.protocol.transfers import SnapshotTensor
 from lucevisor.snapshots.layout import (
@@ -44,8 +46,8 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
 """More than any context; bounds the size of an unpacked header."""
 NO_CHECKSUM = "0" * 16
-HEADER_BYTES_PER_TOKEN = 6
-"""At most: four bytes that may not compress (zlib then adds 5 in 16,383), as base64."""
+HEADER_BYTES_PER_TOKEN = 7
+"""At most: four bytes that may not compress (zlib then adds 5 in 16,383), as base64, and a page's record."""
 
 _MAX_RECORD_BYTES = 4096
 """At most, of a record of the next token, the time and the number of tokens."""
@@ -82,6 +84,7 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
         checksums={t.name: NO_CHECKSUM for t in tensors},
         data_start=0,
         draft_fingerprint=draft.fingerprint if draft is not None else "",
+        paged_out=slot.paged_out,
     )
     start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     return replace(snapshot, tensors=_placed(tensors, start), data_start=start)
@@ -144,6 +147,7 @@ def _json(s: SnapshotHeader) -> bytes:
         "next_token": _text(s.next_token) if s.next_token is not None else "",
         "first_positions": _text({t.name: t.first for t in s.tensors if t.first}),
         "checksums": _text({t.name: s.checksums[t.name] for t in s.tensors}),
+        "paged_out": _text(s.paged_out) if s.paged_out is not None else "",
     }
     rows: dict[str, Any] = {"__metadata__": metadata}
     for t in s.tensors:
@@ -225,6 +229,7 @@ class _Parser:
             checksums=checksums,
             data_start=self.data_start,
             draft_fingerprint=self.metadata.get("draft_fingerprint", ""),
+            paged_out=self._paged_out(),
         )
 
     def _foreign(self, key: str, reason: str) -> SnapshotError:
@@ -294,6 +299,20 @@ class _Parser:
             return msgspec.json.decode(text, type=NextToken) if text else None
         except ValueError as error:
             raise self._foreign("next_token", f"is not a token record: {error}") from error
+
+    def _paged_out(self) -> PagedOut | None:
+        text = self.metadata.get("paged_out", "")
+        try:
+            found = msgspec.json.decode(text, type=PagedOut) if text else None
+        except ValueError as error:
+            raise self._foreign("paged_out", f"is not a record of pages: {error}") from error
+        if found is None:
+            return None
+        n_pages = self._number("n_tokens", MAX_TOKENS) // PAGE_TOKENS
+        ascending = all(a < b for a, b in pairwise(found.entries))
+        if not ascending or not all(0 < entry < n_pages for entry in found.entries) or len(found.scores) > n_pages:
+            raise self._foreign("paged_out", f"names pages that are not among the {n_pages} there are")
+        return found
 
     def _tensors(self, firsts: Mapping[str, int]) -> tuple[SnapshotTensor, ...]:
         found, at = [], 0

@@ -13,6 +13,7 @@ from math import prod
 
 import msgspec
 
+from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import SCALE, Dtype, LayerRange, Space
@@ -103,6 +104,7 @@ class SlotRecord:
     created_s: float  # Unix time
     next_token: NextToken | None = None
     with_draft: bool = False  # the drafter's state is there too
+    paged_out: PagedOut | None = None  # which pages were in host memory, with KV Flash
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class SnapshotHeader:
     checksums: Mapping[str, str] = field(repr=False)  # tensor name -> xxh3_64, 16 hex digits
     data_start: int
     draft_fingerprint: str = ""
+    paged_out: PagedOut | None = field(default=None, repr=False)
 
     @property
     def n_tokens(self) -> int:

@@ -165,6 +165,8 @@ class SnapshotManager:
         match = self.store.store.find(prompt, len(prompt) - 1)
         if match is None:
             return None
+        if not self._engine.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
+            return None
         gain = match.n_tokens - prefixes.match(prompt).position
         reason = reject_restore_reason(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
         if reason:
@@ -190,14 +192,14 @@ class SnapshotManager:
     async def _restore(self, under_way: _Restoring) -> PrefixSlot | None:
         """Return the restored slot, pinned, or None."""
         match, started = under_way.match, time.monotonic()
-        reservation = await self._engine.reserve(match.n_tokens)
+        reservation = await self._engine.reserve(match.n_tokens, match.entry.snapshot.paged_out)
         if reservation is None:
             log.info("snapshot not restored", file=match.entry.file, reason="not enough free pages or states")
             return None
         slot = None
         try:
             opened = await self.store.open_for_restore(match.entry, match.n_tokens)
-            opened.with_draft = opened.with_draft and reservation.draft_epoch > 0  # a drafter is attached
+            opened.with_draft = opened.with_draft and reservation.drafted
             try:
                 problem = await self._fill(match, opened, reservation, lambda: self._resume(under_way))
                 problem = problem or await self._judge(opened, reservation)
@@ -320,7 +322,8 @@ class SnapshotManager:
                 return False
             unsealed: PendingSnapshot | None = None
             try:
-                slot_record = SlotRecord(slot.tokens, time.time(), record, self._engine.prefixes.drafted(slot))
+                drafted = self._engine.prefixes.drafted(slot)
+                slot_record = SlotRecord(slot.tokens, time.time(), record, drafted, slot.paged_out)
                 pending = unsealed = await self.store.begin(slot_record)
                 late = "the daemons or the disk took too long"
                 transfer, overdue = await self._await(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import pytest
 from torch import Tensor
 
 from lucevisor.kv.residency import Residency
-from tests.e2e.service import GOLDEN, generate, running, write_config
+from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
+from tests.e2e.snapshot_service import snapshots_of, told_of, until
+from tests.e2e.test_reload import changed, layers_of
 from tests.families.golden import opened
 from tests.families.paged_texts import Texts, tokens_at
 from tests.families.pipeline import How, load_stages
@@ -76,3 +80,61 @@ async def test_ranked_pages_come_back_in_both_processes(tmp_path: Path) -> None:
         assert service.placement.pools.host_pages == service.placement.max_sequences * 15
         assert any("attend to most" in reason for reason in service.placement.reasons)
         assert await generate(service, prompt, len(wanted)) == wanted
+
+
+@pytest.mark.usefixtures("computing_is_dear")
+@pytest.mark.parametrize(("policy", "pools"), [("exact", [500, 500, 800]), ("qk", [500, 500])])
+async def test_a_paged_conversation_goes_on_after_a_restart(policy: str, pools: list[int], tmp_path: Path) -> None:
+    """From its file, in a pool of any size under ``exact``; ``pools[0]``: of the service that computed it."""
+    golden = opened("qwen35")
+    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"left": 1, "right": 1}, ["0-4", "4-8"])
+    overrides = ["engine.dtype=float32", "engine.max_context=1000", f"kvflash.policy={policy}", "draft.kind=off"]
+    overrides += [f"cache.dir={tmp_path / 'cache'}", "cache.min_tokens=64"]
+    prompt, found = tokens_at(0, 700, golden.spec.vocabulary), []
+    for i, pool in enumerate(pools):
+        async with running(config, tmp_path, [*overrides, f"kvflash.pool_tokens={pool}"]) as service:
+            if i == 0:
+                prompt += await generate(service, prompt, 70)
+                await snapshots_of(service).save_all(60.0)
+                files = snapshots_of(service).store.store
+                await until(lambda files=files: any(one.n_tokens == 769 for one in files.entries))
+                prompt += tokens_at(3, 20, golden.spec.vocabulary)
+            tokens, finished = await generate_all(service, prompt, 70)
+            found.append((tokens, finished.usage.cached_tokens))
+            assert told_of(service)["failed"] == 0
+            assert told_of(service)["restored"] == (i > 0)
+    assert found == found[:1] * len(pools)
+    assert found[0][1] == 769
+
+
+FLASH = """
+[engine]
+dtype = "float32"
+max_context = 1000
+[draft]
+kind = "off"
+[kvflash]
+pool_tokens = 512
+policy = "{policy}"
+"""
+
+
+@pytest.mark.parametrize("policy", ["exact", "qk"])
+async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path: Path) -> None:
+    golden = opened("qwen35")
+    model, extra = GOLDEN / "qwen35" / "model.gguf", FLASH.format(policy=policy)
+    config = write_config(tmp_path, model, {"a": 1, "b": 1}, ["0-1", "0-1"], extra)
+    config.write_text(config.read_text().replace('["0-1", "0-1"]', "[0.5, 0.5]"))
+    prompt = tokens_at(0, 700, golden.spec.vocabulary)
+    async with running(config, tmp_path) as service:
+        wanted = await generate(service, prompt, 250)
+        assert service.engine is not None
+        service.engine.prefixes.clear()
+        before, asked = layers_of(service), asyncio.create_task(generate(service, prompt, 250))
+        while not service.engine.statistics().host_pages.used:  # noqa: ASYNC110 - counters have no event
+            await asyncio.sleep(0.01)
+        await service.reload(changed(service, ["a:0", "b:0"], [3.0, 1.0]))
+        assert not asked.done()
+        assert layers_of(service) != before
+        assert await asked == wanted
+        assert service.engine.statistics().recovery.n_kept > 512

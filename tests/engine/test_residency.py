@@ -333,23 +333,6 @@ def test_pages_that_are_out_are_counted() -> None:
     assert toy.engine.statistics().pages_out == pages_of(603) - POOL.pool_pages
 
 
-async def test_state_with_pages_in_host_memory_is_not_taken_along() -> None:
-    toy = ToyEngine(bounds(host_pages=20), hold_s=60.0)
-    toy.attach()
-    asked = request("a", [1] * 600, 30)
-    handle = toy.engine.submit(asked)
-    while toy.engine.statistics().generated_tokens < 3:
-        toy.work(0)
-    frozen = asyncio.create_task(toy.engine.freeze(60.0))
-    while not frozen.done():
-        await asyncio.sleep(0)
-        toy.work(0)
-    assert frozen.result() is None
-    toy.engine.thaw()
-    toy.run()
-    assert told(await events_of(handle))[0] == toy.alone(asked)
-
-
 async def test_slots_hold_whole_prefixes_only() -> None:
     toy = ToyEngine(bounds(slots=8, full_pages=30))
     toy.attach()

@@ -10,6 +10,7 @@ from hypothesis import event, given, settings
 from lucevisor.engine.standstill import FrozenState
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
+from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, ToyEngine, check_answers, events_of, limits, request, told
@@ -65,18 +66,31 @@ async def test_nothing_is_computed_again_and_slots_are_kept(n_stages: int, lost:
     assert finished.usage.cached_tokens > 0
 
 
-async def test_sequences_with_pages_paged_out_are_kept() -> None:
-    toy = ready(2, max_context=900, residency=Residency(6))
-    handle = toy.engine.submit(request("a", range(600), n=20))
-    while not toy.engine.statistics().generated_tokens:
-        toy.work(0)
-    frozen = await freeze(toy)
-    assert toy.crash(1)
-    toy.come_back(frozen)
-    toy.run()
-    assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
-    tokens, finished = told(await events_of(handle))
-    assert (len(tokens), finished.reason) == (20, "length")
+@pytest.mark.parametrize("policy", ["lru", "exact", "qk"])
+@pytest.mark.parametrize("n_stages", [1, 2])
+async def test_sequences_with_pages_paged_out_are_kept(n_stages: int, policy: ResidencyPolicy) -> None:
+    """Those in host memory, too: tokens are the ones of an undisturbed run."""
+    host_pages = 0 if policy == "lru" else 24
+    pools, asked = PoolSizes(24, 0, 4, host_pages=host_pages), request("a", [k * k % 83 for k in range(600)], n=80)
+    answers = []
+    for disturbed in (False, True):
+        toy = ready(n_stages, max_context=900, residency=Residency(6, policy, tau=16), pools=pools)
+        handle = toy.engine.submit(asked)
+        while toy.engine.statistics().generated_tokens < 20:
+            toy.work(0)
+        if disturbed:
+            frozen = await freeze(toy)
+            assert toy.crash(n_stages - 1)
+            toy.come_back(frozen)
+            assert (toy.n_rebuilt, toy.n_given_up) == (0, 0)
+        toy.run()
+        assert toy.n_given_up == 0
+        tokens, finished = told(await events_of(handle))
+        answers.append(tokens)
+        assert (len(tokens), finished.reason) == (80, "length")
+    assert answers[0] == answers[1]
+    if policy == "exact":
+        assert answers[0] == toy.alone(asked)
 
 
 async def test_what_is_decided_meanwhile_is_done_by_the_new_daemon_too() -> None:

@@ -12,7 +12,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -273,11 +272,13 @@ class ToyStage:
     def take_over(self, other: ToyStage, units: Mapping[Space, Sequence[int]]) -> None:
         """Hold in these pages and states what another process of this stage held."""
         for space, ids in units.items():
-            ours, theirs = (
-                (self.states, other.states) if space is Space.RECURRENT else (self.pages[space], other.pages[space])
-            )
             for i in ids:
-                ours[i] = deepcopy(theirs[i])
+                if space is Space.RECURRENT:
+                    self.states[i] = other.states[i]
+                elif space is Space.FULL and i in self.host_pages:
+                    self.host_pages[i] = list(other.host_pages[i])
+                else:
+                    self.pages[space][i] = list(other.pages[space][i])
 
     def replay(self, steps: Sequence[Step], rows: Sequence[int], max_sequences: int) -> None:
         """Run steps that were prepared for this stage; ``rows``: of the stage before, one step behind the other."""
@@ -372,8 +373,7 @@ class ToyStage:
                 raise Violation(f"sequence {operation.sequence}: entry {entry} of {len(table)} cannot be paged out")
             if entry == len(table):  # known to have left before
                 table.append(_OUT)
-                continue
-            if operation.hosts and self.host_pages:
+            elif operation.hosts and self.host_pages:
                 self.host_pages[operation.hosts[i]] = list(self.pages[Space.FULL][table[entry]])
             table[entry] = _OUT
             if operation.hosts:

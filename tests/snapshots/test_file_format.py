@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from lucevisor.kv.residency import PagedOut
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.snapshots.file_format import (
@@ -120,14 +121,19 @@ NEXT = st.none() | st.builds(
 )
 
 
-@given(tokens=TOKENS, created=st.floats(0, 1e11), record=NEXT, name=st.text(max_size=30))
-def test_what_is_packed_is_parsed(tokens, created, record, name):
+@given(tokens=TOKENS, created=st.floats(0, 1e11), record=NEXT, name=st.text(max_size=30), data=st.data())
+def test_what_is_packed_is_parsed(tokens, created, record, name, data):
     made = StateModel(FINGERPRINT, "made", name, Dtype.BFLOAT16, Dtype.Q8_0, LAYERS)
-    snapshot = lay_out(made, SlotRecord(tokens, created, record))
+    n_pages = len(tokens) // PAGE_TOKENS
+    out = tuple(sorted(data.draw(st.sets(st.integers(1, max(1, n_pages - 1))))) if n_pages > 1 else ())
+    scores = tuple(data.draw(st.lists(st.floats(0, 1), max_size=n_pages)))
+    paged_out = PagedOut(data.draw(st.sampled_from(["exact", "qk"])), 8, out, scores) if out else None
+    snapshot = lay_out(made, SlotRecord(tokens, created, record, paged_out=paged_out))
     found = parse(pack(snapshot), snapshot.file_bytes)
     assert found == snapshot
     assert list(found.tokens) == tokens
     assert found.next_token == record
+    assert found.paged_out == paged_out
     check_fits(found, made)
 
 
@@ -195,6 +201,12 @@ def test_a_file_of_another_length_than_the_header_says(change):
         ({"dtype": "int3"}, Fault.FOREIGN, "dtype: is 'int3'"),
         ({"created_s": "nan"}, Fault.FOREIGN, "created_s: is not a time"),
         ({"next_token": "{}"}, Fault.FOREIGN, "next_token: is not a token record"),
+        ({"paged_out": "{}"}, Fault.FOREIGN, "paged_out: is not a record of pages"),
+        (
+            {"paged_out": '{"policy":"qk","pool_pages":8,"entries":[1,99]}'},
+            Fault.FOREIGN,
+            "paged_out: names pages that are not among the 1 there are",
+        ),
         ({"checksums": "{}"}, Fault.FOREIGN, "checksums: do not name"),
         ({"checksums": "["}, Fault.FOREIGN, "checksums: is not a JSON object"),
         ({"first_positions": '{"layers.2.k":"a"}'}, Fault.FOREIGN, "first_positions: is not a JSON object"),
