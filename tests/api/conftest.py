@@ -16,7 +16,7 @@ from lucevisor.api.server import create_app, serve
 from tests.api.scripted_model import Rig, Script, Seen, tokenizer
 
 
-async def until(condition: Callable[[], object], seconds: float = 3.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Wait for something that happens in the server, which shares this loop; TimeoutError when it does not."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the server is not to know that it is watched

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lucevisor.api.context import BUFFERED_BODIES
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings
 from lucevisor.api.prepared import PreparedRequest
@@ -138,7 +139,7 @@ async def test_a_process_that_is_killed_costs_one_request(start):
     (process,) = children()
     process.suspend()
     asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
-    await asyncio.sleep(0.2)
+    await until(lambda: client.rig.ports.preprocessor._jobs)
     process.kill()
     status, answer = await asked
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
@@ -175,7 +176,7 @@ async def test_short_bodies_do_not_wait_for_long_ones(start):
     (process,) = children()
     process.suspend()
     long = asyncio.create_task(client.chat(user="x" * (SHORT_BYTES + 1)))
-    await asyncio.sleep(0.2)
+    await until(lambda: client.rig.ports.preprocessor._jobs)
     assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
     assert not long.done()
     process.resume()
@@ -207,7 +208,7 @@ async def test_the_bytes_of_all_bodies_are_bounded(start):
         yield b'", "messages": [{"role": "user", "content": "Hi"}]}'
 
     first = asyncio.create_task(client.ask("/v1/chat/completions", data=slow(), headers=json_type))
-    await asyncio.sleep(0.2)
+    await until(lambda: client.runner.app[BUFFERED_BODIES].n_bytes >= 80_000)
     status, answer = await client.chat(user="x" * 50_000)
     assert (status, answer["error"]["code"]) == (429, "queue_full")
     going.set()
@@ -221,7 +222,7 @@ async def test_a_client_that_goes_away_leaves_the_process_to_others(start):
     (process,) = children()
     process.suspend()
     asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
-    await asyncio.sleep(0.2)
+    await until(lambda: client.rig.ports.preprocessor._jobs)
     asked.cancel()
     await asyncio.wait([asked])
     process.resume()
@@ -235,7 +236,7 @@ async def test_a_request_that_is_read_while_the_server_stops(start):
     (process,) = children()
     process.suspend()
     asked = [asyncio.create_task(client.chat(user="x" * (SHORT_BYTES + 1))) for _ in range(2)]
-    await asyncio.sleep(0.3)
+    await until(lambda: client.rig.ports.preprocessor._jobs and client.rig.ports.preprocessor._waiting)
     await client.runner.cleanup()
     for status, answer in await asyncio.gather(*asked):
         assert (status, answer["error"]["code"]) == (503, "shutting_down")
