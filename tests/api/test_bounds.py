@@ -122,6 +122,7 @@ class TestTurnstile:
     async def test_after_a_pause_it_lets_through_at_once(self):
         limiter = LoopLimiter(1)
         for _ in range(3):
-            await limiter.acquire()
+            turn = asyncio.create_task(limiter.acquire())
             await asyncio.sleep(0)
+            assert turn.done()
             await asyncio.sleep(0)

@@ -159,8 +159,12 @@ async def test_a_file_that_cannot_be_hashed_is_told(model: Path) -> None:
 async def test_close_ends_hashing(model: Path) -> None:
     weights = opened(model)
     weights.begin()
+    hashing = weights._hashing
+    assert hashing is not None
     await weights.close()
-    weights.begin()  # it was begun
+    assert hashing.done()
+    weights.begin()
+    assert weights._hashing is hashing, "it was begun before"
     await weights.close()
 
 
