@@ -193,7 +193,7 @@ class _MessageLoop:
                 self._end_transfers("the supervisor dropped every sequence")
                 self._runtime.reset()
                 self._inbox.clear()
-                self._recalled.clear()
+                self._recalled, self._operated = [], False
                 self._link.send(ResetDone(token))
                 return None
             case Recall(stage):

@@ -7,16 +7,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from daemons.inbox import Inbox, StepRecalled
+from daemons.options import Options
+from daemons.worker import _MessageLoop
+from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.blocking_link import BlockingLink
+from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Message, Shutdown
+from lucevisor.protocol.messages import Message, MessageKind, Shutdown
 from lucevisor.protocol.states import LinkState, Role
-from lucevisor.protocol.steps import Masks, Recall, Reset, Slice, Step
+from lucevisor.protocol.steps import Masks, Recall, Recalled, Reset, ResetDone, Slice, Step
 
 
 class Ends:
@@ -104,3 +109,22 @@ def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:
         ends.await_rows(1, 7)
     timer.join()
     assert ends.inbox.receive() is None
+
+
+def test_a_step_that_a_reset_has_dropped_is_not_given_back_by_a_later_recall(ends: Ends) -> None:
+    def run_step(*_: object) -> None:
+        raise StepRecalled
+
+    reporter = SimpleNamespace(phase=lambda *_: None)
+    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
+    loop._runtime = SimpleNamespace(run_step=run_step, reset=lambda: None)  # type: ignore[assignment]
+    for frame in (
+        Frame(MessageKind.STEP, 0, POSTED, Step(8, 0), memoryview(b"")),
+        Frame(MessageKind.RECALL, 0, 0, Recall(0), memoryview(b"")),
+        Frame(MessageKind.STEP, 0, POSTED, Step(9, 0), memoryview(b"")),
+        Frame(MessageKind.RESET, 0, 0, Reset(4), memoryview(b"")),
+        Frame(MessageKind.RECALL, 0, 0, Recall(0), memoryview(b"")),
+    ):
+        assert loop._handle(frame) is None
+    answers = [ends.supervisor.receive().message for _ in range(3)]  # type: ignore[union-attr]
+    assert answers == [Recalled(0, [8], True), ResetDone(4), Recalled(0, [], False)]
