@@ -18,7 +18,7 @@ from services import DEMO, ROOT
 
 from daemons.kv.batch import Batch, Layout
 from daemons.models.stage import LoadedStage
-from daemons.ops.page_scores import KeyMeans
+from daemons.ops.page_scores import KeySketches
 from daemons.ops.paged import Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
@@ -82,7 +82,7 @@ def shares_and_scores(layers):
         whole = (len(keys) - 2) // PAGE_TOKENS
         pages = keys[: whole * PAGE_TOKENS].view(whole, PAGE_TOKENS, *keys.shape[1:])
         none = torch.zeros(0, dtype=torch.int64)
-        scores = scores + KeyMeans(1, *keys.shape[1:], keys.device).scores(q[:-1], pages, none, scale)
+        scores = scores + KeySketches(1, *keys.shape[1:], keys.device).scores(q[:-1], pages, none, scale)
     return torch.stack(shares), scores.tolist()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from daemons.device import allocating, host_zeros, torch_dtype
 from daemons.errors import StateError
 from daemons.ops.host_pages import HostLayer, HostPages, PageCopy
-from daemons.ops.page_scores import KeyMeans
+from daemons.ops.page_scores import KeySketches
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, Dtype, LayerRange, Space, Tier, q8_groups
@@ -69,7 +69,7 @@ class Pools:
         self._states: dict[tuple[int, str], Tensor] = {}
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
-        self._ranked: list[PagedTensor] = []  # keys of which means are kept
+        self._ranked: list[PagedTensor] = []  # keys of which sketches are kept
         self._host_pages = HostPages(device, sizes.host_pages, page_copy) if sizes.host_pages else None
         for shape, indices in members.items():
             self._allocate(shape, indices)
@@ -111,7 +111,7 @@ class Pools:
             if self._host_pages is not None and hosts:
                 paged.host = HostLayer([host[at] for host in hosts], self._host_pages)
                 if self._rank_pages and shape.name == "k":
-                    paged.means = KeyMeans(self._sizes.host_pages, shape.shape[1], width, self.device)
+                    paged.sketches = KeySketches(self._sizes.host_pages, shape.shape[1], width, self.device)
                     self._ranked.append(paged)
             self._paged[i, shape.name] = paged
 
@@ -152,9 +152,9 @@ class Pools:
             if self.device.type != "cpu":
                 at = at.pin_memory().to(self.device, non_blocking=True)
             for keys in self._ranked:
-                assert keys.means is not None
-                keys.means.missing.difference_update(rows)
-                keys.means.keep(keys.read(Pages(at[0], len(pages), 0, PAGE_TOKENS), torch.float32), at[1])
+                assert keys.sketches is not None
+                keys.sketches.missing.difference_update(rows)
+                keys.sketches.keep(keys.read(Pages(at[0], len(pages), 0, PAGE_TOKENS), torch.float32), at[1])
         self._host_pages.page_out(pages, rows)
 
     def page_in(self, rows: Sequence[int], pages: Sequence[int]) -> None:
@@ -173,12 +173,12 @@ class Pools:
         more = f" and the {in_host} in host memory" if in_host else ""
         raise StateError(where, f"page {page} is outside the pool of {n}{more}")
 
-    def forget_means(self, pages: Sequence[int]) -> None:
-        """Pages of space full get other bytes: means of those in host memory are computed when they are needed."""
+    def forget_sketches(self, pages: Sequence[int]) -> None:
+        """Pages of space full get other bytes: sketches of those in host memory are made when they are needed."""
         rows = [page - self.units[Space.FULL] for page in pages if page >= self.units[Space.FULL]]
         for keys in self._ranked if rows else ():
-            assert keys.means is not None
-            keys.means.missing.update(rows)
+            assert keys.sketches is not None
+            keys.sketches.missing.update(rows)
 
     def copy_state(self, source: int, target: int, layer: int | None = None) -> None:
         """Copy a recurrent state in every layer or in one; at most one of the two is in host memory."""

@@ -204,7 +204,7 @@ class Attention:
         return q, gate
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:
-        if group.layout.ranked and self.keys.means is not None:
+        if group.layout.ranked and self.keys.sketches is not None:
             rank_pages(self.keys, group, q, self.shape.scale)
         if self.host_attention is not None and group.layout.reads_host:
             return self.host_attention(group, q)

@@ -1,36 +1,86 @@
-"""How much queries attend to whole pages, from the means of their keys: what KV Flash ranks pages by (policy ``qk``).
+"""How much queries attend to whole pages, from sketches of their keys: what KV Flash ranks pages by (policy ``qk``).
 
-Of each page in host memory the device keeps the mean of its keys, per kv head.  A page's score is its share of the
-softmax over the products of query and means: the largest over rows, the mean over heads.  Knows tensors only.
+Of each page in host memory the device keeps, per kv head, the mean of its keys, and of each key how it differs from
+that: a bit for each number's sign, and a factor.  A mean alone loses a key that differs from its 63 neighbours, as that
+of a fact among others does; signs find it (1-bit sketches, as in RaBitQ, arXiv:2405.12497).  A page's score: its
+share of the softmax over all positions, the largest over rows, the mean over heads.  Knows tensors only.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lucevisor.model.values import PAGE_TOKENS
 
-def means_of(keys: Tensor) -> Tensor:
-    """Means bfloat16 [n, K, D] of the keys [n, 64, K, D] of n pages."""
-    return keys.mean(dim=1).to(torch.bfloat16)
+CHUNK_PAGES = 512
+"""Pages whose sketches are unpacked at a time."""
 
 
-class KeyMeans:
-    """Means of the keys of one layer's pages in host memory, bfloat16 [host pages, K, D]."""
+class Sketches(NamedTuple):
+    """Of n pages: ``means`` bfloat16 [n, K, D], ``signs`` uint8 [n, K, 64, D / 8], ``factors`` bfloat16 [n, K, 64]."""
+
+    means: Tensor
+    signs: Tensor
+    factors: Tensor
+
+    def slice(self, start: int, stop: int) -> Sketches:
+        return Sketches(*(x[start:stop] for x in self))
+
+
+def sketches_of(keys: Tensor) -> Sketches:
+    """Sketches of the keys float32 [n, 64, K, D] of n pages."""
+    means = keys.mean(dim=1).to(torch.bfloat16)
+    rest = (keys - means.float().unsqueeze(1)).transpose(1, 2)
+    # the factor with which products with signs are right for what lies in the key's own direction
+    factors = rest.square().sum(dim=-1) / rest.abs().sum(dim=-1).clamp_(min=1e-30)
+    bits = F.pad((rest > 0).to(torch.uint8), (0, -rest.shape[-1] % 8)).view(*rest.shape[:-1], -1, 8)
+    signs = (bits << torch.arange(8, dtype=torch.uint8, device=keys.device)).sum(dim=-1, dtype=torch.uint8)
+    return Sketches(means, signs, factors.to(torch.bfloat16))
+
+
+def log_sums(q: Tensor, sketches: Sketches) -> Tensor:
+    """Logs of the sums of the weights of each page, float32 [K, r, n], for scaled queries [K, r, D]."""
+    means, signs, factors = sketches
+    n_heads, n_pages, width = q.shape[0], len(means), q.shape[-1]
+    bits = (signs.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=signs.device)) & 1
+    unpacked = bits.flatten(-2)[..., :width].to(q.dtype).mul_(2).sub_(1).transpose(0, 1).reshape(n_heads, -1, width)
+    products = torch.matmul(q, unpacked.transpose(1, 2)).float().view(n_heads, -1, n_pages, PAGE_TOKENS)
+    products.mul_(factors.float().transpose(0, 1).unsqueeze(1))
+    products += torch.matmul(q.float(), means.float().permute(1, 2, 0)).unsqueeze(-1)
+    return torch.logsumexp(products, dim=-1)
+
+
+class KeySketches:
+    """Sketches of one layer's pages in host memory."""
 
     def __init__(self, n_host: int, n_kv_heads: int, width: int, device: torch.device) -> None:
-        self.means = torch.zeros(n_host, n_kv_heads, width, dtype=torch.bfloat16, device=device)
+        self.kept = Sketches(
+            torch.zeros(n_host, n_kv_heads, width, dtype=torch.bfloat16, device=device),
+            torch.zeros(n_host, n_kv_heads, PAGE_TOKENS, -(-width // 8), dtype=torch.uint8, device=device),
+            torch.zeros(n_host, n_kv_heads, PAGE_TOKENS, dtype=torch.bfloat16, device=device),
+        )
         self.missing: set[int] = set()  # rows whose keys did not come from the device
 
     def keep(self, keys: Tensor, rows: Tensor) -> None:
-        """Note the means of pages [n, 64, K, D] that go to rows of host memory."""
-        self.means.index_copy_(0, rows, means_of(keys))
+        """Note the sketches of pages [n, 64, K, D] that go to rows of host memory."""
+        for mine, new in zip(self.kept, sketches_of(keys), strict=True):
+            mine.index_copy_(0, rows, new)
 
     def scores(self, q: Tensor, keys: Tensor, rows: Tensor, scale: float) -> Tensor:
         """Scores float32 of pages [n, 64, K, D] on the device, then of ``rows`` in host memory, for queries
         [r, H, D].
         """
-        means = torch.cat((means_of(keys), self.means.index_select(0, rows))).float().permute(1, 2, 0)  # [K, D, n]
-        by_head = q.float().view(len(q), means.shape[0], -1, q.shape[-1]).permute(1, 2, 0, 3)  # [K, G, r, D]
-        shares = torch.softmax(torch.matmul(by_head, means.unsqueeze(1)) * scale, dim=-1)
-        return shares.amax(dim=2).mean(dim=(0, 1))
+        n_rows, n_heads = len(q), self.kept.means.shape[1]
+        dtype = torch.float32 if q.device.type == "cpu" else q.dtype
+        by_head = (q.float() * scale).to(dtype).view(n_rows, n_heads, -1, q.shape[-1])  # [r, K, G, D]
+        flat = by_head.permute(1, 2, 0, 3).reshape(n_heads, -1, q.shape[-1])
+        found = [log_sums(flat, sketches_of(keys))] if len(keys) else []
+        for first in range(0, len(rows), CHUNK_PAGES):
+            part = rows[first : first + CHUNK_PAGES]
+            found.append(log_sums(flat, Sketches(*(x.index_select(0, part) for x in self.kept))))
+        shares = torch.softmax(torch.cat(found, dim=-1), dim=-1)
+        return shares.view(n_heads, -1, n_rows, shares.shape[-1]).amax(dim=2).mean(dim=(0, 1))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.host_pages import HostLayer
-from daemons.ops.page_scores import KeyMeans
+from daemons.ops.page_scores import KeySketches
 from lucevisor.model.values import Q8_GROUP
 
 
@@ -34,12 +34,12 @@ class Pages:
 class DensePages:
     """Keys or values of one layer, ``[pages, 64, K, D]``."""
 
-    __slots__ = ("host", "means", "pages", "slots")
+    __slots__ = ("host", "pages", "sketches", "slots")
 
     def __init__(self, pages: Tensor) -> None:
         self.pages = pages
         self.host: HostLayer | None = None  # of KV Flash
-        self.means: KeyMeans | None = None  # of keys in host memory, where pages are ranked
+        self.sketches: KeySketches | None = None  # of keys in host memory, where pages are ranked
         self.slots = pages.view(-1, *pages.shape[2:])
 
     def over(self, parts: Sequence[Tensor]) -> DensePages:
@@ -59,12 +59,12 @@ class DensePages:
 class Q8Pages:
     """Keys or values of one layer as q8_0: codes int8 ``[pages, 64, K, D]`` and a float16 scale for 32 numbers."""
 
-    __slots__ = ("codes", "host", "means", "scales", "width")
+    __slots__ = ("codes", "host", "scales", "sketches", "width")
 
     def __init__(self, codes: Tensor, scales: Tensor, width: int) -> None:
         self.codes, self.scales, self.width = codes, scales, width
         self.host: HostLayer | None = None  # of KV Flash
-        self.means: KeyMeans | None = None  # of keys in host memory, where pages are ranked
+        self.sketches: KeySketches | None = None  # of keys in host memory, where pages are ranked
 
     def over(self, parts: Sequence[Tensor]) -> Q8Pages:
         """The same over other memory."""

@@ -123,7 +123,7 @@ class StateMap:
     def expect(self, place: SlotPlace) -> None:
         """Pages of ``place`` get other bytes: what is known of those in host memory is outdated."""
         for pools in self._pools:
-            pools.forget_means(place.full)
+            pools.forget_sketches(place.full)
 
     def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[StateSegment]:
         """The segments of a Save.  Raises StateError."""

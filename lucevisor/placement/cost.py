@@ -11,7 +11,7 @@ layer frees its part before the next one begins, so the largest layer counts:
                  T x (query heads per kv head) x L x (1 + b)                   the mask, as flags and as numbers
                  SCORE_BYTES                                                   float32 on a GPU: scores in plain steps
     host pages   2 x HOST_CHUNK_PAGES x page of a layer of each shape             chunks on a GPU
-                 host pages x mean of the keys of each layer                   in bfloat16, where pages are ranked
+                 host pages x sketches of the keys of each layer               where pages are ranked
                  T x query heads x head dim x PARTIAL_COPIES x 4               parts of the output that are merged
     output       n_sequences x V x SAMPLING_BYTES                              logits, sorted values and ids, counts
     GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
@@ -31,7 +31,7 @@ from math import prod
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
-from lucevisor.model.values import Backend, Dtype, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
 from lucevisor.model.workspace import DEQUANT_ELEMENTS, HOST_CHUNK_PAGES, INT8_GEMV_ROWS, SCORE_ELEMENTS
 from lucevisor.placement.devices import HOST
@@ -101,7 +101,7 @@ class CostModel:
         read_as = dtype if kv_dtype is Dtype.Q8_0 else kv_dtype
         self._read = [layer.unit_bytes(read_as) for layer in spec.layers]
         self._groups = [_query_groups(layer) for layer in spec.layers]
-        self._means = [_means_bytes(layer) for layer in spec.layers]
+        self._sketches = [_sketch_bytes(layer) for layer in spec.layers]
         self._widths = [_output_width(layer) for layer in spec.layers]
         self._layers: dict[tuple[Backend, int], _Weights] = {}
         self._ends: dict[tuple[Backend, bool, bool], _Weights] = {}
@@ -142,12 +142,12 @@ class CostModel:
         return out + (SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0)
 
     def _staging_bytes(self, shard: Shard, steps: StepSizes) -> int:
-        """Chunks of pages in host memory, and means of their keys."""
+        """Chunks of pages in host memory, and sketches of their keys."""
         full = {self._units[i] for i in _indices(shard) if self.spec.layers[i].space is Space.FULL}
         if not steps.pools.host_pages:
             return 0
-        means = sum(self._means[i] for i in _indices(shard)) if steps.ranks_pages else 0
-        return 2 * HOST_CHUNK_PAGES * sum(full) + steps.pools.host_pages * means
+        sketches = sum(self._sketches[i] for i in _indices(shard)) if steps.ranks_pages else 0
+        return 2 * HOST_CHUNK_PAGES * sum(full) + steps.pools.host_pages * sketches
 
     def _mixer_bytes(self, i: int, steps: StepSizes) -> int:
         """Attention or delta rule of layer ``i``."""
@@ -216,10 +216,13 @@ def _query_groups(layer: LayerSpec) -> int:
     return max(1, width // (values.shape[-1] * values.shape[-2]))
 
 
-def _means_bytes(layer: LayerSpec) -> int:
-    """Return the bytes of the mean of a page's keys; 0 for a layer without pages that leave."""
+def _sketch_bytes(layer: LayerSpec) -> int:
+    """Return the bytes of the sketches of a page's keys; 0 for a layer without pages that leave."""
     keys = next((t for t in layer.state if t.name == "k" and layer.space is Space.FULL), None)
-    return 0 if keys is None else 2 * prod(keys.shape[1:])
+    if keys is None:
+        return 0
+    n_heads, width = prod(keys.shape[1:-1]), keys.shape[-1]
+    return n_heads * (2 * width + PAGE_TOKENS * (-(-width // 8) + 2))
 
 
 def _output_width(layer: LayerSpec) -> int:

@@ -80,9 +80,9 @@ def test_bytes_go_to_disk_and_back_from_both_memories(formats: tuple[Dtype, Dtyp
         for name in "kv":
             found, wanted = rows(target, layer, name, to), rows(source, layer, name, place)
             assert float((found - wanted).abs().max()) <= (0.0 if written is read else 0.02)
-        means = target.paged(layer, "k").means
-        assert means is not None
-        assert means.missing == {0, 6, 7}
+        sketches = target.paged(layer, "k").sketches
+        assert sketches is not None
+        assert sketches.missing == {0, 6, 7}
 
 
 def test_a_page_that_neither_memory_has_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daemons.kv.batch import Group
-from daemons.ops.page_scores import KeyMeans
+from daemons.ops.page_scores import KeySketches, log_sums, sketches_of
 from daemons.ops.paged import Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -80,14 +80,34 @@ def test_stages_score_all_whole_pages(golden: Golden) -> None:
     assert all(0.0 < score <= n_layers for score in scores)
 
 
-def test_scores_find_a_planted_key() -> None:
+@pytest.mark.parametrize("width", [64, 60])
+def test_scores_find_a_key_that_one_head_looks_for(width: int) -> None:
+    """One of 64 keys of a page in a text of 40, and one of four heads attends to it: a mean would lose it."""
     generator = torch.Generator().manual_seed(3)
-    keys, q = (torch.randn(*shape, generator=generator) for shape in ((20, PAGE_TOKENS, 2, 16), (3, 4, 16)))
-    keys[13, 31, 1] = 40 * q[2, 3]
-    means = KeyMeans(30, 2, 16, torch.device("cpu"))
-    rows = torch.arange(10, 22)
-    means.keep(keys[8:], rows)
-    scores = means.scores(q, keys[:8], rows, 1.0)
-    assert scores.shape == (20,)
-    assert int(scores.argmax()) == 13
-    assert torch.equal(scores, means.scores(q, keys, rows[:0], 1.0))
+    found = []
+    for at in range(30, 36):
+        keys = torch.randn(40, PAGE_TOKENS, 2, width, generator=generator) + 3 * torch.randn(width, generator=generator)
+        q = torch.randn(3, 4, width, generator=generator)
+        keys[at, 31, 1] += 12 * q[2, 3] / q[2, 3].norm()  # one key among 2,560: others reach 4 times their deviation
+        sketches = KeySketches(30, 2, width, torch.device("cpu"))
+        rows = torch.arange(0, 30)
+        sketches.keep(keys[10:], rows)
+        scores = sketches.scores(q, keys[:10], rows, 0.125)
+        assert scores.shape == (40,)
+        found.append(int(scores.argmax()) == at)
+        torch.testing.assert_close(scores, sketches.scores(q, keys, rows[:0], 0.125))
+    assert all(found)
+
+
+def test_sketches_tell_what_attention_sees() -> None:
+    """Estimated sums of weights, by page, go with those of the keys themselves, closer than means of keys do."""
+    generator = torch.Generator().manual_seed(5)
+    keys, q = (torch.randn(*shape, generator=generator) for shape in ((50, PAGE_TOKENS, 2, 64), (2, 6, 64)))
+    q /= 4  # products deviate by 2
+    exact = torch.logsumexp(torch.einsum("krd,ntkd->krnt", q, keys), dim=-1)
+    found, by_means = log_sums(q, sketches_of(keys)), torch.einsum("krd,nkd->krn", q, keys.mean(dim=1))
+    close, less = (
+        float(torch.corrcoef(torch.stack((one.flatten(), exact.flatten())))[0, 1]) for one in (found, by_means)
+    )
+    assert close > 0.65
+    assert close > less + 0.2

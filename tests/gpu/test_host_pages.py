@@ -7,6 +7,7 @@ import torch
 
 from daemons.device import prepare
 from daemons.kv.pools import Pools
+from daemons.ops.page_scores import sketches_of
 from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -72,6 +73,7 @@ def test_pages_come_back_as_they_left() -> None:
         tensor.zero_()
     pools.page_in(rows, [39 - i for i in range(40)])
     assert all(torch.equal(tensor.flip(0), kept) for tensor, kept in zip(tensors, before, strict=True))
-    means = pools.paged(1, "k").means
-    assert means is not None
-    assert torch.equal(means.means[rows[3]], before[2][3].float().mean(dim=0).to(torch.bfloat16))
+    sketches = pools.paged(1, "k").sketches
+    assert sketches is not None
+    wanted = sketches_of(before[2].float())
+    assert all(torch.equal(mine[rows], one) for mine, one in zip(sketches.kept, wanted, strict=True))
