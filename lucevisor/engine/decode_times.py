@@ -37,7 +37,7 @@ class _ShapeTimes:
             self.typical = min(self.typical, seconds)
         else:
             self.steps.append(seconds)
-            self.typical = _middle(self.steps)
+            self.typical = middle(self.steps)
 
 
 class DecodeTimes:
@@ -119,7 +119,7 @@ class DecodeTimes:
         return below + (above - below) * (n_rows - low) / (high - low)
 
 
-def _middle(values: Iterable[float]) -> float:
+def middle(values: Iterable[float]) -> float:
     """Return the mean of the middle half: outliers do not count, and it is steadier than the median."""
     ordered = sorted(values)
     skipped = len(ordered) // 4

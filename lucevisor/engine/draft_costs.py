@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from lucevisor.engine.decode_times import WARM_STEPS, DecodeTimes
+from lucevisor.engine.decode_times import WARM_STEPS, DecodeTimes, middle
 from lucevisor.protocol.loading import DraftKind
 
 ROW_SHARE: Final = 0.05
 """Assumed cost of one more row, of a step of one: between a GPU (0.02) and a small CPU (0.06)."""
 _KEPT_RATIOS: Final = 9
+_KEPT_GAPS: Final = 32
 _UPKEEP_STEPS: Final = 128
 """Steps over which upkeep is averaged: most take nothing, one in up to 64 does the work of all."""
 
@@ -47,6 +48,10 @@ class DraftTimes:
     steps: DecodeTimes = field(default_factory=lambda: DecodeTimes(ROW_SHARE))
     drafts: DecodeTimes = field(init=False)
     upkeep_share: float = 0.0  # of a plain step, that the draft stage takes for a step when it is not asked for drafts
+    gaps_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of rounds without and with drafts: RoundGaps
+    _gaps: tuple[deque[float], deque[float]] = field(
+        default_factory=lambda: (deque(maxlen=_KEPT_GAPS), deque(maxlen=_KEPT_GAPS))
+    )
     _n_upkeep: int = 0
     _n_uneven: int = 0
     _uneven: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_RATIOS))
@@ -63,6 +68,14 @@ class DraftTimes:
         self._n_uneven += 1
         if expected is not None and self._n_uneven > WARM_STEPS:
             self._uneven.append(seconds / expected)
+
+    def add_gap(self, drafted: bool, seconds: float) -> None:
+        """Count what a round took beside its step and drafts; of the other kind the same is assumed until measured."""
+        own, other = self._gaps[drafted], self._gaps[not drafted]
+        own.append(seconds)
+        self.gaps_s[drafted] = middle(own)
+        if not other:
+            self.gaps_s[not drafted] = self.gaps_s[drafted]
 
     def add_upkeep(self, share: float) -> None:
         """Count what the draft stage took for a step without drafts, of a plain step."""
@@ -133,7 +146,15 @@ class BatchCosts:
         """Return the seconds of a round with ``width`` drafts for every slice."""
         if not width:
             return self._plain_round_s(self.upkeep_s)
-        return self.schedule.round_s(self.verify_s(self.n_slices * width), self.draft_s(width))
+        return self.drafted_round_s(self.verify_s(self.n_slices * width), self.draft_s(width))
+
+    def drafted_round_s(self, step_s: float, draft_s: float) -> float:
+        """Return the seconds of a round with such a step and such drafts."""
+        return self.schedule.round_s(step_s, draft_s) + self.times.gaps_s[True]
+
+    def charged(self, step_s: float, *, drafted: bool) -> float:
+        """Return how many plain rounds such a step takes the place of; drafts are charged apart."""
+        return (self.schedule.pace * step_s + self.times.gaps_s[drafted]) / self.bare_round_s
 
     @property
     def bare_round_s(self) -> float:
@@ -168,7 +189,7 @@ class BatchCosts:
         assumed_s = self.verify_s(self.n_slices * width)
         smaller = [w for w in range(width) if self.is_known(w, 1 << 62)]
         smaller_s = self.verify_s(self.n_slices * smaller[-1]) if smaller else self.plain_s
-        return self.schedule.round_s((min(smaller_s, assumed_s) + assumed_s) / 2, self.draft_s(width))
+        return self.drafted_round_s((min(smaller_s, assumed_s) + assumed_s) / 2, self.draft_s(width))
 
     def _plain_round_s(self, upkeep_s: float) -> float:
         """Seconds of a round without drafts: with as many groups as there are now, or with one for each stage."""
@@ -179,7 +200,7 @@ class BatchCosts:
             plain_s = self.times.steps.seconds(n_slices, n_slices)
             if plain_s is not None:
                 seconds = min(seconds, schedule.round_s(plain_s, upkeep_s, schedule.n_stages))
-        return seconds
+        return seconds + self.times.gaps_s[False]
 
 
 def own_widths(tokens: Sequence[Sequence[float]], least: float) -> list[int]:

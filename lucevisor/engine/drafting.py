@@ -19,6 +19,7 @@ from lucevisor.engine.draft_statistics import DraftStatistics, PrefixOrigin, Ste
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.lookup import INDEX_TOKENS, NgramLookup
 from lucevisor.engine.request import RequestState
+from lucevisor.engine.round_gaps import RoundGaps
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
 from lucevisor.engine.speculation import Speculation
@@ -46,6 +47,7 @@ class Drafting:
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
         self._n_decoding = self._n_prompts = 0  # running, when the next step was begun
+        self._gaps, self._step_s = RoundGaps(), 0.0  # of the step whose result is applied
         self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
 
     # ---- the drafter
@@ -172,8 +174,10 @@ class Drafting:
 
     # ---- results
 
-    def applied(self, scheduled: ScheduledStep) -> None:
+    def applied(self, scheduled: ScheduledStep, now: float) -> None:
         """Let the sequences of a step wait for their drafts, now that the output stage has answered it."""
+        if self._settings.max_drafts and (gap := self._gaps.applied(scheduled, self._step_s, now)) is not None:
+            self.speculation.times.add_gap(*gap)
         if not self.outstanding or scheduled.step_id < self.outstanding[0].step_id:
             return  # planned before the drafter was attached
         self._n_sampled += 1
@@ -201,6 +205,7 @@ class Drafting:
                 part.live.drafted = drafted
                 self.speculation.drafted(part.record, drafted)
         self._count_drafts(expected, by_sequence, result.compute_s)
+        self._gaps.drafted(expected, result.compute_s)
         pieces = [part.slice for part in expected.parts.values()]
         if not pieces or not all_decodes(pieces):
             return
@@ -227,6 +232,7 @@ class Drafting:
 
     def stepped(self, step: ScheduledStep, seconds: float) -> None:
         """Note how long the stages took for a step, one after the other."""
+        self._step_s = seconds
         shares = []
         for part in step.parts.values():
             n_rows = len(part.slice.tokens)

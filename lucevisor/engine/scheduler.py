@@ -259,7 +259,7 @@ class Scheduler:
         for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
             events += self._take(part, drawn.get(sequence, []), now)
-        self.drafting.applied(scheduled)
+        self.drafting.applied(scheduled, now)
         return events
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:

@@ -77,7 +77,7 @@ class Speculation:
         self._max_drafts = max_drafts
         self._fixed = fixed
         self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
-        self._times = DraftTimes(PRIORS[kind])
+        self.times = DraftTimes(PRIORS[kind])
         self._loss = Allowance(LOSS_SHARE, MOST_LOSS)
         self._probes = Allowance(PROBE_SHARE, MOST_PROBES)
         self._probe: WidthProbe | None = None
@@ -178,9 +178,9 @@ class Speculation:
 
     def measured(self, n_rows: int, n_slices: int, seconds: float, slowest_s: float | None = None) -> None:
         """Note how long the stages took for a step of decodes, one after the other, and the slowest of several."""
-        steps = self._times.steps
+        steps = self.times.steps
         expected, warm = steps.seconds(n_rows, n_slices), steps.n_known(n_rows, n_slices) > 0
-        self._times.add_step(n_rows, n_slices, seconds)
+        self.times.add_step(n_rows, n_slices, seconds)
         if slowest_s is not None and seconds > 0:
             self._slowest += (slowest_s / seconds - self._slowest) / SLOWEST_STEPS
         self._n_measured += 1
@@ -190,7 +190,7 @@ class Speculation:
         if costs is None or expected is None:
             return
         self._step_s = min(seconds, OUTLIER * expected if warm else expected)
-        charged = costs.schedule.pace * self._step_s / costs.bare_round_s
+        charged = costs.charged(self._step_s, drafted=n_rows > n_slices)
         self._earn(charged)
         if n_rows > n_slices:
             self._loss.gain(1 - LEAST_GAIN * charged)
@@ -198,7 +198,7 @@ class Speculation:
 
     def measured_draft(self, n_slices: int, n_ahead: int, seconds: float) -> None:
         """Note how long the draft stage took for a step of decodes that asked for ``n_ahead`` drafts each."""
-        drafts = self._times.drafts
+        drafts = self.times.drafts
         expected, warm = drafts.seconds(n_ahead, n_slices), drafts.n_known(n_ahead, n_slices) > 0
         drafts.add(n_ahead, n_slices, seconds)
         costs = self._costs(n_slices)
@@ -212,7 +212,7 @@ class Speculation:
         """Note how long the draft stage took for a step of decodes behind which it was asked for nothing."""
         costs = self._costs(n_slices)
         if costs is not None:
-            self._times.add_upkeep(seconds / costs.plain_s)
+            self.times.add_upkeep(seconds / costs.plain_s)
             self._loss.gain(-min(UPKEEP_SHARE, self._delay(costs, costs.upkeep_s)))
 
     # ---- inside: drafts to ask for
@@ -229,11 +229,11 @@ class Speculation:
         """Costs with ``n_groups`` micro-batches (0: the present ones), of steps of ``n_slices`` (0: what follows)."""
         n, n_groups = max(1, self._n_decoding), n_groups or self.n_groups
         n_slices = n_slices or -(-n // n_groups)
-        plain_s = self._times.steps.seconds(n_slices, n_slices)
+        plain_s = self.times.steps.seconds(n_slices, n_slices)
         if plain_s is None:
             return None
         schedule = BatchSchedule(n, min(n_groups, n), min(self.n_stages, n), self._slowest, self.apart)
-        return BatchCosts(self._times, n_slices, plain_s, schedule)
+        return BatchCosts(self.times, n_slices, plain_s, schedule)
 
     def _delay(self, costs: BatchCosts, draft_s: float) -> float:
         """Return by how many plain rounds such work of the draft stage delays a round."""
@@ -254,7 +254,7 @@ class Speculation:
             self._fade()  # whatever promised to pay off did not
             return WidthChoice(0, rates[0], now)
         own, rate = self._own_choice(costs, each, rates[best])
-        if rate < (LEAST_GAIN if self._times.uneven_known else PROBE_GAIN) * rates[best]:
+        if rate < (LEAST_GAIN if self.times.uneven_known else PROBE_GAIN) * rates[best]:
             own, rate = {}, rates[best]
         drafting = best > 0 or bool(own)
         if self._probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
@@ -324,7 +324,7 @@ class Speculation:
 
     def _own_choice(self, costs: BatchCosts, each: dict[str, list[float]], rate: float) -> tuple[dict[str, int], float]:
         """Return a width for every request, and the tokens a second they yield; none where that is not possible."""
-        ratio = self._times.uneven_ratio
+        ratio = self.times.uneven_ratio
         if costs.n_slices == 1 or len(each) != costs.n_slices:
             return {}, 0.0
         tokens = list(each.values())
@@ -332,7 +332,7 @@ class Speculation:
         widths = uneven(own_widths(tokens, least), tokens)
         if not any(widths):
             return {}, 0.0
-        seconds = costs.schedule.round_s(ratio * costs.verify_s(sum(widths)), costs.draft_s(max(widths)))
+        seconds = costs.drafted_round_s(ratio * costs.verify_s(sum(widths)), costs.draft_s(max(widths)))
         found = sum(one[width] for one, width in zip(tokens, widths, strict=True)) / seconds
         return dict(zip(each, widths, strict=True)), found
 
@@ -376,11 +376,11 @@ class Speculation:
         ]
         best = max(range(most + 1), key=worth.__getitem__)
         if n_slices > 1:
-            ratio = self._times.uneven_ratio
+            ratio = self.times.uneven_ratio
             own_best = uneven(own_widths(tokens, rate * ratio * costs.row_s(n_slices * most)), tokens)
             found = sum(each[width] for each, width in zip(tokens, own_best, strict=True))
             # A first try may cost a step: it must promise as much as a probe.
-            least = 0.0 if self._times.uneven_known else (PROBE_GAIN - 1) * found
+            least = 0.0 if self.times.uneven_known else (PROBE_GAIN - 1) * found
             if found - rate * ratio * costs.stages_s(sum(own_best)) > worth[best] + least:
                 return own_best
         if not best and any(record.acceptance.looked_up for record, _ in drafts):

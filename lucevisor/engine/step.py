@@ -140,6 +140,11 @@ class ScheduledStep:
                 self.parts[one.sequence].record.scores[at] = TokenScore(logprob, tuple(top))
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether it computes no prompt, and something."""
+        return bool(self.parts) and all(part.slice.sample and part.slice.n_context == 1 for part in self.parts.values())
+
+    @property
     def n_ahead(self) -> int:
         """The most drafts that a slice asks for."""
         return max((part.slice.n_ahead for part in self.parts.values()), default=0)

@@ -1,0 +1,65 @@
+"""What a round takes beside its step and its drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+from lucevisor.engine.draft_costs import PRIORS, BatchCosts, DraftTimes
+from lucevisor.engine.round_gaps import RoundGaps
+from lucevisor.engine.step import ScheduledSequence, ScheduledStep
+from lucevisor.protocol.loading import DraftKind
+from lucevisor.protocol.steps import Slice
+
+
+def step(number: int, *slices: Slice) -> ScheduledStep:
+    return ScheduledStep(number, {s.sequence: ScheduledSequence(None, None, s) for s in slices}, True)  # type: ignore[arg-type]
+
+
+def decode(sequence: int, n_ahead: int = 0) -> Slice:
+    return Slice(sequence, 70, [5], True, n_ahead=n_ahead)
+
+
+def test_rounds_without_and_with_drafts() -> None:
+    gaps = RoundGaps()
+    steps = [step(i, decode(0), decode(1, n_ahead=3 * (i == 8))) for i in (7, 8, 9)]
+    assert gaps.applied(steps[0], 0.010, 1.000) is None
+    assert gaps.applied(steps[1], 0.010, 1.011) == (False, pytest.approx(0.001))
+    gaps.drafted(steps[1], 0.002)
+    assert gaps.applied(steps[2], 0.012, 1.028) == (True, pytest.approx(0.003))
+
+
+def test_a_step_that_ran_ahead_leaves_no_gap() -> None:
+    gaps = RoundGaps()
+    gaps.applied(step(7, decode(0)), 0.010, 1.0)
+    assert gaps.applied(step(8, decode(0)), 0.010, 1.0099) == (False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (step(7, decode(0)), step(9, decode(0))),  # another was in between
+        (step(7, decode(0)), step(8, decode(0), decode(1))),  # another micro-batch
+        (step(7, Slice(0, 0, [1, 2], True)), step(8, decode(0))),
+        (step(7), step(8)),
+    ],
+    ids=["in between", "others", "prompt", "empty"],
+)
+def test_other_rounds_tell_nothing(first: ScheduledStep, second: ScheduledStep) -> None:
+    gaps = RoundGaps()
+    gaps.applied(first, 0.01, 1.0)
+    assert gaps.applied(second, 0.01, 1.5) is None
+
+
+def test_drafting_must_pay_for_the_gaps_of_its_rounds() -> None:
+    times = DraftTimes(PRIORS[DraftKind.MTP])
+    costs = BatchCosts(times, 1, 0.010)
+    for _ in range(5):
+        times.steps.add(1, 1, 0.010)
+        times.steps.add(4, 1, 0.012)
+        times.drafts.add(3, 1, 0.002)
+    before = costs.round_s(3)
+    times.add_gap(True, 0.001)
+    assert (costs.round_s(0), costs.round_s(3)) == (pytest.approx(0.011), pytest.approx(before + 0.001))
+    times.add_gap(False, 0.0)
+    assert (costs.round_s(0), costs.bare_round_s) == (pytest.approx(0.010), pytest.approx(0.010))
+    assert costs.charged(0.012, drafted=True) == pytest.approx(1.3)
