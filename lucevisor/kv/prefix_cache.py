@@ -380,9 +380,7 @@ class PrefixIndex:
         while not pools.fits(needs):
             lacking = [space for space, n in needs.items() if n > pools[space].n_free]
             gives = all(pools[space] is self._pools[space] for space in lacking)  # slots own none of other pools
-            victim = (
-                self._next_victim([pools[space] for space in lacking]) if gives else None
-            )  # slots own no ids of other pools
+            victim = self._next_victim([pools[space] for space in lacking]) if gives else None
             if victim is None:
                 return False
             self._evict(victim)

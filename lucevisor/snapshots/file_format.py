@@ -308,6 +308,8 @@ class _Parser:
             raise self._foreign("paged_out", f"is not a record of pages: {error}") from error
         if found is None:
             return None
+        if not found.entries:
+            raise self._foreign("paged_out", "names no pages")
         n_pages = self._number("n_tokens", MAX_TOKENS) // PAGE_TOKENS
         ascending = all(a < b for a, b in pairwise(found.entries))
         if not ascending or not all(0 < entry < n_pages for entry in found.entries) or len(found.scores) > n_pages:

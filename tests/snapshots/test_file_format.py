@@ -202,6 +202,7 @@ def test_a_file_of_another_length_than_the_header_says(change):
         ({"created_s": "nan"}, Fault.FOREIGN, "created_s: is not a time"),
         ({"next_token": "{}"}, Fault.FOREIGN, "next_token: is not a token record"),
         ({"paged_out": "{}"}, Fault.FOREIGN, "paged_out: is not a record of pages"),
+        ({"paged_out": '{"policy":"qk","pool_pages":8,"entries":[]}'}, Fault.FOREIGN, "paged_out: names no pages"),
         (
             {"paged_out": '{"policy":"qk","pool_pages":8,"entries":[1,99]}'},
             Fault.FOREIGN,
