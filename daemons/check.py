@@ -1,4 +1,4 @@
-"""Checks for ``lucevisor doctor`` (a layer on every device, the arenas), and timings for the planner."""
+"""Checks for ``lucevisor doctor`` (a layer on every device, the arenas), timings for the planner, and tuning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from daemons import device as devices
 from daemons.models.stage import LoadedStage
 from daemons.timing import release, time_span
+from daemons.tuning import tune
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.spec import ModelSpec
@@ -30,6 +31,8 @@ def run_check(order: Check, backend: Backend, fds: Sequence[int]) -> Checked:
     """Run every check; a failed check is a line, never an exception."""
     if order.measure is not None:
         return _measure(order, order.measure, backend)
+    if order.tune is not None:
+        return tune(order, order.tune, backend)
     lines = [_arena(fd, plan.boundary, order, i) for i, (fd, plan) in enumerate(zip(fds, order.arenas, strict=True))]
     spec = read_spec(open_model([Path(f) for f in order.files]))
     rows = torch.randn(N_TOKENS, spec.boundary_width, generator=torch.Generator().manual_seed(order.layer))

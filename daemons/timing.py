@@ -81,14 +81,14 @@ def _timed(spec: ModelSpec, stage: LoadedStage, slice_: Slice) -> tuple[float, f
 
     ends = 0.0
     if shard.embedding is not None:
-        ends += _seconds(lambda _: _embed(shard, batch), shard.device)
+        ends += seconds(lambda _: _embed(shard, batch), shard.device)
     if shard.output is not None:
-        ends += _seconds(lambda call: _output(shard, inputs[call : call + 1]), shard.device)
+        ends += seconds(lambda call: _output(shard, inputs[call : call + 1]), shard.device)
     captured = stage.graphs[0] is not None and layout.graph_key is not None
-    return _seconds(_Captured(shard.device, layers) if captured else layers, shard.device), ends
+    return seconds(Captured(shard.device, layers) if captured else layers, shard.device), ends
 
 
-class _Captured:
+class Captured:
     """Work as in a short step on a GPU: eager the first time, then a CUDA graph."""
 
     def __init__(self, device: torch.device, work: Callable[[int], Tensor]) -> None:
@@ -114,8 +114,8 @@ def _output(shard: ShardModel, row: Tensor) -> None:
         shard.output(row)
 
 
-def _seconds(work: Callable[[int], object], device: torch.device) -> float:
-    """Seconds per call, queued behind each other as in a step: synchronises once a round."""
+def seconds(work: Callable[[int], object], device: torch.device) -> float:
+    """Per call, queued behind each other as in a step: synchronises once a round."""
 
     def once(n_calls: int) -> float:
         devices.synchronize(device)

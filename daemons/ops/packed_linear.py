@@ -36,27 +36,33 @@ class RowGemv(Protocol):
 
 
 class PackedLinear:
-    """A matrix ``[N, K]``: gemv on its codes up to MAX_GEMV_ROWS, above a library gemm on dequantised rows.
+    """A matrix ``[N, K]``: gemv on its codes up to ``gemv_rows``, above a library gemm on dequantised rows.
 
     ``row_gemv``: for up to ``max_rows``; None: as for more.
     """
 
     def __init__(
-        self, packed: PackedWeights, n_columns: int, row_gemv: RowGemv | None = None, max_rows: int = 1
+        self,
+        packed: PackedWeights,
+        n_columns: int,
+        row_gemv: RowGemv | None = None,
+        max_rows: int = 1,
+        gemv_rows: int = MAX_GEMV_ROWS,
     ) -> None:
-        self.packed, self.n_columns, self.row_gemv, self.max_rows = packed, n_columns, row_gemv, max_rows
+        self.packed, self.n_columns, self.row_gemv = packed, n_columns, row_gemv
+        self.max_rows, self.gemv_rows = max_rows, gemv_rows
         self.n_out, self.n_bytes = packed.n_rows, packed.nbytes
 
     @property
     def implementation(self) -> str:
         """What runs for how many rows, for the report of kernel selection."""
         few = "" if self.row_gemv is None else f"cuda c++ to {self.max_rows} rows, "
-        return f"packed, {few}triton to {MAX_GEMV_ROWS}, dequantised beyond"
+        return f"packed, {few}triton to {self.gemv_rows}, dequantised beyond"
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.row_gemv is not None and 1 <= x.shape[0] <= self.max_rows:
             return self.row_gemv(self.packed, x)
-        if x.shape[0] <= MAX_GEMV_ROWS:
+        if x.shape[0] <= self.gemv_rows:
             return packed_gemv(self.packed, x.contiguous())
         step = rows_at_a_time(self.n_columns)
         if step >= self.n_out:
@@ -82,12 +88,21 @@ class PackedLinear:
 
 
 class PackedExperts:
-    """Matrices ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertWeights`.  ``row_gemv`` as in PackedLinear."""
+    """Matrices ``[X, N, K]``; see :class:`daemons.ops.experts.ExpertWeights`.
+
+    ``row_gemv``: for up to ``max_pairs`` pairs.
+    """
 
     max_async_pairs = UNLIMITED_PAIRS
 
-    def __init__(self, packed: PackedWeights, n_columns: int, row_gemv: RowGemv | None = None) -> None:
-        self.packed, self.row_gemv = packed, row_gemv
+    def __init__(
+        self,
+        packed: PackedWeights,
+        n_columns: int,
+        row_gemv: RowGemv | None = None,
+        max_pairs: int = MAX_ROW_GEMV_PAIRS,
+    ) -> None:
+        self.packed, self.row_gemv, self.max_pairs = packed, row_gemv, max_pairs
         self.n_experts, self.n_out = packed.tiles.shape[0], packed.n_rows
         self.n_columns, self.n_elements, self.n_bytes = n_columns, self.n_out * n_columns, packed.nbytes
 
@@ -96,7 +111,7 @@ class PackedExperts:
         """What runs for how many pairs, for the report of kernel selection."""
         if self.row_gemv is None:
             return "packed, triton"
-        return f"packed, cuda c++ to {MAX_ROW_GEMV_PAIRS} pairs, triton beyond"
+        return f"packed, cuda c++ to {self.max_pairs} pairs, triton beyond"
 
     def linear(self, expert: int) -> PackedLinear:
         return PackedLinear(self.packed.matrix(expert), self.n_columns, self.row_gemv)
@@ -107,7 +122,7 @@ class PackedExperts:
         return numbers.view(experts.shape[0], -1, numbers.shape[1])[:, : self.n_out, : self.n_columns]
 
     def grouped_gemm(self, x: Tensor, pairs: ExpertPairs, pairs_per_row: int) -> Tensor:
-        if len(pairs) <= MAX_ROW_GEMV_PAIRS and self.row_gemv is not None:
+        if len(pairs) <= self.max_pairs and self.row_gemv is not None:
             return self.row_gemv(self.packed, x, pairs.experts, pairs_per_row)
         if len(pairs) <= MAX_GEMV_PAIRS:
             return packed_gemv(self.packed, x.contiguous(), pairs.experts, pairs_per_row)

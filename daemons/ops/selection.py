@@ -16,8 +16,9 @@ from torch import Tensor
 from daemons.device import launching
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import CpuBlockTable, TiledLinear
+from daemons.ops.cpu.linear import MAX_TILED_ROWS, CpuBlockTable, TiledLinear
 from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
+from daemons.ops.handovers import Handovers, conditions, read
 from daemons.ops.linear import (
     Bfloat16CpuLinear,
     BlockLinear,
@@ -43,16 +44,19 @@ if TYPE_CHECKING:
 class KernelSelector:
     """Builds the callables of one device and records what it selected, as ``operation -> implementation``.
 
-    ``kernels``: whether to use Triton kernels; None: on a GPU for which Triton can compile.
+    ``kernels``: whether to use Triton kernels; None: on a GPU for which Triton can compile.  ``limits``: up to how many
+    rows each kernel runs; None: as this kind of device was tuned, else as built in.
     """
 
     device: torch.device
     dtype: torch.dtype
     kernels: bool | None = None
+    limits: Handovers | None = None
     selected: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     """What costs speed here and can be fixed."""
     operations: Operations = field(init=False)
+    handovers: Handovers = field(init=False)
     _row_gemv: CudaGemv | None = field(init=False, default=None)
     cpu: CpuKernels | None = field(init=False, default=None)
     """C++ kernels of a cpu that computes in bfloat16."""
@@ -70,12 +74,20 @@ class KernelSelector:
                 self.cpu = cpu_kernels()
             except CpuCompileError as error:
                 self.warnings.append(f"the cpu computes with torch alone, slower than C++ kernels: {error}")
+        self.handovers, ignored = self._tuned() if self.limits is None else (self.limits, "")
+        self.warnings += [ignored] if ignored else []
         self.operations, name = self._layer_operations()
         self._note("layers", name)
         if self.kernels and self.device.type == "cuda" and torch.version.cuda and self.dtype != torch.float32:
             self._row_gemv, reason = _cuda_gemv(self.device, self.dtype)
             if reason:
                 self.warnings.append(f"{self.device} decodes with Triton kernels, slower than CUDA C++: {reason}")
+
+    def _tuned(self) -> tuple[Handovers, str]:
+        """What ``bench --tune`` kept for this kind of device, and why a file of it was ignored."""
+        if self.cpu is not None or (self.kernels and self.device.type == "cuda"):
+            return read(conditions(self.device, self.dtype))
+        return Handovers(), ""
 
     def _layer_operations(self) -> tuple[Operations, str]:
         if self.kernels:
@@ -121,9 +133,11 @@ class KernelSelector:
     def tiled_linear(self, parts: list[Tiles], n_columns: int) -> Linear:
         """Matrices in tiles, one below the other."""
         assert self.cpu is not None
-        for part in parts:
-            self._note(f"linear {part.kind.name}", TiledLinear.implementation)
-        return TiledLinear(self.cpu, parts, n_columns)
+        limits = [self.handovers.limit(part.kind.name, "tiled rows", MAX_TILED_ROWS) for part in parts]
+        product = TiledLinear(self.cpu, parts, n_columns, min(limits))
+        for kind in (part.kind.name for part in parts):
+            self._note(f"linear {kind}", product.implementation + self.handovers.note(kind))
+        return product
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
         self._note(f"linear {kind.name}", f"blocks, dequantised to {_name(self.dtype)} at each call")
@@ -132,17 +146,23 @@ class KernelSelector:
     def packed_linear(self, packed: PackedWeights, n_columns: int) -> Linear:
         """A packed matrix."""
         from daemons.ops.packed_linear import PackedLinear
+        from daemons.ops.triton.gemv import MAX_GEMV_ROWS
 
-        product = PackedLinear(packed, n_columns, *self._row_gemv_of(packed))
-        self._note(f"linear {packed.kind.name}", product.implementation)
+        kind, (row_gemv, n_rows) = packed.kind.name, self._row_gemv_of(packed)
+        n_rows = min(n_rows, self.handovers.limit(kind, "cuda rows", n_rows))
+        gemv_rows = self.handovers.limit(kind, "triton rows", MAX_GEMV_ROWS)
+        product = PackedLinear(packed, n_columns, row_gemv, n_rows, gemv_rows)
+        self._note(f"linear {kind}", product.implementation + self.handovers.note(kind))
         return product
 
     def packed_experts(self, packed: PackedWeights, n_columns: int) -> ExpertWeights:
         """Packed matrices of experts."""
-        from daemons.ops.packed_linear import PackedExperts
+        from daemons.ops.packed_linear import MAX_ROW_GEMV_PAIRS, PackedExperts
 
-        experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed)[0])
-        self._note(f"experts {packed.kind.name}", experts.implementation)
+        kind = packed.kind.name
+        n_pairs = self.handovers.limit(kind, "cuda pairs", MAX_ROW_GEMV_PAIRS)
+        experts = PackedExperts(packed, n_columns, self._row_gemv_of(packed)[0], n_pairs)
+        self._note(f"experts {kind}", experts.implementation + self.handovers.note(kind))
         return self._experts(experts)
 
     def _row_gemv_of(self, packed: PackedWeights) -> tuple[CudaGemv | None, int]:

@@ -46,6 +46,7 @@ class Numbers(click.ParamType[list[int]]):
 @click.option("-d", "--depth", "depths", type=Numbers(), default="0", show_default=True, help="Tokens before answers.")
 @click.option("-s", "--streams", type=Numbers(1), default="1", show_default=True, help="Answers at once.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Rounds to measure.")
+@click.option("--tune", "tunes", is_flag=True, help="Before that, measure which kernels are the fastest here; keep it.")
 @click.option("--json", "json_file", type=OutputFile(), help="Write figures to a file.")
 @click.option(
     "--against",
@@ -61,6 +62,7 @@ def bench(
     depths: list[int],
     streams: list[int],
     rounds: int,
+    tunes: bool,
     json_file: Path | None,
     against: Path | None,
     against_args: str,
@@ -78,12 +80,13 @@ def bench(
     from lucevisor.app.llama_bench import LlamaBench
     from lucevisor.app.model_files import open_model
     from lucevisor.deployment.service import Service
+    from lucevisor.deployment.tuning import tune
 
     if answer == 1:
         raise click.UsageError("--answer 1: a speed needs two tokens at least; 0 measures no answers")
     wanted = cases(prompts, answer, depths, streams)
-    if not wanted:
-        raise click.UsageError("nothing to measure: give --prompt or --answer")
+    if not wanted and not tunes:
+        raise click.UsageError("nothing to measure: give --prompt or --answer, or --tune")
     peer_arguments = _words(against_args)
     needed = max((case.streams for case in wanted), default=1)
     settings = [*PLAIN, *([f"engine.max_sequences={needed}"] if needed > 1 else [])]
@@ -95,6 +98,11 @@ def bench(
         tempfile.TemporaryDirectory(prefix="lucevisor-bench-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        if tunes:
+            for line in runner.run(tune(model.files, loaded)):
+                click.echo(f"{line.subject}: {line.detail}")
+        if not wanted:
+            return ExitCode.DONE
 
         async def everything() -> tuple[str, dict[str, object]]:
             figures, record = await run(Service(loaded, model, Path(directory), SilentDisplay()), wanted, rounds, peer)

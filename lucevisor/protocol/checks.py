@@ -27,15 +27,25 @@ class Measure(msgspec.Struct, frozen=True):
     options: dict[str, str] = {}
 
 
+class Tune(msgspec.Struct, frozen=True):
+    """Measure on each of ``devices`` up to how many rows each kernel is the fastest for the model's matrices, and keep
+    that for later loads."""
+
+    devices: list[int]
+    threads: int = 0
+    options: dict[str, str] = {}
+
+
 class Check(msgspec.Struct, frozen=True):
     """Compare one layer on every visible device with the float32 cpu reference, and map ``arenas``, whose descriptors
-    travel with the frame.  With ``measure``, time layers instead of comparing one."""
+    travel with the frame.  With ``measure`` or ``tune``, time layers or kernels instead of comparing one."""
 
     files: list[str]
     layer: int
     dtype: Dtype
     arenas: list[ArenaPlan] = []
     measure: Measure | None = None
+    tune: Tune | None = None
 
 
 class CheckLine(msgspec.Struct, frozen=True):
@@ -55,7 +65,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """Answer to Check.  ``timings``: one per Span, in order; empty when one failed, which ``lines`` then reports."""
+    """Answer to Check.  ``timings``: one per Span, in order; empty when one failed, which ``lines`` then reports.
+    ``lines``: also one for each limit that was tuned."""
 
     lines: list[CheckLine]
     timings: list[Timing] = []

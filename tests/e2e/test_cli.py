@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -206,21 +208,30 @@ def test_logits_writes_the_golden_numbers(cli: Cli, tmp_path: Path) -> None:
 
 def test_bench_measures_a_configuration_beside_a_llama_bench(cli: Cli, tmp_path: Path) -> None:
     peer, record = tmp_path / "llama-bench", tmp_path / "figures.json"
+    shared, own = Path(os.environ["XDG_CACHE_HOME"]) / "lucevisor", tmp_path / "cache" / "lucevisor"
+    own.mkdir(parents=True, mode=0o700)  # other tests must not load what is tuned here
+    for library in shared.glob("cpu-kernels-*.so"):
+        shutil.copy(library, own)
+    cli.env["XDG_CACHE_HOME"] = str(own.parent)
     results = [{"n_prompt": 70, "n_gen": 0, "avg_ts": 2.0}, {"n_prompt": 0, "n_gen": 6, "avg_ts": 2.0}]
     for program, said in ((peer, results), (tmp_path / "llama-batched-bench", {"pl": 2, "speed_tg": 2.0})):
         program.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
         program.chmod(0o700)
     done = cli.run(
         *("bench", str(DEMO), "-p", "70", "-n", "6", "-d", "0,65", "-s", "2", "-r", "2"),
-        *("--against", str(peer), "--json", str(record)),
+        *("--against", str(peer), "--json", str(record), "--tune"),
     )
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    lines = done.stdout.splitlines()
+    tuned, rows = [line for line in lines if ": " in line], [line.split("  ")[0] for line in lines if ": " not in line]
     assert rows == ["test", "pp70", "tg6", "tg6 @ d65", "tg6 x2"]
     found = json.loads(record.read_text())
     assert [t["name"] for t in found["tests"]] == rows[1:]
     assert all(len(t["rounds"]) == 2 and min(t["rounds"]) > 0 for t in found["tests"])
     assert [t.get("against_rounds") for t in found["tests"]] == [[2.0, 2.0]] * 4
     assert all("cpu layers" in group["kernels"] and group["torch"] for group in found["groups"].values())
+    kernels = found["groups"]["left"]["kernels"]
+    assert kernels["cpu linear Q4_K"].endswith(" (tuned)") == bool(tuned)
+    assert len(tuned) == len(list(own.glob("kernels-*.json"))) * 4  # a group's Q4_K and Q6_K, two groups alike
     assert found["against"] == [str(peer)]
     assert {"date", "version", "command", "layers"} < set(found)
     refused = cli.run("bench", str(DEMO), "-p", "1000000", check=False)

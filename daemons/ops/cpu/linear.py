@@ -19,18 +19,23 @@ SCRATCH_ELEMENTS = 1 << 24
 class TiledLinear:
     """Matrices ``[N, K]`` one below the other, bfloat16 activations.
 
-    Up to MAX_TILED_ROWS rows a row's result is the same whatever rows are beside it.
+    Up to ``max_rows`` rows a row's result is the same whatever rows are beside it.
     """
 
-    implementation = f"tiles, c++ to {MAX_TILED_ROWS} rows, bfloat16 onednn beyond"
-
-    def __init__(self, kernels: CpuKernels, parts: Sequence[Tiles], n_columns: int) -> None:
-        self.kernels, self.parts, self.n_columns = kernels, list(parts), n_columns
+    def __init__(
+        self, kernels: CpuKernels, parts: Sequence[Tiles], n_columns: int, max_rows: int = MAX_TILED_ROWS
+    ) -> None:
+        self.kernels, self.parts, self.n_columns, self.max_rows = kernels, list(parts), n_columns, max_rows
         self.n_out, self.n_bytes = sum(p.n_rows for p in parts), sum(p.data.nbytes for p in parts)
         self._matrices = kernels.matrices(self.parts)
 
+    @property
+    def implementation(self) -> str:
+        """What runs for how many rows, for the report of kernel selection."""
+        return f"tiles, c++ to {self.max_rows} rows, bfloat16 onednn beyond"
+
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= MAX_TILED_ROWS:
+        if x.shape[0] <= self.max_rows:
             return self.kernels.multiply(self._matrices, x.contiguous(), self.n_out)
         batches = list(self._batches())
         if len(batches) == 1:

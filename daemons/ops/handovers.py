@@ -1,0 +1,115 @@
+"""Up to how many rows each kernel multiplies a quantised matrix, before the next kind of kernel takes over.
+
+Built-in limits are those of the devices that were measured; ``lucevisor bench --tune`` measures others, and keeps its
+choices in the user's cache directory, a file for each kind of device, torch, driver, dtype and source of the kernels.
+Invariant: a file that cannot be read or holds anything else than numbers that are measured changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import torch
+
+from daemons.device import visible_devices
+from lucevisor.model.values import Backend
+
+Handover = Literal["tiled rows", "cuda rows", "triton rows", "cuda pairs"]
+"""C++ on a cpu before oneDNN, CUDA C++ before Triton, Triton on packed weights before a dequantised product; and
+(token, expert) pairs in CUDA C++ before Triton."""
+
+CANDIDATES: dict[Handover, tuple[int, ...]] = {
+    "tiled rows": (16, 24, 32, 48, 64, 96),
+    "cuda rows": (1, 8, 16),
+    "triton rows": (16, 32, 64),
+    "cuda pairs": (0, 8, 16, 32, 64),
+}
+"""What is measured.  Rows of a cpu's C++ do not depend on those beside them, which verify steps of up to 16 tokens rely
+on: it keeps at least 16."""
+
+
+class TuningFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``limits``: quant type -> hand-over -> rows or pairs."""
+
+    version: Literal[1]
+    conditions: dict[str, str]
+    limits: dict[str, dict[Handover, Annotated[int, msgspec.Meta(ge=0)]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Handovers:
+    """The limits of a device: those measured, else the built-in ones."""
+
+    tuned: dict[str, dict[Handover, int]] = field(default_factory=dict)
+
+    def limit(self, kind: str, what: Handover, built_in: int) -> int:
+        """Rows or pairs of a quant type up to which the first kernel runs."""
+        return self.tuned.get(kind, {}).get(what, built_in)
+
+    def note(self, kind: str) -> str:
+        """What the report of kernel selection adds."""
+        return " (tuned)" if kind in self.tuned else ""
+
+
+def conditions(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What the limits of a device depend on."""
+    on_cpu = device.type == "cpu"
+    return {
+        "device": visible_devices(Backend.CPU)[0].name if on_cpu else torch.cuda.get_device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": str(torch.__version__),
+        "driver": "" if on_cpu else _driver(),
+        "threads": str(torch.get_num_threads()) if on_cpu else "",
+        "source": _source(),
+    }
+
+
+def _driver() -> str:
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(version()) if torch.version.cuda and version is not None else ""
+
+
+@cache
+def _source() -> str:
+    digest, root = sha256(), Path(__file__).parent
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".h", ".cpp")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def file_of(found: dict[str, str]) -> Path:
+    """Where the choices under these conditions are kept."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    directory = (base if base.is_absolute() else Path.home() / ".cache") / "lucevisor"
+    return directory / f"kernels-{sha256(msgspec.json.encode(sorted(found.items()))).hexdigest()[:16]}.json"
+
+
+def read(found: dict[str, str]) -> tuple[Handovers, str]:
+    """The limits kept for these conditions, and why a file of that name was ignored."""
+    path = file_of(found)
+    try:
+        data = msgspec.json.decode(path.read_bytes(), type=TuningFile)
+    except FileNotFoundError:
+        return Handovers(), ""
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        return Handovers(), f"{path} is ignored: {error}; run lucevisor bench --tune again"
+    allowed = all(n in CANDIDATES[what] for of_kind in data.limits.values() for what, n in of_kind.items())
+    if data.conditions != found or not allowed:
+        return Handovers(), f"{path} is ignored: it is of another device or version; run lucevisor bench --tune again"
+    return Handovers(data.limits), ""
+
+
+def write(found: dict[str, str], limits: dict[str, dict[Handover, int]]) -> Path:
+    """Keep limits for these conditions.  Raises OSError, which leaves what was kept before."""
+    path = file_of(found)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(TuningFile(1, found, limits)), indent=1) + b"\n")
+    scratch.replace(path)
+    return path
