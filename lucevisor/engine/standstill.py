@@ -7,7 +7,9 @@ Invariant: what a FrozenState names keeps its bytes in every daemon that lives o
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -127,10 +129,14 @@ class Standstill(PrefixAccess):
         for stage, plan in plans.items():
             replays.append(StageReplay(stage, [one.step for one in plan.steps], n_rows))
             n_rows += sum(copy.n for one in plan.steps for copy in one.rows)
+        rows = self._stages.gather(plans.values())
         try:
-            return StateReplay(replays, await asyncio.wrap_future(self._stages.gather(plans.values())))
+            return StateReplay(replays, await asyncio.wrap_future(rows))
         except OSError:
             return None
+        except asyncio.CancelledError:  # the daemon is gone, and the rows are still being written
+            rows.add_done_callback(_close)
+            raise
 
     async def quiesce(self, timeout_s: float) -> bool:
         """Start no queued request until the next attach; return whether the running ones ended in time.
@@ -154,6 +160,11 @@ class Standstill(PrefixAccess):
         except TimeoutError:
             return False
         return True
+
+
+def _close(file: Future[int]) -> None:
+    if not file.cancelled() and file.exception() is None:
+        os.close(file.result())
 
 
 def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:
