@@ -59,9 +59,10 @@ def _tune_device(
     for layout in _largest(spec, backend, dtype):
         selector = KernelSelector(device, torch_dtype, limits=Handovers())
         kind = layout.kind.name
-        for what, at in _of_matrix(spec, layout, selector):
-            limits.setdefault(kind, {})[what] = at
-            lines.append(CheckLine(f"{subject} {kind}", True, f"{what} to {at}"))
+        with devices.launching(device):
+            found = dict(_of_matrix(spec, layout, selector))
+        limits.setdefault(kind, {}).update(found)
+        lines += [CheckLine(f"{subject} {kind}", True, f"{what} to {at}") for what, at in found.items()]
         release(device)
     if limits:
         write(conditions(device, torch_dtype), limits)
