@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -39,15 +39,18 @@ class Figures:
     def as_json(self) -> dict[str, Any]:
         case = self.case
         out: dict[str, Any] = {"name": case.name, "prompt": case.prompt, "answer": case.answer, "depth": case.depth}
-        out |= {"streams": case.streams, "tokens_per_s": statistics.median(self.rounds), "rounds": self.rounds}
+        out |= {"streams": case.streams, "tokens_per_s": statistics.median(self.rounds), "rounds": list(self.rounds)}
         if self.against:
-            out |= {"against_tokens_per_s": statistics.median(self.against), "against_rounds": self.against}
+            out |= {"against_tokens_per_s": statistics.median(self.against), "against_rounds": list(self.against)}
             out["ratio"] = self.ratio
         return out
 
 
-async def measure(service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None) -> list[Figures]:
-    """Run the cases ``n_rounds`` times after one to warm up, each round followed by one of llama-bench.
+async def measure(
+    service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None
+) -> AsyncIterator[list[Figures]]:
+    """Run the cases ``n_rounds`` times after one to warm up, each round followed by one of llama-bench; yield the
+    figures after each.
 
     Raises LucevisorError for a case that does not fit the service's context, or whose requests fail.
     """
@@ -68,7 +71,8 @@ async def measure(service: Service, wanted: Sequence[Case], n_rounds: int, again
             theirs = await asyncio.to_thread(against.run, wanted)
             for of_case in figures:
                 of_case.against += [theirs[of_case.case]] if of_case.case in theirs else []
-    return figures
+        if turn:
+            yield figures
 
 
 async def tokens_per_s(service: Service, case: Case, turn: int) -> float:
@@ -126,18 +130,23 @@ def table(figures: Sequence[Figures]) -> str:
 
 
 async def bench(
-    service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None
-) -> tuple[list[Figures], dict[str, Any]]:
-    """Start the service, measure, stop it; also what the figures depend on."""
+    service: Service,
+    wanted: Sequence[Case],
+    n_rounds: int,
+    against: LlamaBench | None,
+    keep: Callable[[dict[str, Any]], None],
+) -> list[Figures]:
+    """Start the service, measure, stop it; ``keep`` gets the record after each round, should a later one fail."""
     try:
         await service.start()
         if not await service.wait_ready(None):
             raise LucevisorError(service.reason() or "the model did not become ready")
-        figures = await measure(service, wanted, n_rounds, against)
-        record = conditions(service)
+        record, figures = conditions(service), []
         if against is not None:
             record["against"] = [str(against.program), *against.arguments]
-        return figures, record | {"tests": [of_case.as_json() for of_case in figures]}
+        async for figures in measure(service, wanted, n_rounds, against):
+            keep(record | {"tests": [of_case.as_json() for of_case in figures]})
+        return figures
     finally:
         await service.stop(0.0)
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -47,7 +48,7 @@ class Numbers(click.ParamType[list[int]]):
 @click.option("-s", "--streams", type=Numbers(1), default="1", show_default=True, help="Answers at once.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Rounds to measure.")
 @click.option("--tune", "tunes", is_flag=True, help="Before that, measure which kernels are the fastest here; keep it.")
-@click.option("--json", "json_file", type=OutputFile(), help="Write figures to a file.")
+@click.option("--json", "json_file", type=OutputFile(), help="Write figures to a file, after each round.")
 @click.option(
     "--against",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -104,14 +105,15 @@ def bench(
         if not wanted:
             return ExitCode.DONE
 
-        async def everything() -> tuple[str, dict[str, object]]:
-            figures, record = await run(Service(loaded, model, Path(directory), SilentDisplay()), wanted, rounds, peer)
-            return table(figures), record
+        def keep(record: dict[str, Any]) -> None:
+            if json_file is not None:
+                json_file.write_text(json.dumps(record, indent=1) + "\n")
 
-        text, record = runner.run(everything())
-    click.echo(text)
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
+        async def everything() -> str:
+            service = Service(loaded, model, Path(directory), SilentDisplay())
+            return table(await run(service, wanted, rounds, peer, keep))
+
+        click.echo(runner.run(everything()))
     return ExitCode.DONE
 
 

@@ -1,9 +1,11 @@
 """Cases, table and llama-bench of ``lucevisor bench``; a run of it is in tests/e2e/test_cli.py."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from lucevisor.app import benchmark
 from lucevisor.app.bench_cases import Case, cases
 from lucevisor.app.benchmark import Figures, table
 from lucevisor.app.llama_bench import LlamaBench
@@ -87,3 +89,32 @@ def test_a_batched_bench_without_the_asked_streams_is_told(tmp_path):
     program, _ = peers(tmp_path, [], [{"pl": 4, "speed_tg": 1.0}])
     with pytest.raises(LucevisorError, match="printed no result of llama-batched-bench"):
         LlamaBench(program, tmp_path / "m.gguf").run([Case(answer=1, streams=2)])
+
+
+async def test_what_was_measured_is_there_when_a_later_round_fails(tmp_path, monkeypatch):
+    """The round that warms up is not counted, and llama-bench runs after each other one."""
+    order = []
+
+    async def tokens_per_s(service, case, turn):
+        order.append(f"ours {turn}")
+        return float(turn)
+
+    class Peer:
+        def run(self, wanted):
+            order.append("theirs")
+            if order.count("theirs") == 2:
+                raise LucevisorError("it crashed")
+            return dict.fromkeys(wanted, 0.5)
+
+    monkeypatch.setattr(benchmark, "tokens_per_s", tokens_per_s)
+    service, kept = SimpleNamespace(placement=SimpleNamespace(max_context=100)), []
+
+    async def every_round():
+        async for figures in benchmark.measure(service, [Case(answer=8)], 3, Peer()):
+            kept.extend(f.as_json() for f in figures)
+
+    with pytest.raises(LucevisorError, match="it crashed"):
+        await every_round()
+    assert order == ["ours 0", "ours 1", "theirs", "ours 2", "theirs"]
+    [figure] = kept
+    assert (figure["rounds"], figure["against_rounds"], figure["ratio"]) == ([1.0], [0.5], 2.0)
