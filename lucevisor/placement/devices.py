@@ -24,15 +24,19 @@ HOST_PAGES = 0.25
 DEVICE_RESERVE_BYTES = 512 << 20
 DEVICE_RESERVE = 0.01
 """Kept free on a GPU for fragmentation of the allocator: a constant, and a share of the device's memory."""
+SPARE_DEVICE_BYTES = 512 << 20
+SPARE_HOST_BYTES = 300 << 20
+"""What a spare takes: a context on each GPU of its group, and host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetDevice:
-    """One device of ``target_devices``; ``info`` is None if its group was not queried."""
+    """One device of ``target_devices``; ``info`` is None if its group was not queried.  ``n_spares``: of its group."""
 
     device: DeviceRef
     backend: Backend
     info: DeviceInfo | None
+    n_spares: int = 0
 
     @property
     def memory(self) -> str:
@@ -64,7 +68,7 @@ def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetD
         backend = Backend(config.groups[device.group].backend)
         taken = {other.index for other in config.placement.devices if other.group == device.group}
         info = find_device(config, f"placement.target_devices[{i}]", device, backend, inventory, taken)
-        targets.append(TargetDevice(device, backend, info))
+        targets.append(TargetDevice(device, backend, info, config.recovery.spares))
     return tuple(targets)
 
 
@@ -110,11 +114,19 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
         free, known = target.info.free_bytes, out.get(target.memory)
         if known is not None and known.free_bytes is not None:
             free = min(free, known.free_bytes)
-        out[target.memory] = Memory(target.memory, free, _reserve(target, free))
+        spares = max(_spare_bytes(one, targets) for one in targets if one.memory == target.memory)
+        out[target.memory] = Memory(target.memory, free, min(free, _reserve(target, free) + spares))
     return out
 
 
 def _reserve(target: TargetDevice, free_bytes: int) -> int:
     if target.backend is Backend.CPU or target.info is None:
         return int(free_bytes * HOST_RESERVE)
-    return min(free_bytes, DEVICE_RESERVE_BYTES + int(target.info.total_bytes * DEVICE_RESERVE))
+    return DEVICE_RESERVE_BYTES + int(target.info.total_bytes * DEVICE_RESERVE)
+
+
+def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:
+    """What spares take of a target's memory: on a GPU those of its group, in the host those of all cpu groups."""
+    if target.backend is not Backend.CPU:
+        return target.n_spares * SPARE_DEVICE_BYTES
+    return target.n_spares * SPARE_HOST_BYTES * len({one.device.group for one in targets if one.memory == HOST})

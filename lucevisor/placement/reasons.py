@@ -285,7 +285,9 @@ def _memories(decisions: Decisions) -> Iterator[str]:
             users = list(dict.fromkeys(str(target.device) for target in targets if target.memory == memory.name))
             shared = "" if users == [memory.name] else f" for {', '.join(users)}{' together' if len(users) > 1 else ''}"
             kept = format_bytes(memory.reserve_bytes)
-            yield f"{memory.name}: {format_bytes(memory.free_bytes)} are free{shared}; {kept} of that are kept free"
+            spares = ", also for spares" if any(target.n_spares for target in targets) else ""
+            free = format_bytes(memory.free_bytes)
+            yield f"{memory.name}: {free} are free{shared}; {kept} of that are kept free{spares}"
     unknown = [memory.name for memory in memories if memory.free_bytes is None]
     if unknown:
         yield f"it is unknown whether the shards fit {', '.join(unknown)}: free memory was not queried"
