@@ -113,6 +113,9 @@ def _engine(now: EngineStatistics, row_bytes: int) -> Iterator[Metric]:
     yield CounterMetricFamily(
         _P + "preemptions", "Running requests that gave their pages up for others.", value=now.preemptions
     )
+    yield CounterMetricFamily(
+        _P + "preemptions_swapped", "Of them, those whose state went to host memory.", value=now.swapped
+    )
     yield from _drafts(now.drafts)
     cached = CounterMetricFamily(
         _P + "cached_prompt_tokens", "Prompt tokens taken from prefix slots, by tier.", labels=["tier"]

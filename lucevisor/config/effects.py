@@ -65,6 +65,12 @@ INERT: tuple[Inert, ...] = (
         "remove the key, or set cache.prefix_slots",
     ),
     Inert(
+        ("engine.swap_space",),
+        lambda config: config.cache.prefix_slots == 0 and config.engine.swap_space != 0,
+        "has no effect while cache.prefix_slots is 0: preempted requests compute again",
+        "remove the key, or set cache.prefix_slots",
+    ),
+    Inert(
         ("cache.disk",),
         lambda config: not config.cache.dir,
         "has no effect while cache.dir is empty",

@@ -218,6 +218,15 @@ class EngineConfig:
             "pages",
         ),
     ] = "auto"
+    swap_space: Annotated[
+        int,
+        Key(
+            Size(),
+            "Most host memory for what preempted requests have computed, so that they go on where they were; 0: they "
+            "compute it again.",
+            "bytes",
+        ),
+    ] = 4 * 2**30
 
     @property
     def least_chunk(self) -> int:

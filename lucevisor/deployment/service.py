@@ -34,6 +34,7 @@ from lucevisor.deployment.orders import RESTART_S, STOP_S, Orders
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
+from lucevisor.deployment.swap_space import HostSwapSpace
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
@@ -83,6 +84,7 @@ class Service(Orders):
         self._target_groups = target_groups(config)
         self.engine: Engine | None = None
         self.snapshots: SnapshotManager | None = None
+        self.swap: HostSwapSpace | None = None
         self.restart_reasons: dict[str, Counter[str]] = {name: Counter() for name in config.groups}
         self._observer, self._on_engine = observer, on_engine
         self._weights = ServedWeights(model, cache_directory())
@@ -184,6 +186,8 @@ class Service(Orders):
             await asyncio.wait({self._opening}, timeout=STOP_S)
         if self.snapshots is not None:
             await self.snapshots.close()
+        if self.swap is not None:
+            await self.swap.close()
         for one in self._deployments:
             one.close()
         self._notify()
@@ -259,12 +263,28 @@ class Service(Orders):
         )
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
+        self.swap = self._swap_space(self.engine, placement)
         deployment.serve(self.engine)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
         if self.config.cache.dir and self.config.cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
         self._on_engine(self.engine)
+
+    def _swap_space(self, engine: Engine, placement: Placement) -> HostSwapSpace | None:
+        if not placement.swap_bytes:
+            return None
+        drafter = self.model.drafter.spec.model.layers if placement.draft is not None and self.model.drafter else ()
+        swap = HostSwapSpace(
+            engine,
+            self.model.spec.layers,
+            drafter,
+            placement.kv_dtype,
+            placement.swap_bytes,
+            lambda: self.deployment.transfers,
+        )
+        engine.use_swap_space(swap)
+        return swap
 
     def _on_placed_again(self, deployment: Deployment) -> None:
         """A later deployment is placed, which serves already only if it could not be placed before."""

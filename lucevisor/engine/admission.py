@@ -10,6 +10,7 @@ from collections import deque
 
 from lucevisor.engine.batching import has_long
 from lucevisor.engine.chunking import SharedChunks
+from lucevisor.engine.preemption import Preemption
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import RequestState
@@ -23,8 +24,16 @@ from lucevisor.protocol.steps import Operation
 class Admission:
     """Starts requests of the queue."""
 
-    def __init__(self, queue: RequestQueue, running: RunningRequests, reuse: PrefixReuse, shares: KeyShares) -> None:
+    def __init__(
+        self,
+        queue: RequestQueue,
+        running: RunningRequests,
+        reuse: PrefixReuse,
+        shares: KeyShares,
+        preemption: Preemption,
+    ) -> None:
         self.open = True  # False: only probes start; the others wait
+        self._preemption = preemption
         self._queue = queue
         self._running = running
         self._reuse = reuse
@@ -43,6 +52,10 @@ class Admission:
             if self._reuse.must_wait(record, self._running):
                 continue
             match = self._reuse.match(record)
+            if record.prefix.swapped is not None and not self._running.fits(record, match):
+                break
+            if self._preemption.swap_in(record, match):
+                continue
             opened = self._start(record, match, now, last_step, chunks)
             if opened is None and record.probe is None and match.position:
                 # The slot it would share may be the only one to evict for the rest of it: then start without.
@@ -62,6 +75,7 @@ class Admission:
         if operations is None or record.live is None:
             return None
         self._queue.start(record)
+        self._preemption.forget(record)
         record.move(RequestState.PREFILL)
         if record.started_at is None:
             record.started_at = now

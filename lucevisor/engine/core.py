@@ -23,6 +23,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.preemption import SwapSpace
 from lucevisor.engine.ranking import note_rankings
 from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.recovery_rebuild import CannotRebuild
@@ -113,6 +114,10 @@ class Engine(Standstill):
         return collector.output()
 
     # ---- the pipeline
+
+    def use_swap_space(self, swap: SwapSpace) -> None:
+        """Let requests that are preempted from now on give their state to host memory."""
+        self._scheduler.preemption.swap = swap
 
     @property
     def ready(self) -> bool:

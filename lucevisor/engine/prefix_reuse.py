@@ -23,7 +23,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch
-from lucevisor.kv.prefix_tree import NO_STATE, Origin, SlotSource
+from lucevisor.kv.prefix_tree import NO_STATE, Origin, PrefixSlot, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
 
@@ -186,6 +186,28 @@ class PrefixReuse:
         live.state = NO_STATE  # the index takes it over
         self.index.publish(record.tokens, source, now)
         return []
+
+    def set_aside(self, record: RequestRecord, now: float) -> tuple[PrefixSlot | None, list[Operation]]:
+        """Publish all that was computed of a request that is preempted, as a pinned slot; None if that is impossible.
+
+        The operations copy its state if slots keep theirs in host memory; else the slot takes it over.
+        """
+        live, index = record.live, self.index
+        if live is None or record.uncached or not self._is_whole(live) or live.n_computed > len(record.tokens):
+            return None, []
+        if not index.worth_caching(live.n_computed):
+            return None, []
+        state, operations = NO_STATE, list[Operation]()
+        if index.recurrent and self._pools.copies_states:
+            taken = index.allocate_state(index.n_saved(record.tokens, live.n_computed))
+            if taken is None:
+                return None, []
+            state, operations = taken, [CopyState(live.state, taken)]
+        elif index.recurrent:
+            state, live.state = live.state, NO_STATE
+        source = SlotSource(live.n_computed, live.table.entries, state, "generation")
+        slot = index.publish(record.tokens, source, now, pinned=True)
+        return slot, operations if slot is not None and slot.state == state else []
 
     def ended(self, record: RequestRecord) -> None:
         """Count a finished request, and trim the index to its settings."""

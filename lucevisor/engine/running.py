@@ -52,7 +52,7 @@ class RunningRequests(Collection[RequestRecord]):
 
     def open(self, record: RequestRecord, match: PrefixMatch) -> list[Operation] | None:
         """Open a sequence that starts with ``match``.  None, taking nothing, while there is no room for it."""
-        if not self._fits(record, match):
+        if not self.fits(record, match):
             return None
         [sequence] = self.sequence_ids.allocate(1) or [NO_STATE]
         opened = self._reuse.open(record, sequence, match)
@@ -140,7 +140,7 @@ class RunningRequests(Collection[RequestRecord]):
         shared = [page for page in match.full if page in self._pools.host_pages.ids]
         return self._reuse.index.can_reclaim_host(n_needed - len(shared), shared)
 
-    def _fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
+    def fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Whether there is room for a request beside what the running ones still need."""
         needs = self._limits.pages_needed(len(record.tokens))
         if Space.FULL in needs:

@@ -21,6 +21,7 @@ from lucevisor.engine.batching import choose_slices, step_budget
 from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.drafting import Drafting, all_decodes
 from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.preemption import Preemption
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import (
@@ -55,7 +56,6 @@ class Scheduler:
         self.n_stages = n_stages
         self.starving = False  # the only running request needs pages that pins or reservations hold
         self.failed: Events = []  # of requests that ended while a step was planned
-        self.n_preemptions = 0
         self.n_generated_tokens = 0
         self.last_applied = 0  # the last step whose result was applied
         self.pools = limits.make_pools()
@@ -65,7 +65,8 @@ class Scheduler:
         self._records: dict[str, RequestRecord] = {}
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
-        self.admission = Admission(self._queue, self.running, self.reuse, self._shares)
+        self.preemption = Preemption(self.running, self._queue, self.reuse)
+        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption)
         self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
         self._waits = WaitEstimate()
         self._operations: list[Operation] = []
@@ -164,7 +165,7 @@ class Scheduler:
         """The shards lost all sequences: requeue the running requests to ``keep``, end the others with ``error``."""
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
-            self._requeue(record)
+            self._operations += self.preemption.requeue(record)
         events = self.fail([*self.running, *(one for one in self._queue if one.probe is not None)], error, now)
         self.drafting.detach()  # it goes with the pipeline
         self.in_flight.clear()
@@ -219,10 +220,12 @@ class Scheduler:
         step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
         budget = step_budget(step_id, self.n_stages, *measured, now, self.running)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
-            n_ended = self.n_preemptions + len(self.failed)
+            n_ended = self.preemption.n_preempted + len(self.failed)
             if secured := self._secure(chosen, now):
                 return self._plan([self._fit(one) for one in secured], now)
-            if n_ended == self.n_preemptions + len(self.failed):  # else all that were chosen are gone: choose again
+            if n_ended == self.preemption.n_preempted + len(
+                self.failed
+            ):  # else all that were chosen are gone: choose again
                 break
         return self.cut(now) if self._flushing else None
 
@@ -291,22 +294,18 @@ class Scheduler:
                     break
                 if self.reuse.index.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
                     continue
+                if self.preemption.pages_come:
+                    break
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     self.starving = True
                     break  # a snapshot is being written or read: its pages come back by themselves
-                self._requeue(self.running.youngest)
-                self.n_preemptions += 1
+                self._operations += self.preemption.preempt(now)
         return secured
 
     def _fit(self, one: ScheduledSlice) -> ScheduledSlice:
         one, operations = self.drafting.fit(one)
         self._operations += operations
         return one
-
-    def _requeue(self, record: RequestRecord) -> None:
-        self._operations += self.running.close(record)
-        record.move(RequestState.QUEUED)
-        self._queue.add(record)
 
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1
@@ -395,6 +394,7 @@ class Scheduler:
         record.move(ends.get(reason, RequestState.FINISHED))
         self.reuse.ended(record)
         self._waits.finished(record, reason)
+        self.preemption.forget(record)
         self._shares.leave(record.request.key_id)
         del self._records[record.request.request_id]
         return record.request.request_id, record.finished_event(reason, now, error, stop_id)

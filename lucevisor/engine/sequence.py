@@ -107,6 +107,14 @@ def grown(
 
 
 @dataclass(slots=True, eq=False)
+class SwappedPrefix:
+    """The first ``n_tokens`` of a request in host memory.  ``whole``: all stages have written their part."""
+
+    n_tokens: int
+    whole: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class PrefixUse:
     """What a request has to do with cached prefixes.
 
@@ -114,7 +122,8 @@ class PrefixUse:
     and why; ``checkpoint_positions``: the same positions, in order.
     ``branch_position``: one more checkpoint, where other prompts diverge from it.
     ``lookup``: the version of the index and the match found in it.  ``common``: tokens shared with running requests, by
-    arrival.  ``cached``: tokens of the prompt that were reused; None before it starts.
+    arrival.  ``cached``: tokens of the prompt that were reused; None before it starts.  ``swapped``: what it had
+    computed when it was preempted, in host memory.
     """
 
     held: bool = False
@@ -125,6 +134,7 @@ class PrefixUse:
     common: dict[int, int] = field(default_factory=dict)
     cached: int | None = None
     from_disk: bool = False
+    swapped: SwappedPrefix | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -155,6 +155,7 @@ class EngineStatistics:
     window_s: float
     generated_tokens: int
     preemptions: int
+    swapped: int  # of them, those that gave theirs to host memory
     pages: dict[str, PageUse]  # by space
     pages_out: int  # of running sequences, paged out by KV Flash
     host_pages: PageUse  # what of them is kept in host memory
@@ -186,7 +187,8 @@ class EngineStatistics:
             tokens_per_s=generated.rate(now),
             window_s=generated.window_s,
             generated_tokens=scheduler.n_generated_tokens,
-            preemptions=scheduler.n_preemptions,
+            preemptions=scheduler.preemption.n_preempted,
+            swapped=scheduler.preemption.n_swapped,
             pages={str(space): use for space, use in scheduler.pools.use().items()},
             host_pages=PageUse(scheduler.pools.host_pages.n_used, scheduler.pools.host_pages.n_total),
             pages_out=sum(record.live.table.n_out for record in scheduler.running if record.live is not None),

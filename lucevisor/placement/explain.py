@@ -105,7 +105,8 @@ def _sizes(p: Placement) -> str:
             sequences += f" and {p.pools.host_pages} in host memory for all"
     step = f"steps of {p.max_step_tokens} tokens, {sequences}"
     journal = f" and the journal up to {format_bytes(p.journal_bytes)}" if p.journal_bytes else ""
-    host = f"arenas take {format_bytes(p.arena_bytes)}{journal} of host memory"
+    swap = f", preempted requests up to {format_bytes(p.swap_bytes)}" if p.swap_bytes else ""
+    host = f"arenas take {format_bytes(p.arena_bytes)}{journal}{swap} of host memory"
     kept = ", ".join(f"{format_bytes(n_bytes)} of group {group}" for group, n_bytes in p.host_state_bytes.items())
     return f"{', '.join(pools)}; {step}; {host}{f', checkpoints and pages {kept}' if kept else ''}"
 
@@ -144,6 +145,7 @@ def as_json(result: Result) -> dict[str, object]:
         "host_state_bytes": p.host_state_bytes,
         "arena_bytes": p.arena_bytes,
         "journal_bytes": p.journal_bytes,
+        "swap_bytes": p.swap_bytes,
         "draft": _draft_json(p),
         "pflash": _scorer_json(p),
         "goal": p.goal or None,

@@ -92,6 +92,7 @@ def _plan(
     decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
     placement = replace(
         timed(build_placement(inputs, sizing, drafting, config.recovery, config.kvflash.tau), auto),
+        swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
         options=model_options(config),
         reasons=reasons_of(decisions),
         notices=notices_of(decisions),

@@ -131,7 +131,8 @@ class Placement:
     """Where each layer goes, and every size that daemons and engine must agree on.
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
-    follow.  ``journal_bytes``: the most host memory that the journal takes.  ``draft`` and ``draft_device`` are None
+    follow.  ``journal_bytes``, ``swap_bytes``: the most host memory that the journal
+    and preempted requests take.  ``draft`` and ``draft_device`` are None
     without a drafter, ``draft_left_out`` says why there is none; ``scorer`` and ``scorer_device`` without a
     scoring model.
     ``pool_pages``: the most pages of a sequence on the devices with KV Flash; None: all.  ``residency_policy``: which;
@@ -157,6 +158,7 @@ class Placement:
     stages: tuple[Stage, ...]
     arenas: tuple[ArenaPlan, ...]
     journal_bytes: int = 0
+    swap_bytes: int = 0
     draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""

@@ -60,6 +60,7 @@ VALID = {
         "max_sequences": st.integers(1, 4096),
         "prefill_chunk": st.integers(1, 2**20),
         "pages": auto | st.integers(1, 2**20),
+        "swap_space": st.integers(0, 2**40),
     },
     "server": {
         "host": st.sampled_from(["127.0.0.1", "::1", "localhost"]),

@@ -165,7 +165,7 @@ def test_preemption_changes_no_tokens(scenario: Scenario) -> None:
 def test_admission_that_hopes_too_much_changes_no_tokens(scenario: Scenario) -> None:
     """Without any check of pages at admission requests preempt each other all the time; only time may be lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunningRequests, "_fits", lambda running, record, match: True)
+        patch.setattr(RunningRequests, "fits", lambda running, record, match: True)
         play = Play(scenario)
         play.play()
     asyncio.run(play.check())

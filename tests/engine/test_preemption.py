@@ -62,7 +62,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
                     told[name] += 1
                 else:
                     order.append(name)
-        if scheduler.n_preemptions and preempted_at is None:
+        if scheduler.preemption.n_preempted and preempted_at is None:
             preempted_at = dict(told)
             assert scheduler.pools.use()[Space.FULL] == PageUse(3, 4)
             assert (scheduler.n_running, scheduler.n_queued) == (1, 1)
@@ -72,7 +72,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
     }  # two pages each hold 62 + 66; a ran ahead
     assert order == ["a", "b"]
     assert told == {"a": 90, "b": 90}
-    assert scheduler.n_preemptions == 1
+    assert scheduler.preemption.n_preempted == 1
 
 
 def test_a_preempted_request_carries_all_its_tokens_again() -> None:
@@ -92,7 +92,7 @@ def test_a_preempted_request_carries_all_its_tokens_again() -> None:
                 carried[name] += [token] if s.tokens == [PENDING] else s.tokens
             token += 1
             scheduler.apply(answer(p, token), 0.0)
-    assert scheduler.n_preemptions == 1
+    assert scheduler.preemption.n_preempted == 1
     assert len(carried["b"]) == 62 + 89  # the last token is never computed
     assert carried["b"][62:] == sorted(set(carried["b"][62:]))
 
@@ -105,7 +105,7 @@ def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tupl
     flight = plans(scheduler)
     for name in waiting:
         scheduler.submit(request(name), 0.0)
-    while not scheduler.n_preemptions:
+    while not scheduler.preemption.n_preempted:
         scheduler.apply(answer(flight.pop(0)), 0.0)
         flight += plans(scheduler)
     assert [p.request_ids for p in flight] == [("b",), ("a",)]

@@ -23,7 +23,7 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
         run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
     assert scheduler.pools.use()[Space.FULL] == PageUse(4, 6, evictable=4)
     run_one(scheduler, request("c", range(250), n=100))
-    assert scheduler.n_preemptions == 0
+    assert scheduler.preemption.n_preempted == 0
     assert scheduler.pools.use()[Space.FULL].used <= 6
 
 
@@ -33,7 +33,7 @@ def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> 
         scheduler = Scheduler(bounds)
         run_one(scheduler, request("a", range(n_known), n=1))
         plans = run_one(scheduler, request("b", [*range(n_known), *range(500, 520)], n=400))
-        assert scheduler.n_preemptions == 0
+        assert scheduler.preemption.n_preempted == 0
         assert slices(plans, "b")[0][0] >= 64
         assert slices(plans, "b")[-1][1] == 255  # 256 positions, of which the last token is never computed
 
@@ -45,7 +45,7 @@ def test_a_lone_request_waits_for_pages_that_a_snapshot_holds() -> None:
     scheduler.reuse.index.pin(slot)
     scheduler.submit(request("b", [*range(65), 5, 5], n=400), 0.0)
     n_steps = len(run(scheduler))
-    assert (scheduler.n_running, scheduler.n_preemptions) == (1, 0)
+    assert (scheduler.n_running, scheduler.preemption.n_preempted) == (1, 0)
     assert n_steps > 60
     scheduler.reuse.index.unpin(slot)
     assert run(scheduler)

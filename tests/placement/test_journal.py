@@ -36,3 +36,12 @@ def test_without_a_boundary_or_a_hold_there_is_none(demo: ModelSpec, tmp_path: P
     assert alone.journal_bytes == planned(demo, tmp_path, ["left:0", "right:0"], hold_s=0.0).journal_bytes == 0
     assert planned(demo, tmp_path, ["left:0", "right:0"], journal=0).journal_bytes == 0
     assert "journal" not in text(alone)
+
+
+def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Path) -> None:
+    config = configure(tmp_path, ["left:0"])
+    for n_slots, n_bytes in ((8, 3 << 30), (0, 0)):
+        cache = replace(config.cache, prefix_slots=n_slots)
+        found = placed(demo, replace(config, cache=cache, engine=replace(config.engine, swap_space=3 << 30)))
+        assert found.swap_bytes == n_bytes
+        assert ("preempted requests up to 3.00 GiB" in text(found)) == bool(n_bytes)

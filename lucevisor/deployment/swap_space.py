@@ -1,0 +1,195 @@
+"""Host memory for what preempted requests have computed; daemons write and read it with the messages of snapshots.
+
+One memfd for each request, of the tensors of its slot, so it is read under any layer split.  Knows slots and bytes; who
+is preempted is the scheduler's choice.
+Invariant: never more than ``limit_bytes``, nor more than half of the host memory that is free; a copy is read only if
+every daemon has written its part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+
+import psutil
+import structlog
+from msgspec.structs import replace
+
+from lucevisor.engine.core import Engine
+from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
+from lucevisor.kv.prefix_records import Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.model.spec import LayerSpec
+from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
+from lucevisor.snapshots.layout import slot_tensors
+from lucevisor.snapshots.shard_transfers import ShardTransfers
+
+log = structlog.get_logger("deployment")
+
+
+class _Copy:
+    """The bytes of a slot: a ``TransferFile``.  Raises OSError."""
+
+    file = "what a preempted request has computed"
+
+    def __init__(self, tensors: Sequence[SnapshotTensor]) -> None:
+        self._tensors: list[SnapshotTensor] = []
+        self.total_bytes = 0
+        for tensor in tensors:
+            self._tensors.append(replace(tensor, offset=self.total_bytes))
+            self.total_bytes += tensor.n_bytes
+        self.fd = os.memfd_create("lucevisor-swap", os.MFD_CLOEXEC)
+        self.busy = False  # daemons write or read it
+        self.wanted = True
+
+    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
+        return [tensor for tensor in self._tensors if tensor.layer in layers and not tensor.draft]
+
+    def draft_tensors(self) -> list[SnapshotTensor]:
+        return [tensor for tensor in self._tensors if tensor.draft]
+
+    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+        return sum(tensor.n_bytes for tensor in tensors)
+
+
+class HostSwapSpace:
+    """The engine's ``SwapSpace``.  ``layers``: of the model; ``draft_layers``: of its drafter, if one is placed.
+    ``transfers``: those of the present deployment."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        layers: Sequence[LayerSpec],
+        draft_layers: Sequence[LayerSpec],
+        kv_dtype: Dtype,
+        limit_bytes: int,
+        transfers: Callable[[], ShardTransfers | None],
+    ) -> None:
+        self._engine, self._layers, self._draft_layers, self._kv_dtype = engine, layers, draft_layers, kv_dtype
+        self._limit_bytes, self._transfers = limit_bytes, transfers
+        self._copies: dict[SwappedPrefix, _Copy] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.n_writing = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory in use."""
+        return sum(copy.total_bytes for copy in self._copies.values())
+
+    def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
+        """Begin to copy a pinned slot, to be released when its bytes are there; None: no room, it is released now."""
+        copy = self._room_for(slot)
+        if copy is None:
+            self._engine.prefixes.unpin(slot)
+            return None
+        swapped = SwappedPrefix(slot.n_tokens)
+        self._copies[swapped] = copy
+        self.n_writing += 1
+        self._begin(copy, self._write(slot, swapped, copy))
+        return swapped
+
+    def read(self, record: RequestRecord, swapped: SwappedPrefix, reservation: Reservation) -> None:
+        """Begin to copy it back into reserved ids; then they are adopted, and the request resumed."""
+        copy = self._copies[swapped]
+        self._begin(copy, self._read(record, swapped, copy, reservation))
+
+    def drop(self, swapped: SwappedPrefix) -> None:
+        """Give the memory back, when no daemon uses it any more."""
+        copy = self._copies[swapped]
+        copy.wanted = False
+        if not copy.busy:
+            self._close(swapped)
+
+    async def close(self) -> None:
+        """Give all memory back, when all daemons are gone."""
+        for task in [*self._tasks]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for swapped in [*self._copies]:
+            self._close(swapped)
+
+    # ---- inside
+
+    def _room_for(self, slot: PrefixSlot) -> _Copy | None:
+        tensors = slot_tensors(self._layers, slot.n_tokens, self._kv_dtype)
+        if self._draft_layers and self._engine.prefixes.drafted(slot):
+            tensors += slot_tensors(self._draft_layers, slot.n_tokens, self._kv_dtype, draft=True)
+        n_bytes = sum(tensor.n_bytes for tensor in tensors)
+        available = psutil.virtual_memory().available
+        if self.n_bytes + n_bytes > self._limit_bytes or 2 * n_bytes > available:
+            reason = f"{self.n_bytes} of {self._limit_bytes} bytes of engine.swap_space are used, {available} are free"
+            log.info("a preempted request is to be computed again", n_bytes=n_bytes, reason=reason)
+            return None
+        try:
+            return _Copy(tensors)
+        except OSError as error:
+            log.warning("a preempted request is to be computed again", reason=str(error))
+            return None
+
+    def _begin(self, copy: _Copy, work: Coroutine[object, object, None]) -> None:
+        copy.busy = True
+        task = asyncio.create_task(work, name="swap")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write(self, slot: PrefixSlot, swapped: SwappedPrefix, copy: _Copy) -> None:
+        try:
+            place = await self._engine.export(slot)
+            if place is None:
+                return
+            try:
+                swapped.whole = await self._move(copy, place, restore=False) is not None
+            finally:
+                self._engine.prefixes.unpin(slot)
+        finally:
+            self.n_writing -= 1
+            self._ended(swapped, copy)
+            self._engine.release(slot)
+
+    async def _read(self, record: RequestRecord, swapped: SwappedPrefix, copy: _Copy, reservation: Reservation) -> None:
+        """Bring a request back; where that fails it is computed again."""
+        slot = None
+        try:
+            if await self._engine.synchronize():
+                place = SlotPlace(
+                    swapped.n_tokens,
+                    reservation.ids.get(Space.FULL, []),
+                    reservation.ids.get(Space.WINDOW, []),
+                    reservation.first_window,
+                    reservation.state,
+                )
+                without = await self._move(copy, place, restore=True)
+                if without is not None:
+                    drafted = bool(copy.draft_tensors()) and not without and reservation.draft_epoch > 0
+                    tokens = record.tokens[: swapped.n_tokens]
+                    slot = self._engine.adopt(tokens, reservation, drafted=drafted)
+        finally:
+            swapped.whole = slot is not None
+            if slot is None:
+                self._engine.cancel_reservation(reservation)
+            self._engine.resume(record.request.request_id)
+            self._ended(swapped, copy)
+            if slot is not None:
+                self._engine.release(slot)
+
+    async def _move(self, copy: _Copy, place: SlotPlace, *, restore: bool) -> bool | None:
+        """Let the daemons write or read; return whether the drafter's part is missing, or None if it failed."""
+        transfers = self._transfers()
+        if transfers is None:
+            return None
+        begin = transfers.restore if restore else transfers.save
+        done = await begin(copy, place)
+        if done.problem:
+            log.warning("a preempted request is to be computed again", reason=done.problem)
+            return None
+        return bool(done.without)
+
+    def _ended(self, swapped: SwappedPrefix, copy: _Copy) -> None:
+        copy.busy = False
+        if not copy.wanted:
+            self._close(swapped)
+
+    def _close(self, swapped: SwappedPrefix) -> None:
+        os.close(self._copies.pop(swapped).fd)
