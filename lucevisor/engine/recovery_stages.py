@@ -137,19 +137,21 @@ class StageRecovery:
 
     def prepare(self, stages: Collection[int], now: float) -> dict[int, RebuildPlan] | None:
         """Return what rebuilds these of the lost stages, for their daemons to compute before they are found; None while
-        steps are on their way to others, or if it is impossible.
+        steps are on their way to others.  Raises CannotRebuild if that is impossible.
 
         It holds until another stage is lost.
         """
-        if self._pipeline is None or self.opening is not None or Space.WINDOW in self._scheduler.pools:
-            return None
+        if self._pipeline is None or self.opening is not None:
+            raise CannotRebuild("no stage is lost, or its state is kept")
+        if Space.WINDOW in self._scheduler.pools:
+            raise CannotRebuild("sliding layers take pages in turn")
         if not self._plans:
-            if not self._settle(self._pipeline, now):
+            pipeline = self._pipeline
+            if not self._settle(pipeline, now):
                 return None
-            try:
-                self._begin(self._pipeline)
-            except CannotRebuild:
-                return None
+            if self._pipeline is not pipeline:  # a link was dead
+                raise CannotRebuild("the pipeline is gone")
+            self._begin(pipeline)
         return {stage: self._plans[stage] for stage in stages}
 
     def gather(self, plans: Iterable[RebuildPlan]) -> Future[int]:

@@ -17,7 +17,7 @@ from lucevisor import awake
 from lucevisor.engine.journal import RowStore, make_journal
 from lucevisor.engine.prefix_access import PrefixAccess
 from lucevisor.engine.recovery import PauseReason, Recovery
-from lucevisor.engine.recovery_rebuild import RebuildPlan
+from lucevisor.engine.recovery_rebuild import CannotRebuild, RebuildPlan
 from lucevisor.engine.recovery_stages import StageRecovery
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.sequence import RequestRecord, page_operations
@@ -114,14 +114,17 @@ class Standstill(PrefixAccess):
 
         The caller closes the file.  It holds until another stage is lost.
         """
-        plans: dict[int, RebuildPlan] | None = None
+        plans: dict[int, RebuildPlan] = {}
 
         def prepared() -> bool:
-            nonlocal plans
-            plans = self._stages.prepare(stages, self._clock())
-            return plans is not None or not self._stages.active
+            found = self._stages.prepare(stages, self._clock())
+            plans.update(found or {})
+            return found is not None
 
-        if not await self._wait(prepared, timeout_s) or not plans:
+        try:
+            if not await self._wait(prepared, timeout_s):
+                return None
+        except CannotRebuild:
             return None
         if not 0 < sum(plan.n_tokens for plan in plans.values()) <= MAX_REPLAY_TOKENS:
             return None
