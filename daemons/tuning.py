@@ -15,9 +15,10 @@ from torch import Tensor
 
 from daemons import device as devices
 from daemons.models.loader import WeightLoader
+from daemons.ops.code_cache import cache_directory
 from daemons.ops.cpu.linear import TiledLinear
 from daemons.ops.expert_pairs import ExpertPairs
-from daemons.ops.handovers import CANDIDATES, Handover, Handovers, conditions, write
+from daemons.ops.handovers import CANDIDATES, NO_DIRECTORY, Handover, Handovers, conditions, write
 from daemons.ops.selection import KernelSelector
 from daemons.timing import Captured, release, seconds
 from lucevisor.model.families import read_spec
@@ -37,6 +38,8 @@ Work = Callable[[Tensor], object]
 
 def tune(order: Check, tune: Tune, backend: Backend) -> Checked:
     """Tune every device for the half precisions that it multiplies natively; a line for each limit or failure."""
+    if cache_directory() is None:
+        return Checked([CheckLine(f"{backend}", False, NO_DIRECTORY)])
     devices.prepare(backend, tune.threads)
     spec = read_spec(open_model([Path(f) for f in order.files]), tune.options)
     lines: list[CheckLine] = []

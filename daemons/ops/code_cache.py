@@ -1,4 +1,5 @@
-"""Where compiled kernels are kept between processes: the user's cache, in files named by all that they are made of.
+"""Where compiled kernels and their limits are kept between processes: the user's cache, in files named by all that they
+are made of.
 
 Knows names and bytes, no compiler.  Invariant: a file is there whole or not at all.
 """
@@ -14,15 +15,28 @@ from pathlib import Path
 
 def cache_directory() -> Path | None:
     """A directory of this user's alone, as code is loaded from it; None where there can be none."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = Path(base) / "lucevisor"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
+        directory = (base if base.is_absolute() else Path.home() / ".cache") / "lucevisor"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(directory, os.W_OK) and directory.stat().st_uid == os.geteuid():
             return directory
-    except OSError:
-        pass  # a home that is not there or read-only
+    except (OSError, RuntimeError):
+        pass  # a home that is not there, read-only or unknown
     return None
+
+
+def keep(directory: Path, name: str, data: bytes) -> Path:
+    """Write a file, and return where.  Raises OSError."""
+    fd, written = tempfile.mkstemp(dir=directory)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.replace(written, directory / name)
+    except OSError:
+        os.unlink(written)
+        raise
+    return directory / name
 
 
 def kept(name: str, make: Callable[[], bytes]) -> bytes:
@@ -35,12 +49,5 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
             return found
     made = make()
     with suppress(OSError):  # a full disk: the next process makes it again
-        fd, written = tempfile.mkstemp(dir=directory)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(made)
-            os.replace(written, directory / name)
-        except OSError:
-            os.unlink(written)
-            raise
+        keep(directory, name, made)
     return made

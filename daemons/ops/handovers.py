@@ -7,7 +7,6 @@ Invariant: a file that cannot be read or holds anything else than numbers that a
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -18,6 +17,7 @@ import msgspec
 import torch
 
 from daemons.device import visible_devices
+from daemons.ops.code_cache import cache_directory, keep
 from lucevisor.model.values import Backend
 
 Handover = Literal["tiled rows", "cuda rows", "triton rows", "cuda pairs"]
@@ -32,6 +32,9 @@ CANDIDATES: dict[Handover, tuple[int, ...]] = {
 }
 """What is measured.  Rows of a cpu's C++ do not depend on those beside them, which verify steps of up to 16 tokens rely
 on: it keeps at least 16."""
+
+
+NO_DIRECTORY = "limits cannot be kept: $XDG_CACHE_HOME/lucevisor cannot be written, or is another user's"
 
 
 class TuningFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,33 +86,32 @@ def _source() -> str:
     return digest.hexdigest()[:16]
 
 
-def file_of(found: dict[str, str]) -> Path:
-    """Where the choices under these conditions are kept."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    directory = (base if base.is_absolute() else Path.home() / ".cache") / "lucevisor"
-    return directory / f"kernels-{sha256(msgspec.json.encode(sorted(found.items()))).hexdigest()[:16]}.json"
+def name_of(found: dict[str, str]) -> str:
+    """Of the file with the choices under these conditions."""
+    return f"kernels-{sha256(msgspec.json.encode(sorted(found.items()))).hexdigest()[:16]}.json"
 
 
 def read(found: dict[str, str]) -> tuple[Handovers, str]:
     """The limits kept for these conditions, and why a file of that name was ignored."""
-    path = file_of(found)
+    if (directory := cache_directory()) is None:
+        return Handovers(), ""
+    path = directory / name_of(found)
     try:
         data = msgspec.json.decode(path.read_bytes(), type=TuningFile)
     except FileNotFoundError:
         return Handovers(), ""
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         return Handovers(), f"{path} is ignored: {error}; run lucevisor bench --tune again"
-    allowed = all(n in CANDIDATES[what] for of_kind in data.limits.values() for what, n in of_kind.items())
-    if data.conditions != found or not allowed:
+    if data.conditions != found:
         return Handovers(), f"{path} is ignored: it is of another device or version; run lucevisor bench --tune again"
+    if any(n not in CANDIDATES[what] for of_kind in data.limits.values() for what, n in of_kind.items()):
+        return Handovers(), f"{path} is ignored: it has limits that are not measured; run lucevisor bench --tune again"
     return Handovers(data.limits), ""
 
 
 def write(found: dict[str, str], limits: dict[str, dict[Handover, int]]) -> Path:
-    """Keep limits for these conditions.  Raises OSError, which leaves what was kept before."""
-    path = file_of(found)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(TuningFile(1, found, limits)), indent=1) + b"\n")
-    scratch.replace(path)
-    return path
+    """Keep limits for these conditions, and return where.  Raises OSError, which leaves what was kept before."""
+    if (directory := cache_directory()) is None:
+        raise OSError(NO_DIRECTORY)
+    data = msgspec.json.format(msgspec.json.encode(TuningFile(1, found, limits)), indent=1) + b"\n"
+    return keep(directory, name_of(found), data)

@@ -15,7 +15,7 @@ from daemons.device import CPU
 from daemons.models.loader import WeightLoader
 from daemons.ops import handovers
 from daemons.ops.cpu.linear import MAX_TILED_ROWS, TiledLinear
-from daemons.ops.handovers import CANDIDATES, Handovers, conditions, file_of, read, write
+from daemons.ops.handovers import CANDIDATES, Handovers, conditions, name_of, read, write
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange
@@ -58,7 +58,7 @@ def test_a_cpu_is_tuned_and_loads_what_it_found():
 
 
 @needs_cpu_kernels
-def test_what_fails_is_told_and_nothing_is_kept(monkeypatch):
+def test_what_fails_is_told_and_nothing_is_kept(tmp_path, monkeypatch):
     def broken(*_):
         raise RuntimeError("no such speed")
 
@@ -66,7 +66,18 @@ def test_what_fails_is_told_and_nothing_is_kept(monkeypatch):
     [line] = run_check(order(), Backend.CPU, []).lines
     assert not line.ok
     assert "no such speed" in line.detail
-    assert not file_of(conditions(CPU, torch.bfloat16)).exists()
+    assert not any(tmp_path.rglob(name_of(conditions(CPU, torch.bfloat16))))
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    monkeypatch.setattr(tuning, "seconds", lambda *_: pytest.fail("it was measured"))
+    [line] = run_check(order(), Backend.CPU, []).lines
+    assert not line.ok
+    assert "XDG_CACHE_HOME/lucevisor cannot be written" in line.detail
+    assert read(conditions(CPU, torch.bfloat16)) == (Handovers(), "")
+    with pytest.raises(OSError, match="XDG_CACHE_HOME"):
+        write(conditions(CPU, torch.bfloat16), GOOD)
 
 
 @pytest.mark.parametrize(
