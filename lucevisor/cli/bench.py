@@ -6,8 +6,9 @@ import asyncio
 import json
 import shlex
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,9 @@ from lucevisor.cli.options import OutputFile, config_argument
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load, merge_overrides
 from lucevisor.errors import ExitCode
+
+if TYPE_CHECKING:
+    from lucevisor.protocol.checks import CheckLine
 
 PLAIN = ("draft.kind=off", "cache.prefix_slots=0", "cache.dir=")
 """Settings that make every round the same work; ``--set`` has the last word."""
@@ -86,8 +90,8 @@ def bench(
     if answer == 1:
         raise click.UsageError("--answer 1: a speed needs two tokens at least; 0 measures no answers")
     wanted = cases(prompts, answer, depths, streams)
-    if not wanted and not tunes:
-        raise click.UsageError("nothing to measure: give --prompt or --answer, or --tune")
+    if not wanted:
+        _refuse_idle(tunes=tunes, writes=json_file is not None)
     peer_arguments = _words(against_args)
     needed = max((case.streams for case in wanted), default=1)
     settings = [*PLAIN, *([f"engine.max_sequences={needed}"] if needed > 1 else [])]
@@ -100,8 +104,7 @@ def bench(
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         if tunes:
-            for line in runner.run(tune(model.files, loaded)):
-                click.echo(f"{line.subject}: {line.detail}")
+            click.echo(_tuned(runner.run(tune(model.files, loaded))))
         if not wanted:
             return ExitCode.DONE
 
@@ -115,6 +118,19 @@ def bench(
 
         click.echo(runner.run(everything()))
     return ExitCode.DONE
+
+
+def _refuse_idle(*, tunes: bool, writes: bool) -> None:
+    """Nothing is to be measured; raise UsageError unless that makes sense."""
+    if not tunes:
+        raise click.UsageError("nothing to measure: give --prompt or --answer, or --tune")
+    if writes:
+        raise click.UsageError("--json: nothing to write; --tune keeps its limits itself: give --prompt or --answer")
+
+
+def _tuned(lines: Sequence[CheckLine]) -> str:
+    found = [f"{line.subject}: {line.detail}" for line in lines]
+    return "\n".join(found) or "nothing to tune: each matrix of the model has one kernel here"
 
 
 def _words(text: str) -> list[str]:

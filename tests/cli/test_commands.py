@@ -68,6 +68,7 @@ DEMO = str(Path(__file__).parents[2] / "etc" / "demo.toml")
         (["bench", DEMO, "-s", "0"], "'0' is not a list of numbers >= 1, such as 1,8"),
         (["bench", DEMO, "-d", "1,,2"], "'1,,2' is not a list of numbers >= 0"),
         (["bench", DEMO, "--against-args", "'-t 2"], "No closing quotation"),
+        (["bench", DEMO, "--tune", "-p", "0", "-n", "0", "--json", "x.json"], "--json: nothing to write"),
         (["bench", DEMO, "--json", "no/such/out.json"], "no/such/out.json: there is no directory no/such: create it"),
         (["logits", DEMO, "--ids", DEMO, "--out", "/"], "/ is a directory: name a file in it"),
         (["demo", "--max-tokens", "0"], "--max-tokens"),
