@@ -25,8 +25,8 @@ from pathlib import Path
 import structlog
 from services import DEMO, ROOT, running
 
-from lucevisor.compression.compressor import QUERY_TOKENS, QUESTION_TOKENS
 from lucevisor.compression.selection import CHUNK_TOKENS, anchor_chunks, select
+from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.gguf_files import open_model
 from lucevisor.protocol.steps import Sampling

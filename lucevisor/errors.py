@@ -130,6 +130,10 @@ def show(value: object) -> str:
     return _one_line(_cut(text, _VALUE_CHARS))
 
 
+class ScoringError(LucevisorError):
+    """The scoring model did not score a window; the message says why."""
+
+
 def _cut(text: str, n_chars: int) -> str:
     return text if len(text) <= n_chars else f"{text[:n_chars]}..."
 

@@ -269,7 +269,7 @@ class DraftStage:
 
 def _pools_of(load: Load) -> PoolSizes:
     """The drafter attends to resident pages alone, and keeps others only if they may come back."""
-    return msgspec.structs.replace(load.pools, host_pages=load.pools.host_pages if load.rank_pages else 0)
+    return msgspec.structs.replace(load.pools, host_pages=0 if load.attend_host else load.pools.host_pages)
 
 
 def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lucevisor.compression.compressor import CompressionSettings, CompressionStatistics, Compressor, ScoringError
+from lucevisor.compression.compressor import CompressionSettings, CompressionStatistics, Compressor
+from lucevisor.compression.windows import Windows
 from lucevisor.config import Config
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
+from lucevisor.engine.relevance import PageScorer
+from lucevisor.errors import ScoringError
 from lucevisor.text.tokenizer import Tokenizer
 
 _SAME = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.merges")
@@ -24,11 +27,11 @@ class CurrentScorer:
 
     @property
     def window_tokens(self) -> int:
-        """See :class:`lucevisor.compression.compressor.Scorer`."""
+        """See :class:`lucevisor.compression.windows.Scorer`."""
         return self._scoring().window_tokens
 
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
-        """See :class:`lucevisor.compression.compressor.Scorer`."""
+        """See :class:`lucevisor.compression.windows.Scorer`."""
         return await self._scoring().score(tokens, n_query)
 
     def _scoring(self) -> ScoringStage:
@@ -40,16 +43,28 @@ class CurrentScorer:
 
 def make_compressor(config: Config, model: ServedModel, service: Service, tokenizer: Tokenizer) -> Compressor | None:
     """Return the compressor of a service whose model is placed; None while PFlash is off."""
-    if model.scorer is None:
+    pflash, windows = config.pflash, _windows(model, service, tokenizer)
+    if pflash.mode == "off" or windows is None:
         return None
-    pflash = config.pflash
     settings = CompressionSettings(
         threshold=pflash.threshold if pflash.mode == "auto" else 0, keep_ratio=pflash.keep_ratio, curve=pflash.curve
     )
+    return Compressor(settings, windows)
+
+
+def make_page_scorer(config: Config, model: ServedModel, service: Service, tokenizer: Tokenizer) -> PageScorer | None:
+    """Return what ranks pages under KV Flash's policy ``drafter``; None under others."""
+    windows = _windows(model, service, tokenizer) if config.kvflash.policy == "drafter" else None
+    return windows.page_scores if windows is not None else None
+
+
+def _windows(model: ServedModel, service: Service, tokenizer: Tokenizer) -> Windows | None:
+    if model.scorer is None:
+        return None
     assert model.spec.files is not None
     own, of_scorer = model.spec.files.metadata, model.scorer.files.metadata
     same = all(own.get(key) == of_scorer.get(key) for key in _SAME)
-    return Compressor(settings, tokenizer, CurrentScorer(service), None if same else Tokenizer.from_gguf(of_scorer))
+    return Windows(tokenizer, CurrentScorer(service), None if same else Tokenizer.from_gguf(of_scorer))
 
 
 def pflash_status(service: Service, compressor: Compressor | None) -> dict[str, Any]:

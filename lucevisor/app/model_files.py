@@ -47,9 +47,9 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
 
 
 def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScorer | None:
-    """Open the scoring model of ``[pflash]``; None while that is off.  Raises ConfigError as above."""
+    """Open the scoring model of ``[pflash]``; None while nothing asks it.  Raises ConfigError as above."""
     source = config.pflash.source
-    if config.pflash.mode == "off" or source is None:
+    if not config.scores or source is None:
         return None
     path = resolve_scorer(config, source, notify)
     try:

@@ -36,7 +36,7 @@ from lucevisor.api.server import create_app
 from lucevisor.api.traces import no_trace
 from lucevisor.app import collector, logs, traces
 from lucevisor.app.cache_operations import CacheOperations, figures
-from lucevisor.app.compression import make_compressor
+from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
 from lucevisor.app.log_lines import wanted
@@ -382,6 +382,7 @@ class Supervisor:
             self._ports.max_sequences = placement.max_sequences
             self._ports.boundary_row_bytes = dtype_bytes(placement.dtype, self.model.spec.boundary_width)
         self._ports.compressor = make_compressor(self.config, self.model, self.service, self._tokenizer)
+        engine.relevance.score = make_page_scorer(self.config, self.model, self.service, self._tokenizer)
 
     def _not_ready(self) -> list[NotReadyPart]:
         if self.service.state == "ready":

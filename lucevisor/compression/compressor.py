@@ -10,42 +10,21 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import structlog
 
-from lucevisor.compression.alignment import aligned
 from lucevisor.compression.memory import KeptParts
 from lucevisor.compression.parts import Part, parts_of, question_end
 from lucevisor.compression.selection import Range, anchor_chunks, keep_ratio_at, select
-from lucevisor.errors import LucevisorError
-from lucevisor.text.tokenizer import Tokenizer
-
-QUESTION_TOKENS: Final = 96
-"""The end of what is asked, which goes behind each window."""
-QUERY_TOKENS: Final = 8
-"""Its last tokens, whose attention is the score."""
+from lucevisor.compression.windows import QUESTION_TOKENS, Windows
+from lucevisor.errors import ScoringError
 
 Outcome = Literal["compressed", "short", "nothing", "failed"]
 OUTCOMES: Final[tuple[Outcome, ...]] = ("compressed", "short", "nothing", "failed")
 """Of a prompt: it was shortened; is below the threshold; has no part to shorten; could not be scored."""
 
 log = structlog.get_logger("lucevisor.compression")
-
-
-class ScoringError(LucevisorError):
-    """A window was not scored; the message says why."""
-
-
-class Scorer(Protocol):
-    """The scoring model."""
-
-    @property
-    def window_tokens(self) -> int:
-        """Tokens of the longest window, with those that ask."""
-
-    async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
-        """Return the relevance of each token to the last ``n_query``; raises ScoringError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,23 +70,18 @@ class CompressionStatistics:
 
 
 class Compressor:
-    """``scorer_tokenizer``: None if the scoring model has the served model's."""
+    """Shortens prompts by what ``windows`` say."""
 
-    def __init__(
-        self,
-        settings: CompressionSettings,
-        tokenizer: Tokenizer,
-        scorer: Scorer,
-        scorer_tokenizer: Tokenizer | None = None,
-    ) -> None:
-        self.settings, self._tokenizer, self._scorer = settings, tokenizer, scorer
-        self._scorer_tokenizer = scorer_tokenizer
+    def __init__(self, settings: CompressionSettings, windows: Windows) -> None:
+        self.settings, self._windows, self._tokenizer = settings, windows, windows.tokenizer
         self._kept = KeptParts()
         self._statistics = CompressionStatistics()
 
     @property
     def statistics(self) -> CompressionStatistics:
-        return self._statistics
+        now, counts = self._statistics, self._windows.counts
+        now.n_windows, now.n_scored = counts.n_windows, counts.n_tokens
+        return now
 
     @property
     def n_remembered_parts(self) -> int:
@@ -156,47 +130,13 @@ class Compressor:
         question = list(ids[max(0, end - QUESTION_TOKENS) : end])
         # The question itself is not scored: it would find nothing but itself.
         n_scored = max(0, min(len(tokens), end - len(question) - part.start))
-        scores = await self._scores(tokens[:n_scored], question)
+        scores = await self._windows.scores(tokens[:n_scored], question)
         scores += [0.0] * (len(tokens) - n_scored)
         settings = self.settings
         ratio = keep_ratio_at(len(ids), settings.keep_ratio, settings.curve)
         ranges = await asyncio.to_thread(lambda: select(scores, ratio, anchor_chunks(tokens, question, n_scored)))
         self._kept.add(tokens, ranges)
         return ranges
-
-    async def _scores(self, tokens: Sequence[int], question: Sequence[int]) -> list[float]:
-        """Return a score for each token of a part, window by window."""
-        if self._scorer_tokenizer is None:
-            return await self._window_scores(tokens, question)
-        own, model = self._scorer_tokenizer, self._tokenizer
-
-        def encode() -> tuple[list[int], list[int]]:
-            encoded, asked = (own.encode(model.decode(part, skip_special=False)) for part in (tokens, question))
-            return encoded, asked[-QUESTION_TOKENS:]
-
-        encoded, asked = await asyncio.to_thread(encode)
-        found = await self._window_scores(encoded, asked)
-
-        def align() -> list[float]:
-            both = ((own, encoded), (model, tokens))
-            lengths, of_target = ([len(tokenizer.token_bytes(i)) for i in of] for tokenizer, of in both)
-            return aligned(found, lengths, of_target)
-
-        return await asyncio.to_thread(align)
-
-    async def _window_scores(self, tokens: Sequence[int], question: Sequence[int]) -> list[float]:
-        scores: list[float] = []
-        room = self._scorer.window_tokens - len(question)
-        n_windows = max(1, -(-len(tokens) // room))
-        size = -(-len(tokens) // n_windows) if tokens else 0
-        for start in range(0, len(tokens), size or 1):
-            window = tokens[start : start + size]
-            found = await self._scorer.score([*window, *question], min(QUERY_TOKENS, len(question)))
-            # Attention is shared out over a window: times its length, windows of other lengths compare.
-            scores += [score * len(window) for score in found[: len(window)]]
-            self._statistics.n_windows += 1
-            self._statistics.n_scored += len(window) + len(question)
-        return scores
 
 
 def _joined(

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lucevisor.config.effects import UNIMPLEMENTED
 from lucevisor.config.schema import GROUPS, SECTIONS, FieldKey, keys_of
 from lucevisor.config.sections import GroupConfig
 from lucevisor.config.strict import SIZE_UNITS, Size
@@ -64,7 +63,7 @@ def _section(name: str, section: type[Any]) -> Iterator[str]:
     yield "| key | default | values | meaning |"
     yield "|---|---|---|---|"
     for key, each in keys_of(section).items():
-        cells = (f"`{key}`", default_of(each), _values(each), f"{each.key.text}{_missing(f'{name}.{key}')}")
+        cells = (f"`{key}`", default_of(each), _values(each), each.key.text)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 
@@ -93,14 +92,6 @@ def _size(size_bytes: int) -> str:
 def _values(each: FieldKey) -> str:
     values = each.key.kind.allowed()
     return f"{values}; {each.key.unit}" if each.key.unit and each.key.unit not in values else values
-
-
-def _missing(key: str) -> str:
-    row = UNIMPLEMENTED.get(key)
-    if row is None:
-        return ""
-    effect = "using it is rejected" if row.refused else "the key has no effect"
-    return f" *Not implemented yet: {row.what}; {effect}.*"
 
 
 def main(arguments: Sequence[str] | None = None) -> ExitCode:

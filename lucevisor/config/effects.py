@@ -1,27 +1,15 @@
-"""Options that have no effect: not implemented yet, or pointless beside other settings. None is ignored silently.
+"""Options that have no effect beside other settings.  None is ignored silently.
 
-Invariant: every key in `UNIMPLEMENTED` is rejected by `load` or returned by `not_yet_effective` when the user asks for
-its feature. Implementing a feature deletes its row here and changes nothing else in this package.
+Invariant: every key of `INERT` whose condition holds is returned by `not_yet_effective` when the user sets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
 from lucevisor.config.values import Auto, Notice, WeightedSplit, is_loopback
-
-
-@dataclass(frozen=True, slots=True)
-class Unimplemented:
-    """A key whose feature this version lacks. `asks`: whether a value requests it; `refused`: `load` rejects that."""
-
-    what: str
-    asks: Callable[[Any], bool]
-    refused: bool
-    instead: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +21,6 @@ class Inert:
     why: str
     hint: str
 
-
-UNIMPLEMENTED: Mapping[str, Unimplemented] = {
-    "kvflash.policy": Unimplemented("this policy of KV Flash", lambda value: value == "drafter", True, "nearest: qk"),
-}
-"""Keys that are validated but not implemented. Rejected if ignoring them would change answers or break a promise."""
 
 INERT: tuple[Inert, ...] = (
     Inert(
@@ -102,8 +85,8 @@ INERT: tuple[Inert, ...] = (
     ),
     Inert(
         ("kvflash.tau",),
-        lambda config: config.kvflash.policy in ("lru", "exact"),
-        "has no effect: this kvflash.policy makes no selections",
+        lambda config: config.kvflash.policy != "qk",
+        "has no effect: this kvflash.policy makes no selections while it answers",
         "remove the key",
     ),
     Inert(
@@ -113,7 +96,13 @@ INERT: tuple[Inert, ...] = (
         "remove the key",
     ),
     Inert(
-        ("pflash.path", "pflash.device", "pflash.threshold", "pflash.keep_ratio", "pflash.curve", "pflash.window"),
+        ("pflash.path", "pflash.device", "pflash.window"),
+        lambda config: not config.scores,
+        "has no effect while pflash.mode is off",
+        "remove the key, or set pflash.mode",
+    ),
+    Inert(
+        ("pflash.threshold", "pflash.keep_ratio", "pflash.curve"),
         lambda config: config.pflash.mode == "off",
         "has no effect while pflash.mode is off",
         "remove the key, or set pflash.mode",
@@ -140,7 +129,7 @@ GPU_ONLY = ("visible_devices",)
 def not_yet_effective(config: Config) -> list[Notice]:
     """Return a notice for each option that the user set and that has no effect, in the order of the file."""
     notices: dict[str, Notice] = {}
-    for notice in (*_unimplemented(config), *_inert(config), *_inert_in_groups(config)):
+    for notice in (*_inert(config), *_inert_in_groups(config)):
         notices.setdefault(notice.key, notice)
     sections = ["model", GROUPS, *SECTIONS]
     return sorted(notices.values(), key=lambda notice: sections.index(notice.key.partition(".")[0]))
@@ -160,13 +149,6 @@ def _written(config: Config, key: str) -> object:
 def _value(config: Config, key: str) -> object:
     value: object = getattr(getattr(config, key.partition(".")[0]), field_key(key).field)
     return value
-
-
-def _unimplemented(config: Config) -> Iterator[Notice]:
-    for key, row in UNIMPLEMENTED.items():
-        if key in config.set_keys and row.asks(_value(config, key)):
-            why = f"has no effect: this version does not have {row.what} yet"
-            yield Notice(key=key, value=_written(config, key), why=why, hint=row.instead)
 
 
 def _inert(config: Config) -> Iterator[Notice]:

@@ -23,7 +23,8 @@ class KvFlashConfig:
         Key(
             Choice(("lru", "qk", "drafter", "exact")),
             "Which pages stay. `lru`: the first and the last ones; `qk`: those that queries attend to most; "
-            "`drafter`: planned; `exact`: the first and the last ones, and all others are read from host memory.",
+            "`drafter`: those that the scoring model of `[pflash]` finds relevant to the end of a prompt; `exact`: the "
+            "first and the last ones, and all others are read from host memory.",
         ),
     ] = "lru"
     host: Annotated[
@@ -35,4 +36,6 @@ class KvFlashConfig:
             "bytes",
         ),
     ] = 8 * 2**30
-    tau: Annotated[int, Key(Whole(1, 2**20), "Tokens between two selections of the pages to keep.", "tokens")] = 64
+    tau: Annotated[
+        int, Key(Whole(1, 2**20), "With `qk`: tokens between two selections of the pages to keep.", "tokens")
+    ] = 64

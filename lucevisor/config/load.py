@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lucevisor.config.effects import UNIMPLEMENTED, not_yet_effective
+from lucevisor.config.effects import not_yet_effective
 from lucevisor.config.names import FilePath
 from lucevisor.config.resolve import OVERRIDE, PendingConfig, resolve
 from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
@@ -194,9 +194,6 @@ def _read_key(pending: PendingConfig, key: str, each: FieldKey, raw: object, fol
     except Refused as refused:
         pending.refuse(key, refused.value if refused.inside else raw, refused.why, refused.hint, inside=refused.inside)
         return
-    missing = UNIMPLEMENTED.get(key)
-    if missing is not None and missing.refused and missing.asks(value):
-        pending.refuse(key, raw, f"this version does not have {missing.what} yet", missing.instead)
     pending.values[key] = value
 
 

@@ -152,7 +152,7 @@ def _check_every_group_has_a_device(pending: PendingConfig, devices: Sequence[De
     if drafter is not None and pending.values.get("draft.kind") in DRAFTER_CHOICES:
         used.add(drafter.group)
     scorer: DeviceRef | None = pending.values.get("pflash.device")
-    if scorer is not None and pending.values.get("pflash.mode") != "off":
+    if scorer is not None and (pending.values.get("pflash.mode") != "off" or _ranks_by_scorer(pending)):
         used.add(scorer.group)
     for name in pending.group_names:
         if name not in used:
@@ -174,6 +174,10 @@ def _resolve_draft(pending: PendingConfig) -> None:
         pending.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", hint)
 
 
+def _ranks_by_scorer(pending: PendingConfig) -> bool:
+    return pending.values.get("kvflash.policy") == "drafter" and pending.values.get("kvflash.pool_tokens") != 0
+
+
 def _resolve_pflash(pending: PendingConfig) -> None:
     device: DeviceRef | None = pending.values.get("pflash.device")
     if device is not None:
@@ -182,6 +186,9 @@ def _resolve_pflash(pending: PendingConfig) -> None:
     if mode not in (None, "off") and pending.values.get("pflash.path") == "":
         hint = "name a small model's file, such as Qwen3-0.6B; nearest: pflash.mode = off"
         pending.refuse("pflash.path", "", f"is empty, and pflash.mode = {mode} needs a scoring model", hint)
+    if _ranks_by_scorer(pending) and pending.values.get("pflash.path") == "":
+        hint = "name a small model's file, such as Qwen3-0.6B; nearest: kvflash.policy = qk"
+        pending.refuse("pflash.path", "", "is empty, and kvflash.policy = drafter needs a scoring model", hint)
     points = pending.values.get("pflash.curve") or ()
     for low, high in pairwise(points):
         if high[0] <= low[0]:

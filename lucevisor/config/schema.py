@@ -59,6 +59,11 @@ class Config:
                 sections[GROUPS] = {group.name: _written(group) for group in self.groups.values()}
         return sections
 
+    @property
+    def scores(self) -> bool:
+        """Whether the scoring model of `[pflash]` is asked, by PFlash or by KV Flash."""
+        return self.pflash.mode != "off" or (self.kvflash.policy == "drafter" and self.kvflash.pool_tokens != 0)
+
     def threads_of(self, group: str, usable_cores: int) -> int:
         """Return the compute threads of a cpu group on a machine where the supervisor may use `usable_cores`."""
         config = self.groups[group]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from lucevisor.compression.compressor import ScoringError
+from lucevisor.errors import ScoringError
 from lucevisor.placement.result import PlacedScorer
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError

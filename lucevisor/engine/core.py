@@ -28,6 +28,7 @@ from lucevisor.engine.ranking import note_rankings
 from lucevisor.engine.recovery import Recovery
 from lucevisor.engine.recovery_rebuild import CannotRebuild
 from lucevisor.engine.recovery_stages import StageRecovery
+from lucevisor.engine.relevance import PageRelevance
 from lucevisor.engine.request import (
     FinishedEvent,
     GenerationRequest,
@@ -67,6 +68,7 @@ class Engine(Standstill):
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
         self._rows = RowSteps()
+        self.relevance = PageRelevance(lambda: self._proceed([]))
         self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
         self._outbox: Events = []
         self._changed = asyncio.Event()
@@ -261,7 +263,7 @@ class Engine(Standstill):
         n_before = self._scheduler.n_generated_tokens
         try:
             if self._scheduler.in_flight:
-                note_rankings(self._scheduler.in_flight[0], result.results)
+                note_rankings(self._scheduler.in_flight[0], result.step.rank_pages, result.results)
             events = self._scheduler.apply(result.results[-1], now)
         except WrongResult as error:
             last = result.results[-1].stage
@@ -309,6 +311,7 @@ class Engine(Standstill):
         self._refusal = self._refusal or error.message
         self.detach(error, permanent=True)
         self._masks.close()
+        self.relevance.close()
 
     def statistics(self) -> EngineStatistics:
         """Return counts and rates as of now."""
@@ -359,6 +362,8 @@ class Engine(Standstill):
                 break
             self._rows.planned(plan)
             lives = self._scheduler.in_flight[-1].lives
+            if not self._scheduler.limits.stages_rank:
+                self.relevance.planned(self._scheduler.in_flight[-1])
             self._stages.free(plan.step.region)
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.planned(plan, pipeline)

@@ -186,6 +186,11 @@ class EngineLimits:
         """Whether so long a prompt ranks its pages before its last token."""
         return self.residency is not None and self.residency.ranks_pages and not self.stays_resident(n_tokens)
 
+    @property
+    def stages_rank(self) -> bool:
+        """Whether the stages rank pages, and not a small model."""
+        return self.residency is not None and self.residency.ranks_decodes
+
     def make_pools(self) -> PagePools:
         """Return fresh allocators with every id free."""
         return PagePools(self.spaces, self.pools)

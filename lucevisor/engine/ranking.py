@@ -1,21 +1,22 @@
-"""Rankings of pages (KV Flash, policy ``qk``): what the stages of a step say of them, put together.
+"""Rankings of pages by their stages (KV Flash, policy ``qk``): what the stages of a step say of them, put together.
 
 Pure.  Invariant: a ranking is noted for the sequence whose slice asked for it, or for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lucevisor.engine.step import ScheduledStep, WrongResult
 from lucevisor.protocol.steps import StepResult
 
 
-def note_rankings(scheduled: ScheduledStep, results: Sequence[StepResult]) -> None:
-    """Add the scores of all stages, and let the sequences go on that waited for them.  Raises WrongResult if a stage
-    scored other pages than the others did.
+def note_rankings(scheduled: ScheduledStep, asked: Collection[int], results: Sequence[StepResult]) -> None:
+    """Add the scores of all stages for the sequences ``asked`` of, and let those go on that waited for them.  Raises
+    WrongResult if a stage scored other pages than the others did.
     """
-    wanted = {sequence: part for sequence, part in scheduled.parts.items() if part.live.ranking == scheduled.step_id}
+    waiting = {sequence: part for sequence, part in scheduled.parts.items() if part.live.ranking == scheduled.step_id}
+    wanted = {sequence: waiting[sequence] for sequence in asked if sequence in waiting}
     sums: dict[int, list[float]] = {}
     for result in results:
         for one in result.page_scores:

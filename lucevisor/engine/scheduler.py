@@ -322,7 +322,7 @@ class Scheduler:
             slices=slices,
             want_logits=wanted is not None,
             want_hidden=wanted is not None and wanted.hidden,
-            rank_pages=[one.live.sequence for one in chosen if one.live.ranking],
+            rank_pages=[one.live.sequence for one in chosen if one.live.ranking and self.limits.stages_rank],
         )
         self._operations = []
         self._flushing = False

@@ -214,7 +214,7 @@ class PageTable:
         """Return how many drafts a decode that ends at ``stop`` may have, so that each ranking has the query of its
         own token; None: any number.
         """
-        if not self.ranks_next or self._residency is None:
+        if not self.ranks_next or self._residency is None or not self._residency.ranks_decodes:
             return None
         return 0 if self.ranks_at(stop - 1) else -stop % self._residency.tau
 

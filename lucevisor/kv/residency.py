@@ -3,7 +3,8 @@
 Pure; one decision for all shards, which know neither policy nor bound.  The first pages of a sequence (attention sinks)
 and its last ones always stay.  Attention reads every resident page at each step, so the least recently used one is the
 oldest behind the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
-``qk`` keeps it there, too, and swaps pages so that those which the last queries attend to most are resident.
+``qk`` keeps it there, too, and swaps pages so that those which the last queries attend to most are resident;
+``drafter`` so that those are which a small model finds relevant to the end of a prompt.
 
 Invariant: what is resident depends on the slices of a sequence alone, never on other sequences.
 """
@@ -74,12 +75,17 @@ class Residency:
 
     @property
     def ranks_pages(self) -> bool:
-        """Whether pages come back, chosen by how much queries attend to them."""
+        """Whether pages come back, chosen by how much queries attend to them, or what a small model says."""
+        return self.policy in ("qk", "drafter")
+
+    @property
+    def ranks_decodes(self) -> bool:
+        """Whether the stages rank the pages, by their own queries, and not for prompts alone."""
         return self.policy == "qk"
 
     def ranks_at(self, position: int) -> bool:
         """Whether the query of a decode at ``position`` ranks the pages."""
-        return self.ranks_pages and position % self.tau == 0
+        return self.ranks_decodes and position % self.tau == 0
 
     def host_pages(self, n_pages: int) -> int:
         """Return how many of ``n_pages`` of a sequence lie in host memory at most."""

@@ -205,6 +205,8 @@ def _residency(decisions: Decisions) -> Iterator[str]:
     older = "older ones are not read"
     if policy == "qk":
         older = f"of the others those that queries attend to most; host memory has room for {n_host}"
+    elif policy == "drafter":
+        older = f"of the others those that the scoring model finds relevant; host memory has room for {n_host}"
     elif policy == "exact":
         older = f"older ones are read from host memory at every step, which has room for {n_host}"
     yield f"kvflash: {why}{pool} pages of a sequence stay there, policy {policy}, {protected}; {older}"

@@ -263,7 +263,7 @@ def _context(sizer: Sizer) -> int:
     limit = inputs.spec.context_tokens
     highest = pages_of(limit)
     if inputs.pool_pages is not None and inputs.host_bytes:
-        beside = 0 if inputs.residency_policy == "qk" else inputs.pool_pages
+        beside = 0 if inputs.residency_policy in ("qk", "drafter") else inputs.pool_pages
         highest = min(highest, max(inputs.pool_pages, beside + inputs.most_host_pages))
     room = inputs.pages if inputs.pages is not None else highest if sizer.all_known else UNKNOWN_PAGES
     if room < inputs.sequence_pages(limit):

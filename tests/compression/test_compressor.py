@@ -10,14 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.compressor import (
-    QUERY_TOKENS,
-    QUESTION_TOKENS,
-    CompressionSettings,
-    Compressor,
-    ScoringError,
-)
+from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.selection import CHUNK_TOKENS
+from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS, Windows
+from lucevisor.errors import ScoringError
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -49,7 +45,7 @@ class Rarity:
 
 def made(ratio: float = 0.2, threshold: int = 0, scorer: Rarity | None = None, **more) -> Compressor:
     settings = CompressionSettings(threshold=threshold, keep_ratio=ratio, **more)
-    return Compressor(settings, TEXTS, scorer or Rarity())
+    return Compressor(settings, Windows(TEXTS, scorer or Rarity()))
 
 
 def text_of(n_words: int, seed: int = 0) -> str:
@@ -178,5 +174,5 @@ async def test_a_scoring_model_with_another_tokenizer_finds_the_same_places() ->
     own = Letters.from_gguf(METADATA)
     settings = CompressionSettings(threshold=0, keep_ratio=0.1)
     ids = TEXTS.encode(f"{text_of(300)} the harbor holds 73935 {text_of(300, 5)}")
-    found = await Compressor(settings, TEXTS, Harbor(4096), own).compress(ids, [], [])
+    found = await Compressor(settings, Windows(TEXTS, Harbor(4096), own)).compress(ids, [], [])
     assert "harbor holds 73935" in TEXTS.decode(found.ids)

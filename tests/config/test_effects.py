@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import load, not_yet_effective
-from lucevisor.config.effects import INERT, UNIMPLEMENTED, field_key
+from lucevisor.config.effects import INERT, field_key
 from lucevisor.config.schema import SECTIONS, keys_of
 from lucevisor.errors import ConfigError
 
@@ -31,19 +31,20 @@ def box(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("kvflash.policy=drafter", "kvflash.policy"),
-    ],
-)
-def test_features_that_would_change_answers_are_refused_until_they_exist(box, override, key):
+def test_pages_ranked_by_a_small_model_need_one(box):
     with pytest.raises(ConfigError) as caught:
-        load(box, [override])
+        load(box, ["kvflash.policy=drafter", "kvflash.pool_tokens=8192"])
     (error,) = caught.value.errors
-    assert error.key == key
-    assert "this version does not have" in error.why
-    assert error.hint
+    assert error.key == "pflash.path"
+    assert "kvflash.policy = drafter needs a scoring model" in error.why
+    assert "nearest: kvflash.policy = qk" in error.hint
+    config = load(
+        box, ["kvflash.policy=drafter", "kvflash.pool_tokens=8192", "pflash.path=s.gguf", "pflash.device=host:0"]
+    )
+    assert config.scores
+    assert config.notices == ()
+    (notice,) = load(box, ["kvflash.policy=drafter", "kvflash.pool_tokens=0"]).notices
+    assert notice.key == "kvflash.policy"
 
 
 def test_everything_wrong_with_a_drafter_is_told_at_once(box):
@@ -185,8 +186,6 @@ def test_notices_come_in_the_order_of_the_file_once_each(box):
 
 
 def test_the_tables_name_keys_that_exist_and_are_off_or_harmless_by_default():
-    for key, row in UNIMPLEMENTED.items():
-        assert not (row.refused and row.asks(field_key(key).default)), key
     for inert in INERT:
         for key in inert.keys:
             assert not field_key(key).required
@@ -206,32 +205,9 @@ def attributes_read_outside_config() -> set[tuple[str, str]]:
     return found
 
 
-SAMPLES = {
-    "kvflash.policy": "drafter",
-}
-"""A value other than the default for each key that no code reads."""
-PARTLY = {"kvflash.policy"}
-"""Keys of which some values are not implemented."""
-
-
-def test_the_keys_that_no_code_reads_are_the_known_ones():
+def test_all_keys_are_read_by_code():
     read = attributes_read_outside_config()
     keys = {
         f"{name}.{key}": (name, each.field) for name, kind in SECTIONS.items() for key, each in keys_of(kind).items()
     }
-    assert {key for key, place in keys.items() if place not in read} == set(SAMPLES) - PARTLY
-    assert set(UNIMPLEMENTED) <= set(SAMPLES)
-
-
-@pytest.mark.parametrize("key", SAMPLES)
-def test_a_key_that_no_code_reads_says_so_when_set(box, key):
-    override = f"{key}={SAMPLES[key]}"
-    row = UNIMPLEMENTED.get(key)
-    if row is not None and row.refused:
-        with pytest.raises(ConfigError, match="this version does not have") as caught:
-            load(box, [override])
-        assert caught.value.key == key
-    else:
-        (notice,) = load(box, [override]).notices
-        assert notice.key == key
-        assert "has no effect" in notice.why
+    assert not {key for key, place in keys.items() if place not in read}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.compressor import ScoringError
 from lucevisor.config import DeviceRef
 from lucevisor.deployment.scoring import ScoringStage, _steps
+from lucevisor.errors import ScoringError
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
 from lucevisor.protocol.errors import LinkClosed

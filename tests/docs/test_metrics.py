@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import DeviceMetrics, GroupMetrics, SnapshotMetrics
 from lucevisor.compression.compressor import CompressionSettings, Compressor
+from lucevisor.compression.windows import Windows
 from lucevisor.config import DeviceRef
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.model.values import Backend
@@ -52,7 +53,7 @@ async def registry() -> CollectorRegistry:
     rig.ports.groups = lambda: [GroupMetrics("left", "ready", {"exited": 1}, devices=[device])]
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)
-    rig.ports.compressor = Compressor(settings, rig.ports.tokenizer, stage)
+    rig.ports.compressor = Compressor(settings, Windows(rig.ports.tokenizer, stage))
     return Metrics(rig.ports)._registry
 
 

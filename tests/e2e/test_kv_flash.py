@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
+from lucevisor.app.compression import make_page_scorer
 from lucevisor.kv.residency import Residency
+from lucevisor.model.families import open_spec
+from tests.e2e.conversations import DEMO
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
 from tests.e2e.snapshot_service import snapshots_of, told_of, until
+from tests.e2e.test_pflash import DEMO_FOLDER, TEXTS, text_of
 from tests.e2e.test_reload import changed, layers_of
 from tests.families.golden import opened
 from tests.families.paged_texts import Texts, tokens_at
@@ -138,3 +144,53 @@ async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path
         assert layers_of(service) != before
         assert await asked == wanted
         assert service.engine.statistics().recovery.n_kept > 512
+
+
+SCORED = """
+[pflash]
+path = "{folder}/demo-scorer-q8_0.gguf"
+device = "right:0"
+[kvflash]
+pool_tokens = 512
+policy = "drafter"
+[engine]
+dtype = "float32"
+max_context = 900
+[draft]
+kind = "off"
+"""
+
+
+async def test_a_small_model_chooses_the_pages_of_a_prompt(tmp_path: Path) -> None:
+    """The demo with its scoring model: the pages that it finds relevant are resident for the last token and behind."""
+    extra = SCORED.format(folder=DEMO_FOLDER)
+    config = write_config(tmp_path, DEMO, {"left": 1, "right": 1}, ["0-4", "4-8"], extra)
+    fact = "The secret number of the harbor is"
+    text = f"{text_of(150, 1)}. {fact} 73935. {text_of(300, 2)} {fact} "
+    prompt, said = [*TEXTS.encode(text)[:796], *TEXTS.encode(fact)[-4:]], list[list[float]]()
+    async with running(config, tmp_path) as service:
+        assert service.engine is not None
+        score = make_page_scorer(service.config, service.model, service, TEXTS)
+        assert score is not None
+
+        async def scored(tokens: Sequence[int]) -> Sequence[float]:
+            said.append([*await score(tokens)])
+            return said[-1]
+
+        service.engine.relevance.score = scored
+        found = await generate(service, prompt, 30)
+        assert service.placement is not None
+        assert any("finds relevant" in reason for reason in service.placement.reasons)
+    spec = open_spec(DEMO)
+    texts = Texts(spec, load_stages(spec, (), How(host_pages=40, rank_pages=True)), Residency(8, "drafter"))
+    for start, stop in pairwise((0, 192, 384, 576, 768, len(prompt) - 1, len(prompt))):
+        if stop == len(prompt):
+            texts.tables[ord("a")].rank(said[0])
+            out = set(texts.tables[ord("a")].paged_out().entries)  # type: ignore[union-attr]
+        rows = texts.run(a=prompt[start:stop])
+    assert out - set(texts.tables[ord("a")].paged_out().entries)  # type: ignore[union-attr]
+    wanted = []
+    for _ in range(30):
+        wanted.append(int(rows[-1].argmax()))
+        rows = texts.run(a=wanted[-1:])
+    assert (found, len(said)) == (wanted, 1)

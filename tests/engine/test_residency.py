@@ -6,6 +6,7 @@ Every token is checked against the toy model with the pages masked that a plan's
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationRequest
 from lucevisor.engine.scheduler import Scheduler
+from lucevisor.errors import ScoringError
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
@@ -378,3 +380,34 @@ def test_limits_that_leave_no_page_to_evict_are_refused(changes: dict[str, objec
         limits(**{**usual, "residency": POOL, **changes})
     with pytest.raises(ValueError, match="pool_pages is 5; 6 is the least"):
         Residency(5)
+
+
+async def test_a_small_model_ranks_the_pages_of_prompts() -> None:
+    """Before the last token; a sequence waits for it, others do not, and where the model is away pages stay."""
+    small = Residency(6, "drafter")
+    asked = [request(name, [(k * k) % 89 for k in range(n)], 90) for name, n in (("a", 560), ("b", 100), ("c", 500))]
+    toy = ToyEngine(bounds(full_pages=18, host_pages=60, residency=small))
+    toy.attach()
+    seen: list[int] = []
+    released = asyncio.Event()
+
+    async def score(tokens: Sequence[int]) -> list[float]:
+        seen.append(len(tokens))
+        await released.wait()
+        if len(tokens) == 499:
+            raise ScoringError("the scoring model is away")
+        return [float(i == 2) for i in range(len(tokens) // PAGE_TOKENS)]
+
+    toy.engine.relevance.score = score
+    handles = [toy.engine.submit(one) for one in asked]
+    await toy.play()
+    assert sorted(seen) == [499, 559]
+    assert told(await events_of(handles[1]))[1].reason == "length"
+    assert toy.engine.statistics().generated_tokens == 90
+    released.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await toy.play()
+    for handle in (handles[0], handles[2]):
+        assert told(await events_of(handle))[1].reason == "length"
+    assert check_tokens(toy, swapped=True) == 1  # the other prompt's pages stayed as they were

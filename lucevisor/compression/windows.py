@@ -1,0 +1,96 @@
+"""Relevance of tokens to a question, window by window: what prompt compression and KV Flash ask the scoring model.
+
+Invariant: as many scores come back as tokens were given, whatever tokenizer the scoring model has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from lucevisor.compression.alignment import aligned
+from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.text.tokenizer import Tokenizer
+
+QUESTION_TOKENS: Final = 96
+"""The end of what is asked, which goes behind each window."""
+QUERY_TOKENS: Final = 8
+"""Its last tokens, whose attention is the score."""
+PAGE_QUERY_TOKENS: Final = 32
+"""The same for pages, where a chat's question ends with the words that open the answer."""
+
+
+class Scorer(Protocol):
+    """The scoring model."""
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of the longest window, with those that ask."""
+
+    async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
+        """Return the relevance of each token to the last ``n_query``; raises ScoringError."""
+
+
+@dataclass(slots=True)
+class WindowCounts:
+    """Since the start: windows scored, and their tokens."""
+
+    n_windows: int = 0
+    n_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Windows:
+    """``scorer_tokenizer``: None if the scoring model has the served model's."""
+
+    tokenizer: Tokenizer
+    scorer: Scorer
+    scorer_tokenizer: Tokenizer | None = None
+    counts: WindowCounts = field(default_factory=WindowCounts)
+
+    async def scores(self, tokens: Sequence[int], question: Sequence[int], n_query: int = QUERY_TOKENS) -> list[float]:
+        """Return a score for each token, at most QUESTION_TOKENS asking.  Raises ScoringError."""
+        if self.scorer_tokenizer is None:
+            return await self._scored(tokens, question, n_query)
+        own, model = self.scorer_tokenizer, self.tokenizer
+
+        def encode() -> tuple[list[int], list[int]]:
+            encoded, asked = (own.encode(model.decode(part, skip_special=False)) for part in (tokens, question))
+            return encoded, asked[-QUESTION_TOKENS:]
+
+        encoded, asked = await asyncio.to_thread(encode)
+        found = await self._scored(encoded, asked, n_query)
+
+        def align() -> list[float]:
+            both = ((own, encoded), (model, tokens))
+            lengths, of_target = ([len(tokenizer.token_bytes(i)) for i in of] for tokenizer, of in both)
+            return aligned(found, lengths, of_target)
+
+        return await asyncio.to_thread(align)
+
+    async def page_scores(self, tokens: Sequence[int]) -> list[float]:
+        """Return the relevance of each whole page of a text to its last tokens: that of its tokens together.
+
+        Pages of the question itself have none.  Raises ScoringError.
+        """
+        question = [*tokens[-QUESTION_TOKENS:]]
+        scores = await self.scores([*tokens[: len(tokens) - len(question)]], question, PAGE_QUERY_TOKENS)
+        scores += [0.0] * len(question)
+        n_pages = len(tokens) // PAGE_TOKENS
+        return [sum(scores[start : start + PAGE_TOKENS]) for start in range(0, n_pages * PAGE_TOKENS, PAGE_TOKENS)]
+
+    async def _scored(self, tokens: Sequence[int], question: Sequence[int], n_query: int) -> list[float]:
+        scores: list[float] = []
+        room = self.scorer.window_tokens - len(question)
+        n_windows = max(1, -(-len(tokens) // room))
+        size = -(-len(tokens) // n_windows) if tokens else 0
+        for start in range(0, len(tokens), size or 1):
+            window = tokens[start : start + size]
+            found = await self.scorer.score([*window, *question], min(n_query, len(question)))
+            # Attention is shared out over a window: times its length, windows of other lengths compare.
+            scores += [score * len(window) for score in found[: len(window)]]
+            self.counts.n_windows += 1
+            self.counts.n_tokens += len(window) + len(question)
+        return scores

@@ -1,0 +1,62 @@
+"""Rankings of pages by a small model (KV Flash, policy ``drafter``), once for each prompt, before its last token.
+
+Knows what the model says of pages, not which it is.  Where it is away, pages stay as they are.
+Invariant: a sequence that waits for a ranking goes on after it, or is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import structlog
+
+from lucevisor.engine.sequence import LiveSequence
+from lucevisor.engine.step import ScheduledStep
+from lucevisor.errors import ScoringError
+
+PageScorer = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
+"""The relevance of each whole page of a text to its end; raises ScoringError."""
+
+log = structlog.get_logger("lucevisor.engine")
+
+
+class PageRelevance:
+    """Asks ``score`` for the sequences of steps that rank their pages; ``on_ranked`` is called after each answer."""
+
+    def __init__(self, on_ranked: Callable[[], None]) -> None:
+        self.score: PageScorer | None = None
+        self._on_ranked = on_ranked
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def planned(self, step: ScheduledStep) -> None:
+        """Ask for the sequences of a step that wait for a ranking, which no stage makes."""
+        for part in step.parts.values():
+            live = part.live
+            if live.ranking == step.step_id and self.score is None:
+                self._rank(live, step.step_id, ())
+            elif live.ranking == step.step_id and self.score is not None:
+                tokens = part.record.tokens[: live.n_computed]
+                task = asyncio.create_task(self._ask(self.score, live, step.step_id, tokens), name="rank pages")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Ask no longer."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _ask(self, score: PageScorer, live: LiveSequence, step_id: int, tokens: Sequence[int]) -> None:
+        scores: Sequence[float] = ()
+        try:
+            scores = await score(tokens)
+        except ScoringError as error:
+            log.warning("pages not ranked", n_tokens=len(tokens), reason=str(error))
+        if live.ranking == step_id:
+            self._rank(live, step_id, scores)
+            self._on_ranked()
+
+    @staticmethod
+    def _rank(live: LiveSequence, step_id: int, scores: Sequence[float]) -> None:
+        live.ranking = 0
+        live.table.rank(scores)
