@@ -52,6 +52,8 @@ class PageRelevance:
             scores = await score(tokens)
         except ScoringError as error:
             log.warning("pages not ranked", n_tokens=len(tokens), reason=str(error))
+        except Exception:  # the owner's code: without an answer the sequence would wait for ever
+            log.exception("pages not ranked", n_tokens=len(tokens))
         if live.ranking == step_id:
             self._rank(live, step_id, scores)
             self._on_ranked()

@@ -382,7 +382,8 @@ def test_limits_that_leave_no_page_to_evict_are_refused(changes: dict[str, objec
         Residency(5)
 
 
-async def test_a_small_model_ranks_the_pages_of_prompts() -> None:
+@pytest.mark.parametrize("error", [ScoringError("the scoring model is away"), ValueError("a bug")], ids=repr)
+async def test_a_small_model_ranks_the_pages_of_prompts(error: Exception) -> None:
     """Before the last token; a sequence waits for it, others do not, and where the model is away pages stay."""
     small = Residency(6, "drafter")
     asked = [request(name, [(k * k) % 89 for k in range(n)], 90) for name, n in (("a", 560), ("b", 100), ("c", 500))]
@@ -395,7 +396,7 @@ async def test_a_small_model_ranks_the_pages_of_prompts() -> None:
         seen.append(len(tokens))
         await released.wait()
         if len(tokens) == 499:
-            raise ScoringError("the scoring model is away")
+            raise error
         return [float(i == 2) for i in range(len(tokens) // PAGE_TOKENS)]
 
     toy.engine.relevance.score = score
