@@ -18,7 +18,7 @@ from torch import Tensor
 
 from daemons import device as devices
 from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width
-from daemons.deferred import DeferredTokens
+from daemons.deferred import DeferredTokens, Fill
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
@@ -31,14 +31,14 @@ from daemons.sampling import Sampler
 from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
-from daemons.warm import warm_up, warm_up_draft
+from daemons.token_ring import FollowingStep, TokenRing, without_tokens
+from daemons.warm import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena, attach_all
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
-from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import (
     CloseSequence,
     DraftStep,
@@ -71,6 +71,7 @@ class ModelRunner:
             SharedMemoryBuffer(arena, load.dtype, arena_width(load, i, self.spec), pinned=pinned)
             for i, arena in enumerate(arenas)
         ]
+        self._ring = next((TokenRing(arenas[p.tokens]) for p in load.stages if p.tokens is not None), None)
         self._settled_at = 0.0
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
@@ -117,7 +118,7 @@ class ModelRunner:
         replayed = runner._take_replays(replays, reporter, started)
         loaded = Loaded(uses, kernels, seconds, identities, use, problem, score_use, score_problem, replayed)
         if load.warm_up:
-            runner._warm_up(reporter)
+            warm_up_all([(p, runner.stages[p.stage]) for p in load.stages], runner._draft, reporter)
         return runner, loaded
 
     @torch.inference_mode()
@@ -177,24 +178,6 @@ class ModelRunner:
         draft.warn = partial(reporter.log, "warning", stage=self._load.draft.stage)
         return draft
 
-    def _warm_up(self, reporter: Reporter) -> None:
-        """Compile the kernels of the stages that have any."""
-        for plan in self._load.stages:
-            stage = self.stages[plan.stage]
-            if any(stage.graphs):
-                self._warm_up_stage(stage, plan, reporter)
-        if self._draft is not None and self._draft.graphs is not None:
-            draft = self._draft.plan
-            warm_up_draft(
-                self._draft, lambda n, of: reporter.progress(Progress(draft.stage, draft.device, n, of, "warm up"))
-            )
-
-    def _warm_up_stage(self, stage: LoadedStage, plan: StagePlan, reporter: Reporter) -> None:
-        started, device = time.monotonic(), plan.shards[0].device
-        warm_up(stage, lambda done, all_: reporter.progress(Progress(plan.stage, device, done, all_, "warm up")))
-        seconds = round(time.monotonic() - started, 1)
-        reporter.log("info", "kernels are ready", stage=plan.stage, seconds=seconds)
-
     @torch.inference_mode()
     def run_step(
         self,
@@ -214,9 +197,7 @@ class ModelRunner:
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
-        fill, asked = None, step
-        if plan.output and self._sampler is not None:
-            step, fill = self._sampler.known(step)
+        asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
         if fill is None:
             queued()
             if step is not asked and self._draft_inputs is not None:
@@ -230,7 +211,9 @@ class ModelRunner:
         page_scores: list[PageScores] = []
         if step.n_tokens:
             rows_in, arrival = self._rows_in(plan, step, await_rows)
-            out = stage.forward(step, rows_in, fill, arrival)
+            out = stage.forward(step, rows_in, fill or following, arrival)
+            if following is not None:
+                arrival, sampled = following.arrival, following.tokens
             self._count(plan, step)
             page_scores = out.page_scores
             if step.want_hidden:
@@ -255,6 +238,17 @@ class ModelRunner:
         )  # fmt: skip
         return StepOutput(result, payload.arrays, deferred, step, started)
 
+    def _with_tokens(
+        self, plan: StagePlan, step: Step, await_tokens: RowWait | None
+    ) -> tuple[Step, Fill | None, FollowingStep | None]:
+        """The step with its pending tokens; 0 where only the device knows them (second), or nobody yet (third)."""
+        if plan.output and self._sampler is not None:
+            return *self._sampler.known(step), None
+        if not step.follows:
+            return step, None, None
+        following = FollowingStep(self._ring, step, await_tokens) if plan.embedding else None
+        return without_tokens(step), None, following
+
     def _rows_in(self, plan: StagePlan, step: Step, await_rows: RowWait | None) -> tuple[Tensor | None, Arrival]:
         """Where the stage before writes the rows of a step, and what waits for them."""
         if plan.source is None:
@@ -265,6 +259,11 @@ class ModelRunner:
             return rows, Arrival()
         return rows, Arrival(partial(await_rows, boundary.bells, step.region, step.step_id))
 
+    def tell(self, output: StepOutput) -> None:
+        """Hand the tokens of a step that the supervisor was told of to the first stage, if that is another daemon's."""
+        if self._ring is not None and self._sampler is not None and output.step is not None and output.result.sampled:
+            self._ring.tell(output.step, output.result.sampled)
+
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for the deferred tokens of a step."""
         if output.deferred is None or self._sampler is None:
@@ -273,7 +272,8 @@ class ModelRunner:
         if self._draft_inputs is not None and output.step is not None:
             self._draft_inputs.keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
-        return StepOutput(replace(output.result, sampled=sampled, compute_s=now - begun), output.payload)
+        result = replace(output.result, sampled=sampled, compute_s=now - begun)
+        return StepOutput(result, output.payload, step=output.step)
 
     def _tell(self, asked: Step, queued: Callable[[], None]) -> None:
         """Settle the step before, and tell the draft stage which tokens a step that ran ahead of them starts from."""

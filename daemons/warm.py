@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ from daemons.graphs import CAPTURE_AT, MAX_GRAPHS
 from daemons.kv.sequences import Sequences
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import MAX_DECODE_TOKENS
+from daemons.pulse import Reporter
 from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.protocol.loading import StagePlan
+from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
 STEP_TOKENS = (1, 2, 16, 32, 64, 160, 512)
@@ -50,6 +54,21 @@ class WarmStep(NamedTuple):
     n: int
     n_drafts: int = 0
     n_ahead: int = 0
+
+
+def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftStage | None, reporter: Reporter) -> None:
+    """Compile the kernels of the stages that have any, and of the draft stage."""
+    for plan, stage in stages:
+        if any(stage.graphs):
+            started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
+            warm_up(stage, partial(_tell, reporter, number, device))
+            reporter.log("info", "kernels are ready", stage=number, seconds=round(time.monotonic() - started, 1))
+    if draft is not None and draft.graphs is not None:
+        warm_up_draft(draft, partial(_tell, reporter, draft.plan.stage, draft.plan.device))
+
+
+def _tell(reporter: Reporter, stage: int, device: int, done: int, total: int) -> None:
+    reporter.progress(Progress(stage, device, done, total, "warm up"))
 
 
 def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> None:

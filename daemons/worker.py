@@ -168,6 +168,8 @@ class _MessageLoop:
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]
         self._link.send(output.result, request_id=output.result.step_id, payload=payload)
+        if self._runtime is not None:
+            self._runtime.tell(output)
         self._reporter.step_done(n_rows)
 
     def _handle(self, frame: Frame) -> int | None:

@@ -118,7 +118,9 @@ class Layout:
     def on(self, device: torch.device) -> Tensor:
         """The metadata on a device."""
         if device.type == "cpu":
-            return torch.from_numpy(self.metadata)
+            metadata = torch.from_numpy(self.metadata)
+            self.fill(metadata)
+            return metadata
         metadata = self.pinned().to(device, non_blocking=True)
         self.fill(metadata)
         return metadata

@@ -119,7 +119,9 @@ def journal_rows(buffers: Mapping[tuple[bool, int], Arena], placement: Placement
     """Return the journal's memory for a placement; None without one, or where the system does not give so much."""
     if not placement.journal_bytes:
         return None
-    arenas = {boundary: arena for (capture, boundary), arena in buffers.items() if not capture}
+    arenas = {
+        boundary: arena for (capture, boundary), arena in buffers.items() if not capture and not arena.plan.tokens
+    }
     row_bytes = arenas[0].plan.region_bytes // placement.max_step_tokens
     try:
         return JournalRows(arenas, row_bytes, placement.journal_bytes)

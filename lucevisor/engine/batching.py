@@ -19,7 +19,7 @@ from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.run_ahead import choose_ahead
+from lucevisor.engine.run_ahead import choose_ahead, n_microbatches
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledSlice, ScheduledStep
@@ -35,7 +35,8 @@ class StepBudget:
 
     ``shared``: others wait or decode beside long prompts or are expected, so ``chunks`` limits what a step carries of
     one, by ``others``: whether they are there now.  ``may_follow`` says whether its chunk from a position may be sent
-    now.  ``level``: how far ahead of the other keys a key is, in coarse units.
+    now.  ``level``: how far ahead of the other keys a key is, in coarse units.  ``runs_ahead``: whether decodes may be
+    planned before their tokens are known.
     """
 
     step_id: int
@@ -45,6 +46,7 @@ class StepBudget:
     others: bool
     may_follow: Callable[[int], bool]
     level: Callable[[str], int]
+    runs_ahead: bool = True
 
     def should_wait(self, record: RequestRecord) -> bool:
         """Whether a long prompt lets others go first now."""
@@ -72,13 +74,18 @@ def step_budget(
     shares: KeyShares,
     now: float,
     running: Collection[RequestRecord],
+    *,
+    runs_ahead: bool,
 ) -> StepBudget:
     """Return the budget of a step from what runs, is under way and was measured."""
     others = chunks.came_beside_long(now) or has_others(running, chunks.max_short_tokens)
     shared = others or chunks.expects_short(now)
     follow = partial(chunks.may_follow, backlog, now, others=others)
-    # Keys closer together than a chunk count as equal: the shortest prompt goes first.
-    return StepBudget(step_id, n_stages, chunks, shared, others, follow, lambda key: shares.lead(key) // chunks.full)
+
+    def level(key: str) -> int:  # keys closer together than a chunk count as equal: the shortest prompt goes first
+        return shares.lead(key) // chunks.full
+
+    return StepBudget(step_id, n_stages, chunks, shared, others, follow, level, runs_ahead)
 
 
 def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
@@ -107,6 +114,8 @@ def choose_slices(
     drafting: Drafting,
 ) -> list[ScheduledSlice]:
     """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
+    if len(in_flight) > budget.n_stages:
+        return choose_ahead(records, in_flight, budget.n_stages, drafting) if budget.runs_ahead else []
     decodes, prompts = [], []
     for record in records:
         if record.live is not None and record.live.n_scheduled < len(record.tokens) and not record.live.ranking:
@@ -122,7 +131,9 @@ def choose_slices(
     chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
     n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
     chosen += _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
-    return chosen or choose_ahead(records, in_flight, budget.n_stages, drafting)
+    if chosen or not budget.runs_ahead:
+        return chosen
+    return choose_ahead(records, in_flight, budget.n_stages, drafting)
 
 
 def _choose_prompts(
@@ -180,7 +191,7 @@ def _n_decodes(
     A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
     """
     n_groups = drafting.n_groups(n_stages)
-    if sum(step.decodes for step in in_flight) + drafting.n_drafting >= n_groups:
+    if n_microbatches(in_flight) + drafting.n_drafting >= n_groups:
         return 0
     n_decoding = sum(record.state is RequestState.DECODE for record in records)
     return -(-n_decoding // n_groups)

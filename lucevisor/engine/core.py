@@ -37,7 +37,8 @@ from lucevisor.engine.request import (
     RequestError,
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
-from lucevisor.engine.scheduler import Events, Scheduler
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduler_state import Events
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import Standstill
@@ -152,7 +153,7 @@ class Engine(Standstill):
         pipeline.on_drafted = self._on_drafted
         pipeline.on_drafter_lost = self._on_drafter_lost
         self._stages.attach(pipeline, lambda: self._proceed([]))
-        self._scheduler.attach(pipeline.n_stages, opening or ())
+        self._scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
         self._paused = False
         if opening is not None:
             self.recovery.rebuilt(0, self._stages.n_frozen * pipeline.n_stages)

@@ -16,9 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from msgspec.structs import replace
-
 from lucevisor.engine.constraint import MadeMasks
+from lucevisor.engine.pipeline_drafts import DraftRelay
 from lucevisor.engine.pipeline_steps import (
     Answer,
     AttachedDrafter,
@@ -28,16 +27,17 @@ from lucevisor.engine.pipeline_steps import (
     StageLink,
     StepInFlight,
     filled,
+    starts_from,
 )
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
-from lucevisor.protocol.steps import DraftStep, Operation, Recall, Recalled, Sampled, Step, StepResult
+from lucevisor.protocol.steps import Operation, Recall, Recalled, Sampled, Step, StepResult
 
 _NO_PAYLOAD = memoryview(b"")
 
 
-class Pipeline:
+class Pipeline(DraftRelay):
     """Steps on their way through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
     run several).
 
@@ -62,7 +62,7 @@ class Pipeline:
         self._on_result = on_result
         self._on_failed = on_failed
         self._clock = clock
-        self._rings = rings
+        self.rings = rings
         self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in the order they came there
         self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # by its daemon, in the order sent
         self._recalling: set[int] = set()  # stages that are to answer a recall
@@ -81,28 +81,9 @@ class Pipeline:
         self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage may be lost instead
 
     @property
-    def n_stages(self) -> int:
-        """Stages of the pipeline."""
-        return len(self._links)
-
-    @property
     def n_in_flight(self) -> int:
         """Steps that the last stage has not answered."""
         return sum(len(steps) for steps in self._at_stage)
-
-    def attach_drafter(self, link: StageLink, *, with_output: bool) -> None:
-        """Send the steps submitted from now on to a draft stage, too, whose number is ``n_stages``.
-
-        ``with_output``: its daemon is the last stage's, so it gets a step together with it.  It holds no sequences yet.
-        Raises RuntimeError if there is one.
-        """
-        if self._draft is not None:
-            raise RuntimeError("a drafter is attached already; detach it first")
-        self._draft = AttachedDrafter(link, with_output)
-
-    def detach_drafter(self) -> None:
-        """Send it nothing more, and ignore what it answers.  Does nothing without one."""
-        self._draft = None
 
     def submit(self, step: Step, *, first_stage: int = 0, opening: Sequence[Operation] | None = None) -> None:
         """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
@@ -119,7 +100,9 @@ class Pipeline:
         draft = None if first_stage else self._draft
         entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
         self._at_stage[first_stage].append(entry)
-        if self._send(entry, first_stage):
+        if first_stage == 0 and not self._may_start(entry):
+            return
+        if self._send(entry, first_stage, posted=self.n_stages > 1 and step.follows > 0):
             for stage in range(first_stage + 1, self.n_stages):
                 if self._may_post(entry, stage):
                     if not self._send(entry, stage, posted=True):
@@ -181,7 +164,9 @@ class Pipeline:
                 return
             self._at_stage[stage].popleft()
             entry.answers.append(answer)
-            if stage in entry.posted:
+            if stage == 0 and entry.step.follows and answer.result.sampled:
+                entry.step = filled(entry.step, answer.result.sampled)
+            if stage and stage in entry.posted:
                 entry.hops_s.append(answer.result.hop_s)
             entry.stage += 1
             if entry.stage == self.n_stages:
@@ -208,20 +193,39 @@ class Pipeline:
         if entry.draft is not None and not entry.draft.with_output:
             self._send_draft(entry, entry.drawn())
         self._sampled = entry.answers[-1].result.sampled
+        self._tell(entry)
+        if not self._open:
+            return
         results, payloads = zip(*entry.answers, strict=True)
         self._on_result(PipelineResult(entry.step, results, payloads, tuple(entry.hops_s), now - entry.started_at))
+
+    def _tell(self, done: PipelineStep) -> None:
+        """The tokens of a step are known: those that follow it, and wait here, may start."""
+        sampled = done.answers[-1].result.sampled
+        for later in [later for waiting in self._at_stage for later in waiting if later.follows == done.step.step_id]:
+            if later.step.follows:
+                later.step = filled(later.step, sampled)
+            elif not starts_from(later.step, sampled):  # the output stage was lost since, and drew others again
+                text = f"step {later.step.step_id} went on with other tokens than those of step {done.step.step_id}"
+                self.fail(0, "protocol_error", text)
+                return
+        self._start()
+
+    def _may_start(self, entry: PipelineStep) -> bool:
+        """Whether the first stage has all steps before this one."""
+        return all(0 in before.had for before in self._at_stage[0] if before is not entry)
+
+    def _start(self) -> None:
+        """Send the first stage what waits for tokens no longer, in order."""
+        for entry in [entry for entry in self._at_stage[0] if 0 not in entry.had]:
+            if entry.step.follows or not self._send(entry, 0):
+                return
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:
         """End the pipeline: forget all steps and call ``on_failed``.  Does nothing after the first failure or close."""
         if self._open:
             self.close()
             self._on_failed(PipelineFailure(stage, code, message))
-
-    def lose_drafter(self, code: ErrorCode, message: str) -> None:
-        """Detach the drafter and call ``on_drafter_lost``.  Does nothing without one."""
-        if self._draft is not None:
-            self._draft = None
-            self.on_drafter_lost(PipelineFailure(self.n_stages, code, message))
 
     def oldest_in_flight(self, now: float) -> StepInFlight | None:
         """Return the step that a daemon has worked on for longest, or None when all stages are idle.
@@ -232,7 +236,7 @@ class Pipeline:
         first = [
             (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
-            if waiting and stage not in self.lost
+            if waiting and stage not in self.lost and not waiting[0].step.follows
         ]
         if self._draft is not None and self._draft.waiting:
             first.append((self._draft.link, self.n_stages, *self._draft.waiting[0]))
@@ -256,11 +260,10 @@ class Pipeline:
 
     @property
     def settled(self) -> bool:
-        """Whether all steps on their way wait for lost stages, and the drafter for nothing."""
+        """Whether all steps on their way wait for lost stages or for tokens of such steps, the drafter for nothing."""
         drafting = self._draft is not None and self._draft.waiting
-        return not (drafting or self._recalling) and not any(
-            waiting for stage, waiting in enumerate(self._at_stage) if stage not in self.lost
-        )
+        under_way = any(entry.stage in entry.had for waiting in self._at_stage for entry in waiting)
+        return not (drafting or self._recalling or under_way)
 
     def lose(self, stages: Iterable[int]) -> None:
         """Send nothing more to these stages, and take no answers of them; the others give back what is posted."""
@@ -273,7 +276,7 @@ class Pipeline:
         for entry in [entry for stage in sorted(self.lost) for entry in self._at_stage[stage]]:
             self._advance(entry, self._clock())
         for stage, held in enumerate(self._held):
-            if stage not in self._recalling and any(entry.stage < stage for entry in held):
+            if stage not in self._recalling and any(stage in entry.posted for entry in held):
                 self._recalling.add(stage)
                 with contextlib.suppress(ProtocolError, OSError):  # it is lost, too, of which the owner hears
                     self._links[stage].send(Recall(stage))
@@ -293,9 +296,10 @@ class Pipeline:
             entry.lose(stage)
         if message.operated and back:
             back[0].done.add(stage)
-        for entry in back:
+        for entry in back if stage else ():
             if entry.stage == stage and not self._send(entry, stage):  # its rows came meanwhile
                 return
+        self._start()
         self.on_recalled()
 
     def waiting_for(self, stage: int) -> list[Step]:
@@ -324,8 +328,9 @@ class Pipeline:
             entry.frames.clear()
         for entry in waiting:
             entry.sent_at = self._clock()
-            if not self._send(entry, entry.stage):
+            if entry.stage and not self._send(entry, entry.stage):
                 return
+        self._start()
 
     def _receive_rebuilt(self, result: StepResult) -> None:
         """Take the answer to a step that rebuilds a stage; others were sent before the loss."""
@@ -337,7 +342,7 @@ class Pipeline:
     def _may_post(self, entry: PipelineStep, stage: int) -> bool:
         """Whether a step may be sent to a stage before the one ahead has answered it: all steps before it were."""
         return (
-            self._rings
+            self.rings
             and not self.lost
             and entry.may_be_posted
             and all(stage in before.had for at in range(stage) for before in self._at_stage[at] if before is not entry)
@@ -368,33 +373,3 @@ class Pipeline:
     def _dead_link(self, stage: int, text: str) -> None:
         if not self.on_dead_link(PipelineFailure(stage, "shard_lost", text)):
             self.fail(stage, "shard_lost", text)
-
-    def _send_draft(self, entry: PipelineStep, tokens: list[list[int]] | None) -> None:
-        """Send a step to the draft stage, unless that was detached meanwhile."""
-        draft, step = entry.draft, entry.step
-        if draft is None or draft is not self._draft:
-            return
-        if entry.opening is not None:
-            step = replace(step, operations=list(entry.opening))
-        if tokens is not None:
-            step = filled(step, self._sampled)
-        try:
-            draft.link.send(encode(DraftStep(step, tokens), request_id=step.step_id, flags=self.n_stages))
-        except (ProtocolError, OSError) as error:
-            self.lose_drafter("shard_lost", f"step {step.step_id} could not be sent to the draft stage: {error}")
-        else:
-            draft.waiting.append((step.step_id, self._clock()))
-
-    def _receive_drafts(self, result: StepResult, now: float) -> None:
-        draft = self._draft
-        if draft is None:
-            return  # it was detached, or the pipeline replaced, before it answered
-        due, _ = draft.waiting[0] if draft.waiting else (None, 0.0)
-        if due != result.step_id:
-            expected = "no step" if due is None else f"step {due}"
-            text = f"the draft stage answered step {result.step_id} while {expected} was due"
-            self.lose_drafter("protocol_error", text)
-            return
-        draft.waiting.popleft()
-        self._answered_at[id(draft.link)] = now
-        self.on_drafted(result)

@@ -99,6 +99,10 @@ class PipelineStep:
     early: dict[int, Answer] = field(default_factory=dict)  # of stages behind the one it is at
     answers: list[Answer] = field(default_factory=list)
     hops_s: list[float] = field(default_factory=list)
+    follows: int = 0  # the step whose tokens it starts from; ``step.follows`` is 0 as soon as they are known
+
+    def __post_init__(self) -> None:
+        self.follows = self.step.follows
 
     @property
     def may_be_posted(self) -> bool:
@@ -129,4 +133,10 @@ def filled(step: Step, before: Sequence[Sampled]) -> Step:
     slices = [
         replace(piece, tokens=[newest[piece.sequence]]) if piece.tokens == [PENDING] else piece for piece in step.slices
     ]
-    return replace(step, slices=slices)
+    return replace(step, slices=slices, follows=0)
+
+
+def starts_from(step: Step, before: Sequence[Sampled]) -> bool:
+    """Whether the decodes of a step start from the tokens that the step ``before`` sampled."""
+    newest = {one.sequence: one.token for one in before}
+    return all(newest.get(piece.sequence, piece.tokens[0]) == piece.tokens[0] for piece in step.slices)

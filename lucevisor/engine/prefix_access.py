@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, TokenEvent
-from lucevisor.engine.scheduler import Events, Scheduler
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduler_state import Events
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation

@@ -1,7 +1,7 @@
 """Decodes that are planned before the tokens they start from are known.
 
-A pipeline of one stage would idle from a step's result until the next step arrives.  So the next step is sent while one
-runs: its slices name the tokens that the running step samples (``PENDING``), which the daemon knows first.
+A stage would idle from a step's result until the next step arrives.  So the next step of a micro-batch is sent while
+one runs: its slices name the tokens that the running step samples (``PENDING``), which the daemons know first.
 Pure.  Only where nobody loses by it: every running request decodes, each from its row alone, and none waits for drafts.
 A drafter that is attached and not asked does not matter: it gets such steps like any other.
 Invariant: a sequence has at most one token that is planned and not known.
@@ -20,22 +20,48 @@ from lucevisor.engine.step import ScheduledSlice, ScheduledStep
 def choose_ahead(
     records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
 ) -> list[ScheduledSlice]:
-    """Choose the decodes behind the only step in flight; none unless all ``records`` can run ahead or end with it."""
-    if n_stages != 1 or len(in_flight) != 1 or any(step.n_ahead for step in in_flight):
+    """Choose the decodes behind the oldest step in flight that none follows; none unless all ``records`` can run ahead
+    or end with what is in flight.
+    """
+    if any(step.n_ahead for step in in_flight) or (n_stages > 1 and drafting.attached):
         return []
-    chosen = []
-    for record in records:
-        live = record.live
-        if live is not None and live.ranking:  # its pages may be others then
-            return []
-        if live is None or not _follows(record) or live.n_scheduled != len(record.tokens) or live.draft_states:
-            return []
-        if live.n_computed != live.n_scheduled:  # drafts are verified: nobody knows how many tokens come
-            return []
-        if record.n_generated + 1 < record.max_tokens:
-            chosen.append(ScheduledSlice(record, live, live.n_scheduled + 1))
+    if not all(_may_run_ahead(record) for record in records):
+        return []
+    followed = {step.follows for step in in_flight}
+    for step in in_flight:
+        chosen = [] if step.step_id in followed else _behind(step)
+        if chosen:
+            if len(chosen) > -(-len(records) // n_stages):  # others have ended: deal them into equal parts again
+                return []
+            return [] if drafting.would_draft(chosen) else chosen
+    return []
+
+
+def _behind(step: ScheduledStep) -> list[ScheduledSlice]:
+    """Return the decodes that follow a step."""
+    parts = [part for part in step.parts.values() if part.record.live is part.live]
+    chosen = [
+        ScheduledSlice(part.record, part.live, part.live.n_scheduled + 1)
+        for part in parts
+        if part.live.n_scheduled == len(part.record.tokens) and part.record.n_generated + 1 < part.record.max_tokens
+    ]
     chosen.sort(key=lambda one: (one.live.last_step, one.record.arrival))
-    return [] if drafting.would_draft(chosen) else chosen
+    return chosen
+
+
+def n_microbatches(in_flight: Collection[ScheduledStep]) -> int:
+    """Return how many micro-batches of decodes are under way: a step that follows another one is of the same."""
+    ids = {step.step_id for step in in_flight}
+    return sum(step.decodes and step.follows not in ids for step in in_flight)
+
+
+def _may_run_ahead(record: RequestRecord) -> bool:
+    """Whether a request decodes with a step in flight, and the next one may follow that, or nothing has to."""
+    live = record.live
+    if live is None or live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
+        return False
+    under_way = live.n_scheduled >= len(record.tokens) and live.n_computed == live.n_scheduled
+    return under_way and _follows(record)
 
 
 def _follows(record: RequestRecord) -> bool:

@@ -11,19 +11,13 @@ flight; a finished request is in no list.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from lucevisor.engine.admission import Admission
 from lucevisor.engine.backlog import Backlog
 from lucevisor.engine.batching import choose_slices, step_budget
 from lucevisor.engine.chunking import SharedChunks
-from lucevisor.engine.drafting import Drafting, all_decodes
-from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.preemption import Preemption
-from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.queue import RequestQueue
+from lucevisor.engine.drafting import all_decodes
 from lucevisor.engine.request import (
     Event,
     GenerationRequest,
@@ -34,89 +28,17 @@ from lucevisor.engine.request import (
     TokenEvent,
     no_host_memory,
 )
-from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.scheduler_state import Events, SchedulerState
 from lucevisor.engine.sequence import RequestRecord, WantedRows
-from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, StepPlan, drawn_tokens, mask_jobs
-from lucevisor.engine.waits import WaitEstimate
 from lucevisor.kv.page_table import HostMemoryFull
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.protocol.loading import arena_regions
 from lucevisor.protocol.steps import Operation, Sampled, Slice, Step, StepResult
 
-Events = list[tuple[str, Event]]
-"""(request id, event) pairs, in order."""
 
-
-class Scheduler:
+class Scheduler(SchedulerState):
     """Requests in, step plans out.  ``n_stages``: of the pipeline, until ``attach`` gives another number."""
-
-    def __init__(self, limits: EngineLimits, n_stages: int = 1) -> None:
-        self.limits = limits
-        self.n_stages = n_stages
-        self.starving = False  # the only running request needs pages that pins or reservations hold
-        self.failed: Events = []  # of requests that ended while a step was planned
-        self.n_generated_tokens = 0
-        self.last_applied = 0  # the last step whose result was applied
-        self.pools = limits.make_pools()
-        self.reuse = PrefixReuse(limits, self.pools)
-        self.running = RunningRequests(limits, self.pools, self.reuse)
-        self.drafting = Drafting(limits, self.pools, self.running)
-        self._records: dict[str, RequestRecord] = {}
-        self._shares = KeyShares(credit=4 * limits.prefill_chunk)
-        self._queue = RequestQueue(self._shares)
-        self.preemption = Preemption(self.running, self._queue, self.reuse)
-        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption)
-        self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
-        self._waits = WaitEstimate()
-        self._operations: list[Operation] = []
-        self._flushing = False  # send waiting operations with a step of their own if need be
-        self.in_flight: deque[ScheduledStep] = deque()
-        self._backlog = Backlog(n_stages)
-        self._n_arrivals = 0
-        self._last_step = 0
-
-    # ---- what there is
-
-    @property
-    def n_queued(self) -> int:
-        """Requests that have no sequence in the shards, or lost it to preemption."""
-        return len(self._queue)
-
-    @property
-    def n_running(self) -> int:
-        """Requests that have a sequence in the shards."""
-        return len(self.running)
-
-    @property
-    def n_in_flight(self) -> int:
-        """Steps planned whose result was not applied yet."""
-        return len(self.in_flight)
-
-    @property
-    def queued(self) -> Iterable[RequestRecord]:
-        """Requests that wait, in no order that matters."""
-        return self._queue
-
-    @property
-    def unfinished(self) -> Collection[str]:
-        """Ids of all requests that run or wait."""
-        return self._records.keys()
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is left and no step is in flight."""
-        return not self._records and not self.in_flight
-
-    @property
-    def last_finished(self) -> int:
-        """The last step that every stage has done, the draft stage included."""
-        waiting = self.drafting.outstanding
-        return min(self.last_applied, waiting[0].step_id - 1) if waiting else self.last_applied
-
-    def wait_s(self) -> float | None:
-        """Return the seconds until a new request would start; None before enough was measured."""
-        return self._waits.wait_s(self.running, self._queue.in_order(self.running))
 
     # ---- requests
 
@@ -189,9 +111,13 @@ class Scheduler:
 
     # ---- steps
 
-    def attach(self, n_stages: int, opening: Sequence[Operation] = ()) -> None:
-        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all."""
+    def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, rings: bool = False) -> None:
+        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all.
+
+        ``rings``: of several stages the last one tells the first one the tokens.
+        """
         self._operations[:0] = opening
+        self.runs_ahead = rings or n_stages == 1
         if n_stages != self.n_stages:
             self.n_stages = n_stages
             self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)
@@ -214,11 +140,14 @@ class Scheduler:
         n_unfinished = self._last_step - self.last_finished
         if len(self.in_flight) >= arena_regions(self.n_stages) or n_unfinished >= self.limits.n_regions(self.n_stages):
             return None
+        if len(self.in_flight) > self.n_stages and not self.runs_ahead:
+            return None
         if self.drafting.opening:
             return self.cut(now)
-        self._operations += self.admission.admit(now, self._last_step, self.chunks)
+        if len(self.in_flight) <= self.n_stages:
+            self._operations += self.admission.admit(now, self._last_step, self.chunks)
         step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
-        budget = step_budget(step_id, self.n_stages, *measured, now, self.running)
+        budget = step_budget(step_id, self.n_stages, *measured, now, self.running, runs_ahead=self.runs_ahead)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
             n_ended = self.preemption.n_preempted + len(self.failed)
             if secured := self._secure(chosen, now):
@@ -309,6 +238,7 @@ class Scheduler:
 
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1
+        follows = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
         slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live)) for one in chosen]
         self._shares.charge(
             (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
@@ -323,6 +253,7 @@ class Scheduler:
             want_logits=wanted is not None,
             want_hidden=wanted is not None and wanted.hidden,
             rank_pages=[one.live.sequence for one in chosen if one.live.ranking and self.limits.stages_rank],
+            follows=follows if self.n_stages > 1 else 0,
         )
         self._operations = []
         self._flushing = False
@@ -334,7 +265,7 @@ class Scheduler:
         }
         decodes = any(one.record.state is RequestState.DECODE for one in chosen)
         self._waits.planned(now)
-        self.in_flight.append(ScheduledStep(step.step_id, parts, decodes))
+        self.in_flight.append(ScheduledStep(step.step_id, parts, decodes, follows))
         self.drafting.planned(self.in_flight[-1])
         self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple(one.record.request.request_id for one in chosen), mask_jobs(parts.values()))

@@ -124,6 +124,7 @@ class ScheduledStep:
     step_id: int
     parts: dict[int, ScheduledSequence]
     decodes: bool
+    follows: int = 0  # the step that samples the tokens it starts from; 0: they are known
 
     @property
     def lives(self) -> dict[int, LiveSequence]:

@@ -19,7 +19,7 @@ from lucevisor.placement.devices import HOST, Memory, TargetDevice, memories_of
 from lucevisor.placement.drafting import DrafterSizing
 from lucevisor.placement.result import Shard
 from lucevisor.placement.scoring import ScorerSizing
-from lucevisor.protocol.loading import PoolSizes, arena_regions
+from lucevisor.protocol.loading import PoolSizes, arena_regions, token_region_bytes
 
 SPARE_STATES = 1
 """Recurrent states beyond one per sequence, so that a checkpoint can be taken while all sequences run."""
@@ -227,6 +227,8 @@ class Sizer:
         inputs, max_tokens = self.inputs, self.max_tokens(max_context)
         widths = [inputs.spec.boundary_width] * (self.n_stages - 1) + self._captured_widths()
         region_bytes = sum(max_tokens * dtype_bytes(inputs.dtype, width) for width in widths)
+        if self.n_stages > 1:
+            region_bytes += token_region_bytes(inputs.max_sequences)
         return region_bytes * arena_regions(self.n_stages + (inputs.draft is not None))
 
     def _captured_widths(self) -> list[int]:

@@ -21,6 +21,7 @@ from lucevisor.protocol.loading import (
     ShardPlan,
     StagePlan,
     arena_regions,
+    token_region_bytes,
 )
 
 
@@ -51,8 +52,11 @@ def arenas_of(
     hidden_size: int,
     dtype: Dtype,
     draft: PlacedDrafter | None = None,
+    *,
+    max_sequences: int,
 ) -> tuple[ArenaPlan, ...]:
-    """Return one arena per boundary, then one from each capturing stage to a draft stage in another group.
+    """Return one arena per boundary, then one from each capturing stage to a draft stage in another group, then, if
+    each of several stages has a group of its own, one for the tokens of ``max_sequences``.
 
     Each has one region per step in flight; a region holds the rows of one step.
     """  # fmt: skip
@@ -64,6 +68,8 @@ def arenas_of(
         if draft is not None and captures and stage.group != draft.group:
             capture_bytes = max_step_tokens * dtype_bytes(dtype, len(captures) * hidden_size)
             arenas.append(ArenaPlan(stage.index, capture_bytes, n_regions, capture=True))
+    if 1 < len(stages) == len({stage.group for stage in stages}):
+        arenas.append(ArenaPlan(len(stages) - 1, token_region_bytes(max_sequences), n_regions, tokens=True))
     return tuple(arenas)
 
 
@@ -110,19 +116,7 @@ def load_message(
         files=list(files.paths),
         dtype=placement.dtype,
         kv_dtype=placement.kv_dtype,
-        stages=[
-            StagePlan(
-                stage=stage.index,
-                shards=[ShardPlan(shard.device.index, shard.layers) for shard in stage.shards],
-                source=place.get((False, stage.index - 1)),
-                target=place.get((False, stage.index)),
-                embedding=stage.shards[0].first,
-                output=stage.shards[-1].last,
-                captures=captures_of(stage, placement.draft),
-                capture_target=place.get((True, stage.index)),
-            )
-            for stage in own
-        ],
+        stages=[_stage_plan(placement, stage, arenas) for stage in own],
         arenas=arenas,
         pools=placement.pools,
         max_sequences=placement.max_sequences,
@@ -141,9 +135,27 @@ def load_message(
     )
 
 
+def _stage_plan(placement: Placement, stage: Stage, arenas: Sequence[ArenaPlan]) -> StagePlan:
+    place = {(arena.capture, arena.tokens, arena.boundary): i for i, arena in enumerate(arenas)}
+    first, last = stage.shards[0].first, stage.shards[-1].last
+    return StagePlan(
+        stage=stage.index,
+        shards=[ShardPlan(shard.device.index, shard.layers) for shard in stage.shards],
+        source=place.get((False, False, stage.index - 1)),
+        target=place.get((False, False, stage.index)),
+        embedding=first,
+        output=last,
+        captures=captures_of(stage, placement.draft),
+        capture_target=place.get((True, False, stage.index)),
+        tokens=place.get((False, True, len(placement.stages) - 1)) if first or last else None,
+    )
+
+
 def _touches(placement: Placement, arena: ArenaPlan, group: str) -> bool:
     """Whether ``group`` runs a stage at either end of an arena."""
     from_group = placement.stages[arena.boundary].group
+    if arena.tokens:
+        return group in (from_group, placement.stages[0].group)
     if arena.capture:
         return placement.draft is not None and group in (from_group, placement.draft.group)
     return group in (from_group, placement.stages[arena.boundary + 1].group)

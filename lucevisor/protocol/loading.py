@@ -63,6 +63,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     output: bool
     captures: list[int] = []
     capture_target: int | None = None
+    tokens: int | None = None  # indexes Load.arenas, of the first and the output stage of several: sampled tokens
 
 
 class DraftKind(StrEnum):
@@ -110,11 +111,11 @@ class ScorePlan(msgspec.Struct, frozen=True):
 
 
 def arena_regions(n_stages: int) -> int:
-    """Regions of an arena, and the most steps in flight: one for each stage, and one that waits at the first.
+    """Regions of an arena, and the most steps in flight: for each stage one that runs and one that waits.
 
     ``n_stages`` includes the draft stage.
     """
-    return n_stages + 1
+    return 2 * n_stages
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):
@@ -125,6 +126,12 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     region_bytes: int
     n_regions: int
     capture: bool = False
+    tokens: bool = False  # sampled ones, from the output stage, ``boundary``, to the first one
+
+
+def token_region_bytes(max_sequences: int) -> int:
+    """Bytes of the tokens of a step: their number, then a sequence and its token each, int64."""
+    return 8 * (1 + 2 * max_sequences)
 
 
 class StatePlace(NamedTuple):

@@ -10,8 +10,8 @@ import msgspec
 from lucevisor.model.values import Space
 
 PENDING = -1
-"""The only token of a slice where the supervisor does not know it yet: what the step before sampled for the sequence.
-Only to the daemon of a pipeline of one stage."""
+"""The only token of a slice where the supervisor does not know it yet: what ``Step.follows``, or in a pipeline of one
+stage the step before, sampled for the sequence."""
 
 
 class Dry(msgspec.Struct, frozen=True, array_like=True):
@@ -224,6 +224,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     want_logits: bool = False  # payload of the output stage: float32 logits [T, V] of every row
     want_hidden: bool = False  # payload of each stage: float32 residual stream [n_layers (+1 with embedding), T, E]
     rank_pages: list[int] = []
+    follows: int = 0  # the step that samples its pending tokens; 0: none, or there is one stage
 
     @property
     def n_tokens(self) -> int:
@@ -298,7 +299,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     step_id: int
     stage: int
-    sampled: list[Sampled] = []
+    sampled: list[Sampled] = []  # of the output stage; of the first stage, the tokens that its pending ones were
     compute_s: float = 0.0  # from receiving the plan to rows ready
     wait_s: float = 0.0  # how long the compute thread waited for this plan and its rows
     segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays

@@ -178,5 +178,6 @@ class Plain:
     def __init__(self, stage: LoadedStage) -> None:
         [self.shard] = stage.shards
 
-    def run(self, rows, layout, tables):
+    def run(self, rows, layout, tables, await_rows):
+        await_rows()
         return self.shard.run(rows, Batch(layout, tables, layout.on(self.shard.device)))

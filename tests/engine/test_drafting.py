@@ -435,7 +435,9 @@ def test_a_step_keeps_its_region_until_the_draft_stage_has_read_it() -> None:
     for plan in sent:
         bench.answer(plan)
     more = plans(bench.scheduler)
-    assert [plan.step.region for plan in sent + more] == [1, 2, 0]  # the third and last region
+    assert [plan.step.region for plan in sent + more] == [1, 2, 3, 0]  # the fourth and last region
+    bench.answer(more[0])
+    assert plans(bench.scheduler) == []
     bench.draft(sent[0])
     assert [plan.step.region for plan in plans(bench.scheduler)] == [1]
 

@@ -9,7 +9,17 @@ from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
 from lucevisor.protocol.codec import decode
 from lucevisor.protocol.frames import HEADER_BYTES, POSTED, parse_header
-from lucevisor.protocol.steps import OpenSequence, Recall, Recalled, Sampling, Slice, Step, StepResult
+from lucevisor.protocol.steps import (
+    PENDING,
+    OpenSequence,
+    Recall,
+    Recalled,
+    Sampled,
+    Sampling,
+    Slice,
+    Step,
+    StepResult,
+)
 
 
 class Wire:
@@ -150,3 +160,69 @@ def test_a_recall_of_what_a_stage_has_not_fails_the_pipeline() -> None:
     bench.pipeline.lose([0])
     bench.pipeline.receive(Recalled(1, [5], operated=False))
     assert [(failure.stage, failure.code) for failure in bench.failures] == [(1, "protocol_error")]
+
+
+# ---- steps that run ahead of their tokens
+
+
+def ahead(step_id: int, follows: int) -> Step:
+    return Step(step_id, step_id % 4, [], [Slice(4, 9 + step_id, [PENDING], True)], follows=follows)
+
+
+def drawn(bench: Bench, step_id: int, token: int) -> None:
+    bench.pipeline.receive(StepResult(step_id, 1, [Sampled(4, token)]))
+
+
+def started(bench: Bench, step_id: int, token: int) -> None:
+    """The first stage answers, with the token that it was told."""
+    bench.pipeline.receive(StepResult(step_id, 0, [Sampled(4, token)]))
+
+
+def test_the_first_stage_has_a_step_before_the_token_it_starts_from() -> None:
+    bench = Bench(2)
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(ahead(2, 1))
+    assert bench.wires[0].ids == [(0, 1), (POSTED, 2)]
+    bench.answer(1, 0)
+    started(bench, 2, 33)  # heard before the result of step 1
+    drawn(bench, 1, 33)
+    drawn(bench, 2, 34)
+    assert bench.done == [1, 2]
+    assert bench.results[1].step.slices[0].tokens == [33]
+    assert not bench.failures
+
+
+def test_a_stage_that_went_on_with_another_token_than_was_drawn_again_fails_the_pipeline() -> None:
+    bench = Bench(2)
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(ahead(2, 1))
+    bench.answer(1, 0)
+    started(bench, 2, 33)  # the output stage rang, and was lost before its result was heard
+    bench.pipeline.lose([1])
+    assert bench.pipeline.settled
+    bench.pipeline.find({1: Wire()}, {})  # type: ignore[dict-item]
+    drawn(bench, 1, 35)
+    assert [failure.code for failure in bench.failures] == ["protocol_error"]
+    assert bench.done == []
+
+
+def test_a_step_that_follows_a_lost_one_waits_for_its_token_and_holds_up_those_behind_it() -> None:
+    bench, tail = Bench(2), Wire()
+    bench.pipeline.submit(step(1))
+    bench.pipeline.submit(ahead(2, 1))
+    bench.answer(1, 0)
+    bench.pipeline.lose([1])
+    assert not bench.pipeline.settled
+    assert bench.pipeline.oldest_in_flight(9.0) is None  # nobody works on anything
+    bench.pipeline.receive(Recalled(0, [2], operated=True))
+    assert bench.pipeline.settled
+    bench.pipeline.find({1: tail}, {})  # type: ignore[dict-item]
+    bench.pipeline.submit(step(3))
+    assert bench.wires[0].ids == [(0, 1), (POSTED, 2)]
+    drawn(bench, 1, 33)
+    assert bench.wires[0].ids[2:] == [(0, 2), (0, 3)]
+    assert bench.wires[0].sent[2][1].slices[0].tokens == [33]
+    assert bench.wires[0].sent[2][1].follows == 0
+    bench.answer(2, 0)
+    bench.answer(3, 0)
+    assert tail.ids == [(1, 1), (1, 2), (1, 3)]

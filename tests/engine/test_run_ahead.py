@@ -77,9 +77,44 @@ def test_a_prompt_is_not_kept_waiting() -> None:
     assert tokens(scheduler) == [[[7], [1, 2, 3]]]
 
 
-def test_several_stages_do_not_run_ahead() -> None:
+def test_several_stages_run_ahead_where_the_last_one_tells_the_first_the_tokens() -> None:
     scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "a", n_stages=2)
     assert tokens(scheduler) == [[[7]]]
+    scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "a", n_stages=2)
+    scheduler.attach(2, rings=True)
+    running, ahead = plans(scheduler)
+    assert (running.step.follows, ahead.step.follows) == (0, running.step.step_id)
+    assert ahead.step.slices[0].tokens == [PENDING]
+
+
+@pytest.mark.parametrize("n_stages", [2, 3])
+def test_each_micro_batch_has_a_step_under_way_and_one_behind_it(n_stages: int) -> None:
+    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcdef", n_stages=n_stages)
+    scheduler.attach(n_stages, rings=True)
+    found = plans(scheduler)
+    of = [{s.sequence for s in plan.step.slices} for plan in found]
+    assert of[:n_stages] == of[n_stages:]
+    assert {len(sequences) for sequences in of} == {6 // n_stages}
+    assert [plan.step.follows for plan in found[n_stages:]] == [plan.step.step_id for plan in found[:n_stages]]
+    for _ in range(20):
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        [behind] = plans(scheduler)
+        assert behind.step.follows == found[n_stages - 1].step.step_id
+        found.append(behind)
+
+
+def test_micro_batches_that_became_unequal_are_dealt_again() -> None:
+    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcd", n_stages=2)
+    scheduler.attach(2, rings=True)
+    found = plans(scheduler)
+    for name in found[0].request_ids:
+        scheduler.cancel(name, 0.0)
+    while found:
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        found += plans(scheduler)
+        if len(found) == 4 and all(len(plan.step.slices) == 1 for plan in found):
+            return
+    raise AssertionError("one of two sequences waits for the other")
 
 
 def running_ahead(stop_ids: frozenset[int] = frozenset()) -> tuple[Scheduler, list[StepPlan]]:

@@ -54,7 +54,7 @@ def test_chunks_of_a_prompt_follow_each_other_up_to_the_bound_in_flight() -> Non
     scheduler.submit(request("a", range(170)), 0.0)
     found = plans(scheduler)
     assert [shape(p) for p in found] == [[("a", 0, 50, False)], [("a", 50, 50, False)], [("a", 100, 50, False)]]
-    assert [p.step.region for p in found] == [p.step.step_id % 3 for p in found]
+    assert [p.step.region for p in found] == [p.step.step_id % 4 for p in found]
     assert len({p.step.region for p in found}) == 3
     scheduler.apply(answer(found[0]), 0.0)
     [last] = plans(scheduler)

@@ -218,7 +218,7 @@ class ToyEngine:
             return False
         assert self.pipeline is not None
         with_slices = {e.step.step_id for waiting in self.pipeline._at_stage for e in waiting if e.step.slices}
-        assert len(with_slices) <= self.model.n_stages + 1
+        assert len(with_slices) <= 2 * self.model.n_stages
         one, arrives = busy[index % len(busy)], index % len(busy) >= sum(d.ready for d in self.daemons)
         if not arrives:
             self._mail.append((one, *one.run_one()))

@@ -59,6 +59,8 @@ _OUT = -2  # entry of a full table that was paged out
 
 Regions = dict[tuple[int, int], tuple[int, list[int]]]
 """By boundary and region: the step that wrote the rows, and the rows."""
+TOKENS = -1
+"""In place of a boundary: by step, the tokens that the last stage told the first one."""
 PLACED = -1
 """In place of a step: the journal wrote the rows."""
 
@@ -208,7 +210,8 @@ class ToyStage:
         """Execute a step; the payload arrays come along.  ``masks``: of its masked slices, a bit a token."""
         n_masked = 0
         self.operate(step, max_sequences)
-        step = replace(step, slices=[self._known(piece) for piece in step.slices])
+        told = self._told(step)
+        step = replace(step, slices=[self._known(piece, told) for piece in step.slices])
         named = [s.sequence for s in step.slices]
         if len(named) != len(set(named)):
             raise Violation(f"step {step.step_id} carries two slices of a sequence: {named}")
@@ -233,6 +236,12 @@ class ToyStage:
         if masks is not None and n_masked != len(masks):
             raise Violation(f"step {step.step_id} has {len(masks)} masks for {n_masked} rows")
         self.sampled[step.step_id], self.known[step.step_id] = sampled, step.slices
+        if self.stage and self.stage == self.model.n_stages - 1:
+            newest = {one.sequence: one.token for one in sampled}
+            numbers = [number for pair in newest.items() for number in pair]
+            self.regions[TOKENS, step.step_id] = (step.step_id, numbers)
+        if told is not None:
+            sampled = [Sampled(piece.sequence, piece.tokens[0]) for piece in step.slices]
         if step.slices:
             self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
@@ -253,14 +262,27 @@ class ToyStage:
                 raise Violation(f"{len(self.sequences)} sequences are open, {max_sequences} were announced")
 
     def has_rows(self, step: Step) -> bool:
-        """Whether the stage before has rung for a step."""
+        """Whether the stage before has rung for a step; for the first one, the last has for that which it follows."""
+        if self.stage == 0:
+            return (TOKENS, step.follows) in self.regions
         return not step.slices or self.regions.get((self.stage - 1, step.region), (0, []))[0] == step.step_id
 
-    def _known(self, piece: Slice) -> Slice:
+    def _told(self, step: Step) -> dict[int, int] | None:
+        """What the last stage told the first one, if a step needs it."""
+        if not step.follows or self.stage:
+            return None
+        numbers = self.regions[TOKENS, step.follows][1]
+        return dict(zip(numbers[::2], numbers[1::2], strict=True))
+
+    def _known(self, piece: Slice, told: dict[int, int] | None) -> Slice:
         """A slice whose token the step before has drawn."""
         if PENDING not in piece.tokens:
             return piece
-        if piece.tokens != [PENDING] or self.model.n_stages > 1 or piece.sequence not in self.sequences:
+        if told is not None:
+            return replace(piece, tokens=[told[piece.sequence]])
+        if 0 < self.stage < self.model.n_stages - 1:
+            return replace(piece, tokens=[0])  # it gets rows
+        if piece.tokens != [PENDING] or self.stage + 1 < self.model.n_stages or piece.sequence not in self.sequences:
             raise Violation(f"nobody knows the tokens {piece.tokens} of sequence {piece.sequence}")
         token, position = self.sequences[piece.sequence].drawn or (0, -1)
         if position != piece.start:
@@ -538,7 +560,7 @@ class ToyDaemon:
         stop = max((piece.start + len(piece.tokens) + piece.n_ahead for piece in step.slices), default=0)
         if self.limits.max_context and stop > self.limits.max_context:
             raise Violation(f"step {step.step_id} reaches position {stop}, {self.limits.max_context} were announced")
-        if not 0 <= step.region < (self.limits.n_regions or self.limits.n_stages + 1):
+        if not 0 <= step.region < (self.limits.n_regions or 2 * self.limits.n_stages):
             raise Violation(f"there is no region {step.region}")
         if isinstance(message, DraftStep):
             if stage != self.limits.n_stages or self.drafter is None:
@@ -614,7 +636,7 @@ class ToyLimits:
     n_stages: int
     max_sequences: int
     max_step_tokens: int
-    n_regions: int = 0  # 0: one more than stages
+    n_regions: int = 0  # 0: two for each stage
     max_context: int = 0  # 0: any
 
 

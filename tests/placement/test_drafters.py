@@ -66,8 +66,10 @@ def test_by_default_it_is_where_the_last_layers_are(small, dflash, tmp_path):
     assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in own)
     per_page = dflash.model.unit_bytes(Space.FULL, dflash.layers, Dtype.FLOAT32)
     assert p.draft_device.state_bytes == p.pools.full_pages * per_page
-    assert [(a.boundary, a.capture) for a in p.arenas] == [(0, False), (0, True)]
-    assert {a.n_regions for a in p.arenas} == {4}
+    assert [(a.boundary, a.capture, a.tokens) for a in p.arenas] == [
+        (0, False, False), (0, True, False), (1, False, True),
+    ]  # fmt: skip
+    assert {a.n_regions for a in p.arenas} == {6}
 
 
 def test_elsewhere_it_has_copies_of_embedding_and_output_matrix(small, dflash, tmp_path):
@@ -102,7 +104,7 @@ def test_an_index_that_does_not_exist_is_refused_with_the_nearest(small, dflash,
 def test_every_capture_that_crosses_daemons_has_room_in_host_memory(small, dflash, tmp_path):
     near = placed(small, configure(tmp_path, CPUS, [1, 1], DFLASH), None, dflash)
     far = placed(small, configure(tmp_path, CPUS, [1, 1], DFLASH | {"device": "draft:0"}), None, dflash)
-    rows_bytes = far.max_step_tokens * 4 * small.hidden_size * 4  # of a layer, in all regions
+    rows_bytes = far.max_step_tokens * 4 * small.hidden_size * 6  # of a layer, in all regions
     n_near = sum(layer in near.stages[0].layers for layer in near.draft.captures)  # type: ignore[union-attr]
     assert far.arena_bytes - near.arena_bytes == (len(dflash.captures) - n_near) * rows_bytes
 

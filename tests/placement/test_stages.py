@@ -42,7 +42,7 @@ def placement(devices: list[str], draft: str = "", captures: Sequence[int] = ())
         window_tokens=None,
         devices=(),
         stages=stages,
-        arenas=arenas_of(stages, 64, 10, 8, Dtype.BFLOAT16, drafter),
+        arenas=arenas_of(stages, 64, 10, 8, Dtype.BFLOAT16, drafter, max_sequences=4),
         draft=drafter,
         options={"a": "b"},
     )
@@ -71,7 +71,7 @@ def test_a_group_that_comes_again_gets_another_stage():
 def test_consecutive_shards_of_a_group_are_one_stage():
     p = placement(["cuda:0", "hip:0", "hip:1"])
     assert [[str(shard.device) for shard in s.shards] for s in p.stages] == [["cuda:0"], ["hip:0", "hip:1"]]
-    assert len(p.arenas) == 1
+    assert [a.tokens for a in p.arenas] == [False, True]
     assert p.groups == ("cuda", "hip")
     hip = load_message(p, "hip", LoadFiles(["/m.gguf"]))
     assert hip.stages[0].shards == [ShardPlan(0, LayerRange(1, 2)), ShardPlan(1, LayerRange(2, 3))]
@@ -86,9 +86,18 @@ def test_one_device_needs_no_arena():
 
 def test_the_size_of_an_arena():
     p = placement(["left:0", "right:0", "left:1"])
-    assert [(a.boundary, a.region_bytes, a.n_regions) for a in p.arenas] == [(0, 64 * 10 * 2, 4), (1, 64 * 10 * 2, 4)]
-    assert arenas_of(p.stages, 64, 10, 8, Dtype.FLOAT32)[0].region_bytes == 64 * 10 * 4
-    assert p.arena_bytes == 2 * 4 * 1280
+    assert [(a.boundary, a.region_bytes, a.n_regions) for a in p.arenas] == [(0, 64 * 10 * 2, 6), (1, 64 * 10 * 2, 6)]
+    assert arenas_of(p.stages, 64, 10, 8, Dtype.FLOAT32, max_sequences=4)[0].region_bytes == 64 * 10 * 4
+    assert p.arena_bytes == 2 * 6 * 1280
+
+
+def test_sampled_tokens_have_an_arena_between_the_last_daemon_and_the_first():
+    p = placement(["a:0", "b:0", "c:0"])
+    assert p.arenas[-1] == ArenaPlan(2, 8 + 16 * 4, 6, tokens=True)
+    first, middle, last = (load_message(p, group, LoadFiles(["/m.gguf"])) for group in "abc")
+    assert [load.arenas[-1].tokens for load in (first, middle, last)] == [True, False, True]
+    assert [load.stages[0].tokens for load in (first, middle, last)] == [1, None, 1]
+    assert last.stages[0].target is None
 
 
 def test_everything_the_daemon_needs_is_in_its_load():
@@ -113,8 +122,12 @@ DRAFT_FILES = LoadFiles(["/d.gguf"])
 def test_a_drafter_beside_the_output_stage_gets_the_captures_of_other_daemons():
     p = placement(["cuda:0", "hip:0"], "hip:0", [0, 1])
     assert p.groups == ("cuda", "hip")
-    regions = 4  # three stages in flight, and one step that waits
-    assert p.arenas == (ArenaPlan(0, 64 * 10 * 2, regions), ArenaPlan(0, 64 * 8 * 2, regions, capture=True))
+    regions = 6  # of each of three stages one step that runs and one that waits
+    assert p.arenas == (
+        ArenaPlan(0, 64 * 10 * 2, regions),
+        ArenaPlan(0, 64 * 8 * 2, regions, capture=True),
+        ArenaPlan(1, 8 + 16 * 4, regions, tokens=True),
+    )
     cuda, hip = load_message(p, "cuda", FILES), load_message(p, "hip", FILES, draft_files=DRAFT_FILES)
     assert (cuda.draft, cuda.stages[0].captures, cuda.stages[0].target, cuda.stages[0].capture_target) == (
         None, [0], 0, 1,
@@ -134,6 +147,7 @@ def test_a_drafter_alone_in_a_group_gets_all_captures_and_no_stage():
     assert [(a.boundary, a.capture, a.region_bytes) for a in p.arenas] == [
         (0, False, 64 * 10 * 2),
         (1, True, 64 * 2 * 8 * 2),
+        (1, False, 8 + 16 * 4),
     ]
     right, third = load_message(p, "right", FILES), load_message(p, "third", FILES, draft_files=DRAFT_FILES)
     assert (right.stages[0].captures, right.stages[0].capture_target) == ([2, 1], 1)
@@ -198,7 +212,8 @@ def test_every_boundary_is_the_target_of_one_stage_and_the_source_of_the_next(gr
     ends = {}
     for load in loads:
         assert len({a.boundary for a in load.arenas}) == len(load.arenas)
-        assert {i for s in load.stages for i in (s.source, s.target)} - {None} == set(range(len(load.arenas)))
+        ends_of_stages = {i for s in load.stages for i in (s.source, s.target, s.tokens)}
+        assert ends_of_stages - {None} == set(range(len(load.arenas)))
         for stage in load.stages:
             ends[stage.stage] = SimpleNamespace(
                 source=None if stage.source is None else load.arenas[stage.source].boundary,
