@@ -184,13 +184,34 @@ async def move(service, path, prompts):
             "recomputed_tokens": now.n_tokens + now.n_rebuilt - before.n_tokens - before.n_rebuilt,
             "streams": len(prompts), "still running": n_left, "same tokens": same,
         }  # fmt: skip
+        print(name, {key: round(value, 3) for key, value in found[name].items()}, flush=True)
     return found
+
+
+def told_cost(found):
+    """Print and return the speeds with the journal and without."""
+    rows = {}
+    for i, what in enumerate(("prefill", "decode")):
+        on, off = ([round(run[i]) for run in found[name]] for name in ("on", "off"))
+        ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
+        rows[what] = {"on": on, "off": off, "ratio": ratio}
+        print(f"{what}, tokens/s: {on} with the journal, {off} without: {ratio:.3f}, the median of rounds", flush=True)
+    return rows
+
+
+def told_kill(one):
+    """Print and return a pause and its parts."""
+    parts = ", ".join(f"{what} {one[f'{what}_s']:.2f}" for what in (*PARTS, "load"))
+    counts = f"{one['rebuilt_tokens']} tokens rebuilt, while loading: {one['replayed']}"
+    by_all = f"{one['recomputed_tokens']} by all"
+    print(f"{one['group']} {one['beside']}: pause {one['pause_s']:.2f} s; {parts}; {counts}, {by_all}", flush=True)
+    return one
 
 
 async def measure(options):
     rng = random.Random(1)
     found = {"on": [], "off": []}
-    kills, moves = [], {}
+    cost, kills, moves = {}, [], {}
     with tempfile.TemporaryDirectory() as directory:
         paths = {"on": configuration(options, directory, "8GiB"), "off": configuration(options, directory, "0")}
         async with running(paths["on"], directory) as on, running(paths["off"], directory) as off:
@@ -205,11 +226,13 @@ async def measure(options):
                     measured = await speeds(service, asked)
                     if i:
                         found[name].append(measured)
+            if options.rounds:
+                cost = told_cost(found)
             asked = prompts()
             right = [await ask(on, prompt, 8) for prompt in asked]
             for group in on.groups if options.kills else ():
                 alone = await kill(on, group)
-                kills.append(alone | {"alone": True})
+                kills.append(told_kill(alone | {"beside": "alone"}))
             for i in range(options.kills):
                 for group in on.groups:
                     told = [0] * len(asked)
@@ -223,7 +246,7 @@ async def measure(options):
                     ]
                     await until(lambda told=told: all(told))
                     await asyncio.sleep(0.2 + 0.1 * i)
-                    kills.append(await kill(on, group))
+                    kills.append(told_kill(await kill(on, group) | {"beside": "with streams"}))
                     for stream in streams:
                         stream.cancel()
                     await asyncio.gather(*streams, return_exceptions=True)
@@ -232,7 +255,7 @@ async def measure(options):
                 raise SystemExit("answers changed")
             if options.move:
                 moves = await move(on, paths["on"], asked)
-    return found, kills, moves
+    return cost, kills, moves
 
 
 def journal_alone():
@@ -297,24 +320,10 @@ def main():
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found, kills, moves = runner.run(measure(options))
-    rows = {}
-    for i, what in enumerate(("prefill", "decode")):
-        on, off = ([round(run[i]) for run in found[name]] for name in ("on", "off"))
-        ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
-        rows[what] = {"on": on, "off": off, "ratio": ratio}
-        print(f"{what}, tokens/s: {on} with the journal, {off} without: {ratio:.3f}, the median of rounds")
-    for one in kills:
-        parts = ", ".join(f"{what} {one[f'{what}_s']:.2f}" for what in (*PARTS, "load"))
-        counts = f"{one['rebuilt_tokens']} tokens rebuilt, while loading: {one['replayed']}"
-        beside = "alone" if one.get("alone") else "with streams"
-        by_all = f"{one['recomputed_tokens']} by all"
-        print(f"{one['group']} {beside}: pause {one['pause_s']:.2f} s; {parts}; {counts}, {by_all}")
-    for name, one in moves.items():
-        print(name, {key: round(value, 3) for key, value in one.items()})
+        cost, kills, moves = runner.run(measure(options))
     if options.save:
         result = {"options": vars(options) | {"model": options.model.name}, "machine": platform.processor(),
-                  "cost": rows, "kills": kills, "moves": moves}  # fmt: skip
+                  "cost": cost, "kills": kills, "moves": moves}  # fmt: skip
         path = ROOT / "bench" / "results" / f"recovery-{options.name}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +25,12 @@ from daemons.models.shard import ShardModel
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import Load, StagePlan, StageReplay
-from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Step
+from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Slice, Step
 
 WORK_BYTES = 1 << 30
-"""Device memory left to the layers beside rows and weights."""
+"""Device memory left beside rows and weights to layers that compute as many rows as a step has."""
+MAX_STEPS_AT_ONCE = 4
+"""Steps of different sequences that a GPU with room for it computes together: fewer launches, and longer products."""
 
 
 class RowFile:
@@ -52,13 +55,21 @@ class RowFile:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A step with slices: its rows before the next layer, and what is copied behind it."""
+    """Slices that are computed together: where their rows lie in the file, and how many, their rows before the next
+    layer, and what is copied behind it.
+    """
 
-    layout: Layout
-    metadata: Tensor
-    first_row: int
+    slices: list[Slice]
+    places: list[tuple[int, int]]
     rows: Tensor | None = None
     copies: list[Operation] = field(default_factory=list)
+    arranged: tuple[Layout, Tensor] | None = None  # with the metadata on the device
+
+    def join(self, other: _Chunk) -> None:
+        """Compute another one's slices, too."""
+        self.slices += other.slices
+        self.places += other.places
+        self.copies += other.copies
 
 
 class LayerwiseReplay:
@@ -70,6 +81,7 @@ class LayerwiseReplay:
         self.steps: Sequence[Step] = replay.steps
         self.sequences: Sequences | None = None
         self.problem = ""
+        self.max_rows = 0  # that are computed together; 0: those of a step
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
         self._chunks: list[_Chunk] = []
         self._layer = -1
@@ -132,7 +144,9 @@ class LayerwiseReplay:
         layer, tables = shard.layers[-1], self.sequences.tables(shard.device)
         index = shard.plan.layers.start + self._layer
         for chunk in self._chunks:
-            batch = Batch(chunk.layout, tables, chunk.metadata)
+            assert chunk.arranged is not None
+            layout, metadata = chunk.arranged
+            batch = Batch(layout, tables, metadata)
             if first:
                 chunk.rows = self._first_rows(shard, chunk, batch)
             assert chunk.rows is not None
@@ -144,33 +158,67 @@ class LayerwiseReplay:
         """Open the sequences, and arrange the steps; decline if their rows have no room."""
         n_rows = sum(step.n_tokens for step in self.steps)
         width = max(self._spec.hidden_size, self._spec.boundary_width)
-        needed = n_rows * width * torch_dtype(self._load.dtype).itemsize + missing_bytes + WORK_BYTES
-        if shard.device != CPU and needed > (free := memory_free(shard.device)):
-            self._give_up(f"rows and weights take {needed} bytes, {free} are free")
-            return
+        needed = n_rows * width * torch_dtype(self._load.dtype).itemsize + missing_bytes
+        if shard.device != CPU:
+            free = memory_free(shard.device)
+            if needed + WORK_BYTES > free:
+                self._give_up(f"rows and weights take {needed} bytes, {free} are free")
+                return
+            self.max_rows = min((free - needed) // WORK_BYTES, MAX_STEPS_AT_ONCE) * self._load.max_step_tokens
         load = self._load
         sequences = self.sequences = Sequences(
             [shard.pools], load.pools, load.max_sequences, attend_host=load.attend_host
         )
+        self._chunks = self._joined(self._arranged(sequences))
+        sequences.flush()
+        for chunk in self._chunks:
+            layout = Layout(chunk.slices, sequences, self._spec)
+            chunk.arranged = layout, layout.on(shard.device)
+
+    def _arranged(self, sequences: Sequences) -> list[_Chunk]:
+        """Apply the operations, but for copies, which go to the chunk behind which they come."""
+        chunks: list[_Chunk] = []
         row = self._replay.first_row
         for step in self.steps:
             for operation in step.operations:
                 if not isinstance(operation, CopyPage | CopyState):
                     sequences.apply(operation)
-                elif self._chunks:
-                    self._chunks[-1].copies.append(operation)
+                elif chunks:
+                    chunks[-1].copies.append(operation)
             if step.slices:
-                sequences.flush()
-                layout = Layout(step.slices, sequences, self._spec)
-                self._chunks.append(_Chunk(layout, layout.on(shard.device), row))
+                chunks.append(_Chunk([*step.slices], [(row, step.n_tokens)]))
                 row += step.n_tokens
+        return chunks
+
+    def _joined(self, chunks: list[_Chunk]) -> list[_Chunk]:
+        """Join chunks of different sequences, of each in order, up to ``max_rows``; those of several come last."""
+        waiting: dict[int, deque[_Chunk]] = {}
+        last = [chunk for chunk in chunks if len(chunk.slices) > 1]
+        for chunk in chunks:
+            if len(chunk.slices) == 1:
+                waiting.setdefault(chunk.slices[0].sequence, deque()).append(chunk)
+        joined: list[_Chunk] = []
+        while waiting:
+            open_rows = 0
+            for sequence in [*waiting]:
+                chunk = waiting[sequence].popleft()
+                if not waiting[sequence]:
+                    del waiting[sequence]
+                n = sum(n for _, n in chunk.places)
+                if open_rows and open_rows + n <= self.max_rows:
+                    joined[-1].join(chunk)
+                    open_rows += n
+                else:
+                    joined.append(chunk)
+                    open_rows = n
+        return joined + last
 
     def _first_rows(self, shard: ShardModel, chunk: _Chunk, batch: Batch) -> Tensor:
         """The residual stream before the shard's first layer."""
         if shard.embedding is not None:
             rows = shard.embedding(batch)
         else:
-            rows = self._rows.read(chunk.first_row, chunk.layout.n_rows, shard.device)
+            rows = torch.cat([self._rows.read(first, n, shard.device) for first, n in chunk.places])
         return shard.from_boundary(rows, batch)
 
     def _give_up(self, problem: str) -> None:

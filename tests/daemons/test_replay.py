@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from daemons.kv.sequences import Sequences
 from daemons.models.replay import RowFile, layerwise_replays
 from daemons.models.stage import LoadedStage
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -105,6 +106,30 @@ def test_a_replay_leaves_what_the_steps_leave(architecture):
         given = None if rows is None else out.new_ones(3, spec.boundary_width)
         assert torch.equal(stage.forward(after, given).rows, right.forward(after, given).rows)
         rows = out
+
+
+def test_steps_of_different_sequences_are_joined_up_to_so_many_rows():
+    spec = golden_spec("qwen35")
+    plan = plans_of(spec)[0]
+    right, _ = one_after_the_other(spec, plan, None)
+    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
+    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
+    replay.max_rows = 110
+    with torch.inference_mode():
+        joined = replay._joined(
+            replay._arranged(Sequences([loaded(spec, plan, load_of()).sequences.pools[0]], POOLS, 4))
+        )
+    assert [[(s.sequence, s.start, len(s.tokens)) for s in chunk.slices] for chunk in joined] == [
+        [(0, 0, 70), (1, 0, 33)],
+        [(0, 70, 80)],
+        [(0, 150, 3), (1, 33, 3)],
+    ]
+    assert [chunk.places for chunk in joined] == [[(0, 70), (150, 33)], [(70, 80)], [(183, 6)]]
+    assert [len(chunk.copies) for chunk in joined] == [2, 0, 0]
+    stage = loaded(spec, plan, load, replay)
+    assert stage.replayed(replay)
+    for a, b in zip(bits(stage), bits(right), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_be_replayed_leaves_a_stage_without_sequences():
