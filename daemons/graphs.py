@@ -67,9 +67,10 @@ def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tupl
 
 @dataclass(slots=True)
 class CapturedGraph(Generic[Output]):
-    """A graph with its static inputs and output."""
+    """A graph with its static inputs, its output, and its batch, where layers leave their queries."""
 
     graph: torch.cuda.CUDAGraph
+    batch: Batch
     metadata: Tensor
     rows: Tensor | None
     out: Output
@@ -97,8 +98,15 @@ class CudaGraphs(Generic[Output]):
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _tables: dict[Space | Literal["host"], tuple[int, int]] = field(default_factory=dict)
+    _batch: Batch | None = None
     _pool: Any = None  # torch's handle of the memory that all graphs share
     _uncapturable: set[GraphKey] = field(default_factory=set)
+
+    @property
+    def batch(self) -> Batch:
+        """That of the last run, where layers have left their queries."""
+        assert self._batch is not None
+        return self._batch
 
     def run(
         self,
@@ -130,12 +138,13 @@ class CudaGraphs(Generic[Output]):
             if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
+        self._batch = found.batch
         return found.replay(rows, layout, await_rows)
 
     def _run_eagerly(
         self, rows: Tensor | None, layout: Layout, tables: Tables, await_rows: Callable[[], None]
     ) -> Output:
-        batch = Batch(layout, tables, layout.on(self.device))
+        batch = self._batch = Batch(layout, tables, layout.on(self.device))
         await_rows()
         return self.work(None if rows is None else rows.to(self.device, non_blocking=True), batch)
 
@@ -148,9 +157,8 @@ class CudaGraphs(Generic[Output]):
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            graph, out = capture(
-                self.device, lambda: self.work(static_rows, Batch(layout, tables, metadata)), self._pool
-            )
+            batch = Batch(layout, tables, metadata)
+            graph, out = capture(self.device, lambda: self.work(static_rows, batch), self._pool)
         except RuntimeError as error:  # any kind, out of memory too: the step still runs eagerly
             self._uncapturable.add(key)
             self._pool = None  # an aborted capture never frees its pool
@@ -158,4 +166,4 @@ class CudaGraphs(Generic[Output]):
             advice = "if its memory was full, lower engine.pages, else report this"
             self.warn(f"{what}, which is slower: capture failed: {error}; {advice}")
             return None
-        return CapturedGraph(graph, metadata, static_rows, out)
+        return CapturedGraph(graph, batch, metadata, static_rows, out)

@@ -23,7 +23,8 @@ from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import SHORT_SLICE, PagedQuery
-from daemons.ops.paged import Pages
+from daemons.ops.page_scores import QUERIES
+from daemons.ops.paged import PagedTensor, Pages
 from lucevisor.model.pages import first_visible, first_visible_page, pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -91,10 +92,10 @@ class Layout:
 
     @property
     def graph_key(self) -> GraphKey | None:
-        """None unless all slices have the same number of tokens, at most SHORT_SLICE, rank no pages, and read those in
-        host memory in place, if at all.
+        """None unless all slices have the same number of tokens, at most SHORT_SLICE, of which QUERIES may rank pages,
+        and read those in host memory in place, if at all.
         """
-        if len(self.groups) != 1 or self.groups[0].n > SHORT_SLICE or self.is_ranked:
+        if len(self.groups) != 1 or self.groups[0].n > (QUERIES if self.is_ranked else SHORT_SLICE):
             return None
         group = self.groups[0]
         if group.reads_host and not group.reads_in_place:
@@ -173,7 +174,7 @@ class Group:
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
         self.max_length, self.reads_in_place = layout.max_length, layout.reads_in_place
-        self.page_scores: dict[int, Tensor] = {}  # by sequence: float32, by entry of the table
+        self.queries: list[tuple[PagedTensor, Tensor, float]] = []  # by layer that ranks: keys, [B, n, H, D], scale
         self.starts, self.full_starts = metadata[:b], metadata[b : 2 * b]
         self.table_rows, self.states = metadata[2 * b : 3 * b], metadata[3 * b : 4 * b]
         self.n_states, end = layout.n_states, (4 + layout.state_columns) * b
@@ -208,6 +209,15 @@ class Group:
         """Rows of the step [T, ...] -> [B, n, ...]."""
         part = x if self.is_whole_step else x[self.rows]
         return part.view(self.n_slices, self.n_tokens, *x.shape[1:])
+
+    def ask(self, keys: PagedTensor, q: Tensor, scale: float) -> None:
+        """Keep a layer's last queries, by which pages may be ranked.  Those of short slices always: a CUDA graph is for
+        all of them.
+        """
+        if self.n_tokens <= QUERIES:
+            self.queries.append((keys, q, scale))
+        elif self.layout.ranked:
+            self.queries.append((keys, q[:, -QUERIES:].clone(), scale))
 
     def load_state(self, pool: Tensor) -> Tensor:
         """States of the slices' sequences, [B, *shape]; on the cpu a view of the pool if their ids are consecutive."""
@@ -334,11 +344,6 @@ class Batch:
         self.carried: Tensor | None = None
         self.layer_inputs: Tensor | None = None
         self.probe: Callable[[Any, Tensor], None] | None = None  # of each attention layer, with its queries [T, H, D]
-
-    @property
-    def page_scores(self) -> dict[int, Tensor]:
-        """What the layers added up for slices that ask for it, by sequence."""
-        return {sequence: found for group in self.groups for sequence, found in group.page_scores.items()}
 
     def by_token(self) -> list[Batch]:
         """Batches of the first, second, ... token of every slice, all of one length, to run one after the other."""

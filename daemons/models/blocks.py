@@ -18,7 +18,6 @@ from daemons.kv.batch import Batch, Group
 from daemons.kv.pools import Pools
 from daemons.models.host_attention import HostAttention
 from daemons.models.loader import WeightLoader
-from daemons.models.page_ranking import rank_pages
 from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import by_token, chunked, convolve, step
@@ -204,8 +203,8 @@ class Attention:
         return q, gate
 
     def _attend(self, group: Group, q: Tensor) -> Tensor:
-        if group.layout.ranked and self.keys.sketches is not None:
-            rank_pages(self.keys, group, q, self.shape.scale)
+        if self.keys.sketches is not None:
+            group.ask(self.keys, q, self.shape.scale)
         if self.host_attention is not None and group.layout.reads_host:
             return self.host_attention(group, q)
         if self.paged_attention is not None and group.n_tokens <= SHORT_SLICE:

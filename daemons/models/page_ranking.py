@@ -1,23 +1,55 @@
-"""Scores of a sequence's pages for KV Flash: each layer adds how much a slice's last queries attend to them."""
+"""Scores of a sequence's pages for KV Flash: how much a slice's last queries attend to them, over all layers.
+
+Layers leave their queries in the batch (``Group.ask``), also in a CUDA graph's; this runs behind the layers.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from daemons.kv.batch import Group
+from daemons.kv.batch import Batch, Group, Layout
+from daemons.kv.slice_group import SliceGroup
 from daemons.ops.paged import PagedTensor, Pages
 from lucevisor.model.values import PAGE_TOKENS, Space
 
-QUERIES = 16
-"""Last rows of a slice that are asked: the end of a question, where it is short."""
+
+def rank_pages(batch: Batch, layout: Layout) -> dict[int, Tensor]:
+    """Scores float32 [entries] of all whole pages before the slices that want them, by sequence.
+
+    ``batch``: of a step of this shape, in whose groups the layers have left the queries of the step of ``layout``.
+    """
+    found: dict[int, Tensor] = {}
+    for group, of in zip(batch.groups, layout.groups, strict=True):
+        for b in of.ranked:
+            if of.starts[b] >= PAGE_TOKENS and group.queries:
+                found[of.sequences[b].id] = _scores(group, of, b)
+    return found
+
+
+def _scores(group: Group, of: SliceGroup, b: int) -> Tensor:
+    """The sum over the layers for one slice."""
+    sequence, table = of.sequences[b], of.sequences[b].pages[Space.FULL]
+    n_entries, device = of.starts[b] // PAGE_TOKENS, group.starts.device
+    out = sorted(entry for entry in sequence.hosts if entry < n_entries)
+    resident = sorted({*range(n_entries)}.difference(sequence.out))
+    on_host = torch.tensor([*table[: len(resident)], *(sequence.hosts[entry] for entry in out), *resident, *out])
+    index = on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+    pages, rows, order = index.split_with_sizes([len(resident), len(out), len(resident) + len(out)])
+    total = torch.zeros(len(order), device=device)
+    for keys, q, scale in group.queries:
+        assert keys.sketches is not None
+        _complete_sketches(keys, [sequence.hosts[entry] for entry in out])
+        k = keys.read(Pages(pages, len(resident), 0, PAGE_TOKENS), torch.float32)
+        total += keys.sketches.scores(q[b], k, rows, scale)
+    return torch.zeros(n_entries, device=device).index_copy_(0, order, total)
 
 
 def _complete_sketches(keys: PagedTensor, rows: list[int]) -> None:
     """Make the sketches of pages in host memory that were restored there, and not paged out."""
     assert keys.sketches is not None
     assert keys.host is not None
-    missing = [row for row in rows if row in keys.sketches.missing]
+    missing = [row for row in rows if row in keys.sketches.missing] if keys.sketches.missing else []
     first = 0
     for [parts], index in keys.host.pages.chunks([keys.host], missing):
         k = keys.over(parts).read(Pages(index, len(index), 0, PAGE_TOKENS), torch.float32)
@@ -25,24 +57,3 @@ def _complete_sketches(keys: PagedTensor, rows: list[int]) -> None:
         keys.sketches.keep(k, at)
         first += len(index)
     keys.sketches.missing.difference_update(missing)
-
-
-def rank_pages(keys: PagedTensor, group: Group, q: Tensor, scale: float) -> None:
-    """Add one layer's scores of all whole pages before the slices that want them; q [B, n, H, D]."""
-    assert keys.sketches is not None
-    for b in group.layout.ranked:
-        sequence, table = group.layout.sequences[b], group.layout.sequences[b].pages[Space.FULL]
-        n_entries = group.layout.starts[b] // PAGE_TOKENS
-        out = sorted(entry for entry in sequence.hosts if entry < n_entries)
-        resident = sorted({*range(n_entries)}.difference(sequence.out))
-        if not n_entries:
-            continue
-        pages = torch.tensor(table[: len(resident)], dtype=torch.int64, device=q.device)
-        rows = torch.tensor([sequence.hosts[entry] for entry in out], dtype=torch.int64, device=q.device)
-        _complete_sketches(keys, [sequence.hosts[entry] for entry in out])
-        k = keys.read(Pages(pages, len(pages), 0, PAGE_TOKENS), torch.float32)
-        found = keys.sketches.scores(q[b, -QUERIES:], k, rows, scale)
-        scores = torch.zeros(n_entries, device=q.device)
-        scores[torch.tensor([*resident, *out], device=q.device)] = found
-        before = group.page_scores.get(sequence.id)
-        group.page_scores[sequence.id] = scores if before is None else before + scores

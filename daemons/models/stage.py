@@ -18,6 +18,7 @@ from daemons.errors import LoadError, StateError
 from daemons.graphs import CudaGraphs
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
+from daemons.models.page_ranking import rank_pages
 from daemons.models.replay import LayerwiseReplay
 from daemons.models.shard import ShardConfig, ShardModel, check, stream_dtype
 from daemons.ops.selection import KernelSelector
@@ -177,19 +178,17 @@ class LoadedStage:
             with launching(device):
                 if layout.reads_in_place:
                     shard.pools.finish_page_outs()
-                if (
-                    graphs is None
-                    or hidden is not None
-                    or layout.is_ranked
-                    or (h is not None and h.dtype != self.dtype)
-                ):
+                if graphs is None or hidden is not None or (h is not None and h.dtype != self.dtype):
                     batch = Batch(layout, tables, layout.on(device))
                     await_rows()
                     h = None if h is None else stream_dtype(h, self.dtype, device)
                     h, captured = shard.run(h, batch, hidden)
-                    scores.append(batch.page_scores)
+                    if layout.is_ranked:
+                        scores.append(rank_pages(batch, layout))
                 else:
                     h, captured = graphs.run(h, layout, tables, await_rows)
+                    if layout.is_ranked:
+                        scores.append(rank_pages(graphs.batch, layout))
             if captured is not None:
                 captures.append(captured.to(self.device, non_blocking=True))
         assert h is not None

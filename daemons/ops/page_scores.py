@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lucevisor.model.values import PAGE_TOKENS
 
+QUERIES = 16
+"""Last rows of a slice that are asked: the end of a question, where it is short."""
 CHUNK_PAGES = 512
 """Pages whose sketches are unpacked at a time."""
 
