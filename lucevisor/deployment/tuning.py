@@ -32,7 +32,8 @@ async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
     with tempfile.TemporaryDirectory(prefix="lucevisor-tune-") as directory:
         launcher = LocalLauncher(stage_packages(Path(directory)))
         for group in target_groups(config):
-            indices = group_devices(config, group)
+            on_cpu = config.groups[group].backend == "cpu"
+            indices = [0] if on_cpu else group_devices(config, group)  # all indices of a cpu group are one device
             order = Tune(indices, group_threads(config, group), model_options(config))
             check = Check([str(f) for f in files], 0, Dtype.BFLOAT16, tune=order)
             answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, TUNE_S)
