@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from bench.make_gguf import SHAPES, kind_of
+from daemons.ops.handovers import Handovers
+from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import PackedWeights, repack
 from lucevisor.model.quant_types import BY_NAME
 from tests.daemons.tiny_models import random_blocks
@@ -64,17 +66,15 @@ def matrices(name: str) -> Iterator[tuple[str, PackedWeights, int]]:
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
 def test_a_product_is_that_of_triton(name):
-    from daemons.ops.cuda.gemv import KINDS, CudaGemv
     from daemons.ops.triton.gemv import packed_gemv
 
-    gemv, wrong = CudaGemv(torch.device("cuda", 0), torch.bfloat16), []
+    selector, wrong = KernelSelector(torch.device("cuda", 0), torch.bfloat16, limits=Handovers()), []
     for shape, packed, k in matrices(name):
-        assert packed.kind.name in KINDS
-        most = gemv.prepare(packed.kind.name, packed.n_chunks)
-        assert most
-        for n_rows in (n for n in (1, 2, 8, 9, 16) if n <= most):
+        product = selector.packed_linear(packed, k)
+        assert product.row_gemv is not None, shape
+        for n_rows in (n for n in (1, 2, 8, 9, 16, 24, 32) if n <= product.max_rows):
             x = torch.randn(n_rows, k, device="cuda", generator=torch.Generator("cuda").manual_seed(n_rows)).bfloat16()
-            ours, wanted = gemv(packed, x).double(), packed_gemv(packed, x).double()
+            ours, wanted = product(x).double(), packed_gemv(packed, x).double()
             # each is rounded once; the order of float32 sums counts far less than that, unless they cancel
             allowed = 2 * UNITS[torch.bfloat16] * wanted.abs() + 2.0**-12 * wanted.square().mean().sqrt()
             if not bool(((ours - wanted).abs() <= allowed).all()):
