@@ -112,16 +112,21 @@ class Service(Orders):
         limits = replace(self._limits, n_restarts=limit.count, window_s=float(limit.seconds))
 
         def on_state(group: str, state: State, reason: str) -> None:
-            self._on_state(group, state, reason) if self.deployment is made else self._changed.set()
+            if self.deployment is made:
+                self._on_state(group, state, reason)
+            else:
+                self._changed.set()
+
+        def on_progress(group: str, report: Progress) -> None:
+            if self.deployment is made:
+                self._observer.progress(group, report)
 
         hooks = DeploymentHooks(
             on_placed=self._on_placed if succeeds is None else self._on_placed_again,
             drain=self._drain_for_restart,
             on_change=self._notify,
             on_state=on_state,
-            on_progress=lambda group, report: (
-                self._observer.progress(group, report) if self.deployment is made else None
-            ),
+            on_progress=on_progress,
         )
         sizes = None if succeeds is None else succeeds.placement
         made = Deployment(epoch, config, self.model, self._weights, self._launcher, limits, hooks, sizes)
