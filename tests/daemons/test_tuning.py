@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ from daemons.check import run_check
 from daemons.device import CPU
 from daemons.models.loader import WeightLoader
 from daemons.ops import handovers
+from daemons.ops.cpu.compiler import CpuCompileError
+from daemons.ops.cpu.library import cpu_kernels
 from daemons.ops.cpu.linear import MAX_TILED_ROWS, TiledLinear
 from daemons.ops.handovers import CANDIDATES, Handovers, conditions, name_of, read, write
 from daemons.ops.selection import KernelSelector
@@ -28,7 +31,9 @@ DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Other tests must not load what is kept here."""
+    """Other tests must not load what is kept here, and the C++ kernels are not compiled anew."""
+    with contextlib.suppress(CpuCompileError):
+        cpu_kernels()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -37,7 +42,9 @@ def order() -> Check:
 
 
 @needs_cpu_kernels
-def test_a_cpu_is_tuned_and_loads_what_it_found():
+def test_a_cpu_is_tuned_and_loads_what_it_found(monkeypatch):
+    monkeypatch.setattr(tuning, "N_TURNS", 1)
+    monkeypatch.setattr("daemons.timing.ROUND_S", 0.001)
     lines = run_check(order(), Backend.CPU, []).lines
     assert {line.subject for line in lines} == {"cpu:0 bfloat16 Q4_K", "cpu:0 bfloat16 Q6_K"}
     found, ignored = read(conditions(CPU, torch.bfloat16))
