@@ -8,6 +8,7 @@ share of the softmax over all positions, the largest over rows, the mean over he
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,20 +24,25 @@ CHUNK_PAGES = 512
 
 
 class Sketches(NamedTuple):
-    """Of n pages: ``means`` bfloat16 [n, K, D], ``signs`` uint8 [n, K, 64, D / 8], ``factors`` bfloat16 [n, K, 64]."""
+    """Of n pages: ``means`` bfloat16 [K, n, D], ``signs`` uint8 [K, n, 64, D / 8], ``factors`` bfloat16 [K, n, 64]."""
 
     means: Tensor
     signs: Tensor
     factors: Tensor
 
-    def slice(self, start: int, stop: int) -> Sketches:
-        return Sketches(*(x[start:stop] for x in self))
+
+@cache
+def sign_table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The eight signs that a byte stands for, lowest bit first: [256, 8] of 1 and -1."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return (2 * bits - 1).to(device=device, dtype=dtype)
 
 
 def sketches_of(keys: Tensor) -> Sketches:
     """Sketches of the keys float32 [n, 64, K, D] of n pages."""
-    means = keys.mean(dim=1).to(torch.bfloat16)
-    rest = (keys - means.float().unsqueeze(1)).transpose(1, 2)
+    by_head = keys.permute(2, 0, 1, 3)  # [K, n, 64, D]
+    means = by_head.mean(dim=2).to(torch.bfloat16)
+    rest = by_head - means.float().unsqueeze(2)
     # the factor with which products with signs are right for what lies in the key's own direction
     factors = rest.square().sum(dim=-1) / rest.abs().sum(dim=-1).clamp_(min=1e-30)
     bits = F.pad((rest > 0).to(torch.uint8), (0, -rest.shape[-1] % 8)).view(*rest.shape[:-1], -1, 8)
@@ -47,12 +53,14 @@ def sketches_of(keys: Tensor) -> Sketches:
 def log_sums(q: Tensor, sketches: Sketches) -> Tensor:
     """Logs of the sums of the weights of each page, float32 [K, r, n], for scaled queries [K, r, D]."""
     means, signs, factors = sketches
-    n_heads, n_pages, width = q.shape[0], len(means), q.shape[-1]
-    bits = (signs.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=signs.device)) & 1
-    unpacked = bits.flatten(-2)[..., :width].to(q.dtype).mul_(2).sub_(1).transpose(0, 1).reshape(n_heads, -1, width)
-    products = torch.matmul(q, unpacked.transpose(1, 2)).float().view(n_heads, -1, n_pages, PAGE_TOKENS)
-    products.mul_(factors.float().transpose(0, 1).unsqueeze(1))
-    products += torch.matmul(q.float(), means.float().permute(1, 2, 0)).unsqueeze(-1)
+    n_heads, n_pages, width = means.shape
+    unpacked = F.embedding(signs.to(torch.int32), sign_table(q.device, q.dtype)).view(
+        n_heads, n_pages * PAGE_TOKENS, -1
+    )
+    padded = F.pad(q, (0, unpacked.shape[-1] - width))
+    products = torch.matmul(padded, unpacked.transpose(1, 2)).float().view(n_heads, -1, n_pages, PAGE_TOKENS)
+    products.mul_(factors.float().unsqueeze(1))
+    products += torch.matmul(q.float(), means.float().transpose(1, 2)).unsqueeze(-1)
     return torch.logsumexp(products, dim=-1)
 
 
@@ -61,28 +69,28 @@ class KeySketches:
 
     def __init__(self, n_host: int, n_kv_heads: int, width: int, device: torch.device) -> None:
         self.kept = Sketches(
-            torch.zeros(n_host, n_kv_heads, width, dtype=torch.bfloat16, device=device),
-            torch.zeros(n_host, n_kv_heads, PAGE_TOKENS, -(-width // 8), dtype=torch.uint8, device=device),
-            torch.zeros(n_host, n_kv_heads, PAGE_TOKENS, dtype=torch.bfloat16, device=device),
+            torch.zeros(n_kv_heads, n_host, width, dtype=torch.bfloat16, device=device),
+            torch.zeros(n_kv_heads, n_host, PAGE_TOKENS, -(-width // 8), dtype=torch.uint8, device=device),
+            torch.zeros(n_kv_heads, n_host, PAGE_TOKENS, dtype=torch.bfloat16, device=device),
         )
         self.missing: set[int] = set()  # rows whose keys did not come from the device
 
     def keep(self, keys: Tensor, rows: Tensor) -> None:
         """Note the sketches of pages [n, 64, K, D] that go to rows of host memory."""
         for mine, new in zip(self.kept, sketches_of(keys), strict=True):
-            mine.index_copy_(0, rows, new)
+            mine.index_copy_(1, rows, new)
 
     def scores(self, q: Tensor, keys: Tensor, rows: Tensor, scale: float) -> Tensor:
         """Scores float32 of pages [n, 64, K, D] on the device, then of ``rows`` in host memory, for queries
         [r, H, D].
         """
-        n_rows, n_heads = len(q), self.kept.means.shape[1]
+        n_rows, n_heads = len(q), len(self.kept.means)
         dtype = torch.float32 if q.device.type == "cpu" else q.dtype
         by_head = (q.float() * scale).to(dtype).view(n_rows, n_heads, -1, q.shape[-1])  # [r, K, G, D]
         flat = by_head.permute(1, 2, 0, 3).reshape(n_heads, -1, q.shape[-1])
         found = [log_sums(flat, sketches_of(keys))] if len(keys) else []
         for first in range(0, len(rows), CHUNK_PAGES):
             part = rows[first : first + CHUNK_PAGES]
-            found.append(log_sums(flat, Sketches(*(x.index_select(0, part) for x in self.kept))))
+            found.append(log_sums(flat, Sketches(*(x.index_select(1, part) for x in self.kept))))
         shares = torch.softmax(torch.cat(found, dim=-1), dim=-1)
         return shares.view(n_heads, -1, n_rows, shares.shape[-1]).amax(dim=2).mean(dim=(0, 1))

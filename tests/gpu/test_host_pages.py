@@ -76,4 +76,4 @@ def test_pages_come_back_as_they_left() -> None:
     sketches = pools.paged(1, "k").sketches
     assert sketches is not None
     wanted = sketches_of(before[2].float())
-    assert all(torch.equal(mine[rows], one) for mine, one in zip(sketches.kept, wanted, strict=True))
+    assert all(torch.equal(mine[:, rows], one) for mine, one in zip(sketches.kept, wanted, strict=True))
