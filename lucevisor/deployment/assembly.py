@@ -46,6 +46,7 @@ class PipelineAssembly:
         self._links: dict[str, Link] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._kept: set[str] = set()  # of the daemons there are, those that took over the state of their predecessors
+        self._draft_kept = False  # the drafter's daemon took over that of its predecessor, too
         self._replaying: set[str] = set()  # lost groups for whose daemons a replay was prepared since the last loss
         self._replayed: set[str] = set()  # those of them whose daemons computed it while they loaded
         self._resetting: set[str] = set()
@@ -84,10 +85,17 @@ class PipelineAssembly:
         return await self._engine.replay(stages, timeout_s)
 
     def ready(
-        self, group: str, link: Link, *, with_draft: bool = False, kept: bool = False, replayed: bool = False
+        self,
+        group: str,
+        link: Link,
+        *,
+        with_draft: bool = False,
+        kept: bool = False,
+        draft_kept: bool = False,
+        replayed: bool = False,
     ) -> None:
-        """A daemon finished loading; ``with_draft``: the drafter, too; ``kept``: it has the state that was frozen;
-        ``replayed``: it computed what ``replay`` returned."""
+        """A daemon finished loading; ``with_draft``: the drafter, too; ``kept``: it has the state that was frozen,
+        with ``draft_kept`` the drafter's, too; ``replayed``: it computed what ``replay`` returned."""
         if self._closed:  # it was loading when the supervisor was told to stop
             return
         if self._draft is not None and group == self._draft.group and with_draft:
@@ -97,6 +105,7 @@ class PipelineAssembly:
         self._links[group] = link
         if kept:
             self._kept.add(group)
+            self._draft_kept |= draft_kept and with_draft
         if replayed and group in self._replaying:
             self._replayed.add(group)
         if set(self._links) == set(self._stage_groups):
@@ -107,6 +116,7 @@ class PipelineAssembly:
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
             self._kept.discard(group)
+            self._draft_kept = False
             self._replayed.discard(group)
             self._resetting.clear()
             if known or group not in self._lost:  # else a dead link was told of before
@@ -189,11 +199,12 @@ class PipelineAssembly:
     def _restored(self, rebuilt: bool) -> None:
         """The engine rebuilt the lost stages, or detached the pipeline since it cannot."""
         lost, self._lost = self._lost, set()
+        draft_kept, self._draft_kept = self._draft_kept and self._engine.state_kept, False
         self._kept.clear()
         if rebuilt:
             log.info("rebuilt", groups=sorted(lost))
             if self._draft is not None and self._draft.group in lost:
-                self._draft.pipeline_attached()
+                self._draft.pipeline_attached(kept=draft_kept)
         else:
             self._forget()
             if set(self._links) == set(self._stage_groups):
@@ -216,6 +227,7 @@ class PipelineAssembly:
         """The engine has no pipeline any more."""
         self._pipeline = None
         self._lost.clear()
+        self._draft_kept = False
         self._forget_replays()
         if self._draft is not None:
             self._draft.pipeline_detached()
@@ -237,9 +249,14 @@ class PipelineAssembly:
         self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
         kept, self._kept = self._kept, set()
-        self._engine.attach(self._pipeline, kept=kept >= set(self._stage_groups))
-        if self._draft is not None and self._pipeline is not None:  # the first step may have failed already
-            self._draft.pipeline_attached()
+        draft_kept, self._draft_kept = self._draft_kept, False
+
+        def attach_drafter(state_kept: bool) -> None:
+            if self._draft is not None:
+                self._draft.pipeline_attached(kept=state_kept and draft_kept)
+
+        whole = kept >= set(self._stage_groups)
+        self._engine.attach(self._pipeline, kept=whole, before_steps=attach_drafter)
         self._on_change()
 
     def _failed(self, failure: PipelineFailure) -> None:

@@ -24,7 +24,7 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.sizes import why_unfit, with_sizes
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import StateMemory
+from lucevisor.deployment.state_memory import Kept, StateMemory
 from lucevisor.deployment.successors import Successors, take_over
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
@@ -32,6 +32,7 @@ from lucevisor.engine.pipeline_steps import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.standstill import FrozenState
 from lucevisor.errors import LucevisorError
+from lucevisor.model.spec import LayerSpec
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
@@ -157,13 +158,14 @@ class Deployment:
         """Whether every group with layers is READY."""
         return self._links.keys() >= set(self.needed)
 
-    def serve(self, engine: Engine, kept: Collection[Link] = ()) -> None:
+    def serve(self, engine: Engine, kept: Kept | None = None) -> None:
         """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
         whenever it is there.
 
-        Call it when the deployment is placed, and when no other one serves ``engine``.  ``kept``: the links of daemons
-        that have imported what the engine had frozen.
+        Call it when the deployment is placed, and when no other one serves ``engine``.  ``kept``: what daemons have of
+        what the engine had frozen.
         """
+        links, draft_kept = kept or Kept()
         assert self.placement is not None
         self._engine = engine
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
@@ -171,7 +173,7 @@ class Deployment:
         self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group)
         for group, link in self._links.items():
             with_draft = group == draft_group and self._draft_loaded
-            self._assembly.ready(group, link, with_draft=with_draft, kept=link in kept)
+            self._assembly.ready(group, link, with_draft=with_draft, kept=link in links, draft_kept=draft_kept)
 
     @property
     def complete(self) -> bool:
@@ -225,6 +227,11 @@ class Deployment:
     def draft_group(self) -> str:
         """The group of the draft stage; empty without one."""
         return "" if self.placement is None or self.placement.draft is None else self.placement.draft.group
+
+    def draft_layers(self, groups: Collection[str]) -> Sequence[LayerSpec]:
+        """The layers of the drafter that is attached, if one of ``groups`` runs it."""
+        drafter = self._model.drafter
+        return drafter.spec.model.layers if drafter and self.drafting and self.draft_group in groups else ()
 
     def draft_reason(self) -> str:
         """Why a drafter that is configured is not attached; empty when it is, or there is none."""
@@ -350,7 +357,8 @@ class Deployment:
             if frozen is not None:
                 assert self.placement is not None
                 assert self.transfers is not None
-                await self._successors.keep(group, self.placement, self.transfers, frozen)
+                drafter = self.draft_layers([group])
+                await self._successors.keep(group, self.placement, self.transfers, frozen, drafter)
         elif self._assembly is not None and group == self.draft_group:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
@@ -360,7 +368,8 @@ class Deployment:
         assert self.transfers is not None
         kept = await take_over(memory, self.transfers, group)
         if self._assembly is not None and self._links.get(group) is link:
-            self._assembly.ready(group, link, with_draft=with_draft, kept=kept)
+            has_draft = memory.with_draft
+            self._assembly.ready(group, link, with_draft=with_draft, kept=kept, draft_kept=kept and has_draft)
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))

@@ -59,11 +59,12 @@ class DraftAssembly:
             self._engine.detach_drafter()
             self._on_change()
 
-    def pipeline_attached(self) -> None:
-        """The engine has a pipeline, whose daemons hold no sequences."""
+    def pipeline_attached(self, *, kept: bool = False) -> None:
+        """The engine has a pipeline, whose daemons hold no sequences; ``kept``: that of the drafter has the state of
+        the one before, as of the last step."""
         self._serving = True
         if self._link is not None:
-            self._prepare()
+            self._prepare(kept=kept)
 
     def pipeline_detached(self) -> None:
         """The engine has none any more, and has let the drafter go with it."""
@@ -76,10 +77,10 @@ class DraftAssembly:
             self._token = 0
             self._attach()
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, kept: bool = False) -> None:
         """Reset a daemon of its own; that of a stage was reset before the pipeline was attached."""
         if not self._alone:
-            self._attach()
+            self._attach(kept=kept)
             return
         assert self._link is not None
         self._n_resets += 1
@@ -89,9 +90,9 @@ class DraftAssembly:
         except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
             self._token = 0
 
-    def _attach(self) -> None:
+    def _attach(self, *, kept: bool = False) -> None:
         assert self._link is not None
         self.attached = True
-        log.info("drafter attached", group=self.group)
-        self._engine.attach_drafter(self._link, with_output=self._with_output)
+        log.info("drafter attached", group=self.group, kept=kept)
+        self._engine.attach_drafter(self._link, with_output=self._with_output, kept=kept)
         self._on_change()

@@ -23,10 +23,10 @@ from lucevisor.deployment.group_settings import target_groups
 from lucevisor.deployment.journal_rows import journal_rows
 from lucevisor.deployment.reload import READ_LATER, give_state, go_on, take_state, values_of
 from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.state_memory import Kept
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError, NotReadyError, OrderError, show
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.snapshots.manager import SnapshotManager
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.states import State
@@ -111,7 +111,7 @@ class Orders(ABC):
                 await self._load(later)
                 memory = await take_state(self.engine, earlier, self.model.spec)
                 try:
-                    links = await give_state(memory, later)
+                    kept = await give_state(memory, later)
                 except BaseException:
                     go_on(self.engine, earlier)
                     raise
@@ -122,7 +122,7 @@ class Orders(ABC):
                 log.warning("both do not fit at once: requests wait while the weights are loaded", reason=later.unfit)
                 await self._replace(self.engine, config, earlier)
             else:
-                self._switch(self.engine, config, later, links)
+                self._switch(self.engine, config, later, kept)
                 await self._end(earlier)
             await self._until(lambda: self.state in ("ready", "failed", "draining"))
             return changed
@@ -146,10 +146,10 @@ class Orders(ABC):
         problem: LucevisorError | None = None
         for wanted in (config, self.config):
             later = self._deploy(wanted, earlier)
-            links: Collection[Link] = ()
+            kept = Kept()
             try:
                 await self._load(later)
-                links = await give_state(memory, later)
+                kept = await give_state(memory, later)
             except LucevisorError as error:
                 log.error("reload", reason=str(error))
                 problem = problem or error
@@ -157,13 +157,13 @@ class Orders(ABC):
                     await self._end(later)
                     continue
             memory.close()
-            self._switch(engine, wanted, later, links)
+            self._switch(engine, wanted, later, kept)
             break
         if problem is not None and self.config is not config:
             raise problem
 
-    def _switch(self, engine: Engine, config: Config, later: Deployment, links: Collection[Link]) -> None:
-        """Serve with another deployment, whose daemons behind ``links`` have the state."""
+    def _switch(self, engine: Engine, config: Config, later: Deployment, kept: Kept) -> None:
+        """Serve with another deployment, whose daemons have the state that was ``kept``."""
         self.deployment.retire()
         self.deployment, self.config, self._target_groups = later, config, target_groups(config)
         for name, group in later.groups.items():
@@ -171,9 +171,9 @@ class Orders(ABC):
             self._on_state(name, group.state, "reloaded")
         engine.part(_MOVING, None, 0)
         if later.placement is not None:
-            self._take_over(later, links)
+            self._take_over(later, kept)
 
-    def _take_over(self, later: Deployment, links: Collection[Link] = ()) -> None:
+    def _take_over(self, later: Deployment, kept: Kept | None = None) -> None:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
         assert self.engine is not None
@@ -181,7 +181,7 @@ class Orders(ABC):
         self.engine.part(_MOVING, rows, rows.n_pages if rows is not None else 0)
         if self.snapshots is not None and later.transfers is not None:
             self.snapshots.shards = later.transfers
-        later.serve(self.engine, links)
+        later.serve(self.engine, kept)
 
     async def _end(self, deployment: Deployment) -> None:
         """Stop a deployment that does not serve."""

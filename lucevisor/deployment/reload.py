@@ -13,11 +13,10 @@ from typing import Any, Final
 from lucevisor.config import Config, changed_keys
 from lucevisor.config.resolve import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
-from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
+from lucevisor.deployment.state_memory import Kept, StateMemory, export_state, import_state
 from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ConfigErrors, LucevisorError
 from lucevisor.model.spec import ModelSpec
-from lucevisor.protocol.asyncio_link import Link
 
 FREEZE_S: Final = 15.0
 """How long steps on their way may take until the state moves."""
@@ -65,7 +64,8 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
         if frozen is None:
             raise LucevisorError("requests did not come to rest; try again")
         groups = {stage.group for stage in earlier.placement.stages}
-        return await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups)
+        drafter = earlier.draft_layers(groups)
+        return await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups, drafter)
     except BaseException:
         go_on(engine, earlier)
         raise
@@ -78,12 +78,13 @@ def go_on(engine: Engine, earlier: Deployment) -> None:
     engine.thaw()
 
 
-async def give_state(memory: StateMemory, later: Deployment) -> Collection[Link]:
-    """Copy state to the daemons of a deployment, which are all READY; return their links.  Raises LucevisorError."""
+async def give_state(memory: StateMemory, later: Deployment) -> Kept:
+    """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
     assert later.placement is not None
     assert later.transfers is not None
     links = dict(later.links)
-    await import_state(memory, later.transfers, {stage.group for stage in later.placement.stages})
+    groups = {stage.group for stage in later.placement.stages}
+    await import_state(memory, later.transfers, groups)
     if later.links != links:
         raise LucevisorError("a new daemon was lost while the state moved; try again")
-    return links.values()
+    return Kept(links.values(), memory.with_draft and later.draft_group in groups)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import psutil
 import structlog
@@ -22,12 +23,21 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.result import Placement
+from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 from lucevisor.snapshots.layout import unit_tensors
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.snapshots.transfers import Transfer
 
 log = structlog.get_logger("deployment")
+
+
+class Kept(NamedTuple):
+    """Links of daemons that have read what others held; ``with_draft``: the drafter's state, too."""
+
+    links: Collection[Link] = ()
+    with_draft: bool = False
+
 
 _AT_ONCE = 16
 """Transfers that a daemon has at once; it takes 64, and snapshots send it some, too."""
@@ -43,21 +53,34 @@ class _Part:
     file: str = field(default="the state of running requests in host memory")
 
     def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
-        return [tensor for tensor in self.tensors_ if tensor.layer in layers]
+        return [tensor for tensor in self.tensors_ if tensor.layer in layers and not tensor.draft]
 
     def draft_tensors(self) -> list[SnapshotTensor]:
-        return []
+        return [tensor for tensor in self.tensors_ if tensor.draft]
 
     def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
         return sum(tensor.n_bytes for tensor in tensors)
 
 
 class StateMemory:
-    """Room for the ``units`` of ``layers``.  Raises LucevisorError if host memory has none."""
+    """Room for the ``units`` of ``layers``, and of the drafter's if there are any (``with_draft``).  Raises
+    LucevisorError if host memory has none."""
 
-    def __init__(self, layers: Sequence[LayerSpec], kv_dtype: Dtype, units: Mapping[Space, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        kv_dtype: Dtype,
+        units: Mapping[Space, Sequence[int]],
+        draft_layers: Sequence[LayerSpec] = (),
+    ) -> None:
+        self.with_draft = bool(draft_layers)
+
+        def tensors(space: Space, n_tokens: int) -> list[SnapshotTensor]:
+            own, drafts = ([one for one in some if one.space is space] for some in (layers, draft_layers))
+            return unit_tensors(own, n_tokens, kv_dtype) + unit_tensors(drafts, n_tokens, kv_dtype, draft=True)
+
         self._parts = [
-            _Part(place, unit_tensors([layer for layer in layers if layer.space is space], place.n_tokens, kv_dtype))
+            _Part(place, tensors(space, place.n_tokens))
             for space, ids in units.items()
             for place in _places(space, ids)
         ]
@@ -104,16 +127,18 @@ async def export_state(
     transfers: ShardTransfers,
     frozen: FrozenState,
     groups: Collection[str],
+    draft_layers: Sequence[LayerSpec] = (),
 ) -> StateMemory:
-    """Copy what the layers of ``groups`` hold to host memory; ``layers``: of the whole model.  Snapshots are refused
-    from now on, and those in progress awaited.  Raises LucevisorError.
+    """Copy what the layers of ``groups`` hold to host memory; ``layers``: of the whole model, ``draft_layers``: of a
+    drafter that is attached and runs in one of the groups.  Snapshots are refused from now on, and those in progress
+    awaited.  Raises LucevisorError.
     """
     ranges = [stage.layers for group in groups for stage in placement.stages_of(group)]
     own = [layer for layer in layers if any(layer.index in one for one in ranges)]
     began = time.monotonic()
     await transfers.quieten("its state is handed to another daemon")
     try:
-        memory = StateMemory(own, placement.kv_dtype, frozen.units)
+        memory = StateMemory(own, placement.kv_dtype, frozen.units, draft_layers)
     except OSError as error:
         raise LucevisorError(f"no host memory for the state: {error}") from error
     try:

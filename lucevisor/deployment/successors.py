@@ -49,10 +49,17 @@ class Successors:
         self._rows[group] = found.file
         return LoadOrder(replace(load, replay=[*found.stages], warm_up=False), [*fds, found.file])
 
-    async def keep(self, group: str, placement: Placement, transfers: ShardTransfers, frozen: FrozenState) -> None:
-        """Export a group's state for its next daemon; without it that one computes again."""
+    async def keep(
+        self,
+        group: str,
+        placement: Placement,
+        transfers: ShardTransfers,
+        frozen: FrozenState,
+        draft_layers: Sequence[LayerSpec],
+    ) -> None:
+        """Export a group's state for its next daemon, and that of a drafter; without it that one computes again."""
         try:
-            self._handed[group] = await export_state(self._layers, placement, transfers, frozen, [group])
+            self._handed[group] = await export_state(self._layers, placement, transfers, frozen, [group], draft_layers)
         except LucevisorError as error:
             log.warning("state is not kept", group=group, reason=str(error))
 

@@ -137,11 +137,14 @@ class Engine(Standstill):
         """Whether lost stages may be rebuilt while others keep what they have."""
         return self._stages.enabled and self.recovery.hold_s > 0
 
-    def attach(self, pipeline: Pipeline, *, kept: bool = False) -> None:
+    def attach(
+        self, pipeline: Pipeline, *, kept: bool = False, before_steps: Callable[[bool], None] = lambda kept: None
+    ) -> None:
         """Use a pipeline whose daemons hold no sequences; queued and held requests start.
 
-        ``kept``: they have the bytes of what was frozen before ``part``, so running requests go on as well.  Raises
-        RuntimeError when one is attached already.
+        ``kept``: they have the bytes of what was frozen before ``part``, so running requests go on as well.
+        ``before_steps`` is called with whether they do, before the first step.  Raises RuntimeError when one is
+        attached already.
         """
         if self._pipeline is not None:
             raise RuntimeError("a pipeline is attached already; detach it first")
@@ -158,17 +161,24 @@ class Engine(Standstill):
         if opening is not None:
             self.recovery.rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
         self.recovery.end(self._clock())
+        before_steps(opening is not None)
         self._proceed([])
 
-    def attach_drafter(self, link: StageLink, *, with_output: bool) -> None:
+    @property
+    def state_kept(self) -> bool:
+        """Whether the stages that were restored last had the bytes of what was frozen."""
+        return self._stages.kept
+
+    def attach_drafter(self, link: StageLink, *, with_output: bool, kept: bool = False) -> None:
         """Draft with the draft stage behind ``link``, whose daemon holds no sequences yet.
 
-        ``with_output``: it is the output stage's daemon.  Raises RuntimeError without a pipeline or with a drafter,
+        ``with_output``: it is the output stage's daemon.  ``kept``: it has the state of the drafter before, and no step
+        was planned since that was detached.  Raises RuntimeError without a pipeline or with a drafter,
         ValueError if the limits have no room for one.
         """
         if self._pipeline is None:
             raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
-        self._scheduler.attach_drafter(with_output=with_output)
+        self._scheduler.attach_drafter(with_output=with_output, kept=kept)
         self._pipeline.attach_drafter(link, with_output=with_output)
         self._proceed([])
 

@@ -43,6 +43,7 @@ class Drafting:
         self.statistics = DraftStatistics()
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
+        self._opens_kept = False  # which has their states
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
@@ -52,10 +53,11 @@ class Drafting:
 
     # ---- the drafter
 
-    def attach(self, *, with_output: bool, opening: bool) -> None:
+    def attach(self, *, with_output: bool, opening: bool, kept: bool = False) -> None:
         """Ask a drafter from the next step on, which runs in the output stage's daemon (``with_output``) or beside it.
 
-        ``opening``: sequences are open in the shards, which it has to open, too.
+        ``opening``: sequences are open in the shards, which it has to open, too.  ``kept``: it has the state of the
+        last one, and nothing was computed in between.
 
         Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
@@ -64,7 +66,8 @@ class Drafting:
         if self.attached:
             raise RuntimeError("a drafter is attached already; detach it first")
         self.attached, self.opening, self._overlaps = True, opening, not with_output
-        self._pools.begin_draft_epoch()
+        self._opens_kept = kept
+        self._pools.resume_draft_epoch() if kept else self._pools.begin_draft_epoch()
 
     def detach(self) -> None:
         """Expect no drafts any more; the sequences that wait for some go on without."""
@@ -86,7 +89,7 @@ class Drafting:
             if live is None:
                 continue
             operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
-            if live.state != NO_STATE:
+            if live.state != NO_STATE and not self._opens_kept:
                 operations.append(ZeroState(live.state))
             for growth in live.table.growths():
                 operations += page_operations(live.sequence, growth)

@@ -55,7 +55,7 @@ class StageRecovery:
         self._output_lost = False
         self.opening: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
         self.n_frozen = 0  # tokens of it
-        self._kept = False  # the new daemons have what was frozen
+        self.kept = False  # the new daemons have what was frozen, those of the last rebuild if none is under way
         self.n_kept = 0  # tokens of the sequences whose state new daemons took over
         self.n_tokens = 0  # of the sequences, once for each stage
         self.n_done = 0
@@ -170,7 +170,7 @@ class StageRecovery:
         """All lost stages have daemons that hold no sequences, but if ``kept`` all bytes that were frozen, and those of
         ``replayed`` stages what was prepared; ``on_end`` hears whether they were rebuilt.  False: no stage is lost.
         """
-        self._links, self._on_end, self._kept = dict(links), on_end, kept
+        self._links, self._on_end, self.kept = dict(links), on_end, kept
         for stage in replayed if self.active else ():
             self._to_send[stage].clear()
             self.n_done += self._plans[stage].n_tokens
@@ -226,9 +226,9 @@ class StageRecovery:
     def _begin(self, pipeline: Pipeline) -> None:
         scheduler, index = self._scheduler, self._scheduler.reuse.index
         lost = sorted(pipeline.lost)
-        self._kept = self._kept and self.opening is not None
+        self.kept = self.kept and self.opening is not None
         self.n_tokens = self.n_done = self.n_kept = 0
-        if self._kept:
+        if self.kept:
             self._reopen(lost)
             return
         if self._journal is None:
@@ -305,4 +305,4 @@ class StageRecovery:
             self._journal.place(stage - 1, one.step.region, one.rows)
         self._pipeline = None
         self._forget_plans()
-        pipeline.find(self._links, self._steps, operated=not self._kept)
+        pipeline.find(self._links, self._steps, operated=not self.kept)

@@ -124,12 +124,14 @@ class Scheduler(SchedulerState):
             self._backlog = Backlog(n_stages)
         self.admission.open = True
 
-    def attach_drafter(self, *, with_output: bool) -> None:
-        """Ask a fresh drafter from the next step on; ``with_output``: it runs in the output stage's daemon.
+    def attach_drafter(self, *, with_output: bool, kept: bool = False) -> None:
+        """Ask a drafter from the next step on, a fresh one or with state that was ``kept``; ``with_output``: it runs
+        in the output stage's daemon.
 
         Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
-        self.drafting.attach(with_output=with_output, opening=bool(self.running or self._operations))
+        opening = bool(self.running or self._operations)
+        self.drafting.attach(with_output=with_output, opening=opening, kept=kept)
 
     def detach_drafter(self) -> None:
         """Go on without drafts.  Does nothing without a drafter."""

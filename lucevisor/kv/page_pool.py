@@ -277,6 +277,10 @@ class PagePools:
         self._n_epochs += 1
         self[Space.FULL].epoch = self._n_epochs
 
+    def resume_draft_epoch(self) -> None:
+        """A drafter is attached that has the state of the last one, and nothing was computed in between."""
+        self[Space.FULL].epoch = self._n_epochs
+
     def end_draft_epoch(self) -> None:
         """The drafter is detached: nothing allocated from now on has its state."""
         self[Space.FULL].epoch = 0

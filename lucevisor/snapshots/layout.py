@@ -182,13 +182,23 @@ def slot_tensors(
     return sorted(found, key=lambda t: (-ITEM_BYTES[t.dtype], t.layer, t.kind))
 
 
-def unit_tensors(layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype) -> list[SnapshotTensor]:
+def unit_tensors(
+    layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype, *, draft: bool = False
+) -> list[SnapshotTensor]:
     """Return the tensors, with offsets 0, of pages that hold ``n_tokens`` positions, or of one recurrent state; the
-    ``layers`` are of one space.
+    ``layers`` are of one space, with ``draft`` of a drafter.
     """
+    whose = DRAFT if draft else TARGET
     return [
         SnapshotTensor(
-            f"{TARGET}.{layer.index}.{kind}", layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents)
+            f"{whose}.{layer.index}.{kind}",
+            layer.index,
+            kind,
+            dtype,
+            extents,
+            0,
+            tensor_bytes(dtype, extents),
+            draft=draft,
         )
         for layer in layers
         for state in layer.state

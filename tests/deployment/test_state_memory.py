@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lucevisor.deployment import state_memory
 from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.steps import Sampling
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
@@ -38,6 +39,22 @@ def test_more_than_half_of_the_free_memory_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(state_memory.psutil, "virtual_memory", Little)
     with pytest.raises(LucevisorError, match=f"takes {n_bytes} bytes, {2 * n_bytes - 1} of host memory are free"):
         StateMemory(layers, Dtype.Q8_0, units)
+
+
+def test_a_drafter_is_taken_along_by_its_own_daemon() -> None:
+    layers, units = open_spec(MODEL).layers, {Space.FULL: [1, 5], Space.RECURRENT: [3]}
+    drafter = [layer for layer in layers if layer.space is Space.FULL][:1]
+    memory = StateMemory(layers, Dtype.FLOAT32, units, drafter)
+    [pages, state] = memory._parts
+    ours = pages.tensors(LayerRange(0, len(layers)))
+    drafts = pages.draft_tensors()
+    assert {tensor.name for tensor in drafts} == {f"draft.{drafter[0].index}.{kind}" for kind in ("k", "v")}
+    assert not {tensor.name for tensor in ours} & {tensor.name for tensor in drafts}
+    ends = sorted((tensor.offset, tensor.offset + tensor.n_bytes) for tensor in [*ours, *drafts])
+    assert all(a[1] <= b[0] for a, b in pairwise(ends))
+    assert not state.draft_tensors(), "it has no recurrent layer"
+    assert memory.with_draft
+    memory.close()
 
 
 @pytest.mark.usefixtures("forked_daemons")

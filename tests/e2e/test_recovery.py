@@ -185,6 +185,9 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
         assert now.n_kept > 0
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
         assert service.engine.statistics().cache.n_slots > 0
+        if case.kind != "off":
+            assert service.deployment.drafting
+            assert any(map(service.engine.prefixes.drafted, service.engine.prefixes.slots)), "its context went along"
 
 
 @pytest.mark.parametrize("n_faults", [1, pytest.param(20, marks=pytest.mark.slow)])
