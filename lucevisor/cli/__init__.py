@@ -81,6 +81,16 @@ class _Lazy(click.Group):
             ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; where a name stands alone, the refusal says how a supervisor is named."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            takes_name = error.ctx is not None and any(one.name == "name" for one in error.ctx.command.params)
+            if takes_name and "unexpected extra argument" in error.message:
+                raise click.UsageError(f"{error.message}; a supervisor is named with --name", error.ctx) from None
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])

@@ -72,6 +72,8 @@ DEMO = str(Path(__file__).parents[2] / "etc" / "demo.toml")
         (["bench", DEMO, "--json", "no/such/out.json"], "no/such/out.json: there is no directory no/such: create it"),
         (["logits", DEMO, "--ids", DEMO, "--out", "/"], "/ is a directory: name a file in it"),
         (["demo", "--max-tokens", "0"], "--max-tokens"),
+        (["status", "box"], "argument (box); a supervisor is named with --name"),
+        (["stop", "box"], "argument (box); a supervisor is named with --name"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(command, says):
