@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights, most_likely
+from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights, most_likely, top_k
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
 from daemons.models.blocks import Attention, AttentionShape, Block, PreNormLayer
@@ -73,7 +73,7 @@ class CandidateSelector:
 
         ``hidden`` [B, n, E] and float32 ``logits`` [B, n, V] of the masks, ``newest`` [B].
         """
-        best, tokens = logits.topk(self.top_k, dim=-1)
+        best, tokens = top_k(logits, self.top_k)
         before = torch.cat((newest[:, None, None].expand(-1, 1, self.top_k), tokens[:, :-1]), dim=1)
         gate = self.project(hidden.flatten(0, 1)).float().view(*tokens.shape[:2], 1, -1)
         pairs = self._rows(self.predecessor, before).mul(gate) @ self._rows(self.successor, tokens).mT
