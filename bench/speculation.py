@@ -6,7 +6,7 @@ The target is a counting model (bench/make_gguf.py): its next token is the last 
 the drafts, whose own tokens mean nothing, by ones of which as many are right as --accepted asks for.  Drafter and
 verify steps run as always.  In one run of the service, for each drafter:
 - plain decoding of one stream, and steps of 1, 4, 8 and 16 rows: medians of the stages' compute time;
-- a draft: median of the draft stage's compute time;
+- a draft: median of the draft stage's compute time; what a round takes beside its step and its drafts;
 - tokens/s of one stream at each acceptance length, over those without;
 - tokens/s of --streams streams with the adaptive width, drafts right and drafts useless, over those without.
 "none" is the service without a drafter, which the others are compared with; where it is not asked for, it is plain
@@ -180,6 +180,7 @@ async def measure(service, options):
         "step_s": steps,
         "step_ratio": {rows: seconds / steps[1] for rows, seconds in steps.items()},
         "draft_s": {n: statistics.median(values) for (b, n), values in knob.drafts.items() if b == 1},
+        "gap_s": dict(zip(("plain", "drafted"), knob.fixed.times.gaps_s, strict=True)),
         "all_step_s": {f"{b}x{n}": statistics.median(values) for (b, n), values in knob.steps.items() if values},
     }
 
@@ -252,6 +253,7 @@ def summary(drafter, row):
     yield "  step of n rows over 1: " + ", ".join(f"{n}: {r:.3f}" for n, r in row["step_ratio"].items())
     step, drafts = row["step_s"].get(8, row["step_s"][1]), sorted(row["draft_s"].items())
     yield "  draft over a step of 8 rows: " + ", ".join(f"{n}: {seconds / step:.3f}" for n, seconds in drafts)
+    yield "  between messages, ms a round: " + ", ".join(f"{k}: {1e3 * s:.2f}" for k, s in row["gap_s"].items())
     yield "  speed-up: " + ", ".join(f"{k.split('_')[1]}: {v:.2f}" for k, v in row["speed_up"].items())
     yield f"  not asked, over without: {row['idle_ratio']:.3f}"
     if "streams_ratio" in row:
