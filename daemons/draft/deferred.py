@@ -16,14 +16,17 @@ from torch import Tensor
 from lucevisor.protocol.steps import Operation, SetPages, Slice
 
 MOST_ROWS: Final = 64
-"""Rows that wait at most, of all sequences: a pass over so many takes hardly longer than one over a single row."""
+"""Rows of a sequence that wait at most: a pass over so many takes hardly longer than one over a single row."""
+MOST_ROWS_OF_ALL: Final = 512
+"""The same of all sequences: on a GPU a pass over 64 to 512 rows takes about as long, and steps of many sequences
+would have one every few steps."""
 
 
 class DeferredRows:
-    """The rows that wait, by sequence."""
+    """The rows that wait, by sequence; ``most`` of all sequences."""
 
-    def __init__(self) -> None:
-        self.n_rows = 0
+    def __init__(self, most: int = MOST_ROWS_OF_ALL) -> None:
+        self.n_rows, self._most = 0, most
         self._slices: dict[int, list[Slice]] = {}
         self._features: dict[int, list[Tensor]] = {}
 
@@ -33,11 +36,13 @@ class DeferredRows:
 
     def takes(self, slices: Sequence[Slice]) -> bool:
         """Whether the rows of a step that asks for no drafts may wait: one of each sequence, behind those that do."""
-        if self.n_rows + len(slices) > MOST_ROWS:
+        if self.n_rows + len(slices) > self._most:
             return False
         for s in slices:
             before = self._slices.get(s.sequence)
-            if len(s.tokens) != 1 or s.states or (before and before[-1].start + 1 != s.start):
+            if len(s.tokens) != 1 or s.states:
+                return False
+            if before and (before[-1].start + 1 != s.start or len(before) == MOST_ROWS):
                 return False
         return True
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
-from daemons.draft.deferred import DeferredRows
+from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
@@ -86,7 +86,7 @@ class DraftStage:
         self.pools = [pools]
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
         self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences)
-        self._deferred = DeferredRows()
+        self._deferred = DeferredRows(min(MOST_ROWS_OF_ALL, self.max_step_tokens))
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from daemons.draft.deferred import MOST_ROWS, DeferredRows
+from daemons.draft.deferred import MOST_ROWS, MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.stage import DraftStage
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Space
@@ -50,13 +50,13 @@ def test_plain_decodes_are_added_together_and_draft_the_same(stage: DraftStage) 
     texts = [driver.open(s, s, seed=s) for s in range(2)]
     driver.step((texts[0], 50, 0), (texts[1], 30, 0))
     rows = counted(stage)
-    for i in range(45):
+    for i in range(70):
         driver.step(*((text, 1, 0) for text in texts[: 1 + (i >= 5)]))
-    assert rows == [MOST_ROWS - 1]  # 5 of the first text alone, 29 of each: one more of each is too many
+    assert rows == [2 * MOST_ROWS - 5]  # 5 of the first text alone, then of each, until the first has too many
     found = driver.step((texts[0], 1, 4), (texts[1], 1, 4))
-    assert rows[1:] == [85 - 63, 2]
+    assert rows[1:] == [12, 2]
     again = load_again(stage)
-    for drafted, (seed, n) in zip(found, ((0, 96), (1, 71)), strict=True):
+    for drafted, (seed, n) in zip(found, ((0, 121), (1, 96)), strict=True):
         assert_same(drafted, alone(again, seed, n, 4))
 
 
@@ -109,8 +109,8 @@ def test_only_rows_behind_those_that_wait_may_wait() -> None:
     assert not rows.takes([decode(0, 5)])
     assert not rows.takes([decode(0, 6, states=[3])])
     assert not rows.takes([Slice(0, 6, [7, 8], True)])
-    assert rows.takes([decode(s, 0) for s in range(2, MOST_ROWS)])
-    assert not rows.takes([decode(s, 0) for s in range(2, MOST_ROWS + 1)])
+    assert rows.takes([decode(s, 0) for s in range(2, MOST_ROWS_OF_ALL)])
+    assert not rows.takes([decode(s, 0) for s in range(2, MOST_ROWS_OF_ALL + 1)])
     assert rows.allows([SetPages(0, Space.FULL, 1, [3])])
     assert not rows.allows([SetPages(0, Space.FULL, 1, [3]), UseState(0, 1)])
     rows.add([decode(1, 10, draft_from=4), decode(0, 6)], torch.ones(2, 3))
