@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _STOP_S = 10.0
 QUESTIONS = [
     "What does os.path.join do?",
-    "Which function computes a square root?",
+    "Which function of module math returns the square root?",
     "How do I reverse a string in Python?",
 ]
 

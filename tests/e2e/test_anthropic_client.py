@@ -25,7 +25,7 @@ def client(endpoint: str) -> Iterator[anthropic.Anthropic]:
 def arguments(client: anthropic.Anthropic, **more: Any) -> dict[str, Any]:
     greedy = {"temperature": 0}
     model = client.models.list().data[0].id
-    return {"model": model, "max_tokens": 40, "messages": QUESTION, "extra_body": greedy} | more
+    return {"model": model, "max_tokens": 24, "messages": QUESTION, "extra_body": greedy} | more
 
 
 def test_streamed_and_whole_are_the_same_message(client: anthropic.Anthropic) -> None:
@@ -36,7 +36,7 @@ def test_streamed_and_whole_are_the_same_message(client: anthropic.Anthropic) ->
     assert text == whole.content[0].text == final.content[0].text
     assert "os.path.join" in text
     assert final.stop_reason == whole.stop_reason == "max_tokens"
-    assert final.usage.output_tokens == whole.usage.output_tokens == 40
+    assert final.usage.output_tokens == whole.usage.output_tokens == 24
     n = client.messages.count_tokens(model=whole.model, messages=QUESTION).input_tokens
     assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == n
 

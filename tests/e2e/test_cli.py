@@ -123,7 +123,7 @@ def test_operating_a_running_supervisor(user_cli: Cli) -> None:
     while [one["devices"][0]["layers"] for one in user_cli.status()["groups"] if one["devices"]] != [[0, 4], [4, 8]]:
         time.sleep(0.1)
     refused = user_cli.run("reload", "--set", "engine.max_sequences=3", check=False)
-    assert (refused.returncode, "engine.max_sequences = 3: cannot change" in refused.stderr) == (1, True)
+    assert (refused.returncode, "engine.max_sequences = 3: cannot change" in refused.stderr) == (2, True)
     lines = [json.loads(line) for line in user_cli.run("logs", "left").stdout.splitlines()]
     assert lines
     assert {line["group"] for line in lines} == {"left"}

@@ -193,7 +193,7 @@ def test_it_fits(box: tuple[Cli, str, int], open_page: Any, tmp_path: Path, widt
     if phone:
         page.click("#show-chat")
     page.fill("#temperature", "0")
-    ask(page, "Which function computes a square root?")
+    ask(page, "Which function of module math returns the square root?")
     for view in ("box", "chat") if phone else ("page",):
         if phone:
             page.click(f"#show-{view}")

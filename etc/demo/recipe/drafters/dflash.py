@@ -18,7 +18,7 @@ from target import Target, rope
 
 @dataclass(frozen=True)
 class DFlashShape:
-    capture: tuple[int, ...] = (1, 3, 5, 6)  # target layers whose outputs are fused
+    capture: tuple[int, ...] = (1, 3, 5, 6, 7)  # target layers whose outputs are fused
     layers: int = 2
     heads: int = 8
     kv_heads: int = 4

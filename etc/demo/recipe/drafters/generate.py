@@ -123,6 +123,16 @@ def pack(prompts: list[np.ndarray], made: list[np.ndarray], kinds: np.ndarray) -
     return Sequences.join(rows, np.array([len(p) for p in prompts]), kinds)
 
 
+def unlooped(row: np.ndarray, longest: int = 40, kept: int = 8) -> np.ndarray:
+    """An answer cut where it only repeats itself, ``kept`` tokens after: such text is drafted well and teaches nothing."""
+    for period in range(1, min(longest, len(row) // 3) + 1):
+        differs = np.flatnonzero(row[period:] != row[:-period])
+        first = int(differs[-1]) + 1 if len(differs) else 0  # from here each token is that of a period before
+        if len(row) - period - first >= max(2 * period, 24):
+            return row[: first + period + kept]
+    return row
+
+
 def continue_prompts(
     target: Target, path: Path, split: int, batch: int, new: int, seconds: float, seed: int, sampled: float, left: float
 ) -> Sequences:
@@ -149,4 +159,6 @@ def continue_prompts(
         if time.monotonic() - start > seconds:
             break
     chosen = np.concatenate(taken)
+    if split == 0:
+        made = [unlooped(row) for row in made]
     return pack([prompts[i] for i in chosen], made, kinds[chosen])

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dflash
@@ -26,7 +26,7 @@ from data import Batch, Loader, Sequences, read_corpus
 from dflash import DFlash, DFlashShape
 from generate import continue_prompts
 from gguf_files import write_dflash, write_mtp
-from kernels import MixedLoss
+from losses import dflash_loss, mtp_loss
 from mtp import Mtp
 from optimizer import Optimizer
 from target import Target, read_gguf
@@ -37,61 +37,6 @@ START = time.monotonic()
 
 def say(*words: object) -> None:
     print(f"[{time.monotonic() - START:6.1f} s]", *words, flush=True)
-
-
-def choose_anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-    """Random anchors [B, A]: tokens that count and are followed by such; and which of them are real."""
-    valid = batch.counts & batch.counts.roll(-1, 1)
-    valid[:, -1] = False
-    keys = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1)
-    value, anchors = keys.topk(count, -1)
-    return anchors, value >= 0
-
-
-def dflash_loss(model: DFlash, batch: Batch, soft: float, gamma: float, spacing: int) -> tuple[Tensor, Tensor]:
-    """Loss of one step and the share of right tokens per position."""
-    n, target, last = model.shape.block - 1, model.target, batch.ids.shape[1] - 1
-    anchors, real = choose_anchors(batch, batch.ids.shape[1] // spacing)
-    hidden = model(batch.features, batch.ids, anchors)[..., 1:, :].flatten(0, 2)
-    steps = torch.arange(n, device=anchors.device)
-    at = anchors[..., None] + steps + 1  # positions of the drafted tokens [B, A, n]
-    inside, at = at <= last, at.clamp(max=last).flatten(1)
-    kept = (inside & batch.counts.gather(1, at).view(inside.shape)).cumprod(-1) * real[..., None]
-    label, before = batch.ids.gather(1, at).flatten(), batch.ids.gather(1, at - 1).flatten()
-    weight = (torch.exp(-steps / gamma) * kept).flatten()
-    weight = weight / weight.sum()
-    rows = (at - 1)[..., None].expand(-1, -1, target.width)
-    teacher = target.head(batch.hidden.gather(1, rows)).flatten(0, 1).detach()
-    logits = F.linear(hidden, target.embedding.to(hidden.dtype))
-    pairs = None
-    if model.selector is not None:
-        pairs = F.linear(model.selector.gate(before, hidden), model.selector.successor.weight).to(logits.dtype)
-    total, right = MixedLoss.apply(logits, pairs, teacher, label, weight, soft)
-    per_step = (right.view(kept.shape) * kept).sum((0, 1)) / kept.sum((0, 1)).clamp(min=1)
-    return total, per_step
-
-
-def mtp_loss(model: Mtp, batch: Batch, depth: int, soft: float) -> tuple[Tensor, Tensor]:
-    """Loss of one step, over half of the batch's rows, and the share of right tokens per draft."""
-    target, length = model.target, batch.ids.shape[1]
-    outputs = model.chain(batch.hidden, batch.ids, depth, False)
-    counts = F.pad(batch.counts, (0, depth + 2))
-    # column c drafts x_{c + 2} first, and then on; x_{c + 1} counts too
-    kept = torch.stack([counts[:, d + 1 : d + 1 + length] for d in range(depth + 1)], -1).cumprod(-1)[..., 1:]
-    keys = torch.rand(batch.ids.shape, device=batch.ids.device) + kept[..., 0]
-    rows = keys.flatten().topk(keys.numel() // 2).indices
-    sequence, column = rows // length, rows % length
-    weights = kept.flatten(0, 1).index_select(0, rows).float()
-    total, shares = torch.zeros((), device=rows.device), []
-    for d, output in enumerate(outputs, 1):
-        label = batch.ids[sequence, (column + 1 + d).clamp(max=length - 1)]
-        teacher = target.head(batch.hidden[sequence, (column + d).clamp(max=length - 1)]).detach()
-        logits = F.linear(output.flatten(0, 1).index_select(0, rows), target.embedding.to(output.dtype))
-        weight = weights[:, d - 1] / weights[:, d - 1].sum().clamp(min=1)
-        loss, right = MixedLoss.apply(logits, None, teacher, label, weight * 0.8 ** (d - 1), soft)
-        total = total + loss
-        shares.append((right * weight).sum())
-    return total, torch.stack(shares)
 
 
 class Progress:
@@ -178,7 +123,7 @@ def train_one(
         shape = DFlashShape(tuple(args.capture), args.layers, kv_heads=args.kv_heads, ffn=args.ffn, conv_group=group, selector_rank=rank)
         model, capture = DFlash(shape, target).to(target.device), shape.capture
     if args.start:
-        _, weights = read_gguf(args.start)
+        weights = load_file(args.start) if args.start.suffix == ".safetensors" else read_gguf(args.start)[1]
         for tensor, parameter in model.tensors().items():
             parameter.data.copy_(weights[tensor].view(parameter.shape))
     say(name, f"{sum(p.numel() for p in model.parameters()):,} parameters", getattr(model, "shape", ""))
@@ -240,7 +185,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2048, help="sequences generated at a time")
     parser.add_argument("--new", type=int, default=256, help="tokens generated at most")
     parser.add_argument("--left", type=float, default=0.05, help="share of a batch that may be cut off")
-    parser.add_argument("--reuse", type=int, default=4, help="steps on a batch, on average")
+    parser.add_argument("--reuse", type=int, default=1, help="steps on a batch, on average")
     parser.add_argument("--sampled", type=float, default=0.4, help="share of continuations that begin sampled")
     parser.add_argument("--tokens", type=int, default=15_360, help="tokens of a training batch")
     parser.add_argument("--steps", type=int, default=0, help="end after so many steps (0: by the clock)")
@@ -249,11 +194,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adam-lr", type=float, default=2e-3)
     parser.add_argument("--decay", type=float, default=0.05)
     parser.add_argument("--soft", type=float, default=0.5, help="share of the target's distribution in the loss")
-    parser.add_argument("--gamma", type=float, default=3.0, help="positions after which a block's weights fall by e")
-    parser.add_argument("--spacing", type=int, default=8, help="tokens of a batch for each of a step's blocks")
-    parser.add_argument("--start", type=Path, help="go on from a drafter's file; the job's shape must be that of it")
+    parser.add_argument("--gamma", type=float, default=2.0, help="positions after which a block's weights fall by e")
+    parser.add_argument("--spacing", type=int, default=4, help="tokens of a batch for each of a step's blocks")
+    parser.add_argument("--start", type=Path, help="go on from a drafter's GGUF file, or from drafter.safetensors of ../train.py; the job's shape must be that of it")
     parser.add_argument("--depth", type=int, default=4, help="chained drafts of the MTP head")
-    parser.add_argument("--capture", type=int, nargs="+", default=(1, 3, 5, 6))
+    parser.add_argument("--capture", type=int, nargs="+", default=(1, 3, 5, 6, 7))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--ffn", type=int, default=1024)
