@@ -39,18 +39,23 @@ class RowFile:
     def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
         """``fd`` is closed with this object."""
         self._fd, self._width, self._dtype = fd, width, dtype
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # page-locking one would take longer than copying without
         weakref.finalize(self, os.close, fd)
 
     def read(self, first: int, n: int, device: torch.device) -> Tensor:
         """``[n, width]`` on a device.  Raises OSError if the file is shorter."""
-        rows = torch.empty(n, self._width, dtype=self._dtype, pin_memory=device.type != "cpu")
-        view, at = memoryview(rows.view(torch.uint8).numpy()).cast("B"), first * self._width * rows.itemsize  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        row_bytes = self._width * self._dtype.itemsize
+        if self._buffer.numel() < n * row_bytes:
+            self._buffer = torch.empty(n * row_bytes, dtype=torch.uint8)
+        rows = self._buffer[: n * row_bytes]
+        view, at = memoryview(rows.numpy()), first * row_bytes  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
         while view:
             n_read = os.preadv(self._fd, [view], at)
             if not n_read:
                 raise OSError(f"the file of rows ends before row {first + n}")
             view, at = view[n_read:], at + n_read
-        return rows.to(device, non_blocking=True)
+        found = rows.view(self._dtype).view(n, self._width)
+        return found.clone() if device == CPU else found.to(device)
 
 
 @dataclass(slots=True)

@@ -201,3 +201,6 @@ def test_pages_carry_the_draft_epoch_of_their_allocation_and_0_without_a_drafter
     full.release([pages[0]])
     assert full.allocate(1) == [pages[0]]
     assert full.epoch_of(pages[0]) == 2
+    pools.end_draft_epoch()
+    pools.resume_draft_epoch()
+    assert [full.epoch_of(page) for page in full.allocate(1) or []] == [2], "a drafter that has the state of the last"
