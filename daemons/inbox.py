@@ -75,7 +75,7 @@ class Inbox:
 
     def _look(self, bells: Doorbells, timeout_ms: int | None) -> None:
         """Set aside a frame that has come; without a timeout sleep until there is one, or a bell is rung."""
-        if (link := self._link.fileno()) >= 0:
+        if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
             poll.register(link, select.POLLIN)
             poll.register(bells.wake_fd, select.POLLIN)

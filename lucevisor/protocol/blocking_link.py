@@ -92,6 +92,11 @@ class BlockingLink:
         """The socket's descriptor, -1 after ``close``."""
         return self._sock.fileno()
 
+    @property
+    def buffered(self) -> bool:
+        """Whether ``receive`` returns a frame that has come already, of which the socket tells nothing any more."""
+        return bool(self._frames)
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until a frame has begun to arrive, or the link is dead; False after ``timeout_s``."""
         if self._frames or self.closed_because is not None or self._sock.fileno() < 0:

@@ -129,3 +129,14 @@ def test_a_step_that_a_reset_has_dropped_is_not_given_back_by_a_later_recall(end
         assert loop._handle(frame) is None
     answers = [ends.supervisor.receive().message for _ in range(3)]  # type: ignore[union-attr]
     assert answers == [Recalled(0, [8], True), ResetDone(4), Recalled(0, [], False)]
+
+
+def test_a_recall_that_was_read_together_with_the_step_ends_the_wait(ends: Ends) -> None:
+    """The socket tells nothing of it any more."""
+    ends.supervisor.send(Step(7, 1))
+    ends.supervisor.send(Step(8, 0))
+    ends.supervisor.send(Recall(1))
+    frame = ends.inbox.receive()
+    assert frame is not None
+    with pytest.raises(StepRecalled):
+        ends.await_rows(1, 7)
