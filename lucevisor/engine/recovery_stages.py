@@ -130,9 +130,9 @@ class StageRecovery:
         if self.opening is None and (self._journal is None or len(lost) == pipeline.n_stages):
             return False
         self._pipeline = pipeline
-        pipeline.lose(lost)
         self._links.clear()
         self._forget_plans()
+        pipeline.lose(lost)  # which may deliver results, and those ask for the next step of the rebuild
         return True
 
     def prepare(self, stages: Collection[int], now: float) -> dict[int, RebuildPlan] | None:
