@@ -126,11 +126,12 @@ def kv_flash(figure, found):
 
 
 def recovery(figure, *runs):
-    """What a pause after a killed daemon consists of, medians of the kills."""
+    """What a pause after a killed daemon consists of, medians of the kills beside streams."""
     axes, parts = figure.subplots(), (("start_s", "start"), ("load_s", "load"), ("rebuild_s", "replay of the journal"))
     colors = ("#9bbcc8", OURS, THEIRS, "#dddddd")
     for at, found in enumerate(runs):
-        kills, left = found["kills"], 0.0
+        kills = [one for one in found["kills"] if not one.get("alone") and one.get("beside") != "alone"]
+        left = 0.0
         spans = [(label, statistics.median(k.get(key, 0.0) for k in kills)) for key, label in parts]
         pause = statistics.median(k["pause_s"] for k in kills)
         spans.append(("all else", pause - sum(s for _, s in spans)))
