@@ -118,11 +118,11 @@ def choose_slices(
         return choose_ahead(records, in_flight, budget.n_stages, drafting) if budget.runs_ahead else []
     decodes, prompts = [], []
     for record in records:
-        if record.live is not None and record.live.n_scheduled < len(record.tokens) and not record.live.ranking:
+        if record.live is not None and record.live.n_scheduled < record.n_tokens and not record.live.ranking:
             if record.state is RequestState.PREFILL:
                 prompts.append(record)
             elif not record.live.awaiting:
-                decodes.append(ScheduledSlice(record, record.live, len(record.tokens)))
+                decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
     waiting = [record for record in prompts if budget.should_wait(record)]
     if waiting:
         prompts = [record for record in prompts if record not in waiting]

@@ -135,6 +135,8 @@ class Drafting:
 
         As many drafts as that leaves room for.  Call it in the order of the step's slices, and plan all of them.
         """
+        if not self._settings.max_drafts:
+            return one, []
         live, table = one.live, one.live.table
         n_drafts, room = len(one.drafts), table.draft_room(one.stop)
         n_drafts = n_drafts if room is None else min(n_drafts, room)
@@ -225,6 +227,9 @@ class Drafting:
             self.speculation.verified(record, part.n_proposed, min(n_accepted, part.n_proposed))
         if record.ended or record.first_token_at is None or not is_decode(part.slice):
             return
+        if not n_accepted and not part.n_proposed:
+            self.statistics.by_origin[_origin(record)].n_plain += 1
+            return
         ends = [i for i, one in enumerate(drawn) if one.token in record.request.stop_ids]
         if ends:  # the request ends there
             n_accepted = min(n_accepted, ends[0] + 1)
@@ -236,6 +241,8 @@ class Drafting:
     def stepped(self, step: ScheduledStep, seconds: float) -> None:
         """Note how long the stages took for a step, one after the other."""
         self._step_s = seconds
+        if not any(part.slice.n_drafts for part in step.parts.values()):
+            return
         shares = []
         for part in step.parts.values():
             n_rows = len(part.slice.tokens)

@@ -43,7 +43,7 @@ def _behind(step: ScheduledStep) -> list[ScheduledSlice]:
     chosen = [
         ScheduledSlice(part.record, part.live, part.live.n_scheduled + 1)
         for part in parts
-        if part.live.n_scheduled == len(part.record.tokens) and part.record.n_generated + 1 < part.record.max_tokens
+        if part.live.n_scheduled == part.record.n_tokens and part.record.n_generated + 1 < part.record.max_tokens
     ]
     chosen.sort(key=lambda one: (one.live.last_step, one.record.arrival))
     return chosen
@@ -58,13 +58,8 @@ def n_microbatches(in_flight: Collection[ScheduledStep]) -> int:
 def _may_run_ahead(record: RequestRecord) -> bool:
     """Whether a request decodes with a step in flight, and the next one may follow that, or nothing has to."""
     live = record.live
-    if live is None or live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
+    if live is None or not record.plain or record.state is not RequestState.DECODE:
         return False
-    under_way = live.n_scheduled >= len(record.tokens) and live.n_computed == live.n_scheduled
-    return under_way and _follows(record)
-
-
-def _follows(record: RequestRecord) -> bool:
-    """Whether a request decodes, and its tokens are drawn from their rows and positions alone."""
-    plain = record.request.constraint is None and record.request.sampling.stateless
-    return plain and record.state is RequestState.DECODE and not record.uncached
+    if live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
+        return False
+    return live.n_computed == live.n_scheduled >= record.n_tokens

@@ -124,7 +124,7 @@ class RunningRequests(Collection[RequestRecord]):
 
     def _grow(self, live: LiveSequence, stop: int, n_ahead: int) -> list[Operation] | None:
         operations = grown(live.sequence, live.table, live.n_scheduled, stop, n_ahead, self._reuse.make_room)
-        if any(isinstance(operation, PageIn) for operation in operations or ()):
+        if operations and any(isinstance(operation, PageIn) for operation in operations):
             live.draft_from = (-1, 0)  # of a page that is back the drafter may lack the state
         return operations
 

@@ -284,15 +284,16 @@ class Scheduler(SchedulerState):
         for i, sampled in enumerate(drawn):
             if record.ended:
                 break
-            if i + 1 < len(drawn) and record.live is live:
+            drafted = i + 1 < len(drawn)
+            if drafted and record.live is live:
                 live.accept(i)
-            events += self._accept(record, sampled, now, drafted=i + 1 < len(drawn))
+            self._accept(events, record, sampled, now, drafted=drafted)
         if part.slice.n_drafts and record.live is live:
             self._shares.charge([(record.request.key_id, len(drawn) - 1)])
             self._operations += self.running.settle(live, state)
         return events
 
-    def _accept(self, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> Events:
+    def _accept(self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> None:
         request = record.request
         record.append(sampled)
         self.n_generated_tokens += not record.uncached
@@ -301,12 +302,11 @@ class Scheduler(SchedulerState):
         if record.state is RequestState.PREFILL:
             record.move(RequestState.DECODE)
         if sampled.token in request.stop_ids:
-            return [self._finish(record, "stop", now, stop_id=sampled.token)]
-        event = TokenEvent(sampled.token, sampled.logprob, tuple(sampled.top), drafted)
-        events: Events = [(request.request_id, event)]
+            events.append(self._finish(record, "stop", now, stop_id=sampled.token))
+            return
+        events.append((request.request_id, TokenEvent(sampled.token, sampled.logprob, tuple(sampled.top), drafted)))
         if record.n_generated >= record.max_tokens:
             events.append(self._finish(record, "length", now))
-        return events
 
     def _finish(
         self,

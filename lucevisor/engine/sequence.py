@@ -102,8 +102,11 @@ def grown(
     growths = table.grow(start, stop, n_ahead)
     if growths is None:
         return None
+    swap = table.swap(make_room)
+    if not growths and swap is None:
+        return []
     operations = [operation for growth in growths for operation in page_operations(sequence, growth)]
-    return operations + swap_operations(sequence, table.swap(make_room))
+    return operations + swap_operations(sequence, swap)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,23 +169,22 @@ class RequestRecord:
     started_at: float | None = None
     first_token_at: float | None = None
 
+    n_tokens: int = 0  # of ``tokens``: every step asks several times
+    ended: bool = False  # the request is over
+    uncached: bool = False  # it neither uses the prefix cache nor is cached: it inspects the pipeline
+    plain: bool = False  # its tokens are drawn from their rows and positions alone
+
     def __post_init__(self) -> None:
         self.tokens = TokenBuffer(self.request.prompt)
-
-    @property
-    def uncached(self) -> bool:
-        """Whether it neither uses the prefix cache nor is cached: it inspects the pipeline."""
-        return self.wanted is not None or self.probe is not None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the request is over."""
-        return not TRANSITIONS[self.state]
+        self.n_tokens = len(self.tokens)
+        self.uncached = self.wanted is not None or self.probe is not None
+        stateless = self.request.constraint is None and self.request.sampling.stateless
+        self.plain = stateless and not self.uncached
 
     @property
     def n_generated(self) -> int:
         """Tokens generated so far, the stop id included."""
-        return len(self.tokens) - len(self.request.prompt)
+        return self.n_tokens - len(self.request.prompt)
 
     @property
     def computes_prompt(self) -> bool:
@@ -196,6 +198,7 @@ class RequestRecord:
     def append(self, sampled: Sampled) -> None:
         """Add a sampled token."""
         self.tokens.append(sampled.token)
+        self.n_tokens += 1
         self.mu = sampled.mu
 
     def move(self, state: RequestState) -> None:
@@ -205,6 +208,7 @@ class RequestRecord:
                 f"request {self.request.request_id}: {self.state.value} -> {state.value} is not in the table"
             )
         self.state = state
+        self.ended = not TRANSITIONS[state]
 
     def next_stop(self, start: int, chunk: int) -> int:
         """Return where a slice that begins at ``start`` ends, its drafts not counted.

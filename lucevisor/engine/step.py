@@ -50,12 +50,12 @@ class ScheduledSlice:
     @property
     def samples(self) -> bool:
         """Whether a token is sampled after it."""
-        return self.stop >= len(self.record.tokens)
+        return self.stop >= self.record.n_tokens
 
     @property
     def runs_ahead(self) -> bool:
         """Whether it starts from a token that a step in flight samples."""
-        return self.stop > len(self.record.tokens)
+        return self.stop > self.record.n_tokens
 
     @property
     def n_tokens(self) -> int:
@@ -133,6 +133,8 @@ class ScheduledStep:
 
     def take_scores(self, scored: Sequence[Scored]) -> None:
         """Give the requests the scores of their prompts.  Raises WrongResult, changing nothing, if others came."""
+        if not scored and not any(part.slice.scored for part in self.parts.values()):
+            return
         asked = {(s, part.slice.start + 1, len(part.slice.scored)) for s, part in self.parts.items()}
         if {(one.sequence, one.start, len(one.logprobs)) for one in scored} != {one for one in asked if one[2]}:
             raise WrongResult(f"step {self.step_id} asked for other scores than the result has")
@@ -155,8 +157,10 @@ def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
     """Return the masks to make for the masked slices of a step, in their order."""
     jobs = []
     for part in parts:
+        if not part.slice.masked:
+            continue
         request, constraint = part.record.request, part.record.request.constraint
-        if part.slice.masked and constraint is not None:
+        if constraint is not None:
             jobs.append(MaskJob(request.request_id, constraint, *unseen(part.record, constraint), part.drafts))
     return jobs
 

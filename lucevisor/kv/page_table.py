@@ -170,6 +170,8 @@ class PageTable:
         are left out.
         """
         entries = self._entries[space]
+        if not entries.out:
+            return entries.pages[max(0, start - entries.first_held) : max(0, stop - entries.first_held)]
         n_out, n_left = bisect_left(entries.out, start), bisect_left(entries.out, stop)
         first = entries.first_held + n_out
         resident = entries.pages[max(0, start - first) : max(0, stop - first - (n_left - n_out))]
@@ -285,7 +287,11 @@ class PageTable:
         nothing, if host memory has too few for those that leave.
         """
         self._slide(start)
-        if all(pages_of(stop + n_ahead) <= entries.stop for entries in self._entries.values()):
+        n_pages = pages_of(stop + n_ahead)
+        for entries in self._entries.values():
+            if entries.stop < n_pages:
+                break
+        else:
             return []  # 63 of 64 decodes
         needs = self.missing(stop, n_ahead)
         if not needs:
