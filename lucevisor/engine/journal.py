@@ -67,33 +67,24 @@ class _PageRows:
     n_rows: int = 0
 
 
-class _Span(NamedTuple):
-    """Consecutive positions of one sequence: rows of a step from ``row`` on, in pages from that of ``start`` on."""
+class _Part(NamedTuple):
+    """Consecutive positions of one sequence in one page: ``n`` rows of a step from ``row`` on, and of the page from
+    ``offset`` on."""
 
     sequence: int
-    start: int
-    stop: int
+    key: PageKey
+    offset: int
     row: int
-    keys: list[PageKey]
-
-    def parts(self) -> list[tuple[PageKey, int, int, int]]:
-        """(page, offset in it, row, rows) for each page."""
-        found, position = [], self.start
-        for key in self.keys:
-            offset = position % PAGE_TOKENS
-            n = min(PAGE_TOKENS - offset, self.stop - position)
-            found.append((key, offset, self.row + position - self.start, n))
-            position += n
-        return found
+    n: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Filing:
-    """What a step adds: copies of pages, then its slices."""
+    """What a step adds: copies of pages, then its rows."""
 
     region: int
     copied: list[tuple[PageKey, PageKey, int]]
-    spans: list[_Span] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
 
 
 class Journal:
@@ -121,7 +112,7 @@ class Journal:
         filing, row = _Filing(step.region, copied), 0
         for piece in step.slices:
             stop = piece.start + len(piece.tokens)
-            filing.spans.append(self._span(lives[piece.sequence], piece.start, stop, row))
+            filing.parts.extend(self._parts(lives[piece.sequence], piece.start, stop, row))
             row += len(piece.tokens)
         if copied or row:
             self._filings[step.step_id] = filing
@@ -132,11 +123,11 @@ class Journal:
         if filing is None:
             return
         row, kept = 0, []
-        for span in filing.spans:
-            if span.sequence not in sequences:
-                kept.append(span._replace(row=row))
-                row += span.stop - span.start
-        filing.spans[:] = kept
+        for part in filing.parts:
+            if part.sequence not in sequences:
+                kept.append(part._replace(row=row))
+                row += part.n
+        filing.parts[:] = kept
 
     def answered(self, step_id: int, boundary: int) -> None:
         """A stage has written the rows of a step to a boundary: file them."""
@@ -149,7 +140,7 @@ class Journal:
                 self._store.copy(known.index, block.index, n_rows)
                 block.n_rows = n_rows
         copies = []
-        for key, offset, row, n in [part for span in filing.spans for part in span.parts()]:
+        for _, key, offset, row, n in filing.parts:
             block = self._take(boundary, key)
             if block is None or block.n_rows < offset:
                 continue  # no room, or a gap that nobody can fill
@@ -175,7 +166,7 @@ class Journal:
     def find(self, boundary: int, live: LiveSequence, start: int, stop: int, row: int = 0) -> list[RowCopy] | None:
         """Return where the rows of some positions lie, to be placed from ``row`` on; None if one is missing."""
         copies = []
-        for key, offset, at, n in self._span(live, start, stop, row).parts():
+        for _, key, offset, at, n in self._parts(live, start, stop, row):
             block = self._find(boundary, key)
             if block is None or block.n_rows < offset + n:
                 return None
@@ -195,9 +186,15 @@ class Journal:
     def _key(self, page: int) -> PageKey:
         return PageKey(page, self._pages.generation_of(page))
 
-    def _span(self, live: LiveSequence, start: int, stop: int, row: int) -> _Span:
-        pages = live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
-        return _Span(live.sequence, start, stop, row, [self._key(page) for page in pages])
+    def _parts(self, live: LiveSequence, start: int, stop: int, row: int) -> list[_Part]:
+        found = []
+        for page in live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
+            offset = start % PAGE_TOKENS
+            n = min(PAGE_TOKENS - offset, stop - start)
+            found.append(_Part(live.sequence, self._key(page), offset, row, n))
+            start += n
+            row += n
+        return found
 
     def _find(self, boundary: int, key: PageKey) -> _PageRows | None:
         block = self._blocks.get((boundary, key.page))

@@ -92,9 +92,10 @@ class WaitEstimate:
         self._counted_until = None if idle else now
         keep = 0.5 ** (seconds / HALF_LIFE_S)
         prompt = {s: part for s, part in scheduled.parts.items() if part.record.state is RequestState.PREFILL}
-        if any(record.state is RequestState.PREFILL for record in live):
+        states = [record.state for record in live]
+        if RequestState.PREFILL in states:
             self._prompts.add(sum(len(part.slice.tokens) for part in prompt.values()), seconds, keep)
-        if n_decoding := sum(record.state is RequestState.DECODE for record in live):
+        if n_decoding := states.count(RequestState.DECODE):
             n_tokens = sum(len(tokens) for sequence, tokens in drawn.items() if sequence not in prompt)
             self._answers.add(n_tokens, seconds * n_decoding, keep)
 

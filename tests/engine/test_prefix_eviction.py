@@ -84,7 +84,7 @@ def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> Non
     scheduler = Scheduler(warm())
     record = RequestRecord(request("a", range(100), n=50), 0, 50, 0.0)
     for _ in range(30):
-        record.tokens.append(7)
+        record.append(Sampled(0, 7))
     for position, cached in ((120, 100), (64, 64), (100, 64), (0, 0)):  # never more than the prompt, the least counts
         scheduler.reuse.started(record, PrefixMatch(position), 0.0)
         assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)

@@ -14,7 +14,7 @@ from lucevisor.engine.lookup import NgramLookup
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.speculation import Speculation
 from lucevisor.protocol.loading import DraftKind
-from lucevisor.protocol.steps import Drafted
+from lucevisor.protocol.steps import Drafted, Sampled
 from tests.combinations import combinations
 from tests.engine.draft_simulation import (
     Drafter,
@@ -342,8 +342,8 @@ def test_without_a_drafter_a_match_is_a_candidate() -> None:
 
 def test_tokens_that_wait_for_their_index_are_not_matched() -> None:
     one = looked_up()
-    one.tokens.append(7)
-    one.tokens.append(8)
+    one.append(Sampled(0, 7))
+    one.append(Sampled(0, 8))
     assert Speculation(3).candidates(one, Drafted(0, [])).tokens == []
 
 
@@ -363,7 +363,7 @@ def test_a_copied_passage_asks_the_drafter_for_nothing() -> None:
     policy.candidates(one, Drafted(0, []))
     policy.verified(one, 3, 3)
     assert policy.n_ahead(one, 1) == 0
-    one.tokens.append(99)  # where the passage ends
+    one.append(Sampled(0, 99))  # where the passage ends
     assert one.lookup is not None
     one.lookup.index()
     policy.candidates(one, Drafted(0, []))
