@@ -16,6 +16,7 @@ import torch  # noqa: E402
 from daemons import runner  # noqa: E402
 from daemons.main import main  # noqa: E402
 from daemons.step_output import StepOutput  # noqa: E402
+from daemons.token_ring import FollowingStep  # noqa: E402
 from lucevisor.protocol.steps import Sampled, StepResult  # noqa: E402
 
 STEP_S = float(os.environ["PACED_STEP_S"])
@@ -33,7 +34,11 @@ def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, a
     self.stages[stage_index].apply(step.operations)
     sampled, plan = [], self._plans[stage_index]
     if step.n_tokens:
-        if await_rows is not None:
+        if step.follows and plan.embedding:
+            following = FollowingStep(self._ring, step, await_rows)
+            following(torch.zeros(step.n_tokens, dtype=torch.int64))
+            sampled = following.tokens
+        elif plan.source is not None and await_rows is not None:
             await_rows(self._boundaries[plan.source].bells, step.region, step.step_id)
         time.sleep(max(0.0, _due_s - time.monotonic()))
         if plan.target is not None:
@@ -42,7 +47,7 @@ def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, a
             ends = [(piece.sequence, piece.start + len(piece.tokens)) for piece in step.slices if piece.sample]
             sampled = [Sampled(sequence, IDS[end % len(IDS)]) for sequence, end in ends]
     result = StepResult(step.step_id, stage_index, sampled, time.monotonic() - started, wait_s)
-    return StepOutput(result, [])
+    return StepOutput(result, [], step=step)
 
 
 runner.ModelRunner.run_step = run_step

@@ -67,7 +67,7 @@ class _PageRows:
     n_rows: int = 0
 
 
-class _Part(NamedTuple):
+class _PageRun(NamedTuple):
     """Consecutive positions of one sequence in one page: ``n`` rows of a step from ``row`` on, and of the page from
     ``offset`` on."""
 
@@ -84,7 +84,7 @@ class _Filing:
 
     region: int
     copied: list[tuple[PageKey, PageKey, int]]
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_PageRun] = field(default_factory=list)
 
 
 class Journal:
@@ -186,12 +186,12 @@ class Journal:
     def _key(self, page: int) -> PageKey:
         return PageKey(page, self._pages.generation_of(page))
 
-    def _parts(self, live: LiveSequence, start: int, stop: int, row: int) -> list[_Part]:
+    def _parts(self, live: LiveSequence, start: int, stop: int, row: int) -> list[_PageRun]:
         found = []
         for page in live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
             offset = start % PAGE_TOKENS
             n = min(PAGE_TOKENS - offset, stop - start)
-            found.append(_Part(live.sequence, self._key(page), offset, row, n))
+            found.append(_PageRun(live.sequence, self._key(page), offset, row, n))
             start += n
             row += n
         return found
