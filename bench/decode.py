@@ -18,6 +18,7 @@ import torch
 
 from daemons.device import prepare
 from daemons.models.stage import LoadedStage
+from daemons.ops.cuda.driver import Kernel
 from daemons.ops.triton import dependent_launch as launches
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -38,15 +39,12 @@ def loaded(options):
     return LoadedStage.load(spec, plan, load, Backend.CUDA, lambda _: None)
 
 
-def switched(stage, graphs, on):
+def switched(graphs, on):
     """Dependent launches on or off; graphs are captured anew."""
     for name, module in sys.modules.items():
         if name.startswith("daemons.ops.triton.") and module is not launches and hasattr(module, "dependent_launch"):
             module.dependent_launch = launches.dependent_launch if on else lambda device: {"PDL": False}
-    for shard in stage.shards:
-        gemv = shard.selector._row_gemv
-        for kernel in (*gemv._kernels.values(), *gemv._rows_kernels.values()):
-            kernel.dependent = on
+    Kernel.dependent_launches = on
     for graph in graphs:
         graph._graphs.clear()
         graph._seen.clear()
@@ -113,16 +111,16 @@ def main():
     print(torch.cuda.get_device_name(0), torch.__version__, stage.kernels, stage.warnings, flush=True)
     with torch.inference_mode():
         graphs = list(stage.graphs)
-        switched(stage, graphs, on=False)
+        switched(graphs, on=False)
         stage.graphs = [None] * len(graphs)
         wanted, _ = run(stage, options, 6)
         stage.graphs = graphs
-        switched(stage, graphs, on=True)
+        switched(graphs, on=True)
         found, _ = run(stage, options, 6)
         same = [torch.equal(a, b) for a, b in zip(wanted, found, strict=True)]
         print(f"{sum(same)} of {len(same)} steps have equal bits", flush=True)
         for on in (False, True, False, True):
-            switched(stage, graphs, on)
+            switched(graphs, on)
             print("dependent launches" if on else "full launches", run(stage, options, options.rounds)[1], flush=True)
     if not all(same):
         raise SystemExit("dependent launches change results")

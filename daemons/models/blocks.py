@@ -21,6 +21,7 @@ from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import by_token, chunked, convolve, step
+from daemons.ops.gated import gated_product
 from daemons.ops.linear import Linear, Table
 from daemons.ops.operations import SHORT_SLICE, GatedDeltaNetParams, Norm, Operations
 from daemons.ops.paged import PagedTensor
@@ -120,7 +121,7 @@ class GatedMlp:
         self.gate_up, self.down, self.operations, self.activation = gate_up, down, operations, activation
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down(self.operations.act_and_mul(self.gate_up(x), self.activation))
+        return self.down(gated_product(self.gate_up, x, self.activation, self.operations))
 
 
 # ---- attention

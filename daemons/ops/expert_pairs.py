@@ -5,11 +5,15 @@ Knows no matrices.  Invariant: nothing here synchronises with the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Order = TypeVar("Order")
 
 
 @dataclass
@@ -18,9 +22,17 @@ class ExpertPairs:
 
     experts: Tensor
     n_experts: int
+    _order: Any = field(default=None, init=False)
 
     def __len__(self) -> int:
         return self.experts.numel()
+
+    def ordered(self, order: Callable[[Tensor], Order]) -> Order:
+        """What ``order`` makes of the experts, for kernels with an order of their own; cached likewise."""
+        if self._order is None:
+            self._order = order(self.experts)
+        found: Order = self._order
+        return found
 
     @cached_property
     def sorted_by_expert(self) -> tuple[Tensor, Tensor]:

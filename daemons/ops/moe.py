@@ -15,6 +15,7 @@ from torch import Tensor
 
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.experts import ExpertWeights
+from daemons.ops.gated import gated_experts
 from daemons.ops.operations import Operations
 from daemons.ops.router import RoutedExperts
 from lucevisor.model.workspace import DEQUANT_ELEMENTS
@@ -57,7 +58,7 @@ class ExpertMlp:
     def grouped(self, x: Tensor, experts: Tensor) -> Tensor:
         """Grouped gemm over (token, expert) pairs; never synchronises with the host."""
         k, pairs = experts.shape[1], ExpertPairs(experts.flatten(), self.gate_up.n_experts)
-        inner = self._act_and_mul(self.gate_up.grouped_gemm(x, pairs, k))
+        inner = gated_experts(self.gate_up, x, pairs, k, self.activation, self.operations)
         return self.down.grouped_gemm(inner, pairs, 1).view(-1, k, self.down.n_out)
 
     def batched(self, x: Tensor, experts: Tensor) -> Tensor:

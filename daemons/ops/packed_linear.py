@@ -21,8 +21,8 @@ MAX_GEMV_PAIRS = 320
 """(token, expert) pairs up to which each is a gemv of its own; above, a grouped gemm."""
 
 
-MAX_ROW_GEMV_PAIRS = 8
-"""Pairs up to which ``row_gemv`` multiplies them, the experts of one token: with more, Triton's kernel is no slower."""
+MAX_ROW_GEMV_PAIRS = 64
+"""Pairs up to which ``row_gemv`` multiplies each: with more it is faster to read an expert's matrix once."""
 
 
 class RowGemv(Protocol):
@@ -32,7 +32,15 @@ class RowGemv(Protocol):
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
     ) -> Tensor: ...
 
+    def gated(
+        self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
+    ) -> Tensor: ...
+
     def into(self, packed: PackedWeights, x: Tensor, out: Tensor) -> None: ...
+
+    def groups(self, packed: PackedWeights, n_pairs: int) -> bool: ...
+
+    def grouped(self, packed: PackedWeights, x: Tensor, pairs: ExpertPairs, pairs_per_row: int) -> Tensor: ...
 
 
 class PackedLinear:
@@ -73,6 +81,15 @@ class PackedLinear:
             torch.mm(x, self._dequantised(x.dtype, at, n).t(), out=out[:, at : at + n])
         return out
 
+    def gates(self, n_rows: int, activation: str) -> bool:
+        """See :class:`daemons.ops.gated.GatedLinear`."""
+        return n_rows == 1 <= self.max_rows and self.row_gemv is not None and gateable(self.packed, activation)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """See :class:`daemons.ops.gated.GatedLinear`."""
+        assert self.row_gemv is not None
+        return self.row_gemv.gated(self.packed, x)
+
     @property
     def writes_in_place(self) -> bool:
         """Whether ``into`` may be called."""
@@ -85,6 +102,11 @@ class PackedLinear:
 
     def _dequantised(self, dtype: torch.dtype, first: int, n: int) -> Tensor:
         return dequantise_packed(self.packed, dtype, first, n).narrow(1, 0, self.n_columns)
+
+
+def gateable(packed: PackedWeights, activation: str) -> bool:
+    """Whether ``row_gemv`` has a kernel that applies the activation: halves of whole tiles."""
+    return activation == "silu" and packed.n_rows % (2 * TILE_ROWS) == 0
 
 
 class PackedExperts:
@@ -111,7 +133,7 @@ class PackedExperts:
         """What runs for how many pairs, for the report of kernel selection."""
         if self.row_gemv is None:
             return "packed, triton"
-        return f"packed, cuda c++ to {self.max_pairs} pairs, triton beyond"
+        return f"packed, cuda c++ to {self.max_pairs} pairs and by expert, triton for many rows of each"
 
     def linear(self, expert: int) -> PackedLinear:
         return PackedLinear(self.packed.matrix(expert), self.n_columns, self.row_gemv)
@@ -121,9 +143,20 @@ class PackedExperts:
         numbers = dequantise_packed(PackedWeights(self.packed.kind, tiles, tiles.shape[0] * TILE_ROWS), dtype)
         return numbers.view(experts.shape[0], -1, numbers.shape[1])[:, : self.n_out, : self.n_columns]
 
+    def gates(self, n_pairs: int, activation: str) -> bool:
+        """Whether :meth:`gated` has a kernel for so many pairs."""
+        return n_pairs <= self.max_pairs and self.row_gemv is not None and gateable(self.packed, activation)
+
+    def gated(self, x: Tensor, pairs: ExpertPairs, pairs_per_row: int) -> Tensor:
+        """``act(gate x) * (up x)`` for each pair: as :meth:`grouped_gemm`, then the activation."""
+        assert self.row_gemv is not None
+        return self.row_gemv.gated(self.packed, x, pairs.experts, pairs_per_row)
+
     def grouped_gemm(self, x: Tensor, pairs: ExpertPairs, pairs_per_row: int) -> Tensor:
         if len(pairs) <= self.max_pairs and self.row_gemv is not None:
             return self.row_gemv(self.packed, x, pairs.experts, pairs_per_row)
+        if self.row_gemv is not None and self.row_gemv.groups(self.packed, len(pairs)):
+            return self.row_gemv.grouped(self.packed, x, pairs, pairs_per_row)
         if len(pairs) <= MAX_GEMV_PAIRS:
             return packed_gemv(self.packed, x.contiguous(), pairs.experts, pairs_per_row)
         return packed_grouped_gemm(self.packed, x.contiguous(), pairs, pairs_per_row)

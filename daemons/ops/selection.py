@@ -76,12 +76,12 @@ class KernelSelector:
                 self.warnings.append(f"the cpu computes with torch alone, slower than C++ kernels: {error}")
         self.handovers, ignored = self._tuned() if self.limits is None else (self.limits, "")
         self.warnings += [ignored] if ignored else []
-        self.operations, name = self._layer_operations()
-        self._note("layers", name)
         if self.kernels and self.device.type == "cuda" and torch.version.cuda and self.dtype != torch.float32:
             self._row_gemv, reason = _cuda_gemv(self.device, self.dtype)
             if reason:
                 self.warnings.append(f"{self.device} decodes with Triton kernels, slower than CUDA C++: {reason}")
+        self.operations, name = self._layer_operations()
+        self._note("layers", name)
 
     def _tuned(self) -> tuple[Handovers, str]:
         """What ``bench --tune`` kept for this kind of device, and why a file of it was ignored."""
@@ -90,6 +90,11 @@ class KernelSelector:
         return Handovers(), ""
 
     def _layer_operations(self) -> tuple[Operations, str]:
+        if self._row_gemv is not None and self._row_gemv.limits.clusters:
+            from daemons.ops.cuda.operations import CudaOperations
+
+            operations = CudaOperations(self.device, self.dtype, self._row_gemv.architecture)
+            return operations, "triton, gated delta net of short slices cuda c++"
         if self.kernels:
             return _kernels(), "triton"
         if self.cpu is not None:
@@ -167,7 +172,7 @@ class KernelSelector:
 
     def _row_gemv_of(self, packed: PackedWeights) -> tuple[CudaGemv | None, int]:
         """The CUDA C++ kernels for this matrix, compiled, and for how many rows there are some."""
-        n_rows = 0 if self._row_gemv is None else self._row_gemv.prepare(packed.kind.name, packed.n_chunks)
+        n_rows = 0 if self._row_gemv is None else self._row_gemv.prepare(packed)
         return (self._row_gemv if n_rows else None), n_rows
 
     def _experts(self, matrices: ExpertWeights) -> ExpertWeights:

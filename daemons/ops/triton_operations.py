@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,9 @@ from daemons.ops.triton.page_copy import copy_pages
 from daemons.ops.triton.paged_attention import paged_attention, paged_attention_splits
 from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
 
+RecurrentDeltaNet = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, GatedDeltaNetParams], Tensor]
+"""See :func:`daemons.ops.triton.recurrent_delta_rule.recurrent_gated_delta_net`."""
+
 
 class TritonRmsNorm:
     """See :class:`daemons.ops.basic.RmsNorm`."""
@@ -49,19 +54,22 @@ class TritonRmsNorm:
 
 
 class TritonGatedDeltaNet:
-    """See :class:`daemons.ops.operations.GatedDeltaNetOp`.  The chunked form needs heads of 32, 64, 128, ..."""
+    """See :class:`daemons.ops.operations.GatedDeltaNetOp`.  The chunked form needs heads of 32, 64, 128, ...
 
-    __slots__ = ("max_tokens", "params")
+    ``recurrent``: what computes short slices.
+    """
 
-    def __init__(self, w: GatedDeltaNetParams) -> None:
-        self.params = w
+    __slots__ = ("max_tokens", "params", "recurrent")
+
+    def __init__(self, w: GatedDeltaNetParams, recurrent: RecurrentDeltaNet = recurrent_gated_delta_net) -> None:
+        self.params, self.recurrent = w, recurrent
         self.max_tokens = None if w.dim >= 32 and w.dim & (w.dim - 1) == 0 else MAX_DECODE_TOKENS
 
     def __call__(
         self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, offset: int
     ) -> Tensor:
         if y.shape[0] // ids.shape[0] <= MAX_DECODE_TOKENS:
-            return recurrent_gated_delta_net(y, conv_states, states, ids, kept, self.params)
+            return self.recurrent(y, conv_states, states, ids, kept, self.params)
         return chunked_gated_delta_net(y, conv_states, states, ids, self.params, offset)
 
 

@@ -17,10 +17,13 @@ pytestmark = [
     ),
 ]
 
-from daemons.ops.cuda.gemv import DTYPES, KINDS, CudaGemv, cuda_gemv  # noqa: E402
+from daemons.ops.cuda.gemv import KINDS, CudaGemv, cuda_gemv  # noqa: E402
+from daemons.ops.cuda.limits import DTYPES  # noqa: E402
+from daemons.ops.expert_pairs import ExpertPairs  # noqa: E402
 from daemons.ops.linear import ConcatLinear  # noqa: E402
 from daemons.ops.packed_linear import PackedLinear  # noqa: E402
 from daemons.ops.selection import KernelSelector  # noqa: E402
+from daemons.ops.triton.basic import act_and_mul  # noqa: E402
 
 SHAPES = (
     *((31, 256), (100, 3072), (1000, 6144), (48, 2048)),
@@ -51,13 +54,13 @@ def test_one_row(kind, dtype, defines):
             continue
         m = Matrix.random(kind, n, k)
         x = (normal(1, k) * normal(1, k, seed=2) ** 3).to(dtype)
-        assert gemv.prepare(kind, m.packed.n_chunks)
+        assert gemv.prepare(m.packed)
         found = gemv(m.packed, x)
         assert_near(found, x.double() @ m.numbers.t())
         assert torch.equal(found, gemv(m.packed, x))
 
 
-@pytest.mark.parametrize("n_rows", [2, 7, 8, 9, 16])
+@pytest.mark.parametrize("n_rows", [2, 7, 8, 9, 16, 17, 24, 32])
 @of_dtypes
 @of_kinds
 def test_several_rows(kind, dtype, n_rows):
@@ -66,7 +69,7 @@ def test_several_rows(kind, dtype, n_rows):
         if k % 256 and kind not in SHORT:
             continue
         m = Matrix.random(kind, n, k)
-        if gemv.prepare(kind, m.packed.n_chunks) < n_rows:
+        if gemv.prepare(m.packed) < n_rows:
             continue
         x = (normal(n_rows, k) * normal(n_rows, k, seed=2) ** 3).to(dtype)
         found = gemv(m.packed, x)
@@ -82,16 +85,50 @@ def test_expert_pairs(kind, dtype):
     for n, k, pairs_per_row in ((1024, 2048, 8), (2048, 512, 1), (40, 256, 2)):
         m = Matrix.random(kind, 7 * n, k).experts(7)
         x = normal(len(experts) // pairs_per_row, k, dtype=dtype)
-        gemv.prepare(kind, m.packed.n_chunks)
+        gemv.prepare(m.packed)
         found = gemv(m.packed, x, experts, pairs_per_row)
         wanted = [x[p // pairs_per_row].double() @ m.numbers[e].t() for p, e in enumerate(experts.tolist())]
         assert_near(found, torch.stack(wanted))
 
 
+@pytest.mark.parametrize("n_tokens", [4, 40, 300])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_experts_by_their_pairs(kind, n_tokens):
+    """Experts without a row, with a few, and with more than a block multiplies at once."""
+    gemv, n_experts, generator = (
+        cuda_gemv(torch.device("cuda", 0), torch.bfloat16),
+        32,
+        torch.Generator().manual_seed(1),
+    )
+    chosen = torch.randint(0, n_experts - 1, (n_tokens * 2,), generator=generator).to(DEVICE)
+    for n, k, pairs_per_row in ((1024, 2048, 2), (2048, 512, 1), (40, 256, 2)):
+        m = Matrix.random(kind, n_experts * n, k).experts(n_experts)
+        x = normal(len(chosen) // pairs_per_row, k, dtype=torch.bfloat16)
+        if not gemv.groups(m.packed, len(chosen)):
+            assert n_tokens == 300
+            continue
+        found = gemv.grouped(m.packed, x, ExpertPairs(chosen, n_experts), pairs_per_row)
+        wanted = [x[p // pairs_per_row].double() @ m.numbers[e].t() for p, e in enumerate(chosen.tolist())]
+        assert_near(found, torch.stack(wanted))
+
+
+@of_dtypes
+def test_a_gate(dtype):
+    """The product and the activation as two kernels, whose exponential function is another."""
+    gemv = cuda_gemv(torch.device("cuda", 0), dtype)
+    for kind, n, k in (("Q4_K", 34816, 5120), ("Q4_K", 1024, 2048), ("Q6_K", 96, 512), ("Q8_0", 8192, 2816)):
+        m = Matrix.random(kind, n, k)
+        x = normal(1, k, dtype=dtype)
+        assert_near(gemv.gated(m.packed, x), act_and_mul(gemv(m.packed, x), "silu").double())
+    experts, x = torch.tensor([3, 0, 6], device=DEVICE), normal(1, 2048, dtype=dtype)
+    m = Matrix.random("Q4_K", 7 * 1024, 2048).experts(7)
+    assert_near(gemv.gated(m.packed, x, experts, 3), act_and_mul(gemv(m.packed, x, experts, 3), "silu").double())
+
+
 def test_a_row_at_any_address():
     gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)
     m, x = Matrix.random("Q4_K", 40, 512), normal(1, 520, dtype=torch.bfloat16)
-    gemv.prepare("Q4_K", 2)
+    gemv.prepare(m.packed)
     assert torch.equal(gemv(m.packed, x[:, 3:515]), gemv(m.packed, x[:, 3:515].contiguous()))
 
 
@@ -99,7 +136,7 @@ def test_products_side_by_side_in_one_row():
     matrices = [Matrix.random("Q6_K", 70, 512), Matrix.random("Q4_K", 40, 512), Matrix.random("Q8_0", 31, 512)]
     gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)
     for m in matrices:
-        gemv.prepare(m.packed.kind.name, 2)
+        gemv.prepare(m.packed)
     x = normal(1, 512, dtype=torch.bfloat16)
     joined = ConcatLinear([PackedLinear(m.packed, 512, gemv) for m in matrices])
     assert torch.equal(joined(x), torch.cat([gemv(m.packed, x) for m in matrices], dim=1))
@@ -109,7 +146,7 @@ def test_a_graph_of_dependent_products_reads_what_the_one_before_wrote():
     """They start before it ended: each waits for it."""
     gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)
     m = Matrix.random("Q4_K", 4096, 4096)
-    gemv.prepare("Q4_K", 16)
+    gemv.prepare(m.packed)
     x = normal(1, 4096, dtype=torch.bfloat16)
     scale = float(1 / m.numbers.std() / 64)
 
@@ -140,5 +177,5 @@ def test_a_gpu_selects_it_and_says_so():
     selector = KernelSelector(torch.device("cuda", 0), torch.bfloat16)
     assert selector.warnings == []
     selector.packed_linear(Matrix.random("Q4_K", 40, 512).packed, 512)
-    assert selector.selected["cuda:0 linear Q4_K"].startswith("packed, cuda c++ to 16 rows")
+    assert selector.selected["cuda:0 linear Q4_K"].startswith("packed, cuda c++ to")
     assert KernelSelector(torch.device("cuda", 0), torch.float32).warnings == []

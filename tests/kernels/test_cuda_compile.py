@@ -10,20 +10,25 @@ import torch
 from daemons.ops.code_cache import kept
 from daemons.ops.cuda import compiler as compilation
 from daemons.ops.cuda.compiler import CompileError, nvrtc
+from daemons.ops.cuda.delta_net import compile_delta_net
+from daemons.ops.cuda.experts import compile_experts, experts_shape
 from daemons.ops.cuda.gemv import (
-    DTYPES,
     KINDS,
     RowsShape,
-    SharedMemory,
     compile_gemv,
     compile_gemv_rows,
+    gemv_constants,
     gemv_shape,
     rows_shape,
 )
+from daemons.ops.cuda.limits import DTYPES, SharedMemory
+from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, compile_streamed, shapes, streamed_shape
+from tests.kernels.delta_layers import Layer
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-H200 = SharedMemory(132, 233472, 232448)
-ADA = SharedMemory(128, 102400, 101376)
+CLUSTERS = ("sm_90", "sm_100")
+H200 = SharedMemory(132, 233472, 232448, clusters=True)
+ADA = SharedMemory(128, 102400, 101376, clusters=False)
 
 
 @pytest.fixture(autouse=True)
@@ -42,22 +47,69 @@ def compiler():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kind_compiles(architecture):
-    """Depths and dtypes in turn: each of them for some kind."""
-    variants = itertools.cycle(itertools.product((4, 3, 2), DTYPES))
-    for kind, (depth, dtype) in zip(sorted(KINDS), variants, strict=False):
-        assert compile_gemv(architecture, kind, depth, dtype).startswith(b"\x7fELF")
+    """Depths, gates and dtypes in turn: each of them for some kind."""
+    variants = itertools.cycle(itertools.product((4, 3, 2), (False, True), DTYPES))
+    for kind, (depth, gated, dtype) in zip(sorted(KINDS), variants, strict=False):
+        constants = gemv_constants(kind, depth, gated=gated)
+        assert compile_gemv(architecture, constants, dtype).startswith(b"\x7fELF")
 
 
 def test_copies_of_older_gpus_compile_for_newer_ones():
     """So that a test on a newer GPU can run them."""
-    assert compile_gemv("sm_90", "Q6_K", 3, torch.bfloat16, "NO_BULK_COPIES")
+    assert compile_gemv("sm_90", gemv_constants("Q6_K", 3), torch.bfloat16, "NO_BULK_COPIES")
 
 
 def test_a_failure_says_what_the_compiler_said():
     with pytest.raises(CompileError, match=r"gemv.cu for sm_90: (.|\n)*error"):
-        compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16, "COLUMNS=1")
+        compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16, "COLUMNS=1")
     with pytest.raises(CompileError, match="sm_1"):
-        compile_gemv("sm_1", "Q4_K", 4, torch.bfloat16)
+        compile_gemv("sm_1", gemv_constants("Q4_K", 4), torch.bfloat16)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_experts_compile(architecture):
+    variants = itertools.cycle(itertools.product((0.5, 4, 10, 16), DTYPES))
+    for kind, (rows, dtype) in zip(sorted(KINDS), variants, strict=False):
+        shape = experts_shape(kind, 2, 64, rows, H200)
+        assert shape is not None
+        assert compile_experts(architecture, kind, shape, dtype).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("architecture", CLUSTERS)
+def test_streamed_rows_and_the_delta_net_compile(architecture):
+    for kind, n_rows, dtype in (
+        ("Q4_K", 32, torch.bfloat16),
+        ("Q6_K", 16, torch.float16),
+        ("Q8_0", 24, torch.bfloat16),
+    ):
+        shape = streamed_shape(kind, n_rows, 20, 2176, H200)
+        assert shape is not None
+        assert compile_streamed(architecture, kind, shape, dtype).startswith(b"\x7fELF")
+    params = Layer.random(2, 6, 128, 4, (0.1, 8.0), 1).params
+    assert compile_delta_net(architecture, params, torch.bfloat16).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_streamed_shapes_fit(kind):
+    """Every shape: rings in a block, every tile in some block; the first ones use most multiprocessors."""
+    for n_rows, n_chunks, n_tiles in (
+        (9, 20, 2176),
+        (16, 68, 320),
+        (24, 8, 772),
+        (32, 1, 64),
+        (MAX_STREAMED_ROWS, 20, 15520),
+    ):
+        found = shapes(kind, n_rows, n_chunks, n_tiles, H200)
+        assert found
+        for shape in found:
+            assert shape.shared_bytes <= H200.block_shared_bytes
+            assert shape.cluster <= n_chunks
+            assert shape.n_blocks % shape.cluster == 0
+            assert shape.n_blocks // shape.cluster * shape.n_side >= n_tiles
+            assert shape.n_side * shape.n_teams <= shape.warps
+        assert n_tiles < 300 or found[0].n_blocks >= 96
+    assert streamed_shape(kind, 32, 20, 2176, ADA) is None  # no clusters
+    assert streamed_shape(kind, 8, 20, 2176, H200) is None
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -107,19 +159,19 @@ def test_shared_memory_is_filled_with_tiles_in_flight():
 
 
 def test_machine_code_is_kept_for_the_next_process(cache, monkeypatch):
-    made = compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16)
+    made = compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16)
     [file] = cache.iterdir()
     assert file.read_bytes() == made
     monkeypatch.setattr(compilation, "_compiled", lambda *_: pytest.fail("compiled again"))
-    assert compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16) == made
+    assert compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16) == made
 
 
 def test_another_option_or_source_is_other_machine_code(cache, monkeypatch):
-    compile_gemv("sm_90", "Q4_K", 4, torch.bfloat16)
-    compile_gemv("sm_90", "Q4_K", 3, torch.bfloat16)
+    compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16)
+    compile_gemv("sm_90", gemv_constants("Q4_K", 3), torch.bfloat16)
     assert len([*cache.iterdir()]) == 2
     monkeypatch.setattr(compilation, "_sources", lambda: b"changed")
-    compile_gemv("sm_90", "Q4_K", 3, torch.bfloat16)
+    compile_gemv("sm_90", gemv_constants("Q4_K", 3), torch.bfloat16)
     assert len([*cache.iterdir()]) == 3
 
 

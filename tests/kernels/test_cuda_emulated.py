@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +17,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from daemons.ops.basic import l2_scale
 from daemons.ops.cuda import gemv
 from daemons.ops.cuda.compiler import SOURCES
+from daemons.ops.cuda.delta_net import constants
+from daemons.ops.cuda.experts import ExpertsShape
+from daemons.ops.cuda.limits import eight_rows_bytes
+from daemons.ops.cuda.streamed import StreamedShape
+from daemons.ops.triton.recurrent_delta_rule import L2_EPS
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import PackedWeights, repack
 from lucevisor.model.quant_types import BY_NAME
 from tests.daemons.tiny_models import random_blocks
+from tests.kernels.delta_layers import Layer, form_of, one_by_one, only_last
 
+Library = Callable[[str, tuple[str, ...]], ctypes.CDLL]
 EMULATION = Path(__file__).parent / "emulation"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -58,14 +68,21 @@ def matrix(kind: str, *shape: int) -> tuple[PackedWeights, Tensor]:
 
 
 def multiplied(
-    library: ctypes.CDLL, packed: PackedWeights, x: Tensor, n_blocks: int, experts: Tensor | None, pairs_per_row: int
+    library: ctypes.CDLL,
+    packed: PackedWeights,
+    x: Tensor,
+    n_blocks: int,
+    experts: Tensor | None,
+    pairs_per_row: int,
+    n_round: int = 4,
+    n_out: int = 0,
 ) -> Tensor:
     """The result, twice as long: behind it lie sevens."""
-    n_results = 1 if experts is None else len(experts)
-    out = torch.full((2, n_results, packed.n_rows), 7.0, dtype=x.dtype)
+    n_results, n_out = 1 if experts is None else len(experts), n_out or packed.n_rows
+    out = torch.full((2, n_results, n_out), 7.0, dtype=x.dtype)
     arguments = (packed.tiles, x, experts, out)
     pointers = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in arguments)
-    sizes = (packed.n_rows, packed.n_chunks, x.shape[1], pairs_per_row)
+    sizes = (n_out, packed.n_chunks, x.shape[1], pairs_per_row, n_round)
     library.run_gemv(n_blocks, n_results, 32 * gemv.WARPS, n_blocks, *pointers, *sizes)
     return out
 
@@ -82,11 +99,27 @@ def check(found: Tensor, wanted: Tensor) -> None:
 )
 def test_one_row(kind, copies, library):
     """Blocks of several tiles and of none, a tile that is not full, fewer and more chunks than warps."""
-    for n, k, n_blocks in ((100, 2560, 3), (31, 256, 4), (16, 5120, 1)):
+    kernel = library("gemv", (*gemv.gemv_constants(kind, 3), *copies))
+    for n, k, n_blocks, n_round in ((100, 2560, 3, 2), (31, 256, 4, 16), (16, 5120, 1, 1)):
         packed, numbers = matrix(kind, n, k)
         x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-        found = multiplied(library("gemv", (*gemv.gemv_constants(kind, 3), *copies)), packed, x, n_blocks, None, 1)
-        check(found, x.double() @ numbers.t())
+        check(multiplied(kernel, packed, x, n_blocks, None, 1, n_round), x.double() @ numbers.t())
+
+
+def test_a_gate(library):
+    """silu(gate x) * (up x), rounded as by two kernels; for experts too."""
+    kernel = library("gemv", gemv.gemv_constants("Q4_K", 3, gated=True))
+    for n, k, n_blocks, n_round, pairs in ((160, 1536, 4, 4, 1), (96, 512, 2, 16, 3)):
+        packed, numbers = matrix("Q4_K", *((pairs,) if pairs > 1 else ()), n, k)
+        x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+        gate, up = (x.double() @ numbers.mT).view(pairs, n).float().bfloat16().double().chunk(2, dim=1)
+        experts = torch.arange(pairs) if pairs > 1 else None
+        found = multiplied(kernel, packed, x, n_blocks, experts, pairs, n_round, n_out=n // 2)
+        wanted = torch.nn.functional.silu(gate) * up
+        assert bool((found[1] == 7).all())
+        assert (
+            float((found[0].double() - wanted).norm() / wanted.norm()) < 2**-8
+        )  # a unit of both factors and of the result
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("Q4_0", 352), ("Q6_K", 512)])
@@ -119,3 +152,93 @@ def test_several_rows(kind, n_rows, copies, library):
             out[0] = parts[:-1].sum(dim=0)
         assert bool((parts[-1] == 7).all()), "more than the parts was written"
         check(out, x.double() @ numbers.t())
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_rows", "cluster", "side", "teams"), [("Q4_K", 30, 2, 2, 2), ("Q6_K", 9, 1, 3, 2), ("Q8_0", 20, 2, 3, 1)]
+)
+def test_streamed_rows(kind, n_rows, cluster, side, teams, library):
+    """Blocks whose last tiles do not exist, teams and blocks with fewer chunks than others."""
+    n, k, eights = 40, 1280, -(-n_rows // 8)
+    shape = StreamedShape(eights, side, teams, cluster, 2, 3, 0, 0)
+    packed, numbers = matrix(kind, n, k)
+    x = torch.randn(n_rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out = torch.full((2, n_rows, n), 7.0, dtype=x.dtype)
+    stream = torch.zeros(packed.n_chunks * eights * eight_rows_bytes(kind), dtype=torch.uint8)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed.tiles, x, stream, out))
+    sizes = (n_rows, n, packed.n_chunks, k, side, teams)
+    library("gemv_streamed", shape.constants(kind)).run_gemv_streamed(
+        -(-n // (16 * side)) * cluster, n, *pointers, *sizes
+    )
+    check(out, x.double() @ numbers.t())
+
+
+@pytest.mark.parametrize(
+    ("kind", "eights", "n_tokens", "pairs_per_row"), [("Q4_K", 1, 5, 2), ("Q6_K", 3, 30, 1), ("Q8_0", 2, 20, 1)]
+)
+def test_experts(kind, eights, n_tokens, pairs_per_row, library):
+    """Experts of no row, of one and of more than a block multiplies at once; a tile that is not full."""
+    n_experts, n, k, generator = 4, 40, 512, torch.Generator().manual_seed(n_tokens)
+    packed, numbers = matrix(kind, n_experts, n, k)
+    chosen = torch.randint(0, n_experts - 1, (n_tokens * pairs_per_row,), generator=generator)
+    chosen[0] = n_experts - 1
+    x = torch.randn(n_tokens, k, generator=generator).bfloat16()
+    shape = ExpertsShape(eights, 4, 2, 2, 0)
+    pairs, offsets = (
+        torch.full((len(chosen) + 1,), -7, dtype=torch.int32),
+        torch.full((n_experts + 2,), -7, dtype=torch.int32),
+    )
+    out = torch.full((2, len(chosen), n), 7.0, dtype=x.dtype)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed.tiles, x, chosen, pairs, offsets, out))
+    sizes = (len(chosen), n_experts, n, packed.n_chunks, k, pairs_per_row)
+    library("gemv_experts", shape.constants(kind)).run_gemv_experts(shape.n_blocks, n_tokens, *pointers, *sizes)
+    assert offsets.tolist() == [0, *chosen.bincount(minlength=n_experts).cumsum(0).tolist(), -7]
+    assert pairs[-1] == -7
+    assert torch.equal(chosen[pairs[:-1].long()], chosen.sort().values)
+    assert sorted(pairs[:-1].tolist()) == list(range(len(chosen)))
+    check(out, torch.stack([x[p // pairs_per_row].double() @ numbers[e].t() for p, e in enumerate(chosen.tolist())]))
+
+
+def delta_net(library: Library, a: Layer, y: Tensor, ids: list[int], kept: Tensor | None = None) -> Tensor:
+    """Run the kernel; updates the states of ``a``: after the last token alone unless ``kept`` says which."""
+    m, n = a.params, len(y) // len(ids)
+    out = torch.full((len(y), m.n_value * m.dim), torch.nan, dtype=y.dtype)
+    rows = only_last(ids, n) if kept is None else kept
+    tensors = (
+        y,
+        out,
+        a.conv_states,
+        a.states,
+        torch.tensor(ids),
+        rows,
+        m.conv_weight,
+        m.decay_rates,
+        m.dt_bias,
+        m.norm.weight,
+    )
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    numbers = (ctypes.c_float(v) for v in (m.norm.epsilon, L2_EPS / m.dim, l2_scale(m.dim)))
+    library("delta_net", constants(m)).run_delta_net(len(ids), n, *pointers, n, y.stride(0), *numbers)
+    return out
+
+
+@pytest.mark.parametrize(("n_key", "n_value", "n", "ids"), [(1, 3, 1, [6, 1]), (2, 4, 3, [1, 0]), (1, 1, 5, [3])])
+def test_delta_net(n_key, n_value, n, ids, library):
+    a = Layer.random(n_key, n_value, 128, 4, (0.1, 8.0), 7)
+    y = a.inputs(n * len(ids)).bfloat16()
+    a.check(partial(delta_net, library, a), y, ids, one_by_one(a.net), form_of(a.net))
+
+
+def test_several_tokens_of_the_delta_net_give_the_bits_of_single_ones(library):
+    """The state after each goes to any row, that which was read too."""
+    a = Layer.random(1, 2, 128, 4, (0.1, 8.0), 6)
+    b, y, targets = a.twin(), a.inputs(4).bfloat16(), [5, 2, 1, 4]
+    found = delta_net(library, a, y, [2], torch.tensor([targets]))
+    rows, at = [], 2
+    for i, target in enumerate((5, 3, 1, 4)):  # 3 in place of 2, which the first of them read
+        rows.append(delta_net(library, b, y[i : i + 1], [at], torch.tensor([[target]])))
+        at = target
+    assert torch.equal(found, torch.cat(rows))
+    for ours, theirs in zip(targets, (5, 3, 1, 4), strict=True):
+        assert torch.equal(a.states[ours], b.states[theirs])
+        assert torch.equal(a.conv_states[ours], b.conv_states[theirs])

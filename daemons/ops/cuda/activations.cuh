@@ -14,6 +14,8 @@ DEVICE float high_activation(u32 a) { return __uint_as_float(a & 0xFFFF0000u); }
 DEVICE u16 to_activation(float v) { return to_bfloat16(v); }
 #endif
 
+DEVICE float from_activation(u16 v) { return low_activation(v); }
+
 // The largest magnitude of eight numbers, as the bits of a float.
 DEVICE u32 largest_of(uint4 raw) {
   u32 words[4] = {raw.x, raw.y, raw.z, raw.w}, largest = 0;

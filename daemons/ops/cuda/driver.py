@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -24,7 +26,7 @@ class DriverError(Exception):
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: its value is a union of 64 bytes."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60))
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
 class _Config(ctypes.Structure):
@@ -53,14 +55,28 @@ def _check(result: int, what: str) -> None:
         raise DriverError(f"{what} failed: {(name.value or b'unknown error').decode()}")
 
 
+def _argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:
+    if isinstance(value, int):
+        return ctypes.c_int(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
+
+
 class Kernel:
     """The kernel ``name`` of some machine code on one device.
 
     ``dependent``: it waits for its inputs itself, so it may start while the kernel ahead of it still runs (from sm_90).
+    ``cluster``: the blocks of a cluster, for which it was compiled; more than one only from sm_90 on.
     """
 
-    def __init__(self, code: bytes, name: str, device: torch.device, shared_bytes: int, *, dependent: bool) -> None:
-        self.name, self.device = name, device
+    dependent_launches: ClassVar[bool] = True
+    """False: every kernel waits for the whole one ahead, so that a benchmark can compare."""
+
+    def __init__(
+        self, code: bytes, name: str, device: torch.device, shared_bytes: int, *, dependent: bool, cluster: int = 1
+    ) -> None:
+        self.name, self.device, self.cluster = name, device, cluster
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         driver = _driver()
         with torch.cuda.device(device):
@@ -74,20 +90,30 @@ class Kernel:
                     driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
                     f"{shared_bytes} bytes of shared memory for {name}",
                 )
-        self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+        size, program = (_Attribute(_CLUSTER_DIMENSION), _Attribute(_PROGRAMMATIC_SERIALIZATION))
+        size.value[:3], program.value[0] = (cluster, 1, 1), 1
+        self._attributes = (_Attribute * 2)(size, program) if cluster > 1 else (_Attribute * 1)(program)
         self.dependent = dependent and torch.cuda.get_device_capability(device) >= (9, 0)
         self._launch = driver.cuLaunchKernelEx
 
     def __call__(
-        self, grid: tuple[int, int], n_threads: int, shared_bytes: int, arguments: Sequence[Tensor | int | None]
+        self, grid: tuple[int, int], n_threads: int, shared_bytes: int, arguments: Sequence[Tensor | int | float | None]
     ) -> None:
-        """Launch on the device's current stream.  Integers are passed as 32 bits, tensors and None as pointers."""
-        values = [
-            ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
-            for a in arguments
-        ]
+        """Launch on the device's current stream.  Numbers are passed as 32 bits, tensors and None as pointers."""
+        values = [_argument(a) for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        attributes = ctypes.addressof(self._attribute)
-        config = _Config(*grid, 1, n_threads, 1, 1, shared_bytes, stream, attributes, int(self.dependent))
+        config = self._config(grid, n_threads, shared_bytes)
         _check(self._launch(ctypes.byref(config), self._function, pointers, None), f"launching {self.name}")
+
+    def max_clusters(self, n_threads: int, shared_bytes: int) -> int:
+        """How many clusters run on the device at once."""
+        found, config = ctypes.c_int(), self._config((self.cluster, 1), n_threads, shared_bytes)
+        with torch.cuda.device(self.device):
+            result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, ctypes.byref(config))
+        _check(result, f"counting clusters of {self.name}")
+        return found.value
+
+    def _config(self, grid: tuple[int, int], n_threads: int, shared_bytes: int) -> _Config:
+        stream, attributes = torch.cuda.current_stream(self.device).cuda_stream, ctypes.addressof(self._attributes)
+        n_attributes = int(self.cluster > 1) + int(self.dependent and self.dependent_launches)
+        return _Config(*grid, 1, n_threads, 1, 1, shared_bytes, stream, attributes, n_attributes)

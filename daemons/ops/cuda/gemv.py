@@ -1,6 +1,6 @@
-"""GEMV in CUDA C++: up to MAX_ROWS rows times packed weights, or a row for each (token, expert) pair.
+"""GEMV in CUDA C++: up to 32 rows times packed weights, or a row for each (token, expert) pair.
 
-gemv.cu has the kernel of one row, gemv_rows.cu that of more, docs/kernels.md how they compute.
+gemv.cu has the kernel of one row, gemv_rows.cu and gemv_streamed.cu those of more, docs/kernels.md how they compute.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel
+from daemons.ops.cuda.experts import CudaExperts
+from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, streamed_shape
+from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.triton.split_k import reduce_splits, split_buffer
 from daemons.weights.packed import PackedWeights, empty_packed, tile_bytes
 from lucevisor.model.quant_types import BY_NAME, CHUNK, TILE_ROWS, padded_rows
@@ -21,39 +25,23 @@ KINDS = frozenset({"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q5_0"})
 """Quant types that the kernels multiply."""
 MAX_ROWS = 16
 MIN_CAPABILITY = (8, 0)
-DTYPES = {torch.bfloat16: (), torch.float16: ("FLOAT16_ACTIVATIONS",)}
-"""dtype of the activations -> what the kernels are compiled with."""
 WARPS = 8
 """Warps of a block."""
 ROWS_WARPS = 16
 """Those of gemv_rows.cu."""
 MAX_SPLITS = 8
-ROUND = 4
-"""Tiles after which a block's warps add their sums."""
 RESERVED_BYTES = 1024
 """Shared memory that the driver takes of each block."""
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """A device's multiprocessors, and bytes of shared memory of each and of one block."""
-
-    n_processors: int
-    shared_bytes: int
-    block_shared_bytes: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> SharedMemory:
-        found = torch.cuda.get_device_properties(device)
-        block = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stub
-        return cls(found.multi_processor_count, found.shared_memory_per_multiprocessor, block)
-
-
-@dataclass(frozen=True, slots=True)
 class GemvShape:
-    """How a matrix is multiplied: tiles in flight per warp, shared bytes of a block, blocks per multiprocessor."""
+    """How a matrix is multiplied: tiles in flight per warp, tiles after which a block's warps add their sums, shared
+    bytes of a block, blocks per multiprocessor.
+    """
 
     depth: int
+    round: int
     shared_bytes: int
     per_processor: int
 
@@ -62,12 +50,13 @@ class GemvShape:
 def gemv_shape(kind: str, n_chunks: int, limits: SharedMemory) -> GemvShape | None:
     """Two blocks on a multiprocessor rather than one, then as many tiles in flight as fit; None: no block fits."""
     row = -(-n_chunks // 4) * 16 + n_chunks * (512 + (32 if kind in ("Q4_K", "Q5_K") else 0))
+    n_round = 4 if n_chunks >= 10 else 8 if n_chunks >= 5 else 16
     for per_processor in (2, 1):
         for depth in (4, 3, 2):
-            n_bytes = WARPS * depth * (tile_bytes(kind) + 8) + 2 * ROUND * WARPS * TILE_ROWS * 4 + row
+            n_bytes = WARPS * depth * (tile_bytes(kind) + 8) + 2 * n_round * WARPS * TILE_ROWS * 4 + row
             available = min(limits.block_shared_bytes, limits.shared_bytes // per_processor - RESERVED_BYTES)
             if n_bytes <= available:
-                return GemvShape(depth, n_bytes, per_processor)
+                return GemvShape(depth, n_round, n_bytes, per_processor)
     return None
 
 
@@ -85,7 +74,7 @@ class RowsShape:
 def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> RowsShape | None:
     """As few splits as keep the rows in shared memory, then as many tiles in flight as fit; None: too many splits."""
     tiles = -(-n_rows // 8)
-    chunk = tiles * (4096 + 32 + (256 if kind in ("Q4_K", "Q5_K") else 0))
+    chunk = tiles * eight_rows_bytes(kind)
     for n_splits in range(1, min(MAX_SPLITS, n_chunks) + 1):
         for depth in (3, 2):
             rings = ROWS_WARPS * depth * (tile_bytes(kind) + 8)
@@ -106,15 +95,15 @@ def rows_constants(kind: str, shape: RowsShape) -> tuple[str, ...]:
     return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}")
 
 
-def gemv_constants(kind: str, depth: int) -> tuple[str, ...]:
+def gemv_constants(kind: str, depth: int, *, gated: bool = False) -> tuple[str, ...]:
     """What gemv.cu is compiled with."""
     constants = (f"KIND={kind}", f"TILE_BYTES={tile_bytes(kind)}", f"DEPTH={depth}", f"WARPS={WARPS}")
-    return (*constants, f"ROUND={ROUND}")
+    return (*constants, f"GATED={int(gated)}")
 
 
-def compile_gemv(architecture: str, kind: str, depth: int, dtype: torch.dtype, *defines: str) -> bytes:
+def compile_gemv(architecture: str, constants: tuple[str, ...], dtype: torch.dtype, *defines: str) -> bytes:
     """Machine code of the kernel of one row.  Raises CompileError."""
-    return compile_kernel("gemv.cu", architecture, (*gemv_constants(kind, depth), *DTYPES[dtype], *defines))
+    return compile_kernel("gemv.cu", architecture, (*constants, *DTYPES[dtype], *defines))
 
 
 class CudaGemv:
@@ -124,34 +113,43 @@ class CudaGemv:
         self.device, self.dtype, self.defines, self.limits = device, dtype, defines, SharedMemory.of(device)
         major, minor = torch.cuda.get_device_capability(device)
         self.architecture = f"sm_{major}{minor}"
-        self._kernels: dict[tuple[str, int], Kernel] = {}
+        self._kernels: dict[tuple[str, ...], Kernel] = {}
+        self._experts = CudaExperts(device, dtype, self.architecture, *defines)
+        self._streamed: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
         self._rows_kernels: dict[tuple[str, int, int], Kernel] = {}
 
-    def prepare(self, kind: str, n_chunks: int) -> int:
-        """Compile what rows of ``n_chunks`` times ``kind`` need; returns how many rows there are kernels for.
+    def prepare(self, packed: PackedWeights) -> int:
+        """Compile what rows times a matrix need; returns how many rows there are kernels for.
 
         Raises CompileError or DriverError when it cannot run here.
         """
+        kind, n_chunks = packed.kind.name, packed.n_chunks
         shape = gemv_shape(kind, n_chunks, self.limits) if kind in KINDS else None
         if shape is None:
             return 0
-        self._kernel(kind, shape.depth)
+        self._kernel(kind, shape)
         n_rows = 1
+        if packed.tiles.ndim == 4:  # experts
+            return n_rows
         for more in range(8, MAX_ROWS + 1, 8):
             rows = rows_shape(kind, n_chunks, more, self.limits)
             if rows is None:
                 break
             self._rows_kernel(kind, rows)
             n_rows = more
+        for more in range(16, MAX_STREAMED_ROWS + 1, 8):
+            streamed = self._streamed_shape(packed, more)
+            if streamed is not None and n_rows >= more - 8:
+                self._streamed_kernels(kind, streamed)
+                n_rows = more
         return n_rows
 
-    def _kernel(self, kind: str, depth: int) -> Kernel:
-        found = self._kernels.get((kind, depth))
-        if found is None:
-            code = compile_gemv(self.architecture, kind, depth, self.dtype, *self.defines)
-            found = Kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
-            self._kernels[kind, depth] = found
-        return found
+    def _kernel(self, kind: str, shape: GemvShape, *, gated: bool = False) -> Kernel:
+        key = gemv_constants(kind, shape.depth, gated=gated)
+        if key not in self._kernels:
+            code = compile_gemv(self.architecture, key, self.dtype, *self.defines)
+            self._kernels[key] = Kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
+        return self._kernels[key]
 
     def _rows_kernel(self, kind: str, shape: RowsShape) -> Kernel:
         key = (kind, shape.tiles_of_rows, shape.depth)
@@ -161,13 +159,42 @@ class CudaGemv:
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
 
+    def _streamed_shape(self, packed: PackedWeights, n_rows: int) -> StreamedShape | None:
+        n_tiles = padded_rows(packed.n_rows) // TILE_ROWS
+        return streamed_shape(packed.kind.name, n_rows, packed.n_chunks, n_tiles, self.limits)
+
+    def _streamed_kernels(self, kind: str, shape: StreamedShape) -> tuple[Kernel, Kernel]:
+        key = shape.constants(kind)
+        if key not in self._streamed:
+            code = compile_streamed(self.architecture, kind, shape, self.dtype, *self.defines)
+            limit, cluster = self.limits.block_shared_bytes, shape.cluster
+            spread = Kernel(code, "stream_rows", self.device, 0, dependent=True)
+            product = Kernel(code, "gemv_streamed", self.device, limit, dependent=True, cluster=cluster)
+            self._streamed[key] = spread, product
+        return self._streamed[key]
+
+    def _stream(self, shape: StreamedShape, packed: PackedWeights, x: Tensor) -> Tensor:
+        kind, n_chunks, n_rows = packed.kind.name, packed.n_chunks, x.shape[0]
+        out = x.new_empty(n_rows, packed.n_rows)
+        n_bytes = n_chunks * shape.tiles_of_rows * eight_rows_bytes(kind)
+        stream = torch.empty(n_bytes, dtype=torch.uint8, device=x.device)
+        spread, product = self._streamed_kernels(kind, shape)
+        spread((n_chunks, shape.tiles_of_rows), 32, 0, (x, stream, n_rows, x.shape[1]))
+        sizes = (n_rows, packed.n_rows, n_chunks, shape.n_side, shape.n_teams)
+        n_threads = 32 * shape.n_side * shape.n_teams
+        product((shape.n_blocks, 1), n_threads, shape.shared_bytes, (packed.tiles, stream, out, *sizes))
+        return out
+
     def rows(self, packed: PackedWeights, x: Tensor) -> Tensor:
         """``x [T, K] W'`` -> [T, N], for T from 2 to what :meth:`prepare` returned."""
         kind, n_chunks, n_out, n_rows = packed.kind.name, packed.n_chunks, packed.n_rows, x.shape[0]
-        shape = rows_shape(kind, n_chunks, n_rows, self.limits)
-        assert shape is not None
         if x.data_ptr() % 16 or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
+        streamed = self._streamed_shape(packed, n_rows)
+        if streamed is not None:
+            return self._stream(streamed, packed, x)
+        shape = rows_shape(kind, n_chunks, n_rows, self.limits)
+        assert shape is not None
         out = x.new_empty(n_rows, n_out)
         parts = split_buffer(out, shape.n_splits)
         n_blocks = min(self.limits.n_processors // shape.n_splits, padded_rows(n_out) // TILE_ROWS)
@@ -193,26 +220,49 @@ class CudaGemv:
         self._one_row(packed, x, experts, pairs_per_row, out)
         return out
 
+    def gated(self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1) -> Tensor:
+        """``silu(gate x) * (up x)`` of one row x [1, K], or of pairs as in a call, -> [., N / 2]: the first half of a
+        matrix's rows is the gate.  N is a multiple of 32.
+        """
+        out = x.new_empty(1 if experts is None else experts.shape[0], packed.n_rows // 2)
+        self._one_row(packed, x, experts, pairs_per_row, out, gated=True)
+        return out
+
+    def groups(self, packed: PackedWeights, n_pairs: int) -> bool:
+        """Whether :meth:`grouped` has a kernel for so many (token, expert) pairs."""
+        return self._experts.shape(packed, n_pairs) is not None
+
+    def grouped(self, packed: PackedWeights, x: Tensor, pairs: ExpertPairs, pairs_per_row: int) -> Tensor:
+        """Row p // pairs_per_row of x [T, K] times the matrix of pair p's expert -> [P, N]."""
+        order = pairs.ordered(lambda experts: self._experts.order(packed, experts))
+        return self._experts(packed, x, order, pairs_per_row)
+
     def _one_row(
-        self, packed: PackedWeights, x: Tensor, experts: Tensor | None, pairs_per_row: int, out: Tensor
+        self,
+        packed: PackedWeights,
+        x: Tensor,
+        experts: Tensor | None,
+        pairs_per_row: int,
+        out: Tensor,
+        *,
+        gated: bool = False,
     ) -> None:
-        kind, n_chunks, n_out = packed.kind.name, packed.n_chunks, packed.n_rows
+        kind, n_chunks, (n_results, n_out) = packed.kind.name, packed.n_chunks, out.shape
         shape = gemv_shape(kind, n_chunks, self.limits)
         assert shape is not None
         if x.data_ptr() % 16 or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
-        n_results = out.shape[0]
         n_blocks = max(1, shape.per_processor * self.limits.n_processors // n_results)
         grid = (min(n_blocks, padded_rows(n_out) // TILE_ROWS), n_results)
-        arguments = (packed.tiles, x, experts, out, n_out, n_chunks, x.shape[1], pairs_per_row)
-        self._kernel(kind, shape.depth)(grid, 32 * WARPS, shape.shared_bytes, arguments)
+        sizes = (n_out, n_chunks, x.shape[1], pairs_per_row, shape.round)
+        arguments = (packed.tiles, x, experts, out, *sizes)
+        self._kernel(kind, shape, gated=gated)(grid, 32 * WARPS, shape.shared_bytes, arguments)
 
 
 def cuda_gemv(device: torch.device, dtype: torch.dtype) -> CudaGemv:
     """The kernel, after a product with zeros.  Raises CompileError, DriverError or what torch raises."""
-    gemv, kind = CudaGemv(device, dtype), "Q4_K"
-    gemv.prepare(kind, 1)
-    packed = empty_packed(BY_NAME[kind], TILE_ROWS, CHUNK, device)
+    gemv, packed = CudaGemv(device, dtype), empty_packed(BY_NAME["Q4_K"], TILE_ROWS, CHUNK, device)
+    gemv.prepare(packed)
     packed.tiles.zero_()
     if bool(gemv(packed, torch.ones(1, CHUNK, dtype=dtype, device=device)).any()):
         raise RuntimeError("a product with zeros is not zero")

@@ -6,15 +6,13 @@
 // dimension splits the columns, and sums in float32 are written for another kernel to add.  Compiled with KIND, TILE_BYTES,
 // WARPS of a block and DEPTH of their rings.
 
-#include "activations.cuh"
 #include "ring.cuh"
-#include "tiles.cuh"
+#include "rows.cuh"
 
-constexpr int ROWS = 16, COLUMNS = 256, TEAM = 4, N = TILES_OF_ROWS;
-constexpr int NUMBER_BYTES = 4096, SUM_BYTES = KIND::SUMS ? 256 : 0, FACTOR_BYTES = 32;  // of a chunk of eight rows
+constexpr int ROWS = 16, TEAM = 4, N = TILES_OF_ROWS;
 
 static_assert(KIND::BYTES == TILE_BYTES);
-typedef Ring<DEPTH, KIND::BYTES, TEAM> Weights;
+typedef Ring<DEPTH, KIND::BYTES, EvenRuns> Weights;
 
 // What a block keeps in shared memory, in this order
 struct Shared {
@@ -35,43 +33,6 @@ struct Shared {
   }
 };
 
-// Where in a chunk of eight rows a lane's 16 bytes of group j go: see Activations::x
-DEVICE int place(int j, int lane) {
-  if (KIND::LANE == 16) return j * 512 + lane * 16;
-  return (2 * j + lane % 4 / 2) * 256 + lane / 4 * 32 + lane % 2 * 16;
-}
-
-// A warp scales a chunk of eight rows: lane 4 g + t has eight neighbouring numbers of each group of 32 of row g.
-DEVICE void keep_rows(const Shared& s, int at, const u16* x, bool exists, int column, int width, int lane) {
-  uint4 raw[8];
-  u32 largest = 0;
-#pragma unroll
-  for (int j = 0; j < 8; j++)
-    raw[j] = exists ? load_activations(x, column + 32 * j + lane % 4 * 8, width) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int j = 0; j < 8; j++) largest = max(largest, largest_of(raw[j]));
-  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-  largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-  Power power(largest);
-  float mine[2] = {};
-#pragma unroll
-  for (int j = 0; j < 8; j++) {
-    float sum;
-    *(uint4*)(s.numbers + at * NUMBER_BYTES + place(j, lane)) = scaled(raw[j], power.scale, sum);
-    if (KIND::SUMS) {
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      if (j / 2 == lane % 4) mine[j % 2] = sum;
-    }
-  }
-  if (KIND::SUMS) {
-    u32 rounded = pack_half2(mine[0], mine[1]);
-    u32 errors = pack_half2(mine[0] - low_float(rounded), mine[1] - high_float(rounded));
-    *(uint2*)(s.sums + at * SUM_BYTES + lane * 8) = make_uint2(rounded, errors);
-  }
-  if (lane % 4 == 0) *(float*)(s.factors + at * FACTOR_BYTES + lane) = power.back;
-}
-
 // Grid (blocks, splits).  tiles [n_tiles, n_chunks] of KIND::BYTES; x [n_rows, width], 16-byte aligned rows; out [n_rows,
 // n_out], or with several splits parts float32 [splits, n_rows, n_out].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
@@ -85,14 +46,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   int teams = gridDim.x * (WARPS / TEAM), mine = team * gridDim.x + blockIdx.x;
   int count = mine < n_tiles ? (n_tiles - mine + teams - 1) / teams : 0;
   long long tile_bytes = (long long)n_chunks * KIND::BYTES;
-  Weights ring(tiles + mine * tile_bytes + (long long)first * KIND::BYTES, member, n_mine,
-               teams * tile_bytes - (long long)n_mine * KIND::BYTES, (count * n_mine - member + TEAM - 1) / TEAM,
-               shared_address(s.units) + warp * DEPTH * KIND::BYTES,
+  EvenRuns runs = {tiles + mine * tile_bytes + (long long)first * KIND::BYTES, n_mine, teams * tile_bytes};
+  Weights ring(runs, member, TEAM, (count * n_mine - member + TEAM - 1) / TEAM, shared_address(s.units) + warp * DEPTH * KIND::BYTES,
                shared_address(s.barriers) + warp * Weights::BARRIER_BYTES);
   wait_for_inputs();
   for (int at = warp; at < n_mine * N; at += WARPS) {
     int row = at % N * 8 + lane / 4;
-    keep_rows(s, at, x + (long long)row * width, row < n_rows, (first + at / N) * COLUMNS, width, lane);
+    keep_rows(s.numbers + at * NUMBER_BYTES, s.sums + at * SUM_BYTES, s.factors + at * FACTOR_BYTES,
+              x + (long long)row * width, row < n_rows, (first + at / N) * COLUMNS, width, lane);
   }
   __syncthreads();
   u32 x_at = shared_address(s.numbers) + lane * KIND::LANE, sums_at = shared_address(s.sums) + lane * 8;

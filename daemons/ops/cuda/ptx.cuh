@@ -110,6 +110,9 @@ DEVICE u32 load_shared2(u32 at) {
   return v;
 }
 
+// What was there.
+DEVICE int add_shared(int* at, int value) { return atomicAdd(at, value); }
+
 // Waits for the other warps of a team of N threads; `team` < 15.
 template <int N> DEVICE void wait_for_team(int team) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(N) : "memory"); }
 
@@ -124,14 +127,18 @@ DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory
 // Waits until at most PENDING of this thread's groups are not there.
 template <int PENDING> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// ---- bulk copies (sm_90), awaited on an mbarrier of one arrival
+// ---- bulk copies (sm_90), awaited on an mbarrier: of one arrival, or of as many as are to say that a place is free
 
 #if __CUDA_ARCH__ >= 900 && !defined(NO_BULK_COPIES)
 #define BULK_COPIES
 #endif
 
 #ifdef BULK_COPIES
-DEVICE void init_barrier(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+DEVICE void init_barrier(u32 barrier, u32 n_arrivals = 1) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
+}
+
+DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
 // Barriers are seen by other threads and by the copy engine.
 DEVICE void publish_barriers() {
@@ -151,6 +158,22 @@ DEVICE void wait_for_barrier(u32 barrier, u32 parity) {
                    barrier),
                "r"(parity)
                : "memory");
+}
+#endif
+
+// ---- clusters (sm_90): blocks that reach each other's shared memory, once all have arrived for the first time
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
+DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Stores to the address `at` of block `rank`.
+DEVICE void store_in_cluster(u32 at, u32 rank, float4 value) {
+  asm volatile(
+      "{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};}" ::"r"(at),
+      "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
 }
 #endif
 

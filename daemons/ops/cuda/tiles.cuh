@@ -1,9 +1,10 @@
 // Products of a tile of packed weights, 16 rows x 256 columns (daemons/weights/packed.py), with activations in float16.
 //
 // Each quant type is a class: BYTES of a tile, LANE: bytes of activations that a lane reads at once, SUMS: whether it needs
-// their sums, load() a tile from shared memory to a warp's registers, add() its product.  A lane is 4 g + t and holds parts of rows g and g + 8.  Codes become
-// float16 numbers exactly: a code or 16 codes beside the exponent of 1024 is 1024 + code, one fused operation takes 1024 off
-// and multiplies by an integer scale where there is one.  The order of columns is the same in both factors, so any will do.
+// their sums, load() a tile from shared memory to a warp's registers, add() its product.  A lane is 4 g + t and holds parts of
+// rows g and g + 8.  Codes become float16 numbers exactly: a code or 16 codes beside the exponent of 1024 is 1024 + code, one
+// fused operation takes 1024 off and multiplies by an integer scale where there is one.  The order of columns is the same in
+// both factors, so any will do.
 #pragma once
 
 #include "ptx.cuh"
@@ -73,12 +74,13 @@ template <bool FIFTH> struct IntegerScales {
   }
 
   template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
+    constexpr int CHAINS = N == 1 ? 2 : 1;  // two where nothing else hides the latency of the matrix units
     u32 magic = in_register(MAGIC);
-    float even[N][4] = {}, odd[N][4] = {};  // two chains hide the latency of the matrix units
-    groups<0, ORDER>(even, odd, x, magic);
-    groups<1, ORDER>(even, odd, x, magic);
-    groups<2, ORDER>(even, odd, x, magic);
-    groups<3, ORDER>(even, odd, x, magic);
+    float inner[CHAINS][N][4] = {};
+    groups<0, ORDER>(inner, x, magic);
+    groups<1, ORDER>(inner, x, magic);
+    groups<2, ORDER>(inner, x, magic);
+    groups<3, ORDER>(inner, x, magic);
     u32 low[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) low[r] = add_half2(and_or<0x003F003Fu>(minima[r] >> 6, magic), 0xE400E400u);
@@ -89,8 +91,8 @@ template <bool FIFTH> struct IntegerScales {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 d_dmin = d_and_dmin(scales[i / 2]);
-        float product = low_float(d_dmin) * (even[n][i] + odd[n][i]) - high_float(d_dmin) * minimum[i];
-        sum[n][i] += x[n].factors[i % 2] * product;
+        float total = inner[0][n][i] + (CHAINS == 2 ? inner[CHAINS - 1][n][i] : 0.f);
+        sum[n][i] += x[n].factors[i % 2] * (low_float(d_dmin) * total - high_float(d_dmin) * minimum[i]);
       }
     }
   }
@@ -101,8 +103,8 @@ template <bool FIFTH> struct IntegerScales {
   }
 
   // Groups 2 W and 2 W + 1
-  template <int W, class ORDER, int N>
-  DEVICE void groups(float (&even)[N][4], float (&odd)[N][4], const Activations (&x)[N], u32 magic) const {
+  template <int W, class ORDER, int CHAINS, int N>
+  DEVICE void groups(float (&inner)[CHAINS][N][4], const Activations (&x)[N], u32 magic) const {
     u32 scale[2], bias[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -110,81 +112,100 @@ template <bool FIFTH> struct IntegerScales {
       scale[r] = fma_half2(and_or<0x003F003Fu>(word, magic), 0x2C003C00u, 0xD400E400u);  // even, odd / 16
       bias[r] = mul_half2(scale[r], 0xE400E400u);
     }
-    group<2 * W, ORDER>(even, x, both_low(scale[0]), both_low(bias[0]), both_low(scale[1]), both_low(bias[1]), magic);
-    group<2 * W + 1, ORDER>(odd, x, both_high(scale[0]), both_high(bias[0]), both_high(scale[1]), both_high(bias[1]), magic);
+    group<2 * W, ORDER>(inner[0], x, scale, bias, magic);
+    group<2 * W + 1, ORDER>(inner[CHAINS - 1], x, scale, bias, magic);
   }
 
   template <int J, class ORDER, int N>
-  DEVICE void group(float (&c)[N][4], const Activations (&x)[N], u32 scale0, u32 bias0, u32 scale1, u32 bias1, u32 magic) const {
-    u32 a0 = fma_half2(codes[0].template biased<J, 0>(magic), scale0, bias0);
-    u32 a1 = fma_half2(codes[1].template biased<J, 0>(magic), scale1, bias1);
-    u32 a2 = fma_half2(codes[0].template biased<J, 1>(magic), scale0, bias0);
-    u32 a3 = fma_half2(codes[1].template biased<J, 1>(magic), scale1, bias1);
-    u32 a4 = fma_half2(codes[0].template biased<J, 2>(magic), scale0, bias0);
-    u32 a5 = fma_half2(codes[1].template biased<J, 2>(magic), scale1, bias1);
-    u32 a6 = fma_half2(codes[0].template biased<J, 3>(magic), scale0, bias0);
-    u32 a7 = fma_half2(codes[1].template biased<J, 3>(magic), scale1, bias1);
+  DEVICE void group(float (&c)[N][4], const Activations (&x)[N], const u32 (&scale)[2], const u32 (&bias)[2], u32 magic) const {
+    u32 a[4][2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u32 s = J % 2 ? both_high(scale[r]) : both_low(scale[r]), b = J % 2 ? both_high(bias[r]) : both_low(bias[r]);
+      a[0][r] = fma_half2(codes[r].template biased<J, 0>(magic), s, b);
+      a[1][r] = fma_half2(codes[r].template biased<J, 1>(magic), s, b);
+      a[2][r] = fma_half2(codes[r].template biased<J, 2>(magic), s, b);
+      a[3][r] = fma_half2(codes[r].template biased<J, 3>(magic), s, b);
+    }
 #pragma unroll
     for (int n = 0; n < N; n++) {
       uint4 b = load_shared16(x[n].x + J * ORDER::GROUP);
-      mma(c[n], a0, a1, a2, a3, b.x, b.y);
-      mma(c[n], a4, a5, a6, a7, b.z, b.w);
+      mma(c[n], a[0][0], a[0][1], a[1][0], a[1][1], b.x, b.y);
+      mma(c[n], a[2][0], a[2][1], a[3][0], a[3][1], b.z, b.w);
     }
   }
 };
 
-// ---- Q4_0, Q5_0, Q8_0: a float16 scale for each group of 32, which acts on the group's sum
+// ---- The others: a scale for each of GROUPS groups, which acts on the group's sum.  A SELF has scale<J>(r), step(r), which
+// acts on all groups of a row, and number<J, Q>(r, magic), pair Q of group J.
 
-template <class SELF> struct FloatScales {
-  static constexpr int LANE = 16;
+template <class SELF, int GROUPS> struct GroupScales {
+  static constexpr int LANE = GROUPS == 8 ? 16 : 8;
   static constexpr bool SUMS = false;
-  uint4 steps[2];
 
   template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
-    u32 magic = in_register(MAGIC);
+    const SELF& self = *(const SELF*)this;
     float inner[N][4] = {};
-    group<0, ORDER>(inner, x, magic);
-    group<1, ORDER>(inner, x, magic);
-    group<2, ORDER>(inner, x, magic);
-    group<3, ORDER>(inner, x, magic);
-    group<4, ORDER>(inner, x, magic);
-    group<5, ORDER>(inner, x, magic);
-    group<6, ORDER>(inner, x, magic);
-    group<7, ORDER>(inner, x, magic);
+    groups<0, ORDER>(inner, x, in_register(MAGIC));
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * inner[n][i];
+      for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * self.step(i / 2) * inner[n][i];
   }
 
  private:
+  // Groups from J on
   template <int J, class ORDER, int N>
-  DEVICE void group(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
-    const SELF& self = *(const SELF*)this;
-    u32 a[2][4];
+  DEVICE void groups(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
+    if constexpr (J < GROUPS) {
+      constexpr int PAIRS = 32 / GROUPS;
+      const SELF& self = *(const SELF*)this;
+      u32 a[PAIRS][2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      a[r][0] = self.template number<J, 0>(r, magic);
-      a[r][1] = self.template number<J, 1>(r, magic);
-      a[r][2] = self.template number<J, 2>(r, magic);
-      a[r][3] = self.template number<J, 3>(r, magic);
-    }
-    float scale[2];
+      for (int r = 0; r < 2; r++) {
+        a[0][r] = self.template number<J, 0>(r, magic);
+        a[1][r] = self.template number<J, 1>(r, magic);
+        if constexpr (PAIRS == 4) {
+          a[2][r] = self.template number<J, 2>(r, magic);
+          a[3][r] = self.template number<J, 3>(r, magic);
+        }
+      }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      u32 word = J / 2 == 0 ? steps[r].x : J / 2 == 1 ? steps[r].y : J / 2 == 2 ? steps[r].z : steps[r].w;
-      scale[r] = J % 2 ? high_float(word) : low_float(word);
-    }
+      for (int n = 0; n < N; n++) {
+        u32 b[PAIRS];
+        load<PAIRS>(b, x[n].x + J * PAIRS * (ORDER::GROUP / 4));
+        float c[4] = {};
+        mma(c, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1]);
+        if constexpr (PAIRS == 4) mma(c, a[2][0], a[2][1], a[3][0], a[3][1], b[2], b[3]);
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-      float c[4] = {};
-      uint4 b = load_shared16(x[n].x + J * ORDER::GROUP);
-      mma(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-      mma(c, a[0][2], a[1][2], a[0][3], a[1][3], b.z, b.w);
-#pragma unroll
-      for (int i = 0; i < 4; i++) inner[n][i] += scale[i / 2] * c[i];
+        for (int i = 0; i < 4; i++) inner[n][i] += self.template scale<J>(i / 2) * c[i];
+      }
+      groups<J + 1, ORDER>(inner, x, magic);
     }
   }
+
+  template <int WORDS> DEVICE static void load(u32 (&b)[WORDS], u32 at) {
+    if constexpr (WORDS == 4) {
+      uint4 v = load_shared16(at);
+      b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
+    } else {
+      uint2 v = load_shared8(at);
+      b[0] = v.x, b[1] = v.y;
+    }
+  }
+};
+
+// ---- Q4_0, Q5_0, Q8_0: a float16 scale for each group of 32
+
+template <class SELF> struct FloatScales : GroupScales<SELF, 8> {
+  uint4 steps[2];
+
+  template <int J> DEVICE float scale(int r) const {
+    u32 word = J / 2 == 0 ? steps[r].x : J / 2 == 1 ? steps[r].y : J / 2 == 2 ? steps[r].z : steps[r].w;
+    return J % 2 ? high_float(word) : low_float(word);
+  }
+
+  DEVICE float step(int) const { return 1.f; }
 };
 
 template <bool FIFTH> struct Signed4 : FloatScales<Signed4<FIFTH>> {
@@ -229,9 +250,8 @@ struct Q8_0 : FloatScales<Q8_0> {
 
 // ---- Q6_K: a signed 8-bit scale for each group of 16, one float16 scale for all
 
-struct Q6_K {
-  static constexpr int HIGH = 2048, SCALES = 3072, STEPS = 3328, BYTES = 3360, LANE = 8;
-  static constexpr bool SUMS = false;
+struct Q6_K : GroupScales<Q6_K, 16> {
+  static constexpr int HIGH = 2048, SCALES = 3072, STEPS = 3328, BYTES = 3360;
   uint2 codes[2][4], high[2][2];
   uint4 scales[2];
   u32 steps[2];
@@ -249,46 +269,12 @@ struct Q6_K {
     }
   }
 
-  template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
-    u32 magic = in_register(MAGIC);
-    float inner[N][4] = {};
-    four_groups<0, ORDER>(inner, x, magic);
-    four_groups<1, ORDER>(inner, x, magic);
-    four_groups<2, ORDER>(inner, x, magic);
-    four_groups<3, ORDER>(inner, x, magic);
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * low_float(steps[i / 2]) * inner[n][i];
+  template <int J> DEVICE float scale(int r) const {
+    u32 four = J / 4 == 0 ? scales[r].x : J / 4 == 1 ? scales[r].y : J / 4 == 2 ? scales[r].z : scales[r].w;
+    return (float)(signed char)(four >> (8 * (J % 4)));
   }
 
- private:
-  template <int H, class ORDER, int N>
-  DEVICE void four_groups(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
-    group<4 * H, ORDER>(inner, x, magic);
-    group<4 * H + 1, ORDER>(inner, x, magic);
-    group<4 * H + 2, ORDER>(inner, x, magic);
-    group<4 * H + 3, ORDER>(inner, x, magic);
-  }
-
-  template <int J, class ORDER, int N>
-  DEVICE void group(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
-    u32 a0 = number<J, 0>(0, magic), a1 = number<J, 0>(1, magic), a2 = number<J, 1>(0, magic), a3 = number<J, 1>(1, magic);
-    float scale[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      u32 four = J / 4 == 0 ? scales[r].x : J / 4 == 1 ? scales[r].y : J / 4 == 2 ? scales[r].z : scales[r].w;
-      scale[r] = (float)(signed char)(four >> (8 * (J % 4)));
-    }
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      float c[4] = {};
-      uint2 b = load_shared8(x[n].x + J / 2 * ORDER::GROUP + J % 2 * (ORDER::GROUP / 2));
-      mma(c, a0, a1, a2, a3, b.x, b.y);
-#pragma unroll
-      for (int i = 0; i < 4; i++) inner[n][i] += scale[i / 2] * c[i];
-    }
-  }
+  DEVICE float step(int r) const { return low_float(steps[r]); }
 
   template <int J, int Q> DEVICE u32 number(int r, u32 magic) const {
     u32 word = Q ? codes[r][J / 4].y : codes[r][J / 4].x, bits = Q ? high[r][J / 8].y : high[r][J / 8].x;

@@ -2,7 +2,7 @@
 //
 // Fibers run in a random order from one meeting point (barrier, shuffle, matrix product) to the next, warps stand still now and
 // then, and a copy happens at its start or not before the wait for it, so that a missing wait or barrier shows as wrong numbers.  Shared memory begins
-// as NaN.  A block in which all threads wait for ever ends the process with a message.
+// as NaN.  The blocks of a cluster take turns.  Blocks in which all threads wait for ever end the process with a message.
 #define PTX_CUH
 #include <cmath>
 #include <cstdint>
@@ -33,6 +33,7 @@ using std::min;
 #define __global__
 #define __shared__
 #define __align__(n)
+#define __cluster_dims__(...)
 #define __launch_bounds__(...)
 #ifndef NO_BULK_COPIES
 #define BULK_COPIES
@@ -45,13 +46,24 @@ alignas(128) u8 memory[1 << 18];  // shared memory of the block that runs
 constexpr int STACK_BYTES = 1 << 16;
 struct Copy { u32 to; const u8* from; u32 n_bytes; };
 struct Meeting { int arrived = 0, generation = 0; };
+struct Barrier { u32 parity, n_arrivals, missing; bool pending; Copy copy; };
 struct Fiber {
   ucontext_t context;
   std::vector<u8> stack;
   bool done;
   std::vector<std::vector<Copy>> groups;  // copies that are not there yet, the last group still open
+  int cluster_generation;
 };
-static std::vector<Fiber> fibers;
+struct Block {
+  std::vector<u8> memory;  // while another block runs
+  std::vector<Barrier> barriers;  // by address over 8
+  std::vector<Fiber> fibers;
+  Meeting of_block, of_teams[32], of_warps[32];
+  u32 exchanged[32][2][32][6];  // [warp][parity][lane]: a warp can be one meeting ahead only
+};
+static std::vector<Block> blocks;  // of the cluster that runs
+static Block* block;
+static Meeting of_cluster;
 static ucontext_t scheduler;
 static int running;
 static std::mt19937 random_bits;
@@ -60,44 +72,51 @@ static Dim3 threadIdx, blockIdx, gridDim, blockDim;
 
 static void yield() {
   int self = running;
-  swapcontext(&fibers[self].context, &scheduler);
-  running = self;
-  threadIdx.x = self;
+  swapcontext(&block->fibers[self].context, &scheduler);
+}
+
+static bool arrive(Meeting& m, int n) {
+  moves++;
+  if (++m.arrived < n) return false;
+  m.arrived = 0;
+  m.generation++;
+  return true;
 }
 
 static void meet(Meeting& m, int n) {
   int generation = m.generation;
-  moves++;
-  if (++m.arrived == n) {
-    m.arrived = 0;
-    m.generation++;
-  } else {
+  if (!arrive(m, n))
     while (m.generation == generation) yield();
-  }
 }
-
-static Meeting of_block, of_teams[32], of_warps[32];
-static u32 exchanged[32][2][32][6];  // [warp][parity][lane]: a warp can be one meeting ahead only
 
 template <class F> static void meet_warp(F&& put) {
   int warp = threadIdx.x / 32;
-  put(exchanged[warp][of_warps[warp].generation % 2][threadIdx.x % 32]);
-  meet(of_warps[warp], 32);
+  put(block->exchanged[warp][block->of_warps[warp].generation % 2][threadIdx.x % 32]);
+  meet(block->of_warps[warp], 32);
 }
 static u32 (&what_was_put())[32][6] {
   int warp = threadIdx.x / 32;
-  return exchanged[warp][(of_warps[warp].generation + 1) % 2];
+  return block->exchanged[warp][(block->of_warps[warp].generation + 1) % 2];
 }
 
-static void __syncthreads() { meet(of_block, blockDim.x); }
+static void __syncthreads() { meet(block->of_block, blockDim.x); }
 static void __syncwarp() { meet_warp([](u32*) {}); }
 
-template <int N> static void wait_for_team(int team) { meet(of_teams[team], N); }
+template <int N> static void wait_for_team(int team) { meet(block->of_teams[team], N); }
+
+static void arrive_in_cluster() {
+  block->fibers[running].cluster_generation = of_cluster.generation;
+  arrive(of_cluster, (int)blocks.size() * blockDim.x);
+}
+static void wait_for_cluster() {
+  while (of_cluster.generation == block->fibers[running].cluster_generation) yield();
+}
 
 // ---- CUDA's own functions
 
 static u32 __float_as_uint(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 static float __uint_as_float(u32 u) { float f; memcpy(&f, &u, 4); return f; }
+static float rsqrtf(float x) { return 1.f / sqrtf(x); }
 static u32 __byte_perm(u32 a, u32 b, u32 selector) {
   u64 bytes = (u64)b << 32 | a;
   u32 d = 0;
@@ -172,6 +191,7 @@ template <class T> static T load_shared(u32 at) {
   memcpy(&v, memory + at, sizeof(T));
   return v;
 }
+static int add_shared(int* at, int value) { return (*at += value) - value; }
 static uint4 load_shared16(u32 at) { return load_shared<uint4>(at); }
 static uint2 load_shared8(u32 at) { return load_shared<uint2>(at); }
 static u32 load_shared4(u32 at) { return load_shared<u32>(at); }
@@ -183,46 +203,60 @@ static void make(const Copy& c) {
 }
 
 static void copy_async16(u32 to, const u8* from) {
-  auto& groups = fibers[running].groups;
+  auto& groups = block->fibers[running].groups;
   if (groups.empty()) groups.emplace_back();
   if (random_bits() % 2) make({to, from, 16});
   else groups.back().push_back({to, from, 16});
 }
 static void end_copy_group() {
-  auto& groups = fibers[running].groups;
+  auto& groups = block->fibers[running].groups;
   if (groups.empty()) groups.emplace_back();
   groups.emplace_back();
 }
 template <int PENDING> static void wait_for_copies() {
-  auto& groups = fibers[running].groups;
+  auto& groups = block->fibers[running].groups;
   while (groups.size() > PENDING + 1) {
     for (auto& c : groups.front()) make(c);
     groups.erase(groups.begin());
   }
 }
 
-struct Barrier { u32 parity; bool pending; Copy copy; };
-static std::vector<Barrier> barriers_at;  // by address over 8
-
-static void init_barrier(u32 barrier) { barriers_at[barrier / 8] = {0, false, {}}; }
+static Barrier& barrier_at(u32 address) { return block->barriers[address / 8]; }
+static void init_barrier(u32 barrier, u32 n_arrivals = 1) { barrier_at(barrier) = {0, n_arrivals, n_arrivals, false, {}}; }
 static void publish_barriers() {}
+static void complete(Barrier& b) {
+  if (b.missing || b.pending) return;
+  b.missing = b.n_arrivals;
+  b.parity ^= 1;
+  moves++;
+}
 static void land(Barrier& b) {
   make(b.copy);
   b.pending = false;
-  b.parity ^= 1;
+  complete(b);
+}
+static void arrive(u32 barrier) {
+  Barrier& b = barrier_at(barrier);
+  b.missing--;
+  complete(b);
 }
 template <int BYTES> static void copy_bulk(u32 to, const u8* from, u32 barrier) {
-  Barrier& b = barriers_at[barrier / 8];
+  Barrier& b = barrier_at(barrier);
   b.copy = {to, from, BYTES};
   b.pending = true;
+  b.missing--;
   if (random_bits() % 2) land(b);
 }
 static void wait_for_barrier(u32 barrier, u32 parity) {
-  Barrier& b = barriers_at[barrier / 8];
+  Barrier& b = barrier_at(barrier);
   while (b.parity == parity) {
     if (b.pending) land(b);
     else yield();
   }
+}
+
+template <class T> static void store_in_cluster(u32 at, u32 rank, T value) {
+  memcpy((block == &blocks[rank] ? memory : blocks[rank].memory.data()) + at, &value, sizeof(T));
 }
 
 static void launch_dependents() {}
@@ -234,47 +268,70 @@ static void (*kernel_of_fiber)();
 
 static void fiber_main() {
   kernel_of_fiber();
-  fibers[running].done = true;
+  block->fibers[running].done = true;
   moves++;
-  swapcontext(&fibers[running].context, &scheduler);
+  swapcontext(&block->fibers[running].context, &scheduler);
 }
 
-static void run_grid(int grid_x, int grid_y, int n_threads, int seed, void (*kernel)()) {
+static void prepare_block(Block& b, int n_threads) {
+  b.memory.assign(sizeof(memory), 0xFF);
+  b.barriers.assign(sizeof(memory) / 8, {0, 1, 1, false, {}});
+  b.of_block = {};
+  for (auto* meetings : {b.of_teams, b.of_warps}) std::fill(meetings, meetings + 32, Meeting{});
+  b.fibers.resize(n_threads);
+  for (auto& f : b.fibers) {
+    f.stack.resize(STACK_BYTES);
+    f.done = false;
+    f.groups.clear();
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = STACK_BYTES;
+    makecontext(&f.context, fiber_main, 0);
+  }
+}
+
+// One turn of each of the current block's fibers but those of the warp that stands still; whether all are done.
+static bool sweep(std::vector<int>& order, int still) {
+  bool all_done = true;
+  std::shuffle(order.begin(), order.end(), random_bits);
+  for (int i : order) {
+    Fiber& f = block->fibers[i];
+    if (f.done) continue;
+    all_done = false;
+    if (i / 32 == still) continue;
+    running = i;
+    threadIdx = {(u32)i, 0, 0};
+    swapcontext(&scheduler, &f.context);
+  }
+  return all_done;
+}
+
+static void run_grid(int grid_x, int grid_y, int n_threads, int seed, void (*kernel)(), int cluster = 1) {
   random_bits.seed(seed);
   kernel_of_fiber = kernel;
   gridDim = {(u32)grid_x, (u32)grid_y, 1};
   blockDim = {(u32)n_threads, 1, 1};
-  fibers.resize(n_threads);
+  blocks.resize(cluster);
   std::vector<int> order(n_threads);
   for (int i = 0; i < n_threads; i++) order[i] = i;
-  for (int block = 0; block < grid_x * grid_y; block++) {
-    blockIdx = {(u32)(block % grid_x), (u32)(block / grid_x), 0};
-    memset(memory, 0xFF, sizeof(memory));
-    barriers_at.assign(sizeof(memory) / 8, {0, false, {}});
-    of_block = {};
-    for (auto* meetings : {of_teams, of_warps}) std::fill(meetings, meetings + 32, Meeting{});
-    for (auto& f : fibers) {
-      f.stack.resize(STACK_BYTES);
-      f.done = false;
-      f.groups.clear();
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.data();
-      f.context.uc_stack.ss_size = STACK_BYTES;
-      makecontext(&f.context, fiber_main, 0);
-    }
+  for (int first = 0; first < grid_x * grid_y; first += cluster) {
+    of_cluster = {};
+    for (auto& b : blocks) prepare_block(b, n_threads);
     int still = 0, sweeps = 0;  // the warp that stands still, for how many sweeps over all fibers
     for (bool all_done = false; !all_done; sweeps--) {
       all_done = true;
       u64 before = moves;
       if (sweeps <= 0) still = random_bits() % (n_threads / 32), sweeps = random_bits() % 100;
-      std::shuffle(order.begin(), order.end(), random_bits);
-      for (int i : order) {
-        if (fibers[i].done) continue;
-        all_done = false;
-        if (i / 32 == still && sweeps > 0) continue;
-        running = i;
-        threadIdx = {(u32)i, 0, 0};
-        swapcontext(&scheduler, &fibers[i].context);
+      for (int i = 0; i < cluster; i++) {
+        block = &blocks[i];
+        blockIdx = {(u32)((first + i) % grid_x), (u32)((first + i) / grid_x), 0};
+        memcpy(memory, block->memory.data(), sizeof(memory));
+        u64 at_begin;
+        do {
+          at_begin = moves;
+          all_done &= sweep(order, sweeps > 0 ? still : -1);
+        } while (cluster > 1 && moves != at_begin && random_bits() % 64);
+        memcpy(block->memory.data(), memory, sizeof(memory));
       }
       if (!all_done && moves == before && sweeps <= 0) {
         fprintf(stderr, "deadlock in block (%u, %u)\n", blockIdx.x, blockIdx.y);

@@ -1,0 +1,35 @@
+"""What a device offers the kernels, and what they are compiled with for a dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {torch.bfloat16: (), torch.float16: ("FLOAT16_ACTIVATIONS",)}
+"""dtype of the activations -> what the kernels are compiled with."""
+CLUSTER_CAPABILITIES = (9, 10)
+"""Major capabilities of GPUs whose blocks work in clusters."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """A device's multiprocessors, and bytes of shared memory of each and of one block."""
+
+    n_processors: int
+    shared_bytes: int
+    block_shared_bytes: int
+    clusters: bool
+    """Whether blocks of a cluster reach each other's."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> SharedMemory:
+        found = torch.cuda.get_device_properties(device)
+        block = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stub
+        clusters = found.major in CLUSTER_CAPABILITIES
+        return cls(found.multi_processor_count, found.shared_memory_per_multiprocessor, block, clusters)
+
+
+def eight_rows_bytes(kind: str) -> int:
+    """Shared bytes of a chunk of eight rows: numbers, their factors and, for some quant types, sums (rows.cuh)."""
+    return 4096 + 32 + (256 if kind in ("Q4_K", "Q5_K") else 0)

@@ -1,0 +1,56 @@
+"""The gated delta net in CUDA C++ against the daemon's torch block, on an NVIDIA GPU whose blocks work in clusters."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.delta_layers import DEVICE, Layer, form_of, one_by_one, only_last
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available()
+        or bool(torch.version.hip)
+        or torch.cuda.get_device_capability()[0] not in (9, 10),
+        reason="needs an NVIDIA GPU of sm_90 or sm_100",
+    ),
+]
+
+from daemons.ops.cuda.delta_net import CudaDeltaNet  # noqa: E402
+
+
+def kernel_of(a: Layer, dtype: torch.dtype) -> CudaDeltaNet:
+    major, minor = torch.cuda.get_device_capability()
+    return CudaDeltaNet(a.params, torch.device("cuda", 0), dtype, f"sm_{major}{minor}")
+
+
+def run(kernel: CudaDeltaNet, a: Layer, y: Tensor, ids: list[int], kept: Tensor | None = None) -> Tensor:
+    rows = only_last(ids, len(y) // len(ids)) if kept is None else kept
+    return kernel(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), rows, a.params)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n_key", "n_value"), [(16, 48), (16, 32), (4, 4)])
+@pytest.mark.parametrize(("n", "ids"), [(1, [3]), (1, [6, 1, 4, 0, 3]), (3, [1, 0]), (16, [5])])
+def test_outputs_and_states_are_those_of_the_torch_form(n_key, n_value, n, ids, dtype):
+    a = Layer.random(n_key, n_value, 128, 4, (0.1, 8.0), 7)
+    y = a.inputs(n * len(ids)).to(dtype)
+    a.check(partial(run, kernel_of(a, dtype), a), y, ids, one_by_one(a.net), form_of(a.net))
+
+
+def test_several_tokens_give_the_bits_of_single_ones():
+    a = Layer.random(16, 48, 128, 4, (0.1, 8.0), 6)
+    b, y, kernel = a.twin(), a.inputs(4).bfloat16(), kernel_of(a, torch.bfloat16)
+    found = run(kernel, a, y, [2], torch.tensor([[5, 2, 1, 4]], device=DEVICE))
+    rows, at = [], 2
+    for i, target in enumerate((5, 3, 1, 4)):
+        rows.append(run(kernel, b, y[i : i + 1], [at], torch.tensor([[target]], device=DEVICE)))
+        at = target
+    assert torch.equal(found, torch.cat(rows))
+    for ours, theirs in ((5, 5), (2, 3), (1, 1), (4, 4)):
+        assert torch.equal(a.states[ours], b.states[theirs])
+        assert torch.equal(a.conv_states[ours], b.conv_states[theirs])
