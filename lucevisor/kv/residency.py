@@ -123,5 +123,11 @@ class Residency:
         return [entry for entry in movable if entry not in best], [entry for entry in out if entry in best]
 
 
+def with_neighbours(scores: Sequence[float]) -> list[float]:
+    """Return the scores of pages, each at least half of its neighbours': what begins on one may end on the next."""
+    around = [0.0, *scores, 0.0]
+    return [max(score, a / 2, b / 2) for a, score, b in zip(around, scores, around[2:], strict=False)]
+
+
 def _score(scores: Sequence[float], entry: int) -> float:
     return scores[entry] if entry < len(scores) else _UNRANKED
