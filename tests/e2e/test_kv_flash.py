@@ -166,7 +166,7 @@ async def test_a_small_model_chooses_the_pages_of_a_prompt(tmp_path: Path) -> No
     extra = SCORED.format(folder=DEMO_FOLDER)
     config = write_config(tmp_path, DEMO, {"left": 1, "right": 1}, ["0-4", "4-8"], extra)
     fact = "The secret number of the harbor is"
-    text = f"{text_of(150, 1)}. {fact} 73935. {text_of(300, 2)} {fact} "
+    text = f"{text_of(60, 1)}. {fact} 73935. {text_of(400, 2)} {fact} "
     prompt, said = [*TEXTS.encode(text)[:796], *TEXTS.encode(fact)[-4:]], list[list[float]]()
     async with running(config, tmp_path) as service:
         assert service.engine is not None
