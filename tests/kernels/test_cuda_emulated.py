@@ -155,11 +155,11 @@ def test_several_rows(kind, n_rows, copies, library):
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_rows", "cluster", "side", "teams"), [("Q4_K", 30, 2, 2, 2), ("Q6_K", 9, 1, 3, 2), ("Q8_0", 20, 2, 3, 1)]
+    ("kind", "n_rows", "cluster", "side", "teams"), [("Q4_K", 12, 2, 1, 2), ("Q6_K", 9, 1, 3, 2), ("Q8_0", 20, 2, 3, 1)]
 )
 def test_streamed_rows(kind, n_rows, cluster, side, teams, library):
     """Blocks whose last tiles do not exist, teams and blocks with fewer chunks than others."""
-    n, k, eights = 40, 1280, -(-n_rows // 8)
+    n, k, eights = 24, 1280, -(-n_rows // 8)
     shape = StreamedShape(eights, side, teams, cluster, 2, 3, 0, 0)
     packed, numbers = matrix(kind, n, k)
     x = torch.randn(n_rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
