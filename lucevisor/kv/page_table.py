@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.residency import PagedOut, Residency, with_neighbours
+from lucevisor.kv.residency import PagedOut, Residency, remembered, with_neighbours
 from lucevisor.model.pages import first_visible_page, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
@@ -201,7 +201,7 @@ class PageTable:
 
     def rank(self, scores: Sequence[float]) -> None:
         """Note how much the last queries attend to the first entries of ``full``."""
-        self._scores, self._is_ranked = with_neighbours(scores), True
+        self._scores, self._is_ranked = remembered(self._scores, with_neighbours(scores)), True
 
     @property
     def ranks_next(self) -> bool:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_host_pages, max_resident_chunk, pages_of
 from lucevisor.model.values import PAGE_TOKENS
 
+FADING: Final = 0.8  # what a score is worth at the next ranking
 _UNRANKED = float("inf")  # pages that were not there when pages were ranked are the newest
 
 
@@ -127,6 +129,12 @@ def with_neighbours(scores: Sequence[float]) -> list[float]:
     """Return the scores of pages, each at least half of its neighbours': what begins on one may end on the next."""
     around = [0.0, *scores, 0.0]
     return [max(score, a / 2, b / 2) for a, score, b in zip(around, scores, around[2:], strict=False)]
+
+
+def remembered(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    """Return scores of which those of earlier rankings fade: one decode's query does not undo what a question asked."""
+    n = min(len(before), len(now))
+    return [max(new, FADING * old) for old, new in zip(before, now, strict=False)] + [*now[n:], *before[n:]]
 
 
 def _score(scores: Sequence[float], entry: int) -> float:

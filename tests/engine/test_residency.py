@@ -19,7 +19,7 @@ from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationR
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.errors import ScoringError
 from lucevisor.kv.prefix_records import PrefixSettings
-from lucevisor.kv.residency import Residency, with_neighbours
+from lucevisor.kv.residency import Residency, remembered, with_neighbours
 from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -417,6 +417,8 @@ async def test_a_small_model_ranks_the_pages_of_prompts(error: Exception) -> Non
 def test_neighbours_of_a_page_that_matters_stay_with_it() -> None:
     assert with_neighbours([0.0, 0.1, 0.8, 0.0, 0.3]) == [0.05, 0.4, 0.8, 0.4, 0.3]
     assert with_neighbours([]) == []
+    assert remembered([1.0, 0.1], [0.2, 0.3, 0.4]) == [0.8, 0.3, 0.4]
+    assert remembered([1.0, 0.1], []) == [1.0, 0.1]
     out, back = Residency(8, "qk").swap(
         [0, 5, 6, 7, 8, 9, 10, 11], [1, 2, 3, 4], with_neighbours([0.1] * 2 + [0.9] + [0.1] * 7)
     )
