@@ -81,6 +81,31 @@ async def test_sequences_with_pages_paged_out_are_computed_again() -> None:
     assert (len(tokens), finished.reason) == (20, "length")
 
 
+async def test_a_loss_that_delivers_results_does_not_go_on_with_an_earlier_rebuild() -> None:
+    """The second stage has a new daemon when the first is lost, whose answer to a step that passed all stages was not
+    heard: now that step ends, all others wait, and a rebuild by daemons of the earlier loss must not begin."""
+    n_delivered = 0
+    for n_told in range(8, 20):
+        toy = ready(3)
+        one = request("a", range(100), n=60)
+        handle = toy.engine.submit(one)
+        while toy.engine.statistics().generated_tokens < n_told:
+            toy.work(0)
+        toy.work_without(toy.links[0])
+        assert toy.crash(1)
+        toy.come_back()
+        toy.work_without(toy.links[0])
+        before = len(toy.steps)
+        assert toy.crash(0)
+        n_delivered += len(toy.steps) > before
+        toy.daemons.remove(toy.links[1])  # it is to be reset
+        toy.come_back()
+        toy.run()
+        assert told(await events_of(handle))[0] == toy.alone(one)
+        assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
+    assert n_delivered
+
+
 @pytest.mark.parametrize("lost", [0, 1, 2])
 @pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
 @pytest.mark.parametrize("n_host", [0, 8])
