@@ -113,6 +113,29 @@ async def test_a_daemon_killed_while_it_saves_leaves_no_file_and_nothing_wrong(g
         assert (answer, finished.usage.cached_tokens > 200) == (expected, True)
 
 
+@pytest.mark.parametrize("on", [True, False])
+async def test_a_conversation_that_rests_while_a_daemon_is_lost_comes_back_when_it_is_asked_for(
+    on: bool, tmp_path: Path
+) -> None:
+    """From its file, if it has one; else it is computed again."""
+    place = Place(MODELS["qwen35"], tmp_path)
+    async with running(place.config(on=on), place.directory) as service:
+        expected, _ = await ask(service, PROMPT, [])
+        other, _ = await ask(service, [9, *PROMPT], [])
+        if on:
+            await snapshots_of(service).save_all(60.0)
+        asking = asyncio.create_task(ask(service, [9, *PROMPT], []))
+        await until(lambda: service.engine.statistics().running > 0 or asking.done())
+        os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
+        assert (await asking)[0] == other
+        await until(lambda: service.state == "ready" and service.engine.ready)
+        answer, finished = await ask(service, PROMPT, [])
+        assert answer == expected
+        assert (finished.usage.cached_tokens > 200) == on
+        again, finished = await ask(service, PROMPT, [])
+        assert (again, finished.usage.cached_tokens > 200) == (expected, True)
+
+
 def kill_at(service: Service, what: str, group: str) -> None:
     """Kill a daemon at the moment the next transfer of a kind was sent."""
     shards = snapshots_of(service).shards

@@ -164,6 +164,47 @@ async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() 
     assert (tokens, finished.usage.cached_tokens) == (toy.alone(more), 150)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([HYBRID, frozenset({Space.FULL}), ALL_SPACES]), st.sampled_from([100, 6]))
+def test_conversations_that_rest_at_a_loss_go_on_with_the_same_tokens(
+    data: st.DataObject, spaces: frozenset[Space], pages: int
+) -> None:
+    """Whether what they share with a running one came back or they are computed again, alone or beside each other."""
+    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+    n_states = 16 if Space.RECURRENT in spaces else 0
+    window = (70, 24) if Space.WINDOW in spaces else (None, 0)
+    bounds = limits(spaces=spaces, prefix=prefix, window_tokens=window[0], pools=PoolSizes(40, window[1], n_states))
+    toy = ToyEngine(bounds, n_stages=2, hold_s=60.0, journal_pages=pages)
+    toy.attach()
+    lengths, n_common = st.integers(20, 150), data.draw(st.integers(0, 190))
+    texts = [[*range(n_common), *range(300 + 200 * i, 300 + 200 * i + data.draw(lengths))] for i in range(3)]
+    first = [toy.engine.submit(request(f"r{i}", text, n=3)) for i, text in enumerate(texts[1:])]
+    toy.run()
+    turns = [[*text, *told(asyncio.run(events_of(one)))[0], 7] for text, one in zip(texts[1:], first, strict=True)]
+    one = request("a", texts[0], n=40)
+    handles = {"a": toy.engine.submit(one)}
+    for i in range(data.draw(st.integers(0, 60))):
+        toy.work(i)
+    asked = [one, *(request(f"t{i}", text, n=5) for i, text in enumerate(turns))]
+    n_waiting = data.draw(st.integers(0, 2))  # asked for before the daemon is back
+    toy.crash(data.draw(st.integers(0, 1)))
+    handles |= {later.request_id: toy.engine.submit(later) for later in asked[1 : 1 + n_waiting]}
+    toy.come_back()
+    for _ in range(1000):
+        if not toy.work(0):
+            break
+    if not toy.engine.ready:
+        event("computed again by all")
+        toy.attach()
+    handles |= {later.request_id: toy.engine.submit(later) for later in asked[1 + n_waiting :]}
+    toy.run()
+    assert asyncio.run(check_answers(toy, asked, handles)) == ["length"] * 3
+    for name in ("t0", "t1"):
+        finished = handles[name].finished
+        assert finished is not None
+        assert finished.usage.cached_tokens <= n_common  # the bytes of all that was its own are gone
+
+
 class Crashes(Play):
     """A scenario in which a daemon dies where others lose the pipeline, and returns some actions later."""
 
