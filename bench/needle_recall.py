@@ -1,6 +1,6 @@
 """Which KV Flash policies find a fact in the middle of a long prompt?  The demo model's answers, through the service.
 
-    python bench/needle_recall.py [--tokens 3968] [--count 8] [--pools 1024 512] [--save]
+    python bench/needle_recall.py [--count 8] [--pools 1024 512] [--policies lru qk drafter exact] [--save]
 
 Source code of Python's standard library, "The secret number of harbor is 73935." at 10, 50 or 90 % of it, and the
 question "What is the secret number of harbor?" at its end, as a chat.  Its names and numbers were not trained on.  All
@@ -25,6 +25,7 @@ import structlog
 from demo_drafts import answer
 from services import DEMO, ROOT, running
 
+from lucevisor.app.compression import make_page_scorer
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ DEPTHS = (0.1, 0.5, 0.9)
 WORDS = ["apple", "river", "stone", "cloud", "garden", "silver", "window", "candle", "forest", "orange", "rocket",
          "pencil", "mirror", "basket", "violin", "harbor", "meadow", "lantern", "copper", "marble", "ribbon", "saddle",
          "tunnel", "velvet", "walnut", "island", "hammer"]  # fmt: skip
+SCORER = ROOT / "etc" / "demo" / "demo-scorer-q8_0.gguf"
 USER = [8183, 328, 198]  # <|im_start|>user
 ASSISTANT = [8184, 198, 8183, 320, 198, 8186, 284, 8187, 284]  # <|im_end|>, <|im_start|>assistant, no thoughts
 
@@ -66,6 +68,10 @@ async def score(asked, texts, settings, options):
         )
         right, told = dict.fromkeys(DEPTHS, 0), []
         async with running(path, folder) as service:
+            if service.config.kvflash.policy == "drafter":
+                while not service.deployment.scoring.attached:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.05)
+                service.engine.relevance.score = make_page_scorer(service.config, service.model, service, texts)
             for i, (depth, ids, number) in enumerate(asked):
                 tokens, _ = await answer(service, f"n{i}", ids, 32)
                 told.append(texts.decode(tokens))
@@ -77,9 +83,11 @@ async def measure(options):
     texts = Tokenizer.from_gguf(open_model([DEMO]).metadata)
     asked = list(prompts(texts, options.tokens, options.count, options.seed))
     rows = []
-    policies = [("all pages", 0)] + [(policy, pool) for pool in options.pools for policy in ("lru", "qk", "exact")]
+    policies = [("all pages", 0)] + [(policy, pool) for pool in options.pools for policy in options.policies]
     for policy, pool in policies:
         settings = f'[kvflash]\npool_tokens = {pool}\npolicy = "{policy}"\n' if pool else ""
+        if policy == "drafter":
+            settings += f'[pflash]\npath = "{SCORER}"\ndevice = "main:0"\n'
         right, told = await score(asked, texts, settings, options)
         share = round(sum(right.values()) / len(asked), 4)
         rows.append({"policy": policy, "pool_tokens": pool or None, "right": sum(right.values()), "share": share,
@@ -94,6 +102,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=3968)
     parser.add_argument("--count", type=int, default=8, help="prompts of each depth")
     parser.add_argument("--pools", type=int, nargs="+", default=[1024, 512])
+    parser.add_argument("--policies", nargs="+", default=["lru", "qk", "drafter", "exact"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="write bench/results/needle-recall-demo.json")

@@ -16,6 +16,7 @@ HOT_TURNS: Final = 2
 MIN_PART_TOKENS: Final = 256
 """Shorter parts stay whole: shortening them saves little."""
 _HEADER_TOKENS: Final = 8
+_ROLE_TOKENS: Final = 2
 _SHORTENED: Final = frozenset({"user", "tool"})
 
 
@@ -63,6 +64,21 @@ def question_end(ids: Sequence[int], turn_ends: Sequence[int], texts: TokenTexts
     while end and turn_ends and (texts.is_marker(ids[end - 1]) or texts.token_bytes(ids[end - 1]).isspace()):
         end -= 1
     return end
+
+
+def last_words_end(ids: Sequence[int], texts: TokenTexts) -> int:
+    """Return where the last words of a prompt end whose turns are not known: before what a template adds, which is
+    markers, blanks and at most _ROLE_TOKENS other tokens between two markers.  The whole length if there is no more.
+    """
+    end = n_words = 0
+    for at in range(len(ids) - 1, -1, -1):
+        if texts.is_marker(ids[at]):
+            end = n_words = 0
+        elif not texts.token_bytes(ids[at]).isspace():
+            end, n_words = end or at + 1, n_words + 1
+            if n_words > _ROLE_TOKENS:
+                return end
+    return len(ids)
 
 
 def roles_of_turns(roles: Sequence[str], n_turns: int) -> list[str] | None:

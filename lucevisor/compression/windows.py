@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from lucevisor.compression.alignment import aligned
+from lucevisor.compression.parts import last_words_end
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -18,8 +19,6 @@ QUESTION_TOKENS: Final = 96
 """The end of what is asked, which goes behind each window."""
 QUERY_TOKENS: Final = 8
 """Its last tokens, whose attention is the score."""
-PAGE_QUERY_TOKENS: Final = 32
-"""The same for pages, where a chat's question ends with the words that open the answer."""
 
 
 class Scorer(Protocol):
@@ -71,13 +70,14 @@ class Windows:
         return await asyncio.to_thread(align)
 
     async def page_scores(self, tokens: Sequence[int]) -> list[float]:
-        """Return the relevance of each whole page of a text to its last tokens: that of its tokens together.
+        """Return the relevance of each whole page of a text to its last words: that of its tokens together.
 
         Pages of the question itself have none.  Raises ScoringError.
         """
-        question = [*tokens[-QUESTION_TOKENS:]]
-        scores = await self.scores([*tokens[: len(tokens) - len(question)]], question, PAGE_QUERY_TOKENS)
-        scores += [0.0] * len(question)
+        end = last_words_end(tokens, self.tokenizer)
+        start = max(0, end - QUESTION_TOKENS)
+        scores = await self.scores([*tokens[:start]], [*tokens[start:end]])
+        scores += [0.0] * (len(tokens) - start)
         n_pages = len(tokens) // PAGE_TOKENS
         return [sum(scores[start : start + PAGE_TOKENS]) for start in range(0, n_pages * PAGE_TOKENS, PAGE_TOKENS)]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.parts import MIN_PART_TOKENS, Part, parts_of, question_end, roles_of_turns
+from lucevisor.compression.parts import MIN_PART_TOKENS, Part, last_words_end, parts_of, question_end, roles_of_turns
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -77,6 +77,23 @@ def test_the_question_ends_before_what_the_template_adds(template, texts):
     assert texts.decode(ids[: question_end(ids, ends, texts)]).endswith("What now?")
     raw = texts.encode(LONG + "\n")
     assert question_end(raw, [], texts) == len(raw)
+
+
+@pytest.mark.parametrize("last", ["What now?", "Why?", LONG + "Tell me, please.\n"])
+@pytest.mark.parametrize(
+    "earlier", [[], [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]]
+)
+def test_the_last_words_of_a_chat_end_before_what_the_template_adds(template, texts, earlier, last):
+    ids, _, _ = encoded(template, texts, [*earlier, {"role": "user", "content": last}])
+    assert len(ids) > last_words_end(ids, texts)
+    assert texts.decode(ids[: last_words_end(ids, texts)]).rstrip().endswith(last.rstrip())
+
+
+def test_the_last_words_of_a_text_without_turns_are_its_last_ones(texts):
+    ids = texts.encode(LONG)
+    assert last_words_end([*ids, *texts.encode("\n\n")], texts) == len(ids) - texts.decode(ids[-1:]).isspace()
+    blank = texts.encode("\n\n")
+    assert last_words_end(blank, texts) == len(blank), "nothing but blanks: they are all there is"
 
 
 @given(
