@@ -366,9 +366,9 @@ def test_the_directory_is_private(tmp_path):
 
 def test_an_unusable_directory_names_the_key(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cache\.dir .*EEXIST"):
+    with pytest.raises(ConfigError, match=r"cache\.dir = .*: is a file, not a directory"):
         made_store(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"cache\.dir .*ENOTDIR"):
+    with pytest.raises(ConfigError, match=r"cache\.dir = .*: cannot be made: Not a directory"):
         made_store(tmp_path / "file" / "below")
 
 
