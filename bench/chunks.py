@@ -22,6 +22,7 @@ from pathlib import Path
 
 import structlog
 from full_size import conditions, write_config
+from services import Observer
 
 from lucevisor.app.bench_cases import Case
 from lucevisor.app.benchmark import generate, tokens_per_s
@@ -34,19 +35,6 @@ N_SHORT, SHORT, ANSWER = 4, 64, 16
 PAUSE_S = 2.0
 N_LONG, LONG = 2, 4000
 WARM_S = 3.0
-
-
-class Observer:
-    """Wants to know nothing."""
-
-    def state(self, group, state, reason):
-        pass
-
-    def progress(self, group, progress):
-        pass
-
-    def ready(self, service):
-        pass
 
 
 class Client:

@@ -15,19 +15,17 @@ import asyncio
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from full_size import conditions
+from full_size import conditions, write_config
 from make_gguf import SHAPES, write
 from services import Observer
 
 from lucevisor.app import logs
 from lucevisor.app.bench_cases import Case
 from lucevisor.app.benchmark import tokens_per_s
-from lucevisor.config import load
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
@@ -35,20 +33,16 @@ from lucevisor.model.families import open_spec
 ROOT = Path(__file__).parents[1]
 
 
-def configuration(path, options, devices):
+def configured(path, options, devices):
     """One group for each device, an even split."""
-    lines = ["[model]", f"path = {json.dumps(str(options.file))}"]
-    for i, device in enumerate(devices):
-        backend, index = device.split(":")
-        lines += [f"[groups.g{i}]", f'backend = "{backend}"', f"python = {json.dumps(sys.executable)}"]
-        lines += ["threads = 1"] if backend == "cpu" else [f'visible_devices = ["{index}"]']
-    names = [f"g{i}:0" for i in range(len(devices))]
-    lines += ["[placement]", f"target_devices = {json.dumps(names)}", f"target_layer_split = {[1.0] * len(names)}"]
-    n_sequences = max(8, *options.streams)
-    lines += ["[engine]", f"max_context = {options.prompt + 512}", f"max_sequences = {n_sequences}"]
-    lines += [f"pages = {(options.prompt + 512) // 64 + 16 * n_sequences}", f"prefill_chunk = {options.chunk}"]
-    lines += ["[cache]", "prefix_slots = 0", "[draft]", 'kind = "off"']
-    path.write_text("\n".join(lines) + "\n")
+    n_sequences, context = max(8, *options.streams), options.prompt + 512
+    settings = [
+        f"engine.max_context={context}",
+        f"engine.max_sequences={n_sequences}",
+        f"engine.prefill_chunk={options.chunk}",
+    ]
+    settings += [f"engine.pages={context // 64 + 16 * n_sequences}", "cache.prefix_slots=0", "draft.kind=off"]
+    return write_config(path, options.file, devices, settings)
 
 
 async def measure(options, devices):
@@ -56,10 +50,9 @@ async def measure(options, devices):
     counts = sorted({*options.streams, *(max(1, n // 2) for n in options.streams)})
     found = {"streams": {n: [] for n in counts}, "prompt_s": [], "hop_s": []}
     with tempfile.TemporaryDirectory(prefix="groups-") as directory:
-        config = Path(directory) / "groups.toml"
-        configuration(config, options, devices)
+        config = configured(Path(directory) / "groups.toml", options, devices)
         model = ServedModel(open_spec(options.file), (options.file,), options.shape)
-        service = Service(load(config), model, Path(directory), Observer())
+        service = Service(config, model, Path(directory), Observer())
         try:
             await service.start()
             if not await service.wait_ready(600.0):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import structlog
 from make_gguf import SHAPES, write
+from services import Observer
 
 from lucevisor.config import load
 from lucevisor.deployment.served_model import ServedModel
@@ -51,17 +52,6 @@ kind = "off"
 [server]
 port = 0
 """
-
-
-class Silent:
-    def state(self, group, state, reason):
-        pass
-
-    def progress(self, group, progress):
-        pass
-
-    def ready(self, service):
-        pass
 
 
 def configured(options, policy, path):
@@ -114,7 +104,7 @@ async def decode(service, options, context):
 async def measured(options, policy, directory):
     config = configured(options, policy, directory / f"{policy}.toml")
     spec = open_spec(options.model.resolve())
-    service = Service(config, ServedModel(spec, (options.model.resolve(),), options.shape), directory, Silent())
+    service = Service(config, ServedModel(spec, (options.model.resolve(),), options.shape), directory, Observer())
     began, rows = time.perf_counter(), []
     try:
         await service.start()

@@ -268,11 +268,11 @@ class WeightLoader:
         tensor = chunk.tensor
         try:
             found = dequantise(tensor.kind, raw, dtype)
-            return found if found.shape[1] == chunk.width else found.narrow(1, _leading(chunk), chunk.width)
-        except (NotImplementedError, KeyError, ValueError) as error:
+        except (NotImplementedError, KeyError, ValueError) as error:  # what gguf-py raises for types it does not know
             where = f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}"
             reason = f"its type {tensor.kind.name} is not supported ({error})"
             raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
+        return found if found.shape[1] == chunk.width else found.narrow(1, _leading(chunk), chunk.width)
 
     def _tensor_chunks(self, rows: list[Rows]) -> list[TensorChunk]:
         out: list[TensorChunk] = []
