@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -118,9 +120,12 @@ async def test_no_json(preprocessor):
 
 
 def children() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children() if "lucevisor.api.prompts.worker" in " ".join(child.cmdline())
-    ]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it is being reaped
+            if "lucevisor.api.prompts.worker" in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def test_no_process_before_a_long_body_and_none_after_the_end(start):
@@ -133,18 +138,33 @@ async def test_no_process_before_a_long_body_and_none_after_the_end(start):
     assert not process.is_running()
 
 
-async def test_a_process_that_is_killed_costs_one_request(start):
+async def ask_and_kill(client: Any, n: int) -> tuple[int, Any]:
+    """Ask, and kill the workers that get the body, ``n`` one after the other."""
+    asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
+    killed: set[int] = set()
+    while len(killed) < n:
+        await until(lambda: [child for child in children() if child.pid not in killed])
+        process = next(child for child in children() if child.pid not in killed)
+        process.suspend()
+        await until(lambda: client.rig.ports.preprocessor._jobs)
+        process.kill()
+        killed.add(process.pid)
+    return await asked
+
+
+async def test_a_process_that_is_killed_costs_no_request(start):
     client = await start()
     await client.chat(user="x" * INLINE_BYTES)
-    (process,) = children()
-    process.suspend()
-    asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
-    await until(lambda: client.rig.ports.preprocessor._jobs)
-    process.kill()
-    status, answer = await asked
-    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+    assert (await ask_and_kill(client, 1))[0] == 200
+
+
+async def test_processes_that_are_killed_again_and_again_cost_one_request(start):
+    client = await start()
+    await client.chat(user="x" * INLINE_BYTES)
+    status, answer = await ask_and_kill(client, 2)
+    assert (status, answer["error"]["code"]) == (503, "not_ready")
+    assert "ended with SIGKILL; try again later" in answer["error"]["message"]
     assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
-    assert not process.is_running()
 
 
 async def test_too_long_to_read(start):

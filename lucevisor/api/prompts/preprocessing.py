@@ -2,7 +2,8 @@
 
 Decoding 16 MB of JSON holds the GIL for seconds in any thread, and templates and pre-tokenizers take as long as their
 input demands.  So the raw body goes to a worker, and what comes back is bounded: an error, a short response, or token
-ids that fit the context.  A worker that exceeds its memory or time is killed, and its request rejected.
+ids that fit the context.  A worker that exceeds its memory or time is killed, and its request rejected; one that dies
+otherwise (the kernel is out of memory, an operator's signal) costs no request: another worker gets the body once.
 Knows processes and their protocol, no endpoint; worker.py is the other end.
 Invariant: a worker has one body at a time; bodies up to SHORT_BYTES never wait for longer ones only.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -40,6 +42,10 @@ REPLY: Final = struct.Struct("!BQ")
 
 KINDS: Final[tuple[BodyKind, ...]] = get_args(BodyKind)
 READY, PREPARED, ANSWER, REFUSED, DEFECT = range(5)
+
+OUT_OF_MEMORY: Final = 75
+"""Exit code of a worker whose body takes more memory than its limit."""
+_TOO_LITTLE_MEMORY: Final = (OUT_OF_MEMORY, -signal.SIGABRT)  # native code aborts when an allocation fails
 
 _PART_BYTES: Final = 256 * 1024  # of a long answer: 10 MB in one piece take 10 ms to copy
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
@@ -196,6 +202,31 @@ class Preprocessor:
         self, index: int, kind: BodyKind, body: Sequence[bytes], size: int, ports: Ports
     ) -> PreparedRequest | EncodedResponse:
         try:
+            try:
+                return await self._run_once(index, kind, body, size, ports)
+            except WorkerLost as lost:
+                log.warning("preprocessing worker died", reason=str(lost), body_bytes=size, next="another one")
+                return await self._run_once(index, kind, body, size, ports)
+        except WorkerLost as lost:
+            log.error("preprocessing worker died", reason=str(lost), body_bytes=size)
+            message = f"two processes in a row that prepared this request were lost: {lost}; try again later"
+            raise unavailable(message, ports.settings.retry_after_s, "not_ready") from None
+        except OSError as error:  # no memory or descriptors for another worker
+            await self._drop(index)
+            log.error("preprocessing worker failed to start", reason=str(error))
+            message = f"long requests cannot be processed now: {error.strerror}; try again later"
+            raise unavailable(message, ports.settings.retry_after_s, "not_ready") from None
+        except asyncio.CancelledError:
+            await self._drop(index)
+            raise
+        finally:
+            self._release(index)
+
+    async def _run_once(
+        self, index: int, kind: BodyKind, body: Sequence[bytes], size: int, ports: Ports
+    ) -> PreparedRequest | EncodedResponse:
+        """Raises WorkerLost when the worker died of something else than its limits."""
+        try:
             worker = await self._ready(index, ports)
             async with asyncio.timeout(ports.settings.preprocess_timeout_s):
                 return await worker.run(kind, body, size, ports.max_prompt)
@@ -203,23 +234,12 @@ class Preprocessor:
             await self._drop(index)
             raise _too_much(f"{ports.settings.preprocess_timeout_s:g} s") from None
         except WorkerLost as lost:
-            await self._drop(index)
-            log.warning("preprocessing worker died", reason=str(lost), body_bytes=size)
-            raise _too_much(f"{ports.settings.preprocess_memory_bytes >> 20} MiB of memory") from None
-        except OSError as error:  # no memory or descriptors for another worker
-            await self._drop(index)
-            log.error("preprocessing worker failed to start", reason=str(error))
-            raise ApiError(
-                503,
-                f"long requests cannot be processed now: {error.strerror}; try again later",
-                code="not_ready",
-                headers={"Retry-After": str(ports.settings.retry_after_s)},
-            ) from None
-        except asyncio.CancelledError:
-            await self._drop(index)
-            raise
-        finally:
-            self._release(index)
+            status = await self._drop(index)
+            if status in _TOO_LITTLE_MEMORY:
+                log.warning("preprocessing worker died", reason="its memory", body_bytes=size)
+                raise _too_much(f"{ports.settings.preprocess_memory_bytes >> 20} MiB of memory") from None
+            how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
+            raise WorkerLost(f"{lost} with {how}") from None
 
     async def _ready(self, index: int, ports: Ports) -> _Worker:
         if self._closed:
@@ -232,10 +252,10 @@ class Preprocessor:
             await process.begin()
         return process
 
-    async def _drop(self, index: int) -> None:
+    async def _drop(self, index: int) -> int:
+        """End the worker; return its exit status, 0 without one."""
         process, self._workers[index] = self._workers[index], None
-        if process is not None:
-            await process.end()
+        return 0 if process is None else await process.end()
 
     def _setup_of(self, ports: Ports) -> Setup:
         return Setup(
@@ -305,14 +325,14 @@ class _Worker:
             raise ApiError(told.status, told.message, code=told.code, param=told.param, headers=told.headers)
         raise RuntimeError(f"a preprocessing worker failed:\n{record.decode(errors='replace')}")
 
-    async def end(self) -> None:
-        """Kill and reap the process."""
+    async def end(self) -> int:
+        """Kill and reap the process; return its exit status, which a kill does not change if it has ended already."""
         if self._socket is not None:
             self._socket.close()
         if self._writer is not None:
             self._writer.transport.abort()
         self._process.kill()
-        await asyncio.to_thread(self._process.wait)  # freeing a gigabyte takes a while
+        return await asyncio.to_thread(self._process.wait)  # freeing a gigabyte takes a while
 
     async def _reply(self) -> tuple[int, list[bytes]]:
         outcome, length = REPLY.unpack(await self._exactly(REPLY.size))

@@ -32,6 +32,7 @@ from lucevisor.api.prompts.preprocessing import (
     DEFECT,
     JOB,
     KINDS,
+    OUT_OF_MEMORY,
     PREPARED,
     READY,
     REFUSED,
@@ -92,7 +93,7 @@ def _reply(
         )
         return _framed(REFUSED, msgspec.msgpack.encode(refusal))
     except MemoryError:
-        os._exit(1)  # too little may be left to report it; the server sees the exit
+        os._exit(OUT_OF_MEMORY)  # too little may be left to report it
     except Exception:  # last resort: the server logs the bug
         return _framed(DEFECT, traceback.format_exc().encode())
     if isinstance(read, bytes):
