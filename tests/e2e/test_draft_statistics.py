@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -44,6 +45,16 @@ def metrics(cli: Cli) -> dict[str, float]:
     return dict(found)
 
 
+def at_rest(cli: Cli) -> tuple[dict[str, Any], dict[str, float]]:
+    """Statistics and counters of one moment: a draft may still be on its way when its request has ended."""
+    for _ in range(100):
+        told, counted = cli.status()["draft"], metrics(cli)
+        if cli.status()["draft"] == told:
+            return told, counted
+        time.sleep(0.05)
+    raise AssertionError("statistics change although nothing runs")
+
+
 def ask(cli: Cli, messages: list[dict[str, str]], **more: Any) -> tuple[str, dict[str, Any]]:
     """A greedy answer of a fixed length, and its usage."""
     body = {"messages": messages, "temperature": 0, "max_tokens": 40, "ignore_eos": True} | more
@@ -60,7 +71,7 @@ def ask(cli: Cli, messages: list[dict[str, str]], **more: Any) -> tuple[str, dic
 
 
 def test_usage_metrics_status_and_log_agree_with_the_tokens(demo: Cli) -> None:
-    before, counted = demo.status()["draft"], metrics(demo)
+    before, counted = at_rest(demo)
     assert (before["verified"], before["acceptance_length"], before["paused"]) == (0, 0.0, "")
     assert counted["accepted_tokens fresh"] == counted["accepted_tokens restored"] == 0
     text, fresh = ask(demo, [QUESTION])
@@ -68,7 +79,7 @@ def test_usage_metrics_status_and_log_agree_with_the_tokens(demo: Cli) -> None:
     _, restored = ask(demo, turns, stream=True, stream_options={"include_usage": True})
     assert fresh["prompt_tokens_details"]["cached_tokens"] == 0 < restored["prompt_tokens_details"]["cached_tokens"]
 
-    now, counted = demo.status()["draft"], metrics(demo)
+    now, counted = at_rest(demo)
     for origin, usage in zip(ORIGINS, (fresh, restored), strict=True):
         details, told = usage["completion_tokens_details"], now["origins"][origin]
         n_accepted, n_rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
