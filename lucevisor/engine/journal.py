@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.model.values import PAGE_TOKENS, Space
@@ -51,13 +53,6 @@ class RowStore(Protocol):
         has its descriptor, or OSError."""
 
 
-class PageKey(NamedTuple):
-    """A page of space ``full`` in one of its lives."""
-
-    page: int
-    generation: int
-
-
 @dataclass(slots=True)
 class _PageRows:
     """``n_rows``: of the page's first positions, how many have rows."""
@@ -67,12 +62,13 @@ class _PageRows:
     n_rows: int = 0
 
 
-class _PageRun(NamedTuple):
-    """Consecutive positions of one sequence in one page: ``n`` rows of a step from ``row`` on, and of the page from
-    ``offset`` on."""
+class _PageRun(msgspec.Struct, gc=False):  # quicker to make than a tuple with names: a decode has one
+    """Consecutive positions of one sequence in one page: ``n`` rows of a step from ``row`` on, and of the page, in this
+    ``generation`` of it, from ``offset`` on."""
 
     sequence: int
-    key: PageKey
+    page: int
+    generation: int
     offset: int
     row: int
     n: int
@@ -80,10 +76,10 @@ class _PageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Filing:
-    """What a step adds: copies of pages, then its rows."""
+    """What a step adds: copies of pages (source, target, rows), then its rows.  A page is (id, generation)."""
 
     region: int
-    copied: list[tuple[PageKey, PageKey, int]]
+    copied: list[tuple[tuple[int, int], tuple[int, int], int]]
     parts: list[_PageRun] = field(default_factory=list)
 
 
@@ -125,7 +121,8 @@ class Journal:
         row, kept = 0, []
         for part in filing.parts:
             if part.sequence not in sequences:
-                kept.append(part._replace(row=row))
+                part.row = row
+                kept.append(part)
                 row += part.n
         filing.parts[:] = kept
 
@@ -135,17 +132,17 @@ class Journal:
         if filing is None:
             return
         for source, target, n_rows in filing.copied:
-            known = self._find(boundary, source)
-            if known is not None and known.n_rows >= n_rows and (block := self._take(boundary, target)) is not None:
+            known = self._find(boundary, *source)
+            if known is not None and known.n_rows >= n_rows and (block := self._take(boundary, *target)) is not None:
                 self._store.copy(known.index, block.index, n_rows)
                 block.n_rows = n_rows
         copies = []
-        for _, key, offset, row, n in filing.parts:
-            block = self._take(boundary, key)
+        for part in filing.parts:
+            block, offset = self._take(boundary, part.page, part.generation), part.offset
             if block is None or block.n_rows < offset:
                 continue  # no room, or a gap that nobody can fill
-            copies.append(RowCopy(block.index, offset, row, n))
-            block.n_rows = max(block.n_rows, offset + n)
+            copies.append(RowCopy(block.index, offset, part.row, part.n))
+            block.n_rows = max(block.n_rows, offset + part.n)
         if copies:
             self._store.file(boundary, filing.region, copies)
 
@@ -166,11 +163,11 @@ class Journal:
     def find(self, boundary: int, live: LiveSequence, start: int, stop: int, row: int = 0) -> list[RowCopy] | None:
         """Return where the rows of some positions lie, to be placed from ``row`` on; None if one is missing."""
         copies = []
-        for _, key, offset, at, n in self._parts(live, start, stop, row):
-            block = self._find(boundary, key)
-            if block is None or block.n_rows < offset + n:
+        for part in self._parts(live, start, stop, row):
+            block = self._find(boundary, part.page, part.generation)
+            if block is None or block.n_rows < part.offset + part.n:
                 return None
-            copies.append(RowCopy(block.index, offset, at, n))
+            copies.append(RowCopy(block.index, part.offset, part.row, part.n))
         return copies
 
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
@@ -183,34 +180,34 @@ class Journal:
 
     # ---- inside
 
-    def _key(self, page: int) -> PageKey:
-        return PageKey(page, self._pages.generation_of(page))
+    def _key(self, page: int) -> tuple[int, int]:
+        return page, self._pages.generation_of(page)
 
     def _parts(self, live: LiveSequence, start: int, stop: int, row: int) -> list[_PageRun]:
-        found = []
+        found, sequence, generation_of = [], live.sequence, self._pages.generation_of
         for page in live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
             offset = start % PAGE_TOKENS
             n = min(PAGE_TOKENS - offset, stop - start)
-            found.append(_PageRun(live.sequence, self._key(page), offset, row, n))
+            found.append(_PageRun(sequence, page, generation_of(page), offset, row, n))
             start += n
             row += n
         return found
 
-    def _find(self, boundary: int, key: PageKey) -> _PageRows | None:
-        block = self._blocks.get((boundary, key.page))
-        return block if block is not None and block.generation == key.generation else None
+    def _find(self, boundary: int, page: int, generation: int) -> _PageRows | None:
+        block = self._blocks.get((boundary, page))
+        return block if block is not None and block.generation == generation else None
 
-    def _take(self, boundary: int, key: PageKey) -> _PageRows | None:
+    def _take(self, boundary: int, page: int, generation: int) -> _PageRows | None:
         """Return the block of a page; None if there is no room for it, or it has a later generation already."""
-        block = self._blocks.get((boundary, key.page))
+        block = self._blocks.get((boundary, page))
         if block is None:
             if not self._free and not self._sweep():
                 return None
-            block = self._blocks[boundary, key.page] = _PageRows(self._free.pop(), key.generation)
-        elif block.generation != key.generation:
-            if block.generation > key.generation:
+            block = self._blocks[boundary, page] = _PageRows(self._free.pop(), generation)
+        elif block.generation != generation:
+            if block.generation > generation:
                 return None
-            block.generation, block.n_rows = key.generation, 0
+            block.generation, block.n_rows = generation, 0
         return block
 
     def _sweep(self) -> bool:

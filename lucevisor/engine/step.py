@@ -77,26 +77,26 @@ class ScheduledSlice:
 
     def schedule(self, step_id: int, draft_from: int) -> Slice:
         """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
-        live, n_drafts = self.live, len(self.drafts)
+        live, record, samples, n_drafts = self.live, self.record, self.samples, len(self.drafts)
         ranks = self._ranks_pages
         found = Slice(
             live.sequence,
             live.n_scheduled,
-            [PENDING] if self.runs_ahead else [*self.record.tokens[live.n_scheduled : self.stop], *self.drafts],
-            sample=self.samples,
+            [PENDING] if self.stop > record.n_tokens else [*record.tokens[live.n_scheduled : self.stop], *self.drafts],
+            sample=samples,
             n_drafts=n_drafts,
             states=[*self.states],
             n_ahead=self.n_ahead,
             draft_from=draft_from,
-            masked=self.samples and self.record.request.constraint is not None,
-            scored=self.record.scored(live.n_scheduled, self.stop),
+            masked=samples and record.request.constraint is not None,
+            scored=record.scored(live.n_scheduled, self.stop),
         )
         live.ranking = step_id if ranks else 0
         live.drafted = None
         live.draft_states = [*self.states[1:]]
         live.n_computed, live.n_scheduled = self.stop, self.stop + n_drafts
         live.last_step = step_id
-        self.record.n_in_flight += 1
+        record.n_in_flight += 1
         return found
 
 
@@ -180,13 +180,18 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
         raise WrongResult(f"a result of step {result.step_id} came; the oldest step in flight is {expected}")
     drawn: dict[int, list[Sampled]] = {}
     for sampled in result.sampled:
-        drawn.setdefault(sampled.sequence, []).append(sampled)
+        if sampled.sequence in drawn:
+            drawn[sampled.sequence].append(sampled)
+        else:
+            drawn[sampled.sequence] = [sampled]
     asked = {sequence for sequence, part in scheduled.parts.items() if part.slice.sample}
     if asked != drawn.keys():
         raise WrongResult(
             f"step {result.step_id} asked for tokens of sequences {sorted(asked)}, the result has {sorted(drawn)}"
         )
     for sequence, tokens in drawn.items():
+        if len(tokens) == 1:
+            continue
         accepted, drafts = [sampled.token for sampled in tokens[:-1]], scheduled.parts[sequence].drafts
         if accepted != drafts[: len(accepted)]:
             raise WrongResult(f"step {result.step_id} verified {drafts} of sequence {sequence} and accepted {accepted}")
