@@ -228,13 +228,13 @@ class Drafting:
         if record.ended or record.first_token_at is None or not is_decode(part.slice):
             return
         if not n_accepted and not part.n_proposed:
-            self.statistics.by_origin[_origin(record)].n_plain += 1
+            self.statistics.by_origin[_origin(part)].n_plain += 1
             return
         ends = [i for i, one in enumerate(drawn) if one.token in record.request.stop_ids]
         if ends:  # the request ends there
             n_accepted = min(n_accepted, ends[0] + 1)
         looked_up = record.acceptance.looked_up
-        self.statistics.decoded(_origin(record), part.n_proposed, n_accepted, looked_up=looked_up)
+        self.statistics.decoded(_origin(part), part.n_proposed, n_accepted, looked_up=looked_up)
         record.n_drafts += max(part.n_proposed, n_accepted)
         record.n_accepted += n_accepted
 
@@ -246,7 +246,7 @@ class Drafting:
         shares = []
         for part in step.parts.values():
             n_rows = len(part.slice.tokens)
-            shares.append(StepShare(_origin(part.record), n_rows, n_rows if part.slice.n_drafts else 0))
+            shares.append(StepShare(_origin(part), n_rows, n_rows if part.slice.n_drafts else 0))
         self.statistics.stepped(shares, seconds)
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
@@ -271,7 +271,7 @@ class Drafting:
         shares, n_drafted = [], []
         for sequence, part in step.parts.items():
             n_rows = len(part.slice.tokens) + part.slice.n_ahead
-            shares.append(StepShare(_origin(part.record), n_rows, n_rows if part.slice.n_ahead else 0))
+            shares.append(StepShare(_origin(part), n_rows, n_rows if part.slice.n_ahead else 0))
             n_drafted.append(len(drafts[sequence].tokens) if sequence in drafts else 0)
         self.statistics.drafted(shares, n_drafted, seconds)
 
@@ -340,7 +340,7 @@ def is_decode(piece: Slice) -> bool:
     return piece.sample and piece.n_context == 1
 
 
-def _origin(record: RequestRecord) -> PrefixOrigin:
-    if record.n_losses:
+def _origin(part: ScheduledSequence) -> PrefixOrigin:
+    if part.record.recovered:
         return "recovered"
-    return "restored" if record.prefix.cached else "fresh"
+    return "restored" if part.live.began_at else "fresh"

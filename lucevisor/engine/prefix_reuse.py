@@ -124,7 +124,7 @@ class PrefixReuse:
             table.release()
             return None
         state = states[0] if states else NO_STATE
-        live = LiveSequence(sequence, state, table, n_computed=position, n_scheduled=position)
+        live = LiveSequence(sequence, state, table, n_computed=position, began_at=position, n_scheduled=position)
         sampling = record.request.sampling
         history = record.tokens[:position] if sampling.needs_history else []
         operations: list[Operation] = [OpenSequence(sequence, state, sampling, history, record.mu)]

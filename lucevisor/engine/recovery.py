@@ -94,6 +94,7 @@ class Recovery:
         if record.loss != self._n_begun:
             n_known, counts = len(record.tokens), self._reason == "loss"
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
+            record.recovered = record.recovered or counts
             record.loss, record.lost_at = self._n_begun, n_known
             self._totals = replace(self._totals, n_sequences=self._totals.n_sequences + 1)
         return record.n_losses < self._max_losses

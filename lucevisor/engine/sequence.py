@@ -59,6 +59,7 @@ class LiveSequence:
     state: int  # live recurrent state; -1 when the model has none
     table: PageTable
     n_computed: int = 0
+    began_at: int = 0  # tokens that were cached when it began: others computed them
     n_scheduled: int = 0  # n_computed, and the drafts under verification
     draft_states: list[int] = field(default_factory=list)
     awaiting: int = 0  # the step whose drafts it waits for; 0: none
@@ -161,6 +162,7 @@ class RequestRecord:
     n_passed: int = 0  # tokens of later requests that started before it
     loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
+    recovered: bool = False  # it went on after a loss
     lost_at: int = 0  # its tokens at the last loss
     lookup: NgramLookup | None = None  # of its tokens; None before drafts are looked up there
     acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)

@@ -13,7 +13,7 @@ from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.toy_engine import ToyEngine, events_of, limits, request
+from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY
 
 
@@ -140,3 +140,45 @@ def test_counts_agree_with_the_tokens_of_fresh_and_restored_requests(*, with_out
     answered = toy.steps  # 0.25 s each for the stage, and for the draft stage
     assert drafts.total.verify_s < 0.25 * len(answered)
     assert drafts.total.draft_s + drafts.upkeep_s == pytest.approx(0.25 * len(answered))
+
+
+async def test_every_decode_counts_where_its_sequence_began() -> None:
+    """Preempted and begun again from a slot, and gone on after a loss, restarts included."""
+    settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True, n_vocabulary=VOCABULARY)
+    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
+    bounds = limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 16))
+    toy = ToyEngine(bounds, n_stages=2, hold_s=60.0, journal_pages=100)
+    toy.attach()
+    toy.attach_drafter(with_output=False, wrong=3)
+    one = request("one", range(80), n=150)
+    toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
+    handle = toy.engine.submit(one)
+    by_origin = toy.engine._scheduler.drafting.statistics.by_origin
+
+    def seen() -> list[int]:
+        return [counts.n_plain + counts.n_verify for counts in by_origin.values()]
+
+    def work_until_more() -> list[int]:
+        before = seen()
+        while sum(seen()) < sum(before) + 3:
+            assert toy.work(0)
+        return [now - then for now, then in zip(seen(), before, strict=True)]
+
+    assert work_until_more() == [3, 0, 0]
+    scheduler = toy.engine._scheduler
+    scheduler._operations += scheduler.preemption.preempt(toy.now)
+    assert work_until_more() == [0, 3, 0]
+    assert scheduler.preemption.n_preempted == 1
+    assert toy.crash(0)
+    toy.come_back()
+    while not toy.engine.ready:
+        toy.work(0)
+    assert work_until_more() == [0, 0, 3]
+    frozen = asyncio.create_task(toy.engine.freeze(10.0))
+    await asyncio.sleep(0)
+    await toy.play()
+    assert toy.crash(1)
+    toy.come_back(await frozen)
+    assert work_until_more() == [0, 0, 3]
+    toy.run()
+    assert told(await events_of(handle))[0] == toy.alone(one)
