@@ -113,7 +113,7 @@ class _MessageLoop:
         self._deferred: StepOutput | None = None  # of a step that is computed on the device
         self._n_rows = 0  # of that step
         self._waiting: Frame | None = None  # what the draft stage shall do behind it
-        self._recalled: list[int] = []  # posted steps that were dropped
+        self._recalled: list[int] = []  # steps that were dropped: a posted one, and all behind it
         self._operated = False  # the operations of the first of them were applied
         self._idle_since = time.monotonic()
 
@@ -219,8 +219,10 @@ class _MessageLoop:
     def _step(self, message: Step | DraftStep, flags: int, wait_s: float) -> int | None:
         step = message.step if isinstance(message, DraftStep) else message
         stage, posted = flags & ~POSTED, bool(flags & POSTED)
-        if posted and self._inbox.recalling:
-            self._recalled.append(step.step_id)
+        if isinstance(message, Step) and (self._recalled or (posted and self._inbox.recalling)):
+            self._recalled.append(
+                step.step_id
+            )  # also what is not posted: behind one that is dropped it is out of order
             return None
         self._reporter.phase("step", step.step_id)
         try:

@@ -282,7 +282,7 @@ class Pipeline(DraftRelay):
                     self._links[stage].send(Recall(stage))
 
     def _take_back(self, message: Recalled) -> None:
-        """Take the posted steps back that a stage has not begun."""
+        """Take the posted steps back that a stage has not begun, and those behind them."""
         stage = message.stage
         if stage not in self._recalling:
             return  # it was lost since

@@ -30,7 +30,8 @@ from lucevisor.engine.recovery_rebuild import (
 )
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
-from lucevisor.engine.step import StepPlan, mask_jobs
+from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.steps import Operation, Step
@@ -270,14 +271,21 @@ class StageRecovery:
         self.n_kept = self.n_frozen * len(lost)
 
     def _drop_ended(self) -> dict[int, set[int]]:
-        """Forget the slices of sequences that were closed since; return them by step."""
+        """Forget the slices of sequences that were closed since; return them by step.
+
+        Raises CannotRebuild if a sequence began with a slot that they were to complete in the stages behind.
+        """
         ended: dict[int, set[int]] = {}
         for scheduled in self._scheduler.in_flight:
             for sequence, part in [*scheduled.parts.items()]:
-                if part.record.live is not part.live:
-                    del scheduled.parts[sequence]
-                    part.record.n_in_flight -= 1
-                    ended.setdefault(scheduled.step_id, set()).add(sequence)
+                if part.record.live is part.live:
+                    continue
+                del scheduled.parts[sequence]
+                part.record.n_in_flight -= 1
+                ended.setdefault(scheduled.step_id, set()).add(sequence)
+                for record in self._scheduler.running:
+                    if record.live is not None and _begins_behind(record.tokens, record.live.began_at, part):
+                        raise CannotRebuild("a sequence began with what another one, closed since, was to compute")
         return ended
 
     def _without(self, step: Step, ended: Mapping[int, set[int]]) -> Step:
@@ -306,3 +314,9 @@ class StageRecovery:
         self._pipeline = None
         self._forget_plans()
         pipeline.find(self._links, self._steps, operated=not self.kept)
+
+
+def _begins_behind(tokens: TokenBuffer, n_cached: int, part: ScheduledSequence) -> bool:
+    """Whether the first ``n_cached`` tokens, which others computed, may include some of a slice."""
+    start = part.slice.start
+    return n_cached > start and tokens.n_common(part.record.tokens, n_cached) > start

@@ -310,7 +310,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recall(msgspec.Struct, frozen=True):
-    """Drop the posted steps sent before this that have not begun: a stage before is lost.  Answered by Recalled."""
+    """Drop the posted steps sent before this that have not begun, and all behind them: a stage before is lost.
+    Answered by Recalled."""
 
     stage: int
 

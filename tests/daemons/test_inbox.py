@@ -131,6 +131,24 @@ def test_a_step_that_a_reset_has_dropped_is_not_given_back_by_a_later_recall(end
     assert answers == [Recalled(0, [8], True), ResetDone(4), Recalled(0, [], False)]
 
 
+def test_a_step_that_is_not_posted_does_not_go_before_one_that_is_dropped(ends: Ends) -> None:
+    """A prompt that came while a decode waited for its token."""
+
+    def run_step(*_: object) -> None:
+        raise StepRecalled
+
+    reporter = SimpleNamespace(phase=lambda *_: None)
+    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
+    loop._runtime = SimpleNamespace(run_step=run_step)  # type: ignore[assignment]
+    for frame in (
+        Frame(MessageKind.STEP, 0, POSTED, Step(8, 0), memoryview(b"")),
+        Frame(MessageKind.STEP, 0, 0, Step(9, 0), memoryview(b"")),
+        Frame(MessageKind.RECALL, 0, 0, Recall(0), memoryview(b"")),
+    ):
+        assert loop._handle(frame) is None
+    assert ends.supervisor.receive().message == Recalled(0, [8, 9], True)  # type: ignore[union-attr]
+
+
 def test_a_recall_that_was_read_together_with_the_step_ends_the_wait(ends: Ends) -> None:
     """The socket tells nothing of it any more."""
     ends.supervisor.send(Step(7, 1))

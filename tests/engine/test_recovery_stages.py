@@ -205,6 +205,44 @@ def test_conversations_that_rest_at_a_loss_go_on_with_the_same_tokens(
         assert finished.usage.cached_tokens <= n_common  # the bytes of all that was its own are gone
 
 
+@pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
+def test_who_began_with_a_slot_that_was_not_whole_everywhere_is_computed_again(spaces: frozenset[Space]) -> None:
+    """The slot of a request that was cancelled is ahead of its slices, which wait for the lost stage and are taken
+    out: stages behind never have them."""
+    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+    n_given_up = 0
+    for n_before in range(1, 10):
+        for n_after in range(3):
+            toy = ready(
+                spaces=spaces,
+                prefix=prefix,
+                max_step_tokens=68,
+                pools=PoolSizes(40, 0, 16 * (Space.RECURRENT in spaces)),
+            )
+            asked = [
+                request(name, [*range(150), *range(n)], n=10, turn_boundaries=(64, 128))
+                for name, n in (("a", 40), ("b", 9))
+            ]
+            handles = {"a": toy.engine.submit(asked[0])}
+            for i in range(n_before):
+                toy.work(i)
+            handles["b"] = toy.engine.submit(asked[1])
+            for _ in range(n_after):
+                toy.work(0)
+            handles["a"].cancel()
+            toy.work(0)
+            assert toy.crash(1)
+            toy.come_back()
+            while toy.work(0):
+                pass
+            if not toy.engine.ready:
+                toy.attach()
+                toy.run()
+            n_given_up += toy.n_given_up
+            asyncio.run(check_answers(toy, asked, handles))
+    assert n_given_up
+
+
 class Crashes(Play):
     """A scenario in which a daemon dies where others lose the pipeline, and returns some actions later."""
 

@@ -576,15 +576,18 @@ class ToyDaemon:
         return result, payload
 
     def _give_back(self) -> Recalled:
-        """Drop what is posted before a recall; of the first the operations may be applied."""
+        """Drop a posted step and those behind it, before a recall; of the first the operations may be applied."""
         dropped: list[Step] = []
+        kept: list[tuple[int, Step | DraftStep | Recall]] = []
         while True:
             flags, message = self.inbox.popleft()
             if isinstance(message, Recall):
                 break
-            if not isinstance(message, Step) or not flags & POSTED:
-                raise Violation(f"{message} came behind a posted step and before its recall")
-            dropped.append(message)
+            if isinstance(message, Step):
+                dropped.append(message)
+            else:
+                kept.append((flags, message))
+        self.inbox.extendleft(reversed(kept))
         operated = bool(dropped) and dropped[0].step_id % 2 == 0
         if operated:
             self.stages[message.stage].operate(dropped[0], self.limits.max_sequences)
