@@ -27,7 +27,7 @@ from lucevisor.protocol.loading import DeviceInfo
 _TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 CPU = torch.device("cpu")
 FREE_S = 10.0
-"""How long a load waits for memory: the daemon before it was killed, and drivers free memory behind its end."""
+"""How long a load waits for memory: drivers may free that of a killed daemon only some time after it has ended."""
 _POLL_S = 0.05
 _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable: valid for every device of this process
 

@@ -1,4 +1,4 @@
-"""Identities of the files that a daemon loads: those that the supervisor means, the same before and after reading."""
+"""Checks that a daemon loads the files that the supervisor means, unchanged before and after reading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ADVICE = "leave the file alone while a daemon loads it"
 
 
 def expect(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:
-    """``files``, just opened.  Raises LoadError when they are not those of the identities, if there are any."""
+    """Return ``files``, just opened.  Raises LoadError when they do not have the given identities, if any."""
     wanted = identities or files.identities
     changed = [path for path, a, b in zip(files.paths, files.identities, wanted, strict=True) if a != b]
     if changed:
@@ -22,7 +22,7 @@ def expect(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:
 
 
 def unchanged(files: GgufFiles) -> list[FileIdentity]:
-    """Identities of the files read.  Raises LoadError when one changed meanwhile."""
+    """Return the identities of the files read.  Raises LoadError when one changed meanwhile."""
     changed = files.changed()
     if changed:
         reason = "the file was changed while it was loaded, so the weights read are inconsistent"

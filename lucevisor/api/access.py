@@ -18,7 +18,7 @@ from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
-"""For load balancers, which have no key, and for browsers: the status page says nothing before it is given one."""
+"""Paths that need no key: load balancers have none, and the status page shows nothing until it is given one."""
 ADMIN_PATHS: Final = "/admin/"
 """Below it an admin key is needed."""
 OLLAMA_PATHS: Final = "/api/"

@@ -10,7 +10,7 @@ MAX_LINES: Final = 1_000_000
 
 
 class LogQuery(msgspec.Struct, frozen=True):
-    """GET /logs.  ``last``: so many of the lines that are there, None: all; ``since_s``: Unix time, 0: any."""
+    """GET /logs.  ``last``: how many of the newest lines, None: all; ``since_s``: Unix time, 0: any."""
 
     group: str | None = None
     follow: bool = False

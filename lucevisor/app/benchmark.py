@@ -1,4 +1,4 @@
-"""``lucevisor bench``: prompts and answers a second of a configuration, in one service without HTTP."""
+"""``lucevisor bench``: tokens a second of a configuration's prompts and answers, in one service without HTTP."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def tokens_per_s(service: Service, case: Case, turn: int) -> float:
 
 
 async def generate(service: Service, n_prompt: int, n_answer: int, name: str) -> tuple[float, list[float]]:
-    """One request of ids that ``name`` decides: when it was sent, and when each token came."""
+    """Run a request of random ids, seeded by ``name``; return when it was sent, and when each token came."""
     assert service.engine is not None
     ids, vocabulary = random.Random(name), service.model.spec.vocabulary
     request = GenerationRequest(
@@ -152,7 +152,7 @@ async def bench(
 
 
 def conditions(service: Service) -> dict[str, Any]:
-    """When, with which command, on which devices; by group what its devices selected as kernels."""
+    """Return time, command and devices of a run, and by group the kernels that its devices selected."""
     assert service.placement is not None
     groups = {}
     for group in service.groups.values():

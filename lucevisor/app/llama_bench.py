@@ -21,7 +21,7 @@ STREAM_ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class LlamaBench:
-    """``program`` and what it and llama-batched-bench are given, such as ``-t 2`` or ``-ngl 99 -fa on``."""
+    """``program``, and arguments for it and llama-batched-bench, such as ``-t 2`` or ``-ngl 99 -fa on``."""
 
     program: Path
     model: Path

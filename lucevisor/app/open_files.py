@@ -1,7 +1,7 @@
 """The limit of open files of this process.
 
-Connections are descriptors, and so are links, pipes and the files that starting a daemon needs: connections may use
-what those leave.
+Connections are descriptors, and so are links, pipes and the files that starting a daemon needs: connections get what
+those leave.
 """
 
 from __future__ import annotations

@@ -27,12 +27,14 @@ from lucevisor.config import (
 
 _KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
 _TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
-"""With HTTPS on only: a listening socket speaks TLS or does not."""
+"""Applied only with HTTPS on: a listening socket cannot begin to speak TLS, or cease to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """``config``: what is in force now.  ``changed``: keys whose new value is; ``waiting``: keys whose is not."""
+    """``config``: what is in force now.  ``changed``: keys with a new value in force; ``waiting``: keys whose new value
+    is not.
+    """
 
     config: Config
     changed: Sequence[str]

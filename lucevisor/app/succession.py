@@ -25,7 +25,7 @@ log = structlog.get_logger("lucevisor.handover")
 
 
 class Succession:
-    """``drain_s``: None, or this supervisor takes over from one that then has so long to finish its requests."""
+    """``drain_s``: how long a supervisor that is taken over from has to finish its requests; None: there is none."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class Report:
     recovery: dict[str, Any] = field(default_factory=dict)
     descriptors: tuple[int, int] = (0, 0)
     left: list[str] = field(default_factory=list)
-    """What should be free when nothing runs and is not."""
+    """What was left over: what should be free when nothing runs, and was not."""
 
     @property
     def good(self) -> bool:

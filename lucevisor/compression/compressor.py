@@ -88,7 +88,9 @@ class Compressor:
         return len(self._kept)
 
     async def compress(self, ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str]) -> CompressedPrompt:
-        """Return the prompt, shortened if it is to be and can be.  Never raises for what scoring lacks."""
+        """Return the prompt, shortened if it is to be and can be.  A failure to score is never raised: the prompt stays
+        whole.
+        """
         prompt = await self._compress(ids, turn_ends, roles)
         now = self._statistics
         now.outcomes[prompt.outcome] += 1

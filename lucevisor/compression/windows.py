@@ -50,7 +50,7 @@ class Windows:
     counts: WindowCounts = field(default_factory=WindowCounts)
 
     async def scores(self, tokens: Sequence[int], question: Sequence[int], n_query: int = QUERY_TOKENS) -> list[float]:
-        """Return a score for each token, at most QUESTION_TOKENS asking.  Raises ScoringError."""
+        """Return a score for each token; ``question`` has at most QUESTION_TOKENS.  Raises ScoringError."""
         if self.scorer_tokenizer is None:
             return await self._scored(tokens, question, n_query)
         own, model = self.scorer_tokenizer, self.tokenizer

@@ -112,7 +112,7 @@ class PipelineAssembly:
             self._reset(self._lost or self._links.keys())
 
     def lost(self, group: str, reason: str) -> None:
-        """A daemon is gone or going.  Of one that runs the drafter alone, requests notice nothing."""
+        """A daemon has exited or is about to.  The loss of one that runs the drafter alone affects no request."""
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
             self._kept.discard(group)
@@ -163,7 +163,7 @@ class PipelineAssembly:
             self._on_change()
 
     def leave(self) -> None:
-        """Have no more to do with the engine, which has no pipeline of these daemons any more, or will hear of that."""
+        """Let go of the engine: it has no pipeline of these daemons any more, or is about to be told."""
         self._closed = True
         self._links.clear()
         self._resetting.clear()

@@ -191,7 +191,7 @@ class Deployment:
         return self._links
 
     def retire(self) -> None:
-        """Have no more to do with the engine, which has left the pipeline; its steps may have other stages from now."""
+        """Let go of the engine, which has left the pipeline: its steps may run on other stages from now on."""
         self._engine = None
         if self._assembly is not None:
             self._assembly.leave()
@@ -381,7 +381,7 @@ class Deployment:
         self.groups[work.group].overdue(work.what, waited_s)
 
     def _in_hand(self) -> Iterator[Work]:
-        """What the daemons work on.  Of all steps only the one begun first: those behind it wait for it."""
+        """Return what the daemons work on; of all steps only the one begun first, as the others wait behind it."""
         if self.scoring is not None and self.scoring.in_hand:
             yield Work(self.scoring.placed.group, self.scoring.in_hand)
         if self._assembly is None or self._engine is None or self.placement is None:

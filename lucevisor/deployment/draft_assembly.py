@@ -20,8 +20,9 @@ log = structlog.get_logger("assembly")
 
 
 class DraftAssembly:
-    """``group`` runs the draft stage; ``alone``: and no other; ``with_output``: and the output stage.  ``on_change`` is
-    called when ``attached`` changes."""
+    """``group`` runs the draft stage; ``alone``: it runs no other stage; ``with_output``: it runs the output stage,
+    too.  ``on_change`` is called when ``attached`` changes.
+    """
 
     def __init__(
         self, engine: Engine, group: str, *, alone: bool, with_output: bool, on_change: Callable[[], None]
@@ -47,7 +48,7 @@ class DraftAssembly:
             self._prepare()
 
     def lost(self, reason: str) -> None:
-        """Its daemon is gone or going."""
+        """Its daemon has exited or is about to."""
         self._link, self._token = None, 0
         self.detach(reason)
 
@@ -67,7 +68,7 @@ class DraftAssembly:
             self._prepare(kept=kept)
 
     def pipeline_detached(self) -> None:
-        """The engine has none any more, and has let the drafter go with it."""
+        """The engine has no pipeline any more, and has dropped the drafter with it."""
         self._serving, self._token = False, 0
         self.attached = False
 

@@ -49,7 +49,7 @@ class JournalRows:
         self._waiting: deque[tuple[int, Future[None]]] = deque()  # copies in the thread, and the region they read
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
-        """Copy rows of a step from its region, sooner or later."""
+        """Copy rows of a step from its region, now or in the thread."""
         n_bytes = sum(one.n for one in copies) * self._row_bytes
         self._in_order(region, n_bytes, partial(self._file, boundary, region, copies))
 

@@ -16,7 +16,7 @@ from lucevisor.placement.result import Placement
 from lucevisor.protocol.loading import Hello
 
 PATIENCE_S = 5.0
-"""For how long those that can do without a hello wait for it, once all others are there."""
+"""How long to wait for optional groups, once all others have said hello."""
 
 
 class PlacementOnce:

@@ -44,7 +44,7 @@ class ServedWeights:
         return LoadFiles([str(path) for path in self._served.files], await self.model.admit())
 
     async def draft_files(self) -> LoadFiles:
-        """Return what a daemon loads of the drafter, which there is.  Raises in the same way."""
+        """Return what a daemon loads of the drafter; call it only if there is one.  Raises in the same way."""
         assert self.draft is not None
         assert self._served.drafter is not None
         return LoadFiles([str(path) for path in self._served.drafter.files.paths], await self.draft.admit())

@@ -38,8 +38,9 @@ class Successors:
         self._rows: dict[str, int] = {}  # descriptors of the files that loads carry
 
     async def order(self, group: str, load: Load, fds: Sequence[int], assembly: PipelineAssembly | None) -> LoadOrder:
-        """Return a load, with what its daemon is to compute again meanwhile; requests that wait do not wait for a
-        warm-up, too: what it compiles is in caches."""
+        """Return a load, with what its daemon is to replay meanwhile.  It skips the warm-up, whose kernels are in
+        caches: requests wait for it.
+        """
         self._close_rows(group)
         if assembly is None or assembly.complete:
             return LoadOrder(load, fds)
@@ -57,7 +58,7 @@ class Successors:
         frozen: FrozenState,
         draft_layers: Sequence[LayerSpec],
     ) -> None:
-        """Export a group's state for its next daemon, and that of a drafter; without it that one computes again."""
+        """Export a group's state, and that of a drafter, for its next daemon, which computes what is missing again."""
         try:
             self._handed[group] = await export_state(self._layers, placement, transfers, frozen, [group], draft_layers)
         except LucevisorError as error:

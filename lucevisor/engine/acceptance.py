@@ -1,8 +1,9 @@
 """How likely drafts are to be accepted: by position, and by the probability that the drafter gives them.
 
-Pure.  A chance is that of a draft after those before it were accepted.  Counts forget exponentially, so a text that
-becomes easier or harder shows within a few verifications; what was not seen yet follows from what was: a request from
-all requests, a position from the one before it, the first position from the kind of drafter.
+Pure.  The chance of a draft is its probability of being accepted, given that those before it were.  Counts forget
+exponentially, so a text that becomes easier or harder shows within a few verifications.  What was not seen yet is
+estimated from what was: a request from all requests, a position from the one before it, the first position from the
+kind of drafter.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Rates(list[Rate]):
 
 @dataclass(slots=True)
 class PositionRates:
-    """Rates of a request, or of all: of verdicts, and the chances that reported probabilities promised (``offered``),
-    also of drafts that were not verified.
+    """Rates by position, of a request or of all requests.  ``verdicts``: of verified drafts.  ``offered``: the chances
+    that reported probabilities promised, of all drafts, verified or not.
     """
 
     verdicts: Rates = field(default_factory=Rates)
@@ -92,8 +93,8 @@ class PositionRates:
 class RequestAcceptance:
     """What was accepted of a request's drafts: ``rates[looked_up]``.
 
-    ``probabilities`` and ``looked_up``: of the drafts that are offered or under verification.  ``copying``: the last
-    ones were looked up, and all of them accepted.
+    ``probabilities`` and ``looked_up`` describe the drafts that are offered or under verification.  ``copying``: the
+    last drafts were looked up, and all of them were accepted.
     """
 
     rates: tuple[PositionRates, PositionRates] = field(default_factory=lambda: (PositionRates(), PositionRates()))
@@ -109,7 +110,9 @@ class AcceptanceModel:
     """
 
     def __init__(self, first_chance: float, *, trusted: bool = False) -> None:
-        """``first_chance``: of a first draft before anything was seen; ``trusted``: probabilities tell more than it."""
+        """``first_chance``: the chance of a first draft before any verdict.  ``trusted``: begin with reported
+        probabilities.
+        """
         self._first_chance = first_chance
         self._all = PositionRates()
         self._bins = [Rate() for _ in range(len(_BIN_EDGES) + 1)]

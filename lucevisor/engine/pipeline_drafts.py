@@ -1,6 +1,6 @@
 """The draft stage behind a pipeline: it gets the steps that pass all stages, and answers with drafts.
 
-A part of the pipeline (pipeline.py), which gives it what it lacks.
+A base class of the pipeline (pipeline.py), which sets the attributes declared here.
 Invariant: whatever the draft stage does wrong only detaches it.
 """
 

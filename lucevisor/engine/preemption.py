@@ -34,7 +34,7 @@ class SwapSpace(Protocol):
         """Begin to copy it back into reserved ids; then they are adopted, and the request resumed."""
 
     def drop(self, swapped: SwappedPrefix) -> None:
-        """Nobody wants it any more."""
+        """Free the copy: nobody needs it any more."""
 
 
 class Preemption:

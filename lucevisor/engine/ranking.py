@@ -12,7 +12,7 @@ from lucevisor.protocol.steps import StepResult
 
 
 def note_rankings(scheduled: ScheduledStep, asked: Collection[int], results: Sequence[StepResult]) -> None:
-    """Add the scores of all stages for the sequences ``asked`` of, and let those go on that waited for them.  Raises
+    """Sum the scores of all stages for each sequence ``asked`` about, and resume those that waited for them.  Raises
     WrongResult if a stage scored other pages than the others did.
     """
     waiting = {sequence: part for sequence, part in scheduled.parts.items() if part.live.ranking == scheduled.step_id}

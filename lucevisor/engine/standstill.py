@@ -1,6 +1,6 @@
-"""What brings an engine to rest for an operator: nothing is planned, and the state of all stages can be taken along.
+"""Brings an engine to rest for an operator: nothing is planned, and the state of all stages can be moved.
 
-A part of the engine (core.py), which gives it what it lacks.  Knows ids; who reads their bytes is its caller.
+A base class of the engine (core.py), which sets the attributes declared here.  Knows ids; its caller moves their bytes.
 Invariant: what a FrozenState names keeps its bytes in every daemon that lives on, until steps are planned again.
 """
 
@@ -26,7 +26,7 @@ from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.steps import OpenSequence, Operation
 
 MAX_REPLAY_TOKENS: Final = 1 << 17
-"""More tokens than that are rebuilt when the weights are there: the message and the rows would be too large."""
+"""Longer replays wait until the weights are loaded: the message and the rows would be too large."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Measured times of prefill steps, and the cost of a step of any size by them.
 
-Pure: sizes and seconds in.  A linear fit (an overhead a step, a token, more with the tokens before it) is taken where
-it tells all measured sizes.  Where it does not, because steps of some sizes run other kernels (on a GPU one of 65
-tokens dequantises all weights and costs what one of 512 does), the cost is the median of recent steps of about a size,
-and a line between measured sizes.  Medians, so a step that compiled or was disturbed does not count.
+Pure: sizes and seconds in.  A linear fit (an overhead a step, a cost a token, which grows with the tokens before it) is
+used where it predicts all measured sizes.  Where it does not, because steps of some sizes run other kernels (on a GPU
+one of 65 tokens dequantises all weights and costs what one of 512 does), the cost is the median of recent steps of
+about a size, and a line between measured sizes.  Medians, so a step that compiled or was disturbed does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_AGE: Final = 4096
 be tried again."""
 
 MAX_ERROR: Final = 0.1
-"""The fit is taken where it tells every measured size within this share: made of all steps, it is less noisy."""
+"""The fit is used where it predicts every measured size within this share: made of all steps, it is less noisy."""
 
 _KEPT: Final = 9  # steps per class: a few outliers do not move their median
 _LEAST_STEPS: Final = 2

@@ -262,7 +262,7 @@ class PagePools:
             allocator.release(own)
 
     def allocate(self, needs: Mapping[Space, int]) -> dict[Space, list[int]] | None:
-        """Take ``needs[space] ids per space, or None, taking nothing, if any space has too few."""
+        """Take ``needs[space]`` ids per space, or None, taking nothing, if any space has too few."""
         if not self.fits(needs):
             return None
         taken = {space: self._allocators[space].allocate(n) for space, n in needs.items()}

@@ -3,8 +3,8 @@
 Pure; one decision for all shards, which know neither policy nor bound.  The first pages of a sequence (attention sinks)
 and its last ones always stay.  Attention reads every resident page at each step, so the least recently used one is the
 oldest behind the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
-``qk`` keeps it there, too, and swaps pages so that those which the last queries attend to most are resident;
-``drafter`` so that those are which a small model finds relevant to the end of a prompt.
+``qk`` keeps it there, too, and swaps pages so that the last queries' most attended ones are resident; ``drafter`` swaps
+in those that a small model finds relevant to the end of a prompt.
 
 Invariant: what is resident depends on the slices of a sequence alone, never on other sequences.
 """
@@ -132,7 +132,9 @@ def with_neighbours(scores: Sequence[float]) -> list[float]:
 
 
 def remembered(before: Sequence[float], now: Sequence[float]) -> list[float]:
-    """Return scores of which those of earlier rankings fade: one decode's query does not undo what a question asked."""
+    """Return scores that keep a fading share of earlier rankings: one decode's query does not undo what a question
+    asked.
+    """
     n = min(len(before), len(now))
     return [max(new, FADING * old) for old, new in zip(before, now, strict=False)] + [*now[n:], *before[n:]]
 

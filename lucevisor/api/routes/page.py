@@ -81,7 +81,7 @@ async def status(request: web.Request) -> web.Response:
 
 
 async def restart(request: web.Request) -> web.Response:
-    """POST /admin/restart: begin the restart of a group; GET /status shows how it goes."""
+    """POST /admin/restart: begin the restart of a group; GET /status shows its progress."""
     try:
         order = msgspec.json.decode(await request.read(), type=RestartBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
