@@ -1,13 +1,14 @@
 """What a boundary between groups costs, and what two groups gain: streams and a long prompt on one device and on two.
 
     python bench/groups.py --shape qwen3.6-27b --devices cuda:0 cuda:1 [--streams 1 8] [--prompt 16384] [--chunk 2048]
-                           [--rounds 3] [--file PATH] [--save]
+                           [--rounds 3] [--file PATH] [--save | --json PATH]
 
 One daemon on the first device, then one on each, with the layers halved; random weights (full_size.py), the same
 requests.  Per number of streams n: milliseconds a token of one stream with n and with n / 2 streams on one device, and
 with n on two, whose bound is n / T(n / 2) tokens a second where T is one device's step.  Hop: from the doorbell of the
 rows until the next stage took them.  Aims (issue 13): one stream within 3 % and two hops of 60 us of one device,
-prefill at least 1.85 x, n streams at least 0.95 of their bound.
+prefill at least 1.85 x, n streams at least 0.95 of their bound.  One device is written to --json before two are
+measured, and read from there when it has been, so that a run that was cut off goes on.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def mean_since(before, now):
 def rows(options, one, two):
     """metric | one device | two | what it is to be."""
     median = statistics.median
-    alone, halved = ({n: median(s) for n, s in found["streams"].items()} for found in (one, two))
+    alone, halved = ({int(n): median(s) for n, s in found["streams"].items()} for found in (one, two))
     hop_s = median(two["hop_s"])
     for n in options.streams:
         text = f"{alone[n] * 1e3:.3f} ms", f"{halved[n] * 1e3:.3f} ms"
@@ -113,22 +114,28 @@ def main():
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write bench/results/groups-SHAPE.json")
+    parser.add_argument("--json", type=Path, help="write to this file, and go on from what it has")
     options = parser.parse_args()
     logs.configure("console", "warning")
     options.file = options.file or Path(tempfile.gettempdir()) / f"{options.shape}.gguf"
     if not options.file.exists():
         write(options.file, SHAPES[options.shape]())
     began = time.perf_counter()
-    one = asyncio.run(measure(options, options.devices[:1]))
-    two = asyncio.run(measure(options, options.devices))
+    path = ROOT / "bench" / "results" / f"groups-{options.shape}.json" if options.save else options.json
+    record = {**conditions(), "shape": options.shape, "devices": options.devices}
+    if options.json is not None and options.json.exists():
+        record = json.loads(options.json.read_text())
+    for name, devices in (("one", options.devices[:1]), ("two", options.devices)):
+        if name not in record:
+            record[name] = asyncio.run(measure(options, devices))
+            if path is not None:
+                path.write_text(json.dumps(record, indent=1) + "\n")
+    one, two = record["one"], record["two"]
     print(
         f"{options.shape}, {' + '.join(options.devices)}, {os.cpu_count()} cores, {time.perf_counter() - began:.0f} s"
     )
     for row in rows(options, one, two):
         print(" | ".join(row))
-    if options.save:
-        record = {**conditions(), "shape": options.shape, "devices": options.devices, "one": one, "two": two}
-        (ROOT / "bench" / "results" / f"groups-{options.shape}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

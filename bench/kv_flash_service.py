@@ -1,12 +1,13 @@
 """How fast does a whole service decode with KV Flash?  Supervisor and daemon, one GPU, any context.
 
-    python bench/kv_flash_service.py --model FILE [--shape qwen3.6-27b --policies qk exact off] [--json OUT]
+    python bench/kv_flash_service.py --model FILE [--shape qwen3.6-27b --policies qk exact off] [--json OUT] [--resume]
 
 Starts the service once for each policy with a pool of --pool tokens (``off``: all pages resident).  A context is not
 prefilled: its pages are reserved as for a snapshot, on the device and in host memory, and published without bytes,
 since what they hold matters to no time; then a request goes on from there.  Records tokens/s of --tokens at each of
 --contexts after the first --skip (among them is the first ranking of ``qk``, which sketches pages it did not page out
-itself), for ``exact`` the bytes read from host memory per second, and the GPU's memory in use.
+itself), for ``exact`` the bytes read from host memory per second, and the GPU's memory in use.  --json is written after
+each policy; --resume measures those that it does not have.
 """
 
 import argparse
@@ -145,6 +146,7 @@ def parse():
     parser.add_argument("--skip", type=int, default=80)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="leave out the policies that --json has")
     return parser.parse_args()
 
 
@@ -154,12 +156,16 @@ def main():
     if not options.model.exists():
         write(options.model, SHAPES[options.shape]())
     found = {"shape": options.shape, "pool": options.pool}
+    if options.resume and options.json is not None and options.json.exists():
+        found = json.loads(options.json.read_text())
     with tempfile.TemporaryDirectory() as directory:
         for policy in options.policies:
+            if policy in found:
+                continue
             found[policy] = asyncio.run(measured(options, policy, Path(directory)))
             print(policy, {key: value for key, value in found[policy].items() if key != "contexts"}, flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+            if options.json is not None:
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What speculative decoding costs and gains on a full-size shape: random weights, known acceptance, real daemons.
 
-    python bench/speculation.py --devices cuda:0 [cuda:0] --drafters none mtp dflash2 [--json PATH | --save]
+    python bench/speculation.py --devices cuda:0 [cuda:0] --drafters none mtp dflash2 [--json PATH | --save] [--resume]
 
 The target is a counting model (bench/make_gguf.py): its next token is the last one plus 1, so the benchmark can replace
 the drafts, whose own tokens mean nothing, by ones of which as many are right as --accepted asks for.  Drafter and
@@ -11,7 +11,7 @@ verify steps run as always.  In one run of the service, for each drafter:
 - tokens/s of --streams streams with the adaptive width, drafts right and drafts useless, over those without.
 "none" is the service without a drafter, which the others are compared with; where it is not asked for, it is plain
 decoding beside the drafter.  Every kind is measured --repeats times in turns; medians.  A device named twice gets two
-daemons.
+daemons.  --resume measures what the file of --json or --save does not have yet.
 """
 
 import argparse
@@ -224,9 +224,16 @@ def file_of(shape, directory, *, counting):
 def run(options, directory, path):
     """One start of the service for each drafter; what was measured until then is printed, and written to ``path``."""
     found = {"shape": options.shape, "devices": options.devices, "settings": options.set, **conditions()}
+    if options.resume and path is not None and path.exists():
+        found = json.loads(path.read_text())
+        if [found["shape"], found["devices"]] != [options.shape, options.devices]:
+            raise SystemExit(f"{path} is of {found['shape']} on {found['devices']}: name another file")
     folder = options.files or directory
     target = file_of(f"{options.shape}-mtp", folder, counting=True)
     for drafter in options.drafters:
+        if drafter in found:
+            print("\n".join(summary(drafter, found[drafter])), flush=True)
+            continue
         kind = {"none": "off", "mtp": "mtp"}.get(drafter, "dflash")
         settings = [*options.set, f"draft.kind={kind}", f"engine.max_sequences={max(8, options.streams)}"]
         if drafter in WIDTHS:
@@ -276,6 +283,7 @@ def parse(arguments):
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start")
     parser.add_argument("--save", action="store_true", help="write bench/results/speculation-SHAPE.json")
     parser.add_argument("--json", type=Path, help="write to this file")
+    parser.add_argument("--resume", action="store_true", help="leave out the drafters that the file has")
     return parser.parse_args(arguments)
 
 
