@@ -21,7 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import structlog
-from full_size import conditions, write_config
+from full_size import write_config
+from records import conditions, write_json
 from services import Observer
 
 from lucevisor.app.bench_cases import Case
@@ -178,7 +179,7 @@ def main():
     found = {"devices": options.devices, "settings": options.set, **conditions(), **found}
     print(json.dumps(found, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ tie may part the answers, so tokens/s are compared, not texts.  Records
 import argparse
 import asyncio
 import json
-import os
 import platform
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from full_size import conditions
+from records import conditions, save
 from services import ROOT, running
 
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -109,12 +108,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(options, Path(folder)))
     settings = {"set": options.set, "both": options.both, "prompts": options.prompts, "tokens": options.tokens}
-    found = {**settings, "load_average": os.getloadavg()[0], **conditions(), **found}
-    print(json.dumps({k: v for k, v in found.items() if k not in conditions()}, indent=1))
+    print(json.dumps(settings | found, indent=1))
     if options.save:
-        path = ROOT / "bench" / "results" / f"demo-drafts-{options.name}.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"written to {path}")
+        save(f"demo-drafts-{options.name}", {**settings, **conditions(), **found})
 
 
 if __name__ == "__main__":

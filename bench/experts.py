@@ -8,14 +8,13 @@ The forms take turns within a round.  --save writes bench/results/experts-NAME.j
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from unittest import mock
 
 import torch
 from kernels import conditions, random_packed
+from records import save
 
 from daemons.device import prepare
 from daemons.ops import packed_linear
@@ -105,8 +104,7 @@ def main():
     with torch.inference_mode():
         rows = measure(options)
     if options.save:
-        path = Path(__file__).parent / "results" / f"experts-{options.name}.json"
-        path.write_text(json.dumps({"conditions": where, "rows": rows}, indent=1) + "\n")
+        save(f"experts-{options.name}", {"conditions": where, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -26,7 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
-from services import DEMO, ROOT, groups_toml
+from records import machine, save
+from services import DEMO, groups_toml
 
 N_SHORT, N_LONG = 4, 2
 FIRST_ID, IDS = 300, 5000  # ordinary tokens
@@ -179,7 +179,7 @@ def main():
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     options.model = options.model.resolve()
-    load_before = os.getloadavg()[0]
+    before = machine()
     with running(options) as url:
         found = asyncio.run(bench(url, options))
     conditions = {
@@ -190,15 +190,11 @@ def main():
         "long": {"prompts at once": N_LONG, "prompt": options.long},
         "seconds": options.seconds,
         "rounds": options.rounds,
-        "cores": os.cpu_count(),
-        "load before": round(load_before, 2),
-        "machine": f"{platform.machine()}, Python {platform.python_version()}, Linux {platform.release()}",
+        **before,
     }
     print(json.dumps(found, indent=1))
     if options.save:
-        path = ROOT / "bench" / "results" / f"fairness-{options.name or options.backend}.json"
-        path.write_text(json.dumps({"conditions": conditions, **found}, indent=1) + "\n")
-        print(f"written to {path.relative_to(ROOT)}")
+        save(f"fairness-{options.name or options.backend}", {"conditions": conditions, **found})
 
 
 if __name__ == "__main__":

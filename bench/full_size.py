@@ -19,9 +19,7 @@ import asyncio
 import json
 import logging
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from pathlib import Path
 import structlog
 from make_gguf import SHAPES, stats, write
 from memory_watch import Poll, Watcher, resident
+from records import RESULTS, conditions, write_json
 
 from lucevisor.app.bench_cases import Case
 from lucevisor.app.benchmark import tokens_per_s
@@ -264,23 +263,6 @@ def run(options, directory):
     return found
 
 
-def conditions():
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
-    names = "*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))"
-    code = f"import torch; print(torch.__version__, {names}, sep='|')"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    torch_version, *gpus = said.split("|")
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "gpus": gpus,
-        "torch": torch_version,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-
-
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
@@ -306,10 +288,9 @@ def main():
         found = run(options, Path(folder))
     for row in summary(found):
         print(" | ".join(f"{cell:{width}}" for cell, width in zip(row, (34, 16, 20, 0), strict=True)))
-    path = Path(__file__).parent / "results" / f"full-size-{options.shape}.json" if options.save else options.json
+    path = RESULTS / f"full-size-{options.shape}.json" if options.save else options.json
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from full_size import conditions, write_config
+from full_size import write_config
 from make_gguf import SHAPES, write
+from records import RESULTS, conditions, write_json
 from services import Observer
 
 from lucevisor.app import logs
@@ -121,7 +122,7 @@ def main():
     if not options.file.exists():
         write(options.file, SHAPES[options.shape]())
     began = time.perf_counter()
-    path = ROOT / "bench" / "results" / f"groups-{options.shape}.json" if options.save else options.json
+    path = RESULTS / f"groups-{options.shape}.json" if options.save else options.json
     record = {**conditions(), "shape": options.shape, "devices": options.devices}
     if options.json is not None and options.json.exists():
         record = json.loads(options.json.read_text())
@@ -129,7 +130,7 @@ def main():
         if name not in record:
             record[name] = asyncio.run(measure(options, devices))
             if path is not None:
-                path.write_text(json.dumps(record, indent=1) + "\n")
+                write_json(path, record)
     one, two = record["one"], record["two"]
     print(
         f"{options.shape}, {' + '.join(options.devices)}, {os.cpu_count()} cores, {time.perf_counter() - began:.0f} s"

@@ -10,9 +10,7 @@ bench/results/hop-CORES.json.
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -23,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
+from records import machine, save
 
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena, descriptors
@@ -281,18 +280,8 @@ def contenders(cpu, directory):
 
 
 def conditions(cores):
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
     versions = {name: version(name) for name in ("uvloop", "msgspec", "pyzmq", "grpcio")}
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "processes on cores": cores,
-        "load average at start": [round(x, 2) for x in os.getloadavg()],
-        **versions,
-    }
+    return {**machine(), "processes on cores": cores, **versions}
 
 
 async def measure(rounds, cpu):
@@ -347,9 +336,7 @@ def main():
     formula = f"{TARGET_RATIO} x raw + {TARGET_EXTRA_US:.0f} us = {limit:.0f} us"
     print(f"target, empty step: {found['link']:.0f} us <= {formula}: {verdict}")
     if options.save:
-        path = Path(__file__).parent / "results" / f"hop-{options.cores}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"conditions": where, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+        save(f"hop-{options.cores}", {"conditions": where, "rounds": options.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ round.  `GB/s`: bytes of the packed matrix over the time; plain torch dequantise
 """
 
 import argparse
-import json
 import platform
 import statistics
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
+from records import save
 
 from daemons.device import prepare
 from daemons.ops.linear import BlockLinear
@@ -140,8 +139,7 @@ def main():
             f"{row['ratio']:.3f} | {row['GB/s']:6.0f}"
         )
     if options.save:
-        path = Path(__file__).parent / "results" / f"kernels-{options.name}.json"
-        path.write_text(json.dumps({"conditions": where, "rows": found}, indent=1) + "\n")
+        save(f"kernels-{options.name}", {"conditions": where, "rows": found})
 
 
 if __name__ == "__main__":

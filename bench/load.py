@@ -11,12 +11,13 @@ of the page cache before each.  --save writes bench/results/load-BACKEND-KIND[-c
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from records import machine, save
 
 CHILD = Path(__file__).with_name("load_child.py")
 TARGET_RATIO, TARGET_PEAK_BYTES = 0.6, 2 << 30
@@ -80,10 +81,7 @@ def main():
         found = measure(path, options)
     one = found["load"][-1]
     where = {
-        "machine": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load average": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
+        **machine(),
         "torch": one["torch"],
         "device": one["device"],
         "dtype": options.dtype,
@@ -102,10 +100,8 @@ def main():
     print(f"target, speed >= {TARGET_RATIO} x read: {'met' if fast else 'missed'}")
     print(f"target, peak <= largest tensor + 2 GiB = {limit / 1e6:.0f} MB: {'met' if small else 'missed'}")
     if options.save:
-        name = f"load-{options.backend}-{Path(where['kind']).stem}{'-cold' if options.cold else ''}.json"
-        out = Path(__file__).parent / "results" / name
-        out.parent.mkdir(exist_ok=True)
-        out.write_text(json.dumps({"conditions": where, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+        name = f"load-{options.backend}-{Path(where['kind']).stem}{'-cold' if options.cold else ''}"
+        save(name, {"conditions": where, "rounds": options.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

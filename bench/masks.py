@@ -20,6 +20,7 @@ from pathlib import Path
 
 import structlog
 import torch
+from records import save
 
 from daemons.masks import apply_masks
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -33,7 +34,6 @@ from tests.e2e.schemas import schemas
 from tests.e2e.service import running, write_config
 from tests.text.vocabularies import demo_metadata
 
-RESULTS = Path(__file__).parent / "results" / "masks.json"
 LARGE = 248_320
 ROWS = {
     "type": "object",
@@ -203,4 +203,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         result["decode"] = asyncio.run(measure_decode(Path(place), options.rounds))
     if options.save:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        save("masks", result)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import structlog
 from demo_drafts import answer
+from records import save
 from services import DEMO, ROOT, running
 
 from lucevisor.app.compression import make_page_scorer
@@ -111,7 +112,7 @@ def main():
     rows = asyncio.run(measure(options))
     if options.save:
         about = {"tokens": options.tokens, "count": options.count, "seed": options.seed, "rows": rows}
-        (ROOT / "bench" / "results" / "needle-recall-demo.json").write_text(json.dumps(about, indent=1) + "\n")
+        save("needle-recall-demo", about)
 
 
 if __name__ == "__main__":

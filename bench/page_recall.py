@@ -14,6 +14,7 @@ import json
 import statistics
 
 import torch
+from records import save
 from services import DEMO, ROOT
 
 from daemons.kv.batch import Batch, Layout
@@ -132,7 +133,7 @@ def main():
     out |= {name: {k: round(statistics.mean(v), 4) for k, v in row.items()} for name, row in found.items()}
     print(json.dumps(out, indent=1))
     if options.save:
-        (ROOT / "bench" / "results" / "page-recall-demo.json").write_text(json.dumps(out, indent=1) + "\n")
+        save("page-recall-demo", out)
 
 
 if __name__ == "__main__":

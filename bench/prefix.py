@@ -13,10 +13,7 @@ more, by which the restored state is judged).  --save writes bench/results/prefi
 
 import argparse
 import asyncio
-import json
 import logging
-import os
-import platform
 import random
 import statistics
 import tempfile
@@ -26,6 +23,7 @@ from pathlib import Path
 
 import structlog
 import uvloop
+from records import machine, save
 from services import DEMO, groups_toml, running
 
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
@@ -144,18 +142,14 @@ async def measure(options):
 
 
 def conditions(options):
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {
         "model": Path(options.model).name,
         "backend": options.backend,
         "groups": options.groups,
         "dtype": options.dtype,
         "states": options.states,
-        "cpu": next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?"),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
+        **machine(),
         "torch": version("torch"),
-        "load average at start": [round(x, 2) for x in os.getloadavg()],
         "rounds": options.rounds,
     }
 
@@ -200,9 +194,7 @@ def main():
         times_ms = f"{row['p50_ms']:7.1f} ms | {row['p90_ms']:7.1f} ms"
         print(f"{label:40} | {times_ms} | {row['ratio']:.3f} | {row['over_floor_ms']:.1f} ms")
     if options.save:
-        path = Path(__file__).parent / "results" / f"prefix-{options.name or options.backend}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"conditions": where, "rows": rows, "snapshots": seen}, indent=1) + "\n")
+        save(f"prefix-{options.name or options.backend}", {"conditions": where, "rows": rows, "snapshots": seen})
 
 
 if __name__ == "__main__":

@@ -15,10 +15,8 @@ the event loop does for a chunk and for a decode step, and when a chunk's rows a
 
 import argparse
 import asyncio
-import json
 import logging
 import os
-import platform
 import random
 import signal
 import statistics
@@ -30,7 +28,8 @@ from pathlib import Path
 
 import structlog
 import uvloop
-from services import DEMO, ROOT, groups_toml, running
+from records import machine, save
+from services import DEMO, groups_toml, running
 
 from lucevisor.config import load
 from lucevisor.deployment.journal_rows import JournalRows
@@ -322,10 +321,9 @@ def main():
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         cost, kills, moves = runner.run(measure(options))
     if options.save:
-        result = {"options": vars(options) | {"model": options.model.name}, "machine": platform.processor(),
-                  "cost": cost, "kills": kills, "moves": moves}  # fmt: skip
-        path = ROOT / "bench" / "results" / f"recovery-{options.name}.json"
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        about = vars(options) | {"model": options.model.name}
+        result = {"options": about, **machine(), "cost": cost, "kills": kills, "moves": moves}
+        save(f"recovery-{options.name}", result)
 
 
 if __name__ == "__main__":

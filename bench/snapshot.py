@@ -13,7 +13,6 @@ the other without a pause; the supervisor's part runs in a process of its own.  
 """
 
 import argparse
-import json
 import os
 import random
 import socket
@@ -26,6 +25,7 @@ from pathlib import Path
 import msgspec
 import structlog
 import torch
+from records import save
 
 from daemons.kv.pools import Pools
 from daemons.models.stage import LoadedStage
@@ -280,9 +280,8 @@ def main():
         print(f"{name} | {row['p50_s'] * 1e3:.1f} | {row['p90_s'] * 1e3:.1f} | {row['GB_per_s']:.2f}")
     print(f"save at {ratio:.0%} of raw speed (target {TARGET:.0%})")
     if options.save:
-        path = Path(__file__).parent / "results" / f"snapshot-{options.device}.json"
         facts = {"shape": options.shape, "tokens": options.tokens, "n_bytes": n_bytes, "rows": rows, "ratio": ratio}
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+        save(f"snapshot-{options.device}", facts)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
-from full_size import Observer, conditions, write_config
+from full_size import Observer, write_config
 from make_gguf import SHAPES, write
 from memory_watch import Poll, Watcher
+from records import RESULTS, conditions, write_json
 
 from lucevisor.app.run import open_model
 from lucevisor.deployment.service import Service
@@ -248,8 +249,7 @@ def run(options, directory, path):
             compare(found[drafter], found.get("none", found[drafter]))
         print("\n".join(summary(drafter, found[drafter])), flush=True)
         if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(path, found)
 
 
 def summary(drafter, row):
@@ -293,7 +293,7 @@ def main():
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
-    path = Path(__file__).parent / "results" / f"speculation-{options.shape}.json" if options.save else options.json
+    path = RESULTS / f"speculation-{options.shape}.json" if options.save else options.json
     with tempfile.TemporaryDirectory(prefix="speculation-", dir=options.files) as folder:
         run(options, Path(folder), path)
 

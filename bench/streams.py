@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -25,7 +24,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from services import DEMO, ROOT, paced_python
+from records import machine, save
+from services import DEMO, paced_python
 
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
@@ -192,7 +192,7 @@ def main():
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
+    before = machine()
     with running(options) as (pid, url):
         found = asyncio.run(bench(pid, url, options))
     conditions = {
@@ -200,15 +200,12 @@ def main():
         "asked rate": options.rate,
         "seconds": options.seconds,
         "rounds": options.rounds,
-        "cores": os.cpu_count(),
-        "load before and after": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "machine": f"{platform.machine()}, Python {platform.python_version()}, Linux {platform.release()}",
+        **before,
+        "load average after": round(os.getloadavg()[0], 2),
     }
     print(json.dumps(found, indent=1))
     if options.save:
-        path = ROOT / "bench" / "results" / f"streams-{options.name}.json"
-        path.write_text(json.dumps({"conditions": conditions, **found}, indent=1) + "\n")
-        print(f"written to {path.relative_to(ROOT)}")
+        save(f"streams-{options.name}", {"conditions": conditions, **found})
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import cProfile
-import json
-import os
-import platform
 import pstats
 import tempfile
 import time
@@ -22,7 +19,8 @@ from pathlib import Path
 
 import psutil
 import uvloop
-from services import DEMO, ROOT, paced_python, running
+from records import machine, save
+from services import DEMO, paced_python, running
 
 from lucevisor.app import logs
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -118,14 +116,12 @@ async def main(options):
     print(f"cores at {1 / step_slow:.0f} steps/s | {cpu_slow / step_slow:.3f} | 0.15 at 100")
     if options.save:
         record = {
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            **machine(),
             "sequences": options.sequences, "steps_per_s": 1 / step_s, "cpu_s_per_step": cpu_s,
             "daemons_cpu_s_per_step": daemons_s, "memory": memory,
             "paced_steps_per_s": 1 / step_slow, "paced_cores": cpu_slow / step_slow, "parts": fast,
-            "load_average": os.getloadavg(),
         }  # fmt: skip
-        target = ROOT / "bench" / "results" / f"supervisor-{options.name}.json"
-        target.write_text(json.dumps(record, indent=1) + "\n")
+        save(f"supervisor-{options.name}", record)
 
 
 if __name__ == "__main__":
