@@ -1,9 +1,10 @@
-"""CUDA graphs of short steps: a shard's kernel launches are captured once and then replayed with one call.
+"""Graphs of short steps: a shard's kernel launches are captured once and then replayed with one call.
 
 A step of a large model is hundreds of launches of a few microseconds each; issued one by one from Python they cost more
-than they compute.  A graph is valid for one key (number of slices, tokens of each, bound of the attended length); ids,
-positions, slots and pages are read from memory that each step refills.  Invariants: a replay gives the same numbers as
-the eager step; nothing that synchronises with the device is captured.
+than they compute.  A graph is a CUDA graph, also on HIP, or on a cpu a list of calls of C++ kernels (recording.py).  It
+is valid for one key (number of slices, tokens of each, bound of the attended length); ids, positions, slots and pages
+are read from memory that each step refills.  Invariants: a replay gives the same numbers as the eager step; capturing
+computes nothing; nothing that synchronises with the device is captured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
+from daemons.ops.cpu.recording import RecordedMemory, UnrecordableError, record
 from lucevisor.model.values import Space
 
 CAPTURE_AT = 2
@@ -46,11 +48,26 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> None:
+        """Launch it, in stream order on a GPU."""
+
+
+def memory_pool(device: torch.device) -> Any:
+    """Memory that graphs share which run one after the other."""
+    return RecordedMemory() if device.type == "cpu" else torch.cuda.graph_pool_handle()
+
+
+def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tuple[Graph, Output]:
     """Capture the launches of ``work`` without running them; its result lies in ``pool``'s memory.
 
-    Raises torch's RuntimeError when ``work`` synchronises with the device or memory runs out.
+    Raises RuntimeError when ``work`` synchronises with the device or memory runs out, on a cpu UnrecordableError when
+    it computes without kernels.
     """
+    if device.type == "cpu":
+        return record(work, pool)
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -69,15 +86,14 @@ def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tupl
 class CapturedGraph(Generic[Output]):
     """A graph with its static inputs, its output, and its batch, where layers leave their queries."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     batch: Batch
     metadata: Tensor
     rows: Tensor | None
     out: Output
 
     def replay(self, rows: Tensor | None, layout: Layout, await_rows: Callable[[], None]) -> Output:
-        self.metadata.copy_(layout.pinned(), non_blocking=True)
-        layout.fill(self.metadata)
+        layout.refill(self.metadata)
         await_rows()
         if rows is not None and self.rows is not None:
             self.rows.copy_(rows, non_blocking=True)
@@ -86,8 +102,8 @@ class CapturedGraph(Generic[Output]):
 
 
 @dataclass(slots=True)
-class CudaGraphs(Generic[Output]):
-    """The CUDA graphs of one shard on one GPU.  ``work``: boundary rows (None with an embedding) and a batch to the
+class StepGraphs(Generic[Output]):
+    """The graphs of one shard on one device.  ``work``: boundary rows (None with an embedding) and a batch to the
     shard's output, which is valid until the next step.
     """
 
@@ -101,6 +117,11 @@ class CudaGraphs(Generic[Output]):
     _batch: Batch | None = None
     _pool: Any = None  # torch's handle of the memory that all graphs share
     _uncapturable: set[GraphKey] = field(default_factory=set)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether steps compile kernels when they run for the first time."""
+        return self.device.type != "cpu"
 
     @property
     def batch(self) -> Batch:
@@ -155,14 +176,17 @@ class CudaGraphs(Generic[Output]):
         metadata = layout.on(self.device)
         static_rows = None if rows is None else torch.empty_like(rows, device=self.device)
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool = memory_pool(self.device)
         try:
-            batch = Batch(layout, tables, metadata)
+            batch = Batch(layout, tables, metadata, captured=True)
             graph, out = capture(self.device, lambda: self.work(static_rows, batch), self._pool)
+        except UnrecordableError:  # of many tokens, or experts
+            self._uncapturable.add(key)
+            return None
         except RuntimeError as error:  # any kind, out of memory too: the step still runs eagerly
             self._uncapturable.add(key)
             self._pool = None  # an aborted capture never frees its pool
-            what = f"steps of {key.n_slices} x {key.n_tokens} tokens on {self.device} run without a CUDA graph"
+            what = f"steps of {key.n_slices} x {key.n_tokens} tokens on {self.device} run without a graph"
             advice = "if its memory was full, lower engine.pages, else report this"
             self.warn(f"{what}, which is slower: capture failed: {error}; {advice}")
             return None

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.graphs import capture
+from daemons.graphs import Graph, capture, memory_pool
 from daemons.kv.batch import Batch, Layout
 from daemons.models.shard import ShardModel, stream_dtype
 from daemons.models.stage import LoadedStage
+from daemons.ops.cpu.recording import UnrecordableError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Space
 from lucevisor.protocol.checks import Check, Measure, Span, Timing
@@ -89,18 +90,21 @@ def _timed(spec: ModelSpec, stage: LoadedStage, slice_: Slice) -> tuple[float, f
 
 
 class Captured:
-    """Work as in a short step on a GPU: eager the first time, then a CUDA graph."""
+    """Work as in a short step: eager the first time, then a graph."""
 
     def __init__(self, device: torch.device, work: Callable[[int], Tensor]) -> None:
         self.device, self.work = device, work
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: dict[int, Graph] = {}
+        self.pool = memory_pool(device)
 
     def __call__(self, call: int) -> None:
         if not self.graphs:
             self.work(call)  # compiles
         if call not in self.graphs:
-            self.graphs[call], _ = capture(self.device, lambda: self.work(call), self.pool)
+            try:
+                self.graphs[call], _ = capture(self.device, lambda: self.work(call), self.pool)
+            except UnrecordableError:
+                return
         self.graphs[call].replay()
 
 

@@ -59,11 +59,11 @@ class WarmStep(NamedTuple):
 def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftStage | None, reporter: Reporter) -> None:
     """Compile the kernels of the stages that have any, and of the draft stage."""
     for plan, stage in stages:
-        if any(stage.graphs):
+        if any(graphs is not None and graphs.compiles for graphs in stage.graphs):
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
             warm_up(stage, partial(_tell, reporter, number, device))
             reporter.log("info", "kernels are ready", stage=number, seconds=round(time.monotonic() - started, 1))
-    if draft is not None and draft.graphs is not None:
+    if draft is not None and draft.graphs is not None and draft.graphs.extend.compiles:
         warm_up_draft(draft, partial(_tell, reporter, draft.plan.stage, draft.plan.device))
 
 

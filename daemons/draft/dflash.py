@@ -40,7 +40,8 @@ class DflashFamily(Qwen3Family):
         attention = self.attention(index)
         self.attentions.append(attention)
         mixer, mlp = self._convolved(b + "attn", attention), self._convolved(b + "ffn", self.mlp(index))
-        return PreNormLayer(self.norm(b + "attn_norm.weight"), mixer, self.norm(b + "ffn_norm.weight"), mlp)
+        norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
+        return PreNormLayer(norms[0], mixer, norms[1], mlp, self.operations)
 
     def _convolved(self, prefix: str, block: Block) -> Block:
         if self.params.selector is None:

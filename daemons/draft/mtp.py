@@ -41,7 +41,7 @@ class Mtp(Drafter):
         self.project = weights.linear("nextn.eh_proj.weight")
         self.attention_norm, self.attention = family.norm("blk.0.attn_norm.weight"), family.attention(0)
         mlp_norm = family.norm("blk.0.post_attention_norm.weight")
-        self.layer = PreNormLayer(self.attention_norm, self.attention, mlp_norm, family.mlp(0))
+        self.layer = PreNormLayer(self.attention_norm, self.attention, mlp_norm, family.mlp(0), family.operations)
         self.states = pools.state(HIDDEN_LAYER, "hidden")
 
     def extend(self, captures: Tensor | None, batch: Batch) -> Tensor:

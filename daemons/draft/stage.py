@@ -25,7 +25,7 @@ from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.mtp import Mtp
 from daemons.draft.vocabulary import shared_weights, vocabulary_weights
 from daemons.errors import StateError
-from daemons.graphs import CudaGraphs
+from daemons.graphs import StepGraphs
 from daemons.identities import expect, unchanged
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
@@ -69,10 +69,10 @@ class DraftJob(NamedTuple):
 
 
 class DraftGraphs(NamedTuple):
-    """CUDA graphs of a drafter's two forwards."""
+    """Graphs of a drafter's two forwards."""
 
-    extend: CudaGraphs[Tensor]
-    draft: CudaGraphs[Drafts]
+    extend: StepGraphs[Tensor]
+    draft: StepGraphs[Drafts]
 
 
 class DraftStage:
@@ -93,12 +93,12 @@ class DraftStage:
         self._spaces = spec.model.spaces()
         self.warn: Callable[[str], None] = self.warnings.append
         self.graphs: DraftGraphs | None = None
-        if weights.selector.kernels and self.device.type != "cpu":
+        if weights.selector.captures:
             n_routed = max(layer.n_routed for layer in self.layers)
             most = weights.selector.max_async_pairs // max(1, n_routed)
             self.graphs = DraftGraphs(
-                CudaGraphs(self.device, drafter.extend, most, lambda text: self.warn(text)),
-                CudaGraphs(self.device, drafter.draft, most, lambda text: self.warn(text)),
+                StepGraphs(self.device, drafter.extend, most, lambda text: self.warn(text)),
+                StepGraphs(self.device, drafter.draft, most, lambda text: self.warn(text)),
             )
 
     @classmethod

@@ -22,7 +22,7 @@ from daemons.kv.slice_group import GraphKey, SliceGroup
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.operations import SHORT_SLICE, PagedQuery
+from daemons.ops.operations import SHORT_SLICE, Operations, PagedQuery
 from daemons.ops.page_scores import QUERIES
 from daemons.ops.paged import PagedTensor, Pages
 from lucevisor.model.pages import first_visible, first_visible_page, pages_of
@@ -112,19 +112,19 @@ class Layout:
         """Whether a slice asks how much it attends to each page."""
         return any(group.ranked for group in self.groups)
 
-    def pinned(self) -> Tensor:
-        """The metadata in pinned memory, for an asynchronous copy."""
-        return torch.from_numpy(self.metadata).pin_memory()
-
     def on(self, device: torch.device) -> Tensor:
         """The metadata on a device."""
-        if device.type == "cpu":
-            metadata = torch.from_numpy(self.metadata)
-            self.fill(metadata)
-            return metadata
-        metadata = self.pinned().to(device, non_blocking=True)
+        metadata = torch.from_numpy(self.metadata)
+        if device.type != "cpu":
+            metadata = metadata.pin_memory().to(device, non_blocking=True)
         self.fill(metadata)
         return metadata
+
+    def refill(self, metadata: Tensor) -> None:
+        """Put the metadata in the place of those of another step of the same :attr:`graph_key`."""
+        own = torch.from_numpy(self.metadata)
+        metadata.copy_(own if metadata.device.type == "cpu" else own.pin_memory(), non_blocking=True)
+        self.fill(metadata)
 
     @staticmethod
     def _group_numbers(group: SliceGroup) -> np.ndarray:
@@ -169,7 +169,9 @@ class Group:
     ``rows``: the group's rows of the step, slice after slice, as a range or as indices [B n].
     """
 
-    def __init__(self, layout: SliceGroup, metadata: Tensor, tables: Tables, n_rows: int) -> None:
+    def __init__(
+        self, layout: SliceGroup, metadata: Tensor, tables: Tables, n_rows: int, *, captured: bool = False
+    ) -> None:
         b, n = len(layout.starts), layout.n
         self.layout, self.tables = layout, tables
         self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
@@ -189,7 +191,7 @@ class Group:
         self.is_whole_step = layout.contiguous and b * n == n_rows
         self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | None]] = {}
         ids = [s.state for s in layout.sequences]
-        host = metadata.device.type == "cpu"  # a CUDA graph would replay a baked-in address
+        host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
         self._kept = layout.states[0] if host and b == 1 else None
 
@@ -327,8 +329,8 @@ class Group:
 class Batch:
     """A step on one device.  ``ids``, ``positions`` [T] int64; ``slots[space]`` [T]: where keys and values go."""
 
-    def __init__(self, layout: Layout, tables: Tables, metadata: Tensor) -> None:
-        """``metadata``: that of the layout, on the device."""
+    def __init__(self, layout: Layout, tables: Tables, metadata: Tensor, *, captured: bool = False) -> None:
+        """``metadata``: that of the layout, on the device.  ``captured``: other metadata will take its place."""
         self.n_rows, self.device = layout.n_rows, metadata.device
         n, at = self.n_rows, (2 + len(layout.spaces)) * self.n_rows
         self.ids, self.positions = metadata[:n], metadata[n : 2 * n]
@@ -338,7 +340,7 @@ class Batch:
             n_columns = 4 + group.state_columns + bool(group.lows) + group.reads_host
             n_columns += 0 if group.contiguous else group.n
             size = len(group.starts) * n_columns
-            self.groups.append(Group(group, metadata[at : at + size], tables, n))
+            self.groups.append(Group(group, metadata[at : at + size], tables, n, captured=captured))
             at += size
         self._rope_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.carried: Tensor | None = None
@@ -365,11 +367,11 @@ class Batch:
         """[B n] of slices of n tokens -> [n, B]"""
         return x.view(-1, n).t().contiguous()
 
-    def rope_tables(self, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rope_tables(self, rope: Rope, operations: Operations) -> tuple[Tensor, Tensor]:
         """cos and sin of the step's positions, computed once for all layers that share ``rope``."""
         found = self._rope_tables.get(id(rope))
         if found is None:
-            found = self._rope_tables[id(rope)] = rope.tables(self.positions)
+            found = self._rope_tables[id(rope)] = operations.rope_tables(rope, self.positions)
         return found
 
     def map_groups(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

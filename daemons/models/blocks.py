@@ -75,12 +75,12 @@ class Family(ABC):
 class PreNormLayer:
     """``h += mixer(norm(h)); h += mlp(norm(h))``."""
 
-    def __init__(self, mixer_norm: Norm, mixer: Block, mlp_norm: Norm, mlp: Block) -> None:
+    def __init__(self, mixer_norm: Norm, mixer: Block, mlp_norm: Norm, mlp: Block, operations: Operations) -> None:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
+        self.operations = operations
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
-        h, delta = self.advance(h, None, batch)
-        return h + delta
+        return self.operations.add(*self.advance(h, None, batch))
 
     def advance(self, h: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same on ``h + delta`` (None: 0), as two terms: the next layer's norm adds them, in one kernel."""
@@ -223,7 +223,7 @@ class QkNormRope:
         self.norm, self.rope, self.operations = norm, rope, operations
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.operations.qk_norm_rope(x, self.norm, *batch.rope_tables(self.rope))
+        return self.operations.qk_norm_rope(x, self.norm, *batch.rope_tables(self.rope, self.operations))
 
 
 # ---- gated delta net

@@ -35,7 +35,7 @@ class LagunaFamily(Family):
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
         norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
-        return PreNormLayer(norms[0], self.attention(index), norms[1], self.mlp(index))
+        return PreNormLayer(norms[0], self.attention(index), norms[1], self.mlp(index), self.operations)
 
     def mlp(self, index: int) -> Block:
         b, x = f"blk.{index}.", self.p.experts

@@ -31,8 +31,8 @@ class Qwen3Family(Family):
 
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
-        attention, mlp = self.attention(index), self.mlp(index)
-        return PreNormLayer(self.norm(b + "attn_norm.weight"), attention, self.norm(b + "ffn_norm.weight"), mlp)
+        norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
+        return PreNormLayer(norms[0], self.attention(index), norms[1], self.mlp(index), self.operations)
 
     def mlp(self, index: int) -> Block:
         b = f"blk.{index}."

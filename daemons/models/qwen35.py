@@ -35,9 +35,8 @@ class Qwen35Family(Family):
     def layer(self, index: int) -> Block:
         b = f"blk.{index}."
         mixer: Block = self.delta_net(index) if self.p.recurrent[index] else self.attention(index)
-        return PreNormLayer(
-            self.norm(b + "attn_norm.weight"), mixer, self.norm(b + "post_attention_norm.weight"), self.mlp(index)
-        )
+        norms = self.norm(b + "attn_norm.weight"), self.norm(b + "post_attention_norm.weight")
+        return PreNormLayer(norms[0], mixer, norms[1], self.mlp(index), self.operations)
 
     def mlp(self, index: int) -> Block:
         b = f"blk.{index}."

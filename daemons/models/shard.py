@@ -126,13 +126,13 @@ class ShardModel:
             else:
                 h = layer(h, batch)
             if delta is not None and (captured or hidden is not None or layer is self.layers[-1]):
-                h, delta = h + delta, None
+                h, delta = self.selector.operations.add(h, delta), None
             if captured:
                 captures.append(h)
             if hidden is not None:
                 hidden.append(h)
         rows = h if self.output is not None else self.to_boundary(h, batch)
-        return ShardOutput(rows, torch.cat(captures, dim=-1) if captures else None)
+        return ShardOutput(rows, self.selector.operations.concatenate(captures) if captures else None)
 
     def usage(self) -> DeviceUse:
         return DeviceUse(

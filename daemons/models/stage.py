@@ -15,7 +15,7 @@ from torch import Tensor
 
 from daemons.device import launching, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
-from daemons.graphs import CudaGraphs
+from daemons.graphs import StepGraphs
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.page_ranking import rank_pages
@@ -66,8 +66,8 @@ class LoadedStage:
         self.warnings = [w for shard in shards for w in shard.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
         self.graphs = [
-            CudaGraphs(s.device, s.run, s.max_async_tokens, lambda text: self.warn(text))
-            if s.selector.kernels and s.device.type != "cpu"
+            StepGraphs(s.device, s.run, s.max_async_tokens, lambda text: self.warn(text))
+            if s.selector.captures
             else None
             for s in shards
         ]

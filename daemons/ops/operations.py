@@ -7,7 +7,7 @@ they are built, and then use the torch code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops.basic import RmsNorm, act_and_mul, block_convolution, rotate
+from daemons.ops.basic import RmsNorm, Rope, act_and_mul, block_convolution, rotate
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.paged import PagedTensor
 from daemons.ops.partial_attention import Partial
@@ -129,8 +129,17 @@ class Operations(Protocol):
     def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         """RMSNorm of each head of x [T, H, D], then RoPE with tables [T, 1, half]."""
 
+    def rope_tables(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`daemons.ops.basic.Rope.tables`."""
+
     def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` and ``v`` [T, K, D] at slots ``page * 64 + offset`` int64 [T]."""
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """The sum of two tensors of one shape, rounded to their dtype."""
+
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
+        """Matrices of as many rows each, side by side."""
 
     def router(self, router: Router) -> RouteFn:
         """The function that routes rows as ``router`` does."""
@@ -182,9 +191,18 @@ class TorchOperations:
     def qk_norm_rope(self, x: Tensor, norm: Norm, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(norm.float32(x), cos, sin).to(x.dtype)
 
+    def rope_tables(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.tables(positions)
+
     def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         keys.write(slots, k)
         values.write(slots, v)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([*parts], dim=-1)
 
     def router(self, router: Router) -> RouteFn:
         return router

@@ -103,6 +103,11 @@ class KernelSelector:
             return CpuOperations(self.cpu), "c++ for short slices, torch beyond"
         return TorchOperations(), "torch"
 
+    @property
+    def captures(self) -> bool:
+        """Whether short steps are captured here (daemons/graphs.py)."""
+        return self.cpu is not None if self.device.type == "cpu" else bool(self.kernels)
+
     def repacks(self, fmt: WeightFormat) -> bool:
         """Whether a matrix of that format is repacked here."""
         return fmt is WeightFormat.PACKED and bool(self.kernels)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from daemons.ops.basic import Rope
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
@@ -104,12 +105,21 @@ class TritonOperations:
         assert norm.weight is not None
         return basic.qk_norm_rope(x, norm.weight, norm.epsilon, cos, sin)
 
+    def rope_tables(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.tables(positions)
+
     def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if isinstance(keys, DensePages) and isinstance(values, DensePages):
             basic.write_pages(keys.slots, values.slots, slots, k, v)
         else:
             keys.write(slots, k)
             values.write(slots, v)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([*parts], dim=-1)
 
     def router(self, router: Router) -> RouteFn:
         return TritonRouter(router)

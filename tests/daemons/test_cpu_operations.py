@@ -152,6 +152,40 @@ def test_attention_over_pages(kind, heads, width, n, starts, window, softcap, ca
         assert torch.equal(attend(q[n - 1 : n], keys, values, alone), found[n - 1 : n])
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from([torch.bfloat16, torch.float32, torch.float16, "q8_0"]),
+    width=st.sampled_from([64, 40, 8, 16]),
+    n=st.integers(1, 9),
+    size=st.sampled_from([0.0, 1e-7, 1.0, 3e4]),
+)
+def test_keys_and_values_are_written_with_the_bits_of_torch(kind, width, n, size):
+    torch.manual_seed(4)
+    k, v = (torch.randn(n, 5, width).mul(size).bfloat16()[:, 1:3] for _ in range(2))
+    slots = torch.randperm(PAGES * 64)[:n]
+    found, wanted = ([pages_of(kind, 2, width) for _ in range(2)] for _ in range(2))
+    for mine, theirs in zip(found, wanted, strict=True):
+        for part in ("codes", "scales") if kind == "q8_0" else ("pages",):
+            getattr(mine, part).copy_(getattr(theirs, part))
+    CpuOperations(cpu_kernels()).write_pages(*found, slots, k, v)
+    TorchOperations().write_pages(*wanted, slots, k, v)
+    for mine, theirs in zip(found, wanted, strict=True):
+        if kind == "q8_0":
+            assert torch.equal(mine.codes, theirs.codes)
+            assert torch.equal(mine.scales, theirs.scales)
+        else:
+            assert torch.equal(mine.pages, theirs.pages)
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (5, 512), (70, 500)])
+def test_sums_and_joined_rows_have_the_bits_of_torch(cpu, shape):
+    x, y = (torch.randn(shape).bfloat16() for _ in range(2))
+    assert torch.equal(cpu.add(x, y), x + y)
+    parts = [x, y[:, 3:20], x[:, :1]]
+    assert torch.equal(cpu.concatenate(parts), torch.cat(parts, dim=-1))
+    assert torch.equal(cpu.concatenate([x.float(), x.float()]), torch.cat([x.float(), x.float()], dim=-1))
+
+
 # ---- gated delta net
 
 

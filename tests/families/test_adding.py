@@ -55,9 +55,8 @@ class Qwen3MoeFamily(Qwen3Family):
         assert isinstance(self.p, Qwen3Moe)
         b = f"blk.{index}."
         mlp = MoeMlp(build_router(self.w, b, self.p.experts), build_experts(self.w, b, "silu"), None)
-        return PreNormLayer(
-            self.norm(b + "attn_norm.weight"), self.attention(index), self.norm(b + "ffn_norm.weight"), mlp
-        )
+        norms = self.norm(b + "attn_norm.weight"), self.norm(b + "ffn_norm.weight")
+        return PreNormLayer(norms[0], self.attention(index), norms[1], mlp, self.operations)
 
 
 # ---- what would go into tests/families/generate/qwen.py

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from daemons.device import prepare
-from daemons.graphs import CAPTURE_AT, CudaGraphs
+from daemons.graphs import CAPTURE_AT, StepGraphs
 from daemons.kv.sequences import MIN_ENTRIES
 from daemons.models.shard import ShardOutput
 from daemons.models.stage import LoadedStage
@@ -30,7 +30,7 @@ def prepared() -> None:
     prepare(Backend.CUDA, 0)
 
 
-def graphs_of(stages: list[LoadedStage]) -> Iterator[CudaGraphs]:
+def graphs_of(stages: list[LoadedStage]) -> Iterator[StepGraphs]:
     for stage in stages:
         for graphs in stage.graphs:
             assert graphs is not None

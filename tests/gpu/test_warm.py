@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from daemons.device import prepare
-from daemons.graphs import CudaGraphs
+from daemons.graphs import StepGraphs
 from daemons.warm import warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype
@@ -41,7 +41,7 @@ def test_no_graph_is_captured_while_a_client_waits(
     warm_up_draft(draft)
     pipeline = DraftedPipeline(target, stages, draft)
     captured: list[object] = []
-    monkeypatch.setattr(CudaGraphs, "_capture", lambda self, key, *more: captured.append(key))
+    monkeypatch.setattr(StepGraphs, "_capture", lambda self, key, *more: captured.append(key))
     wanted = wanted_trace(name)
     assert pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n)[: len(wanted)] == wanted
     assert not captured

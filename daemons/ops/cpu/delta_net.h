@@ -11,7 +11,7 @@ struct DeltaNet {
   const int64_t *ids, *kept;  // [slices] row to start from; [slices][n] row for the state after each token, or -1
   const float *conv_weight, *decay_rates, *dt_bias, *norm_weight;
   uint16_t* out;  // [slices n][n_value dim]
-  float* mixed;   // [slices n][channels], scratch
+  float* mixed;   // [slices n][channels], scratch, which the entry point allocates
   long y_stride, slices, n, n_key, n_value, dim, width;
   float norm_eps;
 

@@ -3,7 +3,9 @@
 
 #include "delta_net.h"
 #include "gemv.h"
+#include "page_writes.h"
 #include "paged_attention.h"
+#include "recorded.h"
 #include "repack.h"
 #include "rows.h"
 
@@ -122,7 +124,12 @@ long block_convolution(const uint16_t* x, const uint16_t* delta, const float* ba
   return 0;
 }
 
-long delta_net(const DeltaNet* net) {
+long delta_net(const DeltaNet* arguments) {
+  static thread_local std::vector<float> mixed;
+  DeltaNet all = *arguments;
+  mixed.resize(all.slices * all.n * all.channels());
+  all.mixed = mixed.data();
+  const DeltaNet* net = &all;
   const long parts = net->channels() / LANES, size = net->dim * net->dim;
 #pragma omp parallel if (net->slices * net->n_value * size > PARALLEL)
   {
@@ -145,6 +152,61 @@ long paged_attention(const PagedAttention* a) {
     case 2: a->run<2>(memory); break;
     default: a->run<3>(memory);
   }
+  return 0;
+}
+
+long write_pages(const Pages* pages, const int64_t* slots, const uint16_t* rows, long stride, long n_rows) {
+  write_rows(*pages, slots, rows, stride, n_rows);
+  return 0;
+}
+
+// cos and sin [n_rows][half] of positions times frequencies, times `magnitude`.
+long rope_tables(const int64_t* positions, long n_rows, const float* frequencies, long half, float magnitude,
+                 float* cosine, float* sine) {
+#pragma omp parallel for if (n_rows * half > PARALLEL / 8)
+  for (long r = 0; r < n_rows; r++)
+    for (long i = 0; i < half; i++) {
+      const float angle = float(positions[r]) * frequencies[i];
+      cosine[r * half + i] = std::cos(angle) * magnitude, sine[r * half + i] = std::sin(angle) * magnitude;
+    }
+  return 0;
+}
+
+long add(const uint16_t* x, const uint16_t* y, long n, uint16_t* out) {
+#pragma omp parallel for if (n > PARALLEL)
+  for (long i = 0; i < n; i += LANES) {
+    const __mmask16 m = lanes(i, n);
+    store_bfloat16(out + i, m, _mm512_add_ps(load_bfloat16(x + i, m), load_bfloat16(y + i, m)));
+  }
+  return 0;
+}
+
+// Rows of `row_bytes` from and to rows of other lengths.
+long copy_rows(const uint8_t* rows, long stride_bytes, long n_rows, long row_bytes, uint8_t* out,
+               long out_stride_bytes) {
+  for (long r = 0; r < n_rows; r++) memcpy(out + r * out_stride_bytes, rows + r * stride_bytes, row_bytes);
+  return 0;
+}
+
+// ---- recorded steps
+
+RECORDED(lookup)
+RECORDED(multiply)
+RECORDED(rms_norm)
+RECORDED(qk_norm_rope)
+RECORDED(act_and_mul)
+RECORDED(output_gate)
+RECORDED(block_convolution)
+RECORDED(delta_net)
+RECORDED(paged_attention)
+RECORDED(write_pages)
+RECORDED(rope_tables)
+RECORDED(add)
+RECORDED(copy_rows)
+
+long replay(const RecordedCall* calls, long n) {
+  for (long i = 0; i < n; i++)
+    if (const long failed = calls[i].run(calls[i].arguments)) return failed;
   return 0;
 }
 }

@@ -18,7 +18,7 @@ KINDS = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K
 """Quant types that have tiles."""
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-_SIGNATURES = {
+SIGNATURES: dict[str, list[Any]] = {
     "tile_bytes": [_LONG],
     "pack": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "dequantise": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
@@ -37,6 +37,11 @@ _SIGNATURES = {
     "block_convolution": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER],
     "delta_net": [_POINTER],
     "paged_attention": [_POINTER],
+    "write_pages": [_POINTER, _POINTER, _POINTER, _LONG, _LONG],
+    "rope_tables": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER],
+    "add": [_POINTER, _POINTER, _LONG, _POINTER],
+    "copy_rows": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG],
+    "replay": [_POINTER, _LONG],
 }
 
 
@@ -93,9 +98,11 @@ class CpuKernels:
 
     def __init__(self) -> None:
         """Raises daemons.ops.cpu.compiler.CpuCompileError."""
-        self.calls = library()
-        for name, types in _SIGNATURES.items():
-            function = getattr(self.calls, name)
+        self.library = library()
+        self.calls: Any = self.library
+        """Entry points by name: the library's, or while a step is recorded those of a CallRecorder."""
+        for name, types in SIGNATURES.items():
+            function = getattr(self.library, name)
             function.argtypes, function.restype = types, _LONG
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
 

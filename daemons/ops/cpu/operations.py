@@ -5,12 +5,13 @@ Activations of another dtype go to torch's forms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
-from daemons.ops.basic import RmsNorm
+from daemons.ops.basic import RmsNorm, Rope
 from daemons.ops.cpu.library import AttentionArguments, CpuKernels, DeltaNetArguments, PagesArguments
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
@@ -85,7 +86,6 @@ class CpuGatedDeltaNet:
 
     def __init__(self, kernels: CpuKernels, params: GatedDeltaNetParams) -> None:
         self.kernels, self.params = kernels, params
-        self.mixed = torch.empty(0)
         p, weight = params, params.norm.weight
         assert weight is not None
         self.constants = p.conv_weight, p.decay_rates, p.dt_bias, weight
@@ -102,12 +102,10 @@ class CpuGatedDeltaNet:
         a, p, rows, n_slices = self.arguments, self.params, y.shape[0], ids.shape[0]
         if y.dtype is not BFLOAT16 or y.stride(1) != 1:
             y = y.to(BFLOAT16).contiguous()
-        if self.mixed.numel() < rows * p.channels:
-            self.mixed = torch.empty(rows * p.channels)
         out = torch.empty(rows, p.n_value * p.dim, dtype=BFLOAT16)
         a.y, a.y_stride, a.slices, a.n = y.data_ptr(), y.stride(0), n_slices, rows // n_slices
         a.windows, a.states, a.ids, a.kept = (x.data_ptr() for x in (conv_states, states, ids, kept))
-        a.out, a.mixed = out.data_ptr(), self.mixed.data_ptr()
+        a.out = out.data_ptr()
         self.kernels.calls.delta_net(byref(a))
         return out
 
@@ -151,6 +149,7 @@ class CpuOperations(TorchOperations):
 
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
+        self._pages: dict[int, tuple[PagedTensor, PagesArguments]] = {}  # written to, by id
 
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
         return CpuRmsNorm(self.kernels, weight, width, eps)
@@ -191,6 +190,48 @@ class CpuOperations(TorchOperations):
             x.data_ptr(), x.stride(0), rows, heads, width, norm.weight.data_ptr(), norm.epsilon,
             cos.data_ptr(), sin.data_ptr(), cos.shape[-1], out.data_ptr(),
         )  # fmt: skip
+        return out
+
+    def rope_tables(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        n, frequencies = positions.shape[0], rope.inverse_frequencies
+        cos, sin = (torch.empty(n, 1, frequencies.shape[0]) for _ in range(2))
+        self.kernels.calls.rope_tables(
+            positions.data_ptr(), n, frequencies.data_ptr(), frequencies.shape[0], rope.magnitude,
+            cos.data_ptr(), sin.data_ptr(),
+        )  # fmt: skip
+        return cos, sin
+
+    def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        for pages, rows in ((keys, k), (values, v)):
+            if rows.dtype is not BFLOAT16 or rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
+                pages.write(slots, rows)
+                continue
+            found = self._pages.get(id(pages))
+            if found is None:
+                found = self._pages[id(pages)] = (pages, _pages(pages))
+            self.kernels.calls.write_pages(
+                byref(found[1]), slots.data_ptr(), rows.data_ptr(), rows.stride(0), rows.shape[0]
+            )
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.dtype is not BFLOAT16 or y.dtype is not BFLOAT16 or x.shape != y.shape:
+            return super().add(x, y)
+        x, y = x.contiguous(), y.contiguous()
+        out = torch.empty_like(x)
+        self.kernels.calls.add(x.data_ptr(), y.data_ptr(), x.numel(), out.data_ptr())
+        return out
+
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
+        n, dtype = parts[0].shape[0], parts[0].dtype
+        if any(x.dim() != 2 or x.stride(1) != 1 or x.dtype is not dtype for x in parts):
+            return super().concatenate(parts)
+        out, at = parts[0].new_empty(n, sum(x.shape[1] for x in parts)), 0
+        size = dtype.itemsize
+        for x in parts:
+            self.kernels.calls.copy_rows(
+                x.data_ptr(), x.stride(0) * size, n, x.shape[1] * size, out.data_ptr() + at, out.shape[1] * size
+            )
+            at += x.shape[1] * size
         return out
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:

@@ -1,0 +1,134 @@
+"""Short steps of a cpu that are recorded give the bits of those that are not, in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from daemons.graphs import CAPTURE_AT, StepGraphs
+from daemons.models.stage import LoadedStage
+from lucevisor.model.families import open_spec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Dtype
+from tests.daemons.cpu_kernels import needs_cpu_kernels
+from tests.families.pipeline import How, Pipeline, load_stages
+from tests.families.shapes import Model, write_data
+from tests.families.test_weight_formats import MODELS
+
+pytestmark = needs_cpu_kernels
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
+IDS = [(i * 37 + 11) % 300 for i in range(90)]
+
+
+def qwen3() -> Model:
+    e, f, heads, kv, d, n, vocabulary = 256, 512, 4, 2, 64, 3, 320
+    tensors: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, e), "output_norm.weight": (e,)}
+    tensors["output.weight"] = (vocabulary, e)
+    for i in range(n):
+        b = f"blk.{i}."
+        tensors |= {
+            b + "attn_norm.weight": (e,), b + "attn_q.weight": (heads * d, e), b + "attn_k.weight": (kv * d, e),
+            b + "attn_v.weight": (kv * d, e), b + "attn_q_norm.weight": (d,), b + "attn_k_norm.weight": (d,),
+            b + "attn_output.weight": (e, heads * d), b + "ffn_norm.weight": (e,), b + "ffn_gate.weight": (f, e),
+            b + "ffn_up.weight": (f, e), b + "ffn_down.weight": (e, f),
+        }  # fmt: skip
+    metadata = {
+        "block_count": n, "context_length": 4096, "embedding_length": e, "feed_forward_length": f,
+        "attention.head_count": heads, "attention.head_count_kv": kv, "attention.key_length": d,
+        "attention.value_length": d, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
+    }  # fmt: skip
+    return Model("qwen3", metadata, tensors)
+
+
+def spec_of(name: str, folder: Path) -> ModelSpec:
+    if name == "demo":
+        return open_spec(DEMO)
+    return open_spec(write_data(folder / "model.gguf", qwen3() if name == "qwen3" else MODELS[name], ["Q4_K", "Q6_K"]))
+
+
+def graphs_of(stages: Sequence[LoadedStage]) -> list[StepGraphs]:
+    found = [graphs for stage in stages for graphs in stage.graphs]
+    assert all(graphs is not None for graphs in found)
+    return found
+
+
+def eager(stages: list[LoadedStage]) -> list[LoadedStage]:
+    for stage in stages:
+        stage.graphs = [None for _ in stage.graphs]
+    return stages
+
+
+def steps(c: Pipeline) -> Tensor:
+    """A prompt; single tokens over a page border, alone and beside another sequence; verify slices, accepted up to any
+    draft; short runs.  Logits and captures.
+    """
+    found: list[Tensor] = []
+
+    def keep(logits: Tensor) -> None:
+        found.extend([logits, *(x.float().clone() for x in c.captures if x is not None)])
+
+    c.open(0)
+    keep(c.run((0, IDS[:50])))
+    for token in IDS[:20]:
+        keep(c.run((0, [token])))
+    c.open(1)
+    keep(c.run((1, IDS[:9])))
+    for accepted in (4, 0, 2, 4):
+        keep(c.verify(*[(s, IDS[c.texts[s].length % 30 :][:5], 4) for s in (0, 1)]))
+        for s in (0, 1):
+            c.accept(s, 4, (accepted + s) % 5)
+        keep(c.run((0, IDS[:1]), (1, IDS[1:2])))
+    c.close(0)
+    for n in (3, 16, 32):
+        for at in (0, 3, 5):
+            keep(c.run((1, IDS[at : at + n])))
+    return torch.cat([x.flatten() for x in found])
+
+
+@pytest.mark.parametrize("kv_dtype", [Dtype.BFLOAT16, Dtype.Q8_0])
+@pytest.mark.parametrize(("name", "recorded"), [("demo", True), ("qwen3", True), *((name, False) for name in MODELS)])
+def test_recorded_steps_equal_eager_steps(name: str, recorded: bool, kv_dtype: Dtype, tmp_path: Path) -> None:
+    spec, how = spec_of(name, tmp_path), How(Dtype.BFLOAT16, kv_dtype)
+    split, captures = (spec.n_layers // 2,), [0, spec.n_layers - 1]
+    if name.startswith("gemma4"):
+        split = ()  # layers that share pages lie on one shard
+    plain, captured = (load_stages(spec, split, how, captures=captures) for _ in range(2))
+    wanted, found = (steps(Pipeline(spec, stages)) for stages in (eager(plain), captured))
+    assert torch.equal(found, wanted)
+    for graphs in graphs_of(captured):
+        shapes = {(key.n_slices, key.n_tokens) for key in graphs._graphs}
+        long = {(1, 32)} if name != "demo" else set()  # the delta net's kernel takes up to 16 tokens
+        assert shapes == ({(1, 1), (2, 5), (2, 1), (1, 3), (1, 16)} | long if recorded else set())
+
+
+def test_float32_is_not_recorded(tmp_path: Path) -> None:
+    [stage] = load_stages(spec_of("qwen3", tmp_path), (), How(Dtype.FLOAT32, Dtype.FLOAT32))
+    assert stage.graphs == [None]
+
+
+def test_recordings_are_made_again_when_a_table_moves(tmp_path: Path) -> None:
+    spec = spec_of("qwen3", tmp_path)
+    stages = load_stages(spec, (), How(Dtype.BFLOAT16, Dtype.BFLOAT16))
+    c, [graphs] = Pipeline(spec, stages), graphs_of(stages)
+    c.open(0)
+    c.run((0, IDS[:20]))
+    for token in IDS[:CAPTURE_AT]:
+        c.run((0, [token]))
+    [before] = graphs._graphs.values()
+    [tables] = stages[0].sequences._tables.values()
+    with torch.inference_mode():
+        for space, table in tables.items():
+            tables[space] = table.clone()
+            table.zero_()
+    other = Pipeline(spec, eager(load_stages(spec, (), How(Dtype.BFLOAT16, Dtype.BFLOAT16))))
+    other.open(0)
+    other.run((0, IDS[:20]))
+    for token in IDS[:CAPTURE_AT]:
+        other.run((0, [token]))
+    assert torch.equal(c.run((0, IDS[:1])), other.run((0, IDS[:1])))
+    [after] = graphs._graphs.values()
+    assert after is not before
