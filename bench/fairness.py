@@ -14,19 +14,15 @@ bench/results/fairness-NAME.json.
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 from records import machine, save
-from services import DEMO, groups_toml
+from services import DEMO, groups_toml, supervisor
 
 N_SHORT, N_LONG = 4, 2
 FIRST_ID, IDS = 300, 5000  # ordinary tokens
@@ -34,7 +30,7 @@ WARM_S = 3.0
 
 
 def configuration(options, directory):
-    """A TOML file for the asked groups."""
+    """A TOML file for the groups that were asked for."""
     text = groups_toml(options, options.threads)
     text += """
 [cache]
@@ -42,27 +38,9 @@ prefix_slots = 0
 [server]
 port = 0
 """
-    path = Path(directory) / "fairness.toml"
+    path = directory / "fairness.toml"
     path.write_text(text)
     return path
-
-
-@contextmanager
-def running(options):
-    """A supervisor of its own; its URL."""
-    with tempfile.TemporaryDirectory(prefix="lv") as directory:
-        env = os.environ | {"XDG_RUNTIME_DIR": directory, "NO_COLOR": "1"}
-
-        def lucevisor(*arguments):
-            command = [sys.executable, "-m", "lucevisor", *arguments]
-            return subprocess.run(command, env=env, text=True, capture_output=True, check=True, timeout=900).stdout
-
-        path = configuration(options, directory)
-        lucevisor("start", str(path), "--daemon", "--name", "fairness", "--timeout", "600")
-        try:
-            yield json.loads(lucevisor("status", "--json", "--name", "fairness"))["url"]
-        finally:
-            lucevisor("stop", "--name", "fairness")
 
 
 class Load:
@@ -180,8 +158,8 @@ def main():
     options = parser.parse_args()
     options.model = options.model.resolve()
     before = machine()
-    with running(options) as url:
-        found = asyncio.run(bench(url, options))
+    with supervisor("fairness", partial(configuration, options)) as status:
+        found = asyncio.run(bench(status["url"], options))
     conditions = {
         "model": options.model.name,
         "backend": options.backend,

@@ -12,43 +12,20 @@ writes bench/results/overload-NAME.json.
 import argparse
 import asyncio
 import json
-import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager
-from pathlib import Path
 
 import aiohttp
 import psutil
+from records import machine, save
+from services import ROOT, supervisor
 
-ROOT = Path(__file__).parents[1]
 WAIT_S = 2.0
 SAMPLE_S = 2.0
 AWAY = 0.05
-
-
-@contextmanager
-def running(*overrides):
-    """A supervisor of its own; its status."""
-    with tempfile.TemporaryDirectory(prefix="lv") as directory:
-        environment = os.environ | {"XDG_RUNTIME_DIR": directory, "NO_COLOR": "1"}
-
-        def lucevisor(*arguments):
-            command = [sys.executable, "-m", "lucevisor", *arguments]
-            return subprocess.run(command, env=environment, text=True, check=True, stdout=subprocess.PIPE).stdout
-
-        sets = [part for one in ("server.port=0", "engine.max_sequences=8", *overrides) for part in ("--set", one)]
-        lucevisor("start", str(ROOT / "etc" / "demo.toml"), "--daemon", "--name", "overload", *sets)
-        try:
-            yield json.loads(lucevisor("status", "--json", "--name", "overload"))
-        finally:
-            lucevisor("stop", "--name", "overload")
 
 
 class Crowd:
@@ -147,7 +124,7 @@ def main():
     parser.add_argument("--name", default=f"cpu-{platform.machine()}")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    with running() as status:
+    with supervisor("overload", ROOT / "etc" / "demo.toml", "server.port=0", "engine.max_sequences=8") as status:
         found, samples = asyncio.run(overload(status, options.clients, options.seconds))
     fifth = len(samples) // 5
     result = {
@@ -164,12 +141,11 @@ def main():
         },
         "MiB by fifths": [round(statistics.mean(samples[i * fifth : (i + 1) * fifth]) / 2**20, 1) for i in range(5)],
         "growth": round(growth(samples), 4),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "load": [round(one, 1) for one in os.getloadavg()],
+        **machine(),
     }
     print(json.dumps(result, indent=2))
     if options.save:
-        (ROOT / "bench" / "results" / f"overload-{options.name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        save(f"overload-{options.name}", result)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""What the benchmarks that run a service in their own process share: its configuration's groups, its start and stop."""
+"""What the benchmarks share that run a service, in their own process or in another: its groups, its start and stop."""
 
 import contextlib
+import json
 import os
 import shlex
 import stat
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from lucevisor.app.model_files import open_model
@@ -50,6 +53,27 @@ async def running(path, directory, settings=(), timeout_s=600.0):
         yield service
     finally:
         await service.stop(0.0)
+
+
+@contextlib.contextmanager
+def supervisor(name, config, *overrides):
+    """A supervisor in a process of its own, started as a user starts it; its status.  ``config``: a file, or a function
+    that makes one in a directory.
+    """
+    with tempfile.TemporaryDirectory(prefix="lv") as directory:
+        environment = os.environ | {"XDG_RUNTIME_DIR": directory, "NO_COLOR": "1"}
+
+        def lucevisor(*arguments):
+            command = [sys.executable, "-m", "lucevisor", *arguments, "--name", name]
+            return subprocess.run(command, env=environment, text=True, check=True, stdout=subprocess.PIPE).stdout
+
+        path = config(Path(directory)) if callable(config) else config
+        settings = [part for override in overrides for part in ("--set", override)]
+        lucevisor("start", str(path), "--daemon", "--timeout", "600", *settings)
+        try:
+            yield json.loads(lucevisor("status", "--json"))
+        finally:
+            lucevisor("stop")
 
 
 def paced_python(directory):

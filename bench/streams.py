@@ -15,17 +15,13 @@ import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from urllib.parse import urlsplit
 
 import psutil
 from records import machine, save
-from services import DEMO, paced_python
+from services import DEMO, paced_python, supervisor
 
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.tokenizer import Tokenizer
@@ -35,20 +31,20 @@ WARM_S = 2.0
 ENDLESS = 100_000  # tokens; more than any window takes
 
 
-@contextmanager
-def running(options):
-    """A supervisor of its own; its pid and URL."""
-    with tempfile.TemporaryDirectory(prefix="lv") as directory:
-        python = paced_python(directory)
-        ids = Tokenizer.from_gguf(open_model([DEMO]).metadata).encode(TEXT)
-        env = f'{{PACED_STEP_S = "{1 / options.rate / 2:.6f}", PACED_IDS = "{",".join(map(str, ids))}"}}'
-        config = Path(directory) / "streams.toml"
-        config.write_text(
-            f'[model]\npath = "{DEMO}"\n'
-            + "".join(
-                f'[groups.g{i}]\nbackend = "cpu"\nthreads = 1\npython = "{python}"\nenv = {env}\n' for i in (0, 1)
-            )
-            + f"""[placement]
+def configuration(options, directory):
+    """A TOML file for two groups whose daemons compute nothing."""
+    python = paced_python(directory)
+    ids = Tokenizer.from_gguf(open_model([DEMO]).metadata).encode(TEXT)
+    env = f'{{PACED_STEP_S = "{1 / options.rate / 2:.6f}", PACED_IDS = "{",".join(map(str, ids))}"}}'
+    group = f'backend = "cpu"\nthreads = 1\npython = "{python}"\nenv = {env}\n'
+    path = directory / "streams.toml"
+    path.write_text(f"""[model]
+path = "{DEMO}"
+[groups.g0]
+{group}
+[groups.g1]
+{group}
+[placement]
 target_devices = ["g0:0", "g1:0"]
 target_layer_split = [0.5, 0.5]
 [engine]
@@ -57,20 +53,8 @@ max_sequences = {options.streams}
 kind = "off"
 [server]
 port = 0
-"""
-        )
-        environment = os.environ | {"XDG_RUNTIME_DIR": directory, "NO_COLOR": "1"}
-
-        def lucevisor(*arguments):
-            command = [sys.executable, "-m", "lucevisor", *arguments]
-            return subprocess.run(command, env=environment, text=True, check=True, stdout=subprocess.PIPE).stdout
-
-        lucevisor("start", str(config), "--daemon", "--name", "streams")
-        try:
-            status = json.loads(lucevisor("status", "--json", "--name", "streams"))
-            yield status["pid"], status["url"]
-        finally:
-            lucevisor("stop", "--name", "streams")
+""")
+    return path
 
 
 class Client:
@@ -193,8 +177,8 @@ def main():
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     before = machine()
-    with running(options) as (pid, url):
-        found = asyncio.run(bench(pid, url, options))
+    with supervisor("streams", partial(configuration, options)) as status:
+        found = asyncio.run(bench(status["pid"], status["url"], options))
     conditions = {
         "streams": options.streams,
         "asked rate": options.rate,
