@@ -38,11 +38,11 @@ class RequestContext:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    accepted_tokens: int = 0  # of them, drafts
-    rejected_tokens: int = 0  # drafts beside them
+    accepted_tokens: int = 0  # accepted drafts among the generated tokens
+    rejected_tokens: int = 0  # drafts that were verified and rejected
     queue_s: float = 0.0
     first_token_s: float | None = None
-    fields: dict[str, object] = field(default_factory=dict)  # more for the log line
+    fields: dict[str, object] = field(default_factory=dict)  # further fields of the log line
 
     def cancel(self) -> None:
         """Cancel the request's sequences; its handler sees them end and tells the client."""

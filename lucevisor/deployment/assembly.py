@@ -45,12 +45,12 @@ class PipelineAssembly:
             self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
         self._links: dict[str, Link] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
-        self._kept: set[str] = set()  # of the daemons there are, those that took over the state of their predecessors
+        self._kept: set[str] = set()  # groups whose daemons took over their predecessors' state
         self._draft_kept = False  # the drafter's daemon took over that of its predecessor, too
         self._replaying: set[str] = set()  # lost groups for whose daemons a replay was prepared since the last loss
         self._replayed: set[str] = set()  # those of them whose daemons computed it while they loaded
         self._resetting: set[str] = set()
-        self._token = 0  # of the last Reset
+        self._token = 0  # identifies the last Reset
         self._pipeline: Pipeline | None = None
         self._closed = False
 
@@ -119,7 +119,7 @@ class PipelineAssembly:
             self._draft_kept = False
             self._replayed.discard(group)
             self._resetting.clear()
-            if known or group not in self._lost:  # else a dead link was told of before
+            if known or group not in self._lost:  # else the dead link has been reported already
                 self._lose(group, RequestError("shard_lost", _lost(group, reason)))
         if self._draft is not None and group == self._draft.group:
             self._draft.lost(reason)

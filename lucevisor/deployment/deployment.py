@@ -57,8 +57,7 @@ class DeploymentHooks:
 
     ``on_placed`` is called once, before any daemon loads: the moment to call ``serve`` unless another deployment
     serves.  ``drain`` brings requests to rest before a daemon is restarted, and returns what the shards hold then, if
-    its successor may take it over.  ``on_change``: ``complete`` may have
-    changed, or ``loaded``, or a daemon was lost.
+    its successor may take it over.  ``on_change``: ``complete`` or ``loaded`` may have changed, or a daemon was lost.
     """
 
     on_placed: Callable[[Deployment], None]
@@ -85,8 +84,8 @@ class Deployment:
     ) -> None:
         self.epoch = epoch
         self.placement: Placement | None = None
-        self.unfit = ""  # why there is none: it needs more memory than there is
-        self.buffers: dict[tuple[bool, int], Arena] = {}  # of captures or not, by boundary
+        self.unfit = ""  # why it cannot be placed: it needs more memory than there is
+        self.buffers: dict[tuple[bool, int], Arena] = {}  # by (whether it is for captures, boundary)
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
         self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
@@ -94,9 +93,9 @@ class Deployment:
         self._sizes = sizes
         self._placing = PlacementOnce(needed, self._place, config.groups.keys() - needed)
         self._links: dict[str, Link] = {}  # of READY groups
-        self._draft_loaded = False  # by its READY group
-        self._draft_problem = ""  # why its group runs without it
-        self._detached = ""  # why the engine stopped using it
+        self._draft_loaded = False  # the draft group is READY and has loaded the drafter
+        self._draft_problem = ""  # why the draft group runs without the drafter
+        self._detached = ""  # why the engine dropped the drafter
         self._successors = Successors(model.spec.layers)
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
@@ -206,7 +205,7 @@ class Deployment:
         assert self.placement is not None
         group = self.placement.stages[failure.stage].group
         log.error("pipeline failed", group=group, code=failure.code, reason=failure.message)
-        if failure.code == "shard_lost":  # its link is closed, which supervision hears of
+        if failure.code == "shard_lost":  # supervision notices the closed link
             return
         # Later: the engine may be in the middle of sending.
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
@@ -218,7 +217,7 @@ class Deployment:
             self._assembly.detach_drafter(failure.message)
         group = self.draft_group
         alone = group not in target_groups(self._config)
-        if alone and failure.code != "shard_lost":  # of a closed link supervision hears
+        if alone and failure.code != "shard_lost":  # supervision notices a closed link
             asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 
     # ---- the drafter
@@ -347,7 +346,9 @@ class Deployment:
 
     def _begin(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: deadlines go on anyway
+        task.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieved: deadlines hold in any case
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

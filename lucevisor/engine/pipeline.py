@@ -63,22 +63,24 @@ class Pipeline(DraftRelay):
         self._on_failed = on_failed
         self._clock = clock
         self.rings = rings
-        self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in the order they came there
-        self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # by its daemon, in the order sent
+        self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in order of arrival
+        self._held: list[deque[PipelineStep]] = [
+            deque() for _ in stages
+        ]  # steps that its daemon has, in the order sent
         self._recalling: set[int] = set()  # stages that are to answer a recall
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
         self._draft: AttachedDrafter | None = None
-        self._sampled: Sequence[Sampled] = ()  # by the last step that the last stage answered
+        self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
         self.on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
-        self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a stage, not the last, has written a step's
+        self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
         self.on_recalled: Callable[[], None] = lambda: None  # a stage has given posted steps back
         self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
-        self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage may be lost instead
+        self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage alone may be lost
 
     @property
     def n_in_flight(self) -> int:

@@ -58,7 +58,7 @@ class Recovery:
         self.hold_s, self._max_losses = hold_s, max_losses
         self.changed = asyncio.Event()  # set when a hold begins or ends
         self.since: float | None = None  # the present hold's begin
-        self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)  # tokens of the present rebuild: done, and of
+        self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)  # tokens of the present rebuild: done, in all
         self._reason: PauseReason = "loss"
         self._n_begun = 0  # losses and restarts
         self._totals = RecoveryStatistics()

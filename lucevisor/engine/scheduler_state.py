@@ -36,7 +36,7 @@ class SchedulerState:
         self.n_stages = n_stages
         self.runs_ahead = n_stages == 1  # decodes may be planned before their tokens are known
         self.starving = False  # the only running request needs pages that pins or reservations hold
-        self.failed: Events = []  # of requests that ended while a step was planned
+        self.failed: Events = []  # events of requests that ended while a step was planned
         self.n_generated_tokens = 0
         self.last_applied = 0  # the last step whose result was applied
         self.pools = limits.make_pools()

@@ -150,10 +150,10 @@ class RequestRecord:
     max_tokens: int  # lowered to what context and pages allow
     submitted_at: float
     wanted: WantedRows | None = None
-    probe: PrefixMatch | None = None  # an internal request: it starts from there, before others, and is not counted
+    probe: PrefixMatch | None = None  # of an internal request: its prefix; it starts before others and is not counted
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     mu: float | None = None  # where mirostat stands after the last token
-    scores: dict[int, TokenScore] = field(default_factory=dict)  # of the prompt's tokens, by position
+    scores: dict[int, TokenScore] = field(default_factory=dict)  # log-probabilities of the prompt's tokens, by position
     state: RequestState = RequestState.QUEUED
     live: LiveSequence | None = None
     n_in_flight: int = 0  # steps in flight that carry a slice of it
@@ -163,15 +163,15 @@ class RequestRecord:
     loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
     recovered: bool = False  # it went on after a loss
-    lost_at: int = 0  # its tokens at the last loss
-    lookup: NgramLookup | None = None  # of its tokens; None before drafts are looked up there
+    lost_at: int = 0  # how many tokens it had at the last loss
+    lookup: NgramLookup | None = None  # n-grams of its tokens; None until drafts are looked up
     acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)
-    n_drafts: int = 0  # verified for it
-    n_accepted: int = 0  # of them
+    n_drafts: int = 0  # drafts verified for it
+    n_accepted: int = 0  # of these, accepted
     started_at: float | None = None
     first_token_at: float | None = None
 
-    n_tokens: int = 0  # of ``tokens``: every step asks several times
+    n_tokens: int = 0  # length of ``tokens``, which every step needs several times
     ended: bool = False  # the request is over
     uncached: bool = False  # it neither uses the prefix cache nor is cached: it inspects the pipeline
     plain: bool = False  # its tokens are drawn from their rows and positions alone

@@ -81,13 +81,13 @@ class Speculation:
         self._loss = Allowance(LOSS_SHARE, MOST_LOSS)
         self._probes = Allowance(PROBE_SHARE, MOST_PROBES)
         self._probe: WidthProbe | None = None
-        self._choices: dict[int, WidthChoice] = {}  # by slices
-        self._active: dict[str, tuple[int, RequestAcceptance]] = {}  # by request: when drafts were asked for last
-        self._renew_at = 0  # choices made before are made again
+        self._choices: dict[int, WidthChoice] = {}  # by number of slices
+        self._active: dict[str, tuple[int, RequestAcceptance]] = {}  # by request id; when drafts were last asked for
+        self._renew_at = 0  # older choices are made again
         self._n_measured = 0
-        self._n_slices = self._n_decoding = 1  # of the last step; sequences that decode
+        self._n_slices = self._n_decoding = 1  # slices of the last step; sequences that decode
         self._slowest = 1.0  # share of the slowest stage in the time of a step
-        self._step_s: float | None = None  # the last step
+        self._step_s: float | None = None  # seconds of the last step
         self._groups_at = 0
 
     # ---- what the scheduler asks

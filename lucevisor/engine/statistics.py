@@ -155,15 +155,15 @@ class EngineStatistics:
     window_s: float
     generated_tokens: int
     preemptions: int
-    swapped: int  # of them, those that gave theirs to host memory
+    swapped: int  # preemptions whose state went to host memory
     pages: dict[str, PageUse]  # by space
-    pages_out: int  # of running sequences, paged out by KV Flash
-    host_pages: PageUse  # what of them is kept in host memory
+    pages_out: int  # pages of running sequences that KV Flash paged out
+    host_pages: PageUse  # pages that KV Flash keeps in host memory
     steps: StepTotals
     cache: CacheStatistics = field(default_factory=CacheStatistics)
     drafts: DraftStatistics = field(default_factory=DraftStatistics)
     draft_width: int = 0  # drafts that are asked for at present
-    no_drafts: str = ""  # why that is 0 although the drafter is there
+    no_drafts: str = ""  # why ``draft_width`` is 0 although a drafter is attached
     recovery: RecoveryStatistics = field(default_factory=RecoveryStatistics)
 
     @classmethod
