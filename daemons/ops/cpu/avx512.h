@@ -38,6 +38,12 @@ inline float one_bfloat16(uint16_t x) {
   return out;
 }
 
+// sum + x times a pair of numbers.  Compilers load the pair by an instruction of its own.
+inline __attribute__((always_inline)) Floats multiply_add(Floats sum, __m512bh x, const uint16_t* pair) {
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(*(const uint16_t(*)[2])pair));
+  return sum;
+}
+
 // e^x to 2 units in the last place: 2^n times a polynomial of the rest (Cephes' expf); below -104 it is 0.
 inline Floats exponential(Floats x) {
   x = _mm512_max_ps(_mm512_min_ps(x, splat(89.f)), splat(-104.f));
@@ -66,3 +72,26 @@ inline Floats gelu(Floats x) {
 }
 inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
 inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+
+// Transposes 16 x 16 words of 32 bits.
+inline void transpose(__m512i* r) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; j++) {
+      t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+      t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; j++) {
+    r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+    r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+  }
+}

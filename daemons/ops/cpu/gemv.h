@@ -8,7 +8,11 @@
 
 constexpr int MAX_ROWS = 8;  // of activations in registers at a time
 constexpr int AHEAD = 8192;  // bytes that few rows prefetch: the processor alone stops at 30 of 36 GB/s a thread
-constexpr int SUM = 16;      // columns whose activations are summed, for minima and biases
+constexpr int SUM = 32;      // columns whose activations are summed, for minima
+
+// Strips of 16 rows of weights that are multiplied together: `vdpbf16ps` takes 6 cycles and starts twice a cycle, so 12
+// sums are to be in progress, and a pair of activations is loaded for all of them at once.
+constexpr int strips_together(int rows) { return rows <= 3 ? 4 : rows <= 5 ? 3 : 2; }
 
 // Activations bfloat16 [n][columns], and their sums [n][columns / SUM].
 struct Activations {
@@ -17,112 +21,115 @@ struct Activations {
   long n, columns;
 };
 
-// sum + weights times a pair of activations.  Compilers load the pair by an instruction of its own.
-inline __attribute__((always_inline)) Floats multiply_add(Floats sum, __m512bh weights, const uint16_t* x) {
-  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const uint16_t(*)[2])x));
-  return sum;
-}
-
-// R rows from `first` on times one strip of 16 rows of weights.
-template <class T, int R>
-void multiply_strip(const uint8_t* tile, const Activations& a, long first, Floats* out) {
+// R rows from `first` on times S strips, `strip_bytes` apart; beyond `strips` the last is taken again.
+template <class T, int R, int S>
+void multiply_strip(const uint8_t* tiles, long strip_bytes, long strips, const Activations& a, long first,
+                    Floats (*out)[MAX_ROWS]) {
   const Decoder<T> decoder;
   const uint16_t* x = a.x + first * a.columns;
   const float* sums = a.sums + first * (a.columns / SUM);
-  Floats total[R];
+  const uint8_t* tile[S];
+  Floats total[S][R];
+#pragma GCC unroll 4
+  for (int s = 0; s < S; s++) {
+    tile[s] = tiles + (s < strips ? s : strips - 1) * strip_bytes;
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) total[r] = splat(0.f);
-  for (long at = 0; at < a.columns; at += T::BLOCK, tile += T::BYTES) {
-    const Floats d = load_half(tile), m = tile_minimum<T>(tile);
+    for (int r = 0; r < R; r++) total[s][r] = splat(0.f);
+  }
+  const long ahead = S * strip_bytes < AHEAD ? S * strip_bytes : AHEAD;
+  for (long at = 0; at < a.columns; at += T::BLOCK) {
+    Floats d[S], m[S];
+#pragma GCC unroll 4
+    for (int s = 0; s < S; s++) d[s] = load_half(tile[s]), m[s] = tile_minimum<T>(tile[s]);
     for (int g = 0; g < T::GROUPS; g++) {
-      float sum[R];
-      Floats part[R];
+      const uint8_t* group[S];
+      Floats part[S][R];
+#pragma GCC unroll 4
+      for (int s = 0; s < S; s++) {
+        group[s] = tile[s] + T::FIRST_GROUP + g * T::GROUP_BYTES;
+        if constexpr (R <= 4)
+          for (int i = 0; i < T::GROUP_BYTES; i += 64) _mm_prefetch((const char*)group[s] + ahead + i, _MM_HINT_T0);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        if constexpr (T::MIN != 0 || T::BIAS != 0) {
-          const float* s = sums + r * (a.columns / SUM) + (at + g * T::GROUP) / SUM;
-          sum[r] = T::GROUP == SUM ? s[0] : s[0] + s[1];
-        }
-        part[r] = splat(T::BIAS ? sum[r] * -T::BIAS : 0.f);
+        for (int r = 0; r < R; r++) part[s][r] = splat(0.f);
       }
-      const uint8_t* group = tile + T::FIRST_GROUP + g * T::GROUP_BYTES;
       const uint16_t* columns = x + at + g * T::GROUP;
-      if constexpr (R <= 4)
-        for (int i = 0; i < T::GROUP_BYTES; i += 64) _mm_prefetch((const char*)group + AHEAD + i, _MM_HINT_T0);
 #pragma GCC unroll 16
       for (int p = 0; p < T::GROUP / 2; p++) {
-        const __m512bh w = decoder.pair(group, p);
+        __m512bh w[S];
+#pragma GCC unroll 4
+        for (int s = 0; s < S; s++) w[s] = decoder.pair(group[s], p);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-          part[r] = multiply_add(part[r], w, columns + r * a.columns + 2 * p);
+        for (int r = 0; r < R; r++) {
+          int32_t pair;
+          memcpy(&pair, columns + r * a.columns + 2 * p, 4);
+          const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+          for (int s = 0; s < S; s++) part[s][r] = _mm512_dpbf16_ps(part[s][r], w[s], both);
+        }
       }
-      const Floats scale = group_scale<T>(tile, g, d);
+#pragma GCC unroll 4
+      for (int s = 0; s < S; s++) {
+        const Floats scale = group_scale<T>(tile[s], g, d[s]);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(scale, part[r], total[r]);
-      if constexpr (T::MIN != 0) {
-        const Floats minimum = group_minimum<T>(tile, g, m);
+        for (int r = 0; r < R; r++) total[s][r] = _mm512_fmadd_ps(scale, part[s][r], total[s][r]);
+        if constexpr (T::MIN != 0) {
+          const Floats minimum = group_minimum<T>(tile[s], g, m[s]);
+          const float* sum = sums + (at + g * T::GROUP) / SUM;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(minimum, splat(sum[r]), total[r]);
+          for (int r = 0; r < R; r++)
+            total[s][r] = _mm512_fmadd_ps(minimum, splat(sum[r * (a.columns / SUM)]), total[s][r]);
+        }
       }
     }
+#pragma GCC unroll 4
+    for (int s = 0; s < S; s++) tile[s] += T::BYTES;
   }
+#pragma GCC unroll 4
+  for (int s = 0; s < S; s++)
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) out[r] = total[r];
+    for (int r = 0; r < R; r++) out[s][r] = total[s][r];
+}
+
+// Strips from `begin` to `end` of a matrix times R rows from `first` on.
+template <class T, int R>
+void multiply_rows(const uint8_t* tiles, const Activations& a, long first, long n_out, long begin, long end,
+                   uint16_t* out, long out_stride) {
+  constexpr int S = strips_together(R);
+  const long strip_bytes = a.columns / T::BLOCK * T::BYTES;
+  for (long strip = begin; strip < end; strip += S) {
+    Floats found[S][MAX_ROWS];
+    multiply_strip<T, R, S>(tiles + strip * strip_bytes, strip_bytes, end - strip, a, first, found);
+    for (long s = 0; s < S && strip + s < end; s++) {
+      const long left = n_out - 16 * (strip + s);
+      const __mmask16 mask = left >= 16 ? 0xffff : (1 << left) - 1;
+      for (long r = 0; r < R; r++)
+        _mm256_mask_storeu_epi16(out + (first + r) * out_stride + 16 * (strip + s), mask, to_bfloat16(found[s][r]));
+    }
+  }
 }
 
 template <class T>
 void multiply_strips(const uint8_t* tiles, const Activations& a, long n_out, long begin, long end, uint16_t* out,
                      long out_stride) {
-  const long strip_bytes = a.columns / T::BLOCK * T::BYTES;
-  for (long strip = begin; strip < end; strip++) {
-    const uint8_t* tile = tiles + strip * strip_bytes;
-    const long left = n_out - 16 * strip;
-    const __mmask16 mask = left >= 16 ? 0xffff : (1 << left) - 1;
-    for (long first = 0; first < a.n; first += MAX_ROWS) {
-      Floats found[MAX_ROWS];
-      const long n = a.n - first < MAX_ROWS ? a.n - first : MAX_ROWS;
-      switch (n) {
-        case 1: multiply_strip<T, 1>(tile, a, first, found); break;
-        case 2: multiply_strip<T, 2>(tile, a, first, found); break;
-        case 3: multiply_strip<T, 3>(tile, a, first, found); break;
-        case 4: multiply_strip<T, 4>(tile, a, first, found); break;
-        case 5: multiply_strip<T, 5>(tile, a, first, found); break;
-        case 6: multiply_strip<T, 6>(tile, a, first, found); break;
-        case 7: multiply_strip<T, 7>(tile, a, first, found); break;
-        default: multiply_strip<T, 8>(tile, a, first, found);
-      }
-      for (long r = 0; r < n; r++)
-        _mm256_mask_storeu_epi16(out + (first + r) * out_stride + 16 * strip, mask, to_bfloat16(found[r]));
+  for (long first = 0; first < a.n; first += MAX_ROWS) {
+    const auto rows = [&](auto run) { run(tiles, a, first, n_out, begin, end, out, out_stride); };
+    switch (a.n - first) {
+      case 1: rows(multiply_rows<T, 1>); break;
+      case 2: rows(multiply_rows<T, 2>); break;
+      case 3: rows(multiply_rows<T, 3>); break;
+      case 4: rows(multiply_rows<T, 4>); break;
+      case 5: rows(multiply_rows<T, 5>); break;
+      case 6: rows(multiply_rows<T, 6>); break;
+      case 7: rows(multiply_rows<T, 7>); break;
+      default: rows(multiply_rows<T, 8>);
     }
   }
 }
 
 // Sums of SUM neighbouring activations.
 inline void sum_columns(const uint16_t* x, long n, float* sums) {
-  for (long at = 0; at < n; at += SUM) sums[at / SUM] = _mm512_reduce_add_ps(load_bfloat16(x + at));
-}
-
-// 16 x 16 words of 32 bits.
-inline void transpose(__m512i* r) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; j++) {
-      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int i = 0; i < 16; i += 8)
-    for (int j = 0; j < 4; j++) {
-      t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
-      t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
-    }
-  for (int j = 0; j < 8; j++) {
-    r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
-    r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
-  }
+  for (long at = 0; at < n; at += SUM)
+    sums[at / SUM] = _mm512_reduce_add_ps(_mm512_add_ps(load_bfloat16(x + at), load_bfloat16(x + at + 16)));
 }
 
 // One strip to 16 plain rows, rounded as daemons/weights/dequant.py computes them.
@@ -140,9 +147,8 @@ void dequantise_strip(const uint8_t* tile, long n_columns, long n_rows, uint16_t
         const uint8_t* group = tile + T::FIRST_GROUP + g * T::GROUP_BYTES;
         const __m512i w = (__m512i)decoder.pair(group, p % (T::GROUP / 2));
         const Floats scale = group_scale<T>(tile, g, d);
-        const Floats bias = splat(T::BIAS);
-        Floats a = _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), bias), scale);
-        Floats b = _mm512_mul_ps(_mm512_sub_ps(_mm512_castsi512_ps(_mm512_and_si512(w, upper)), bias), scale);
+        Floats a = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), scale);
+        Floats b = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(w, upper)), scale);
         if constexpr (T::MIN != 0) {
           const Floats minimum = group_minimum<T>(tile, g, m);
           a = _mm512_add_ps(a, minimum), b = _mm512_add_ps(b, minimum);

@@ -22,7 +22,6 @@ struct Type {
   static constexpr int CODES = HIGH == 4 ? 0 : GROUP * HIGH * 2;  // where they begin in a group
   static constexpr int GROUP_BYTES = CODES + GROUP * (HIGH == 4 ? 16 : 8);
   static constexpr int BYTES = FIRST_GROUP + GROUPS * GROUP_BYTES;
-  static constexpr int BIAS = HIGH == 2 ? 128 - ZERO : 0;  // what decoded numbers are too large by
 };
 using Q4_0 = Type<32, 32, 0, false, false, 0, -8>;
 using Q4_1 = Type<32, 32, 0, false, false, 1, 0>;
@@ -35,12 +34,12 @@ using Q4_K = Type<256, 32, 0, true, false, -1, 0>;
 using Q5_K = Type<256, 32, 1, true, false, -1, 0>;
 using Q6_K = Type<256, 16, 2, true, true, 0, -32>;
 
-// The values of sixteen codes as bfloat16, exact, twice.
+// The values of 32 codes as bfloat16, exact; where high bits are no part of the index: of sixteen, twice.
 template <class T>
 inline __m512i values(int first) {
   alignas(64) uint16_t out[32];
   for (int i = 0; i < 32; i++) {
-    const int code = first + (i & 15);
+    const int code = first + (T::HIGH == 2 ? i : i & 15);
     const float value = T::LOOKUP ? float(LEVELS[code & 15]) : float(code + T::ZERO);
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -49,11 +48,10 @@ inline __m512i values(int first) {
   return _mm512_load_si512(out);
 }
 
-// Decodes codes to bfloat16, exactly: by a table, or, where that would have 64 numbers, as the mantissa of 128 + code.
+// Decodes codes to bfloat16, exactly, by a table.
 template <class T>
 struct Decoder {
-  const __m512i low = values<T>(0), high = values<T>(16);
-  const __m512i nibble = _mm512_set1_epi16(15), six = _mm512_set1_epi16(63), exponent = _mm512_set1_epi16(0x4300);
+  const __m512i low = values<T>(0), high = values<T>(T::HIGH == 2 ? 32 : 16), nibble = _mm512_set1_epi16(15);
 
   // The p-th pair of columns of a group, of 16 rows.
   inline __attribute__((always_inline)) __m512bh pair(const uint8_t* group, int p) const {
@@ -75,7 +73,7 @@ struct Decoder {
       const int shift = 2 * p - 4;
       const __m512i bits = shift < 0 ? _mm512_slli_epi16(h, -shift) : _mm512_srli_epi16(h, shift);
       const __m512i code = _mm512_ternarylogic_epi32(nibble, q, bits, 0xCA);  // nibble ? q : bits
-      return (__m512bh)_mm512_ternarylogic_epi32(code, six, exponent, 0xEA);  // (code & six) | exponent
+      return (__m512bh)_mm512_permutex2var_epi16(low, code, high);
     }
   }
 };
