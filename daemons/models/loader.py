@@ -27,7 +27,7 @@ from daemons.weights.dequant import dequantise, four_bit
 from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.quant_types import DENSE, INT4_GROUP, NATIVE, TILE_ROWS, GgmlType, WeightFormat, format_bytes
+from lucevisor.model.quant_types import CPU_TILE_ROWS, DENSE, INT4_GROUP, NATIVE, GgmlType, WeightFormat, format_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, ROW_INDEXED, TensorLayout, TensorRole
 
 BATCH_BYTES = 8 << 20
@@ -213,7 +213,7 @@ class WeightLoader:
         assert kernels is not None
         kind, n, columns = chunks[0].tensor.kind, _total(chunks), chunks[0].width
         data = self._empty(chunks, (kernels.tiles_bytes(kind, n, columns),), torch.uint8)
-        for at, parts in self._batches(chunks, TILE_ROWS, expanded=False):
+        for at, parts in self._batches(chunks, CPU_TILE_ROWS, expanded=False):
             kernels.pack(kind, torch.cat([raw for _, raw in parts]), data[kernels.tiles_bytes(kind, at, columns) :])
         return Tiles(kind, n, data)
 

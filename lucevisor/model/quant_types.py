@@ -40,6 +40,8 @@ CHUNK = 256
 """Row granularity of repacked weights: rows of 32-element blocks are zero-padded to a multiple of this."""
 TILE_ROWS = 16
 """Rows of a tile of repacked weights: matrices take the memory of a multiple of this."""
+CPU_TILE_ROWS = 32
+"""The same of a cpu's tiles."""
 
 CPU_INT4 = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Converted by a bfloat16 cpu shard to torch's packed int4, in groups of INT4_GROUP."""
@@ -101,9 +103,9 @@ def padded_columns(n_columns: int) -> int:
     return -(-n_columns // CHUNK) * CHUNK
 
 
-def padded_rows(n_rows: int) -> int:
-    """``n_rows`` rounded up to a multiple of :data:`TILE_ROWS`."""
-    return -(-n_rows // TILE_ROWS) * TILE_ROWS
+def padded_rows(n_rows: int, tile_rows: int = TILE_ROWS) -> int:
+    """``n_rows`` rounded up to whole tiles."""
+    return -(-n_rows // tile_rows) * tile_rows
 
 
 def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
@@ -118,9 +120,9 @@ def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> i
         case WeightFormat.BFLOAT16 | WeightFormat.FLOAT16:
             return n * 2
         case WeightFormat.INT8:
-            return max(n + rows * 2, padded_rows(rows) * row_bytes(kind, shape[-1]))
+            return max(n + rows * 2, padded_rows(rows, CPU_TILE_ROWS) * row_bytes(kind, shape[-1]))
         case WeightFormat.INT4:
-            return n // 2 + n // INT4_GROUP * 4
+            return max(n // 2 + n // INT4_GROUP * 4, padded_rows(rows, CPU_TILE_ROWS) * row_bytes(kind, shape[-1]))
         case WeightFormat.BLOCKS:
             return rows * row_bytes(kind, shape[-1])
         case WeightFormat.PACKED:

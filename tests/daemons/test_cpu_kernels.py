@@ -31,19 +31,19 @@ def packed(kind, raw):
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_tiles_hold_the_numbers_of_the_blocks(kind):
-    raw, kind = blocks(kind, 40), BY_NAME[kind]
+    raw, kind = blocks(kind, 72), BY_NAME[kind]
     tiles, wanted = packed(kind, raw), dequantise(kind, raw, torch.bfloat16)
-    found = torch.empty(24, 512, dtype=torch.bfloat16)
-    cpu_kernels().dequantise(tiles, 512, 16, found)
-    assert torch.equal(found, wanted[16:])
-    ids = torch.tensor([39, 0, 7])
+    found = torch.empty(40, 512, dtype=torch.bfloat16)
+    cpu_kernels().dequantise(tiles, 512, 32, found)
+    assert torch.equal(found, wanted[32:])
+    ids = torch.tensor([71, 0, 7])
     assert torch.equal(cpu_kernels().lookup(kind, raw, ids), wanted[ids])
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3),
-    n_rows=st.integers(1, 50),
+    n_rows=st.integers(1, 70),
     rows=st.integers(1, MAX_TILED_ROWS),
     seed=st.integers(0, 99),
 )
@@ -63,7 +63,7 @@ def test_products_of_few_rows(kinds, n_rows, rows, seed):
         assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
 
 
-@pytest.mark.parametrize("scratch", [1 << 24, 512 * 16])
+@pytest.mark.parametrize("scratch", [1 << 24, 512 * 32])
 def test_products_of_many_rows(scratch, monkeypatch):
     monkeypatch.setattr("daemons.ops.cpu.linear.SCRATCH_ELEMENTS", scratch)
     kinds = [BY_NAME["Q4_K"], BY_NAME["Q6_K"]]

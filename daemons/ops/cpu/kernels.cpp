@@ -43,7 +43,7 @@ long pack(long kind, const uint8_t* raw, long n_rows, long n_blocks, long row_by
 }
 
 long dequantise(long kind, const uint8_t* tiles, long n_columns, long first, long n_rows, uint16_t* out) {
-  FOR_KIND(kind, dequantise_strips<T>(tiles, n_columns, first / 16, n_rows, out))
+  FOR_KIND(kind, dequantise_strips<T>(tiles, n_columns, first / TILE, n_rows, out))
   return 0;
 }
 
@@ -62,16 +62,16 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
   memory.resize(n * (n_columns / SUM));
   float* sums = memory.data();
   long n_strips = 0;
-  for (long i = 0; i < n_matrices; i++) n_strips += (matrices[i].n_rows + 15) / 16;
+  for (long i = 0; i < n_matrices; i++) n_strips += (matrices[i].n_rows + TILE - 1) / TILE;
   sum_columns(x, n * n_columns, sums);
   const Activations a{x, sums, n, n_columns};
-#pragma omp parallel if (n_strips > 8)
+#pragma omp parallel if (n_strips > 4)
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
     long begin = n_strips * thread / threads, end = n_strips * (thread + 1) / threads, column = 0;
     for (long i = 0; i < n_matrices; i++) {
       const Matrix& w = matrices[i];
-      const long strips = (w.n_rows + 15) / 16, stop = end < strips ? end : strips;
+      const long strips = (w.n_rows + TILE - 1) / TILE, stop = end < strips ? end : strips;
       const auto run = [&]() -> long {
         FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, w.n_rows, begin, stop, out + column, out_stride))
         return 0;

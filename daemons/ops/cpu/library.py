@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from daemons.ops.cpu.compiler import library
-from lucevisor.model.quant_types import GgmlType, padded_rows
+from lucevisor.model.quant_types import CPU_TILE_ROWS, GgmlType, padded_rows
 
 KINDS = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
 """Quant types that have tiles."""
@@ -86,7 +86,7 @@ class AttentionArguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """``n_rows`` rows of a quant type in tiles of 16 rows x one block of columns, uint8."""
+    """``n_rows`` rows of a quant type in tiles of CPU_TILE_ROWS x one block of columns, uint8."""
 
     kind: GgmlType
     n_rows: int
@@ -108,17 +108,17 @@ class CpuKernels:
 
     def tiles_bytes(self, kind: GgmlType, n_rows: int, n_columns: int) -> int:
         """Bytes of the tiles of a matrix."""
-        n_tiles = padded_rows(n_rows) // 16 * (n_columns // kind.block_elements)
+        n_tiles = padded_rows(n_rows, CPU_TILE_ROWS) // CPU_TILE_ROWS * (n_columns // kind.block_elements)
         return n_tiles * int(self.calls.tile_bytes(kind.id))
 
     def pack(self, kind: GgmlType, raw: Tensor, tiles: Tensor) -> None:
-        """Quant blocks as in the file, ``raw`` [n, row_bytes], into ``tiles``, rows padded to a multiple of 16."""
+        """Quant blocks as in the file, ``raw`` [n, row_bytes], into ``tiles``, padded to whole tiles."""
         n_rows, row_bytes = raw.shape
         raw = raw.contiguous()
         self.calls.pack(kind.id, raw.data_ptr(), n_rows, row_bytes // kind.block_bytes, row_bytes, tiles.data_ptr())
 
     def dequantise(self, tiles: Tiles, n_columns: int, first: int, out: Tensor) -> None:
-        """Rows from ``first`` on, a multiple of 16, into ``out`` bfloat16 [n, n_columns]."""
+        """Rows from ``first`` on, a multiple of CPU_TILE_ROWS, into ``out`` bfloat16 [n, n_columns]."""
         self.calls.dequantise(tiles.kind.id, tiles.data.data_ptr(), n_columns, first, out.shape[0], out.data_ptr())
 
     def lookup(self, kind: GgmlType, raw: Tensor, ids: Tensor) -> Tensor:

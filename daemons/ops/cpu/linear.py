@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.ops.cpu.library import CpuKernels, Tiles
-from lucevisor.model.quant_types import GgmlType
+from lucevisor.model.quant_types import CPU_TILE_ROWS, GgmlType
 
 MAX_TILED_ROWS = 32
 """Rows up to which weights are multiplied as they are packed; beyond, to dequantise them once is faster."""
@@ -49,7 +49,7 @@ class TiledLinear:
 
     def _batches(self) -> Iterator[list[tuple[Tiles, int, int]]]:
         """Rows that are dequantised together: (tiles, first row, rows)."""
-        step = max(16, SCRATCH_ELEMENTS // self.n_columns // 16 * 16)
+        step = max(CPU_TILE_ROWS, SCRATCH_ELEMENTS // self.n_columns // CPU_TILE_ROWS * CPU_TILE_ROWS)
         if self.n_out <= step:
             yield [(part, 0, part.n_rows) for part in self.parts]
             return

@@ -67,16 +67,17 @@ void read_block(const uint8_t* b, Block<T>& out) {
 // Put one row's block into a tile of zeros.
 template <class T>
 void put(const Block<T>& block, int row, uint8_t* tile) {
+  const int half = row / 16;
   memcpy(tile + 2 * row, &block.d, 2);
   if (T::MIN) memcpy(tile + T::M + 2 * row, &block.m, 2);
   if (T::NESTED)
     for (int g = 0; g < T::GROUPS; g++) {
-      tile[T::SCALES + 16 * g + row] = block.scale[g];
-      if (T::MIN) tile[T::MINIMA + 16 * g + row] = block.minimum[g];
+      tile[T::SCALES + TILE * g + row] = block.scale[g];
+      if (T::MIN) tile[T::MINIMA + TILE * g + row] = block.minimum[g];
     }
   for (int i = 0; i < T::BLOCK; i++) {
-    const int p = i % T::GROUP / 2, lane = 2 * row + i % 2, code = block.code[i];
-    uint8_t* group = tile + T::FIRST_GROUP + i / T::GROUP * T::GROUP_BYTES;
+    const int p = i % T::GROUP / 2, lane = 2 * (row % 16) + i % 2, code = block.code[i];
+    uint8_t* group = tile + (half_group<T>(tile, i / T::GROUP, half) - tile);
     if (T::HIGH == 4) {
       group[T::CODES + 32 * p + lane] = code;
       continue;
@@ -113,16 +114,16 @@ void dequantise_row(const uint8_t* raw, long n_blocks, long block_bytes, uint16_
 
 template <class T>
 void repack(const uint8_t* raw, long n_rows, long n_blocks, long row_bytes, uint8_t* tiles) {
-  const long n_strips = (n_rows + 15) / 16, block_bytes = row_bytes / n_blocks;
+  const long n_strips = (n_rows + TILE - 1) / TILE, block_bytes = row_bytes / n_blocks;
 #pragma omp parallel for
   for (long strip = 0; strip < n_strips; strip++)
     for (long b = 0; b < n_blocks; b++) {
       uint8_t* tile = tiles + (strip * n_blocks + b) * T::BYTES;
       memset(tile, 0, T::BYTES);
-      for (long row = strip * 16; row < n_rows && row < strip * 16 + 16; row++) {
+      for (long row = strip * TILE; row < n_rows && row < (strip + 1) * TILE; row++) {
         Block<T> block;
         read_block<T>(raw + row * row_bytes + b * block_bytes, block);
-        put<T>(block, row % 16, tile);
+        put<T>(block, row % TILE, tile);
       }
     }
 }

@@ -1,13 +1,16 @@
-// Tiles of packed weights: 16 rows x one quant block of columns.  A lane of 32 bits is a row, its halves two
-// neighbouring columns, so that `vdpbf16ps` multiplies 16 rows by a pair of activations.
+// Tiles of packed weights: 32 rows x one quant block of columns, as two halves of 16 rows that are multiplied together.
+// A lane of 32 bits is a row, its halves two neighbouring columns, so that `vdpbf16ps` multiplies 16 rows by a pair of
+// activations.  All is read in the order in which it lies: with several streams the processor stops to prefetch.
 //
-// A tile is: d f16[16] | m f16[16], if the type has minima | nested types: scales [groups][16] and minima [groups][16],
-// a byte each | groups of columns that share a scale: high bits | codes.  Codes of 4 bits: 64 bytes for 8 columns, nibble
-// i of each 16 bits is of columns 2i (low half) and 2i + 1.  One high bit: 32 of them for a pair of columns.  Two high
-// bits: 64 bytes for 16 columns, bits 2p of each 16 bits are of pair p.  Codes of 8 bits: [pair of columns][row][2].
+// A tile is: d f16[32] | m f16[32], if the type has minima | nested types: scales [groups][32] and minima [groups][32],
+// a byte each | groups of columns that share a scale, of each half: high bits | codes.  Codes of 4 bits: 64 bytes for 8
+// columns, nibble i of each 16 bits is of columns 2i (low half) and 2i + 1.  One high bit: 32 of them for a pair of
+// columns.  Two high bits: 64 bytes for 16 columns, bits 2p of each 16 bits are of pair p.  Codes of 8 bits: [pair of
+// columns][row][2].
 #pragma once
 #include "avx512.h"
 
+constexpr int TILE = 32;  // rows of a tile
 constexpr int8_t LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // What a quant type is: columns of a block and of a group with one scale, bits above the low four (4: codes are bytes),
@@ -17,10 +20,10 @@ struct Type {
   static constexpr int BLOCK = COLUMNS, GROUP = GROUP_, HIGH = HIGH_, MIN = MIN_, ZERO = ZERO_;
   static constexpr bool NESTED = NESTED_, SIGNED = SIGNED_, LOOKUP = LOOKUP_;
   static constexpr int GROUPS = BLOCK / GROUP;
-  static constexpr int M = 32, SCALES = MIN ? 64 : 32, MINIMA = SCALES + (NESTED ? GROUPS * 16 : 0);
-  static constexpr int FIRST_GROUP = MINIMA + (NESTED && MIN ? GROUPS * 16 : 0);
-  static constexpr int CODES = HIGH == 4 ? 0 : GROUP * HIGH * 2;  // where they begin in a group
-  static constexpr int GROUP_BYTES = CODES + GROUP * (HIGH == 4 ? 16 : 8);
+  static constexpr int M = 64, SCALES = MIN ? 128 : 64, MINIMA = SCALES + (NESTED ? GROUPS * TILE : 0);
+  static constexpr int FIRST_GROUP = MINIMA + (NESTED && MIN ? GROUPS * TILE : 0);
+  static constexpr int CODES = HIGH == 4 ? 0 : GROUP * HIGH * 2;  // where they begin in half a group
+  static constexpr int HALF_BYTES = CODES + GROUP * (HIGH == 4 ? 16 : 8), GROUP_BYTES = 2 * HALF_BYTES;
   static constexpr int BYTES = FIRST_GROUP + GROUPS * GROUP_BYTES;
 };
 using Q4_0 = Type<32, 32, 0, false, false, 0, -8>;
@@ -53,7 +56,7 @@ template <class T>
 struct Decoder {
   const __m512i low = values<T>(0), high = values<T>(T::HIGH == 2 ? 32 : 16), nibble = _mm512_set1_epi16(15);
 
-  // The p-th pair of columns of a group, of 16 rows.
+  // The p-th pair of columns of half a group, of 16 rows.
   inline __attribute__((always_inline)) __m512bh pair(const uint8_t* group, int p) const {
     if constexpr (T::HIGH == 4) {
       const __m256i q = _mm256_loadu_si256((const __m256i*)(group + T::CODES + 32 * p));
@@ -78,25 +81,31 @@ struct Decoder {
   }
 };
 
-// Scale of a group for 16 rows.  ``d``: that of the tile.
+// Scale of a group for a half's 16 rows.  ``d``: that of the tile.
 template <class T>
-inline Floats group_scale(const uint8_t* tile, int group, Floats d) {
+inline Floats group_scale(const uint8_t* tile, int group, int half, Floats d) {
   if constexpr (!T::NESTED) return d;
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::SCALES + 16 * group));
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::SCALES + TILE * group + 16 * half));
   return _mm512_mul_ps(_mm512_cvtepi32_ps(T::SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)), d);
 }
 
 // What is added to each weight of a group.  ``m``: the tile's factor, with its sign.
 template <class T>
-inline Floats group_minimum(const uint8_t* tile, int group, Floats m) {
+inline Floats group_minimum(const uint8_t* tile, int group, int half, Floats m) {
   if constexpr (!T::NESTED) return m;
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::MINIMA + 16 * group));
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::MINIMA + TILE * group + 16 * half));
   return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), m);
 }
 
 template <class T>
-inline Floats tile_minimum(const uint8_t* tile) {
+inline Floats tile_minimum(const uint8_t* tile, int half) {
   if constexpr (T::MIN == 0) return splat(0.f);
-  const Floats m = load_half(tile + T::M);
+  const Floats m = load_half(tile + T::M + TILE * half);
   return T::MIN < 0 ? _mm512_sub_ps(splat(0.f), m) : m;
+}
+
+// Where half a group begins.
+template <class T>
+inline const uint8_t* half_group(const uint8_t* tile, int group, int half) {
+  return tile + T::FIRST_GROUP + group * T::GROUP_BYTES + half * T::HALF_BYTES;
 }
