@@ -146,8 +146,7 @@ class Scheduler(SchedulerState):
             return None
         if self.drafting.opening:
             return self.cut(now)
-        if len(self.in_flight) <= self.n_stages:
-            self._operations += self.admission.admit(now, self._last_step, self.chunks)
+        self._operations += self.admission.admit(now, self._last_step, self.chunks)  # nobody runs ahead beside a prompt
         step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
         budget = step_budget(step_id, self.n_stages, *measured, now, self.running, runs_ahead=self.runs_ahead)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):

@@ -103,6 +103,22 @@ def test_each_micro_batch_has_a_step_under_way_and_one_behind_it(n_stages: int) 
         found.append(behind)
 
 
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_a_request_starts_while_all_micro_batches_run_ahead(n_stages: int) -> None:
+    scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcdef", n_stages=n_stages)
+    scheduler.attach(n_stages, rings=True)
+    found = plans(scheduler)
+    assert len(found) == 2 * n_stages
+    scheduler.submit(request("g"), 0.0)
+    for n_answered in range(2 * n_stages):
+        if any("g" in plan.request_ids for plan in found):
+            assert n_answered <= n_stages  # those that ran ahead
+            return
+        scheduler.apply(answer(found.pop(0)), 0.0)
+        found += plans(scheduler)
+    raise AssertionError("it waits until another one ends")
+
+
 def test_micro_batches_that_became_unequal_are_dealt_again() -> None:
     scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcd", n_stages=2)
     scheduler.attach(2, rings=True)
