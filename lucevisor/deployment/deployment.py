@@ -346,9 +346,7 @@ class Deployment:
 
     def _begin(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # retrieved: deadlines hold in any case
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved; deadlines hold anyway
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -64,9 +64,7 @@ class Pipeline(DraftRelay):
         self._clock = clock
         self.rings = rings
         self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in order of arrival
-        self._held: list[deque[PipelineStep]] = [
-            deque() for _ in stages
-        ]  # steps that its daemon has, in the order sent
+        self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # that its daemon has, in the order sent
         self._recalling: set[int] = set()  # stages that are to answer a recall
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
