@@ -118,7 +118,7 @@ class Sampler:
         return replace(step, slices=slices), fill
 
     def told(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Slices with the tokens their pending ones stand for; the step before is settled, theirs is not."""
+        """Slices with the tokens that their pending ones stand for: the step before is settled, theirs is not."""
         return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
 
     def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:

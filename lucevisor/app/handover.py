@@ -77,7 +77,7 @@ class HandoverServer:
         self._taken: socket.socket | None = None  # its end tells the new one that this process has ended
 
     def open(self) -> None:
-        """Listen, also where another supervisor does."""
+        """Listen, in place of a supervisor that listens there already."""
         self._sock = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         new = self._path.with_suffix(".new")

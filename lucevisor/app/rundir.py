@@ -136,7 +136,7 @@ class RunDirectory:
         return True
 
     def adopt(self, lock: int) -> None:
-        """Hold the name by the lock of the supervisor that gave it away.  Raises LucevisorError if it is of another."""
+        """Hold the name by the lock that its supervisor gave away.  Raises LucevisorError for another name's lock."""
         if not os.path.samestat(os.fstat(lock), (self.path / "lock").stat()):
             raise LucevisorError(f"{self.path}: the lock that was handed over is not that of this directory")
         self._lock = lock

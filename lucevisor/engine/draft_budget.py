@@ -47,7 +47,7 @@ class Allowance:
 class WidthProbe:
     """``n_left`` steps of ``width`` drafts with ``n_slices`` slices, to be measured within ``n_steps_left`` steps.
 
-    ``expected``: drafts of a slice that are accepted by the estimate it was paid for by.
+    ``expected``: drafts of a slice to be accepted, by the estimate that justified the probe.
     """
 
     n_slices: int

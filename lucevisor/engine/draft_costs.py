@@ -25,8 +25,8 @@ _UPKEEP_STEPS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class DrafterPrior:
-    """What is assumed of a drafter before it was measured: the chance of its first draft, what one draft costs, of a
-    plain step, and how much of that one more adds.
+    """What is assumed of a drafter before it was measured: the chance of its first draft, the cost of one draft as a
+    share of a plain step, and how much of that cost one more draft adds.
     """
 
     first_chance: float
@@ -185,7 +185,7 @@ class BatchCosts:
         return self.times.steps.n_known(self.n_slices, self.n_slices)
 
     def optimistic_s(self, width: int) -> float:
-        """Return ``round_s`` if a step takes half as much more than the next smaller known one as is assumed."""
+        """Return ``round_s`` if a step takes only half of the assumed increase over the next smaller known one."""
         assumed_s = self.verify_s(self.n_slices * width)
         smaller = [w for w in range(width) if self.is_known(w, 1 << 62)]
         smaller_s = self.verify_s(self.n_slices * smaller[-1]) if smaller else self.plain_s
@@ -215,7 +215,7 @@ def own_widths(tokens: Sequence[Sequence[float]], least: float) -> list[int]:
 
 
 def uneven(widths: list[int], tokens: Sequence[Sequence[float]]) -> list[int]:
-    """Return widths whose sum tells that they are unequal: one draft fewer where they could be shared out evenly."""
+    """Return widths whose sum shows that they are unequal: one draft fewer where it could be shared out evenly."""
     if not any(widths) or sum(widths) % len(widths):
         return widths
     drafting = [i for i, width in enumerate(widths) if width]

@@ -175,7 +175,7 @@ class Pipeline(DraftRelay):
                 self._go_on(entry, now)
 
     def _go_on(self, entry: PipelineStep, now: float) -> None:
-        """A step comes to another stage than the first."""
+        """Pass a step on to a later stage."""
         stage = entry.stage
         entry.sent_at = now
         self._at_stage[stage].append(entry)
@@ -333,7 +333,7 @@ class Pipeline(DraftRelay):
         self._start()
 
     def _receive_rebuilt(self, result: StepResult) -> None:
-        """Take the answer to a step that rebuilds a stage; others were sent before the loss."""
+        """Take the answer to a step that rebuilds a stage; drop other answers, to steps sent before the loss."""
         place = (result.stage, result.step_id)
         if place in self._rebuilding:
             self._answered_at[id(self._rebuilding.pop(place)[0])] = self._clock()

@@ -120,7 +120,7 @@ class SwappedPrefix:
 
 @dataclass(slots=True, eq=False)
 class PrefixUse:
-    """What a request has to do with cached prefixes.
+    """How a request uses cached prefixes.
 
     ``held``: it waits for a prefix that is being restored.  ``checkpoints``: where its slices end and slots are made,
     and why; ``checkpoint_positions``: the same positions, in order.

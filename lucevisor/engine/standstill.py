@@ -60,7 +60,7 @@ class Standstill(PrefixAccess):
     recovery: Recovery
 
     def thaw(self) -> None:
-        """Go on after a freeze as if nothing had been.  Does nothing if that is over already."""
+        """Plan again after a freeze.  Does nothing if the freeze has ended already."""
         if self._paused and self._pipeline is not None and not self._stages.active:
             self._paused = False
             self.recovery.end(self._clock())

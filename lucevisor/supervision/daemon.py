@@ -79,7 +79,7 @@ class Daemon:
         self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
 
     def enlist(self, number: int, emit: Callable[[ev.Event], None]) -> None:
-        """A spare joins its group under a number of it; ``emit`` gets the events from now on."""
+        """Let a spare join its group, under a child number of it; ``emit`` gets the events from now on."""
         self.number, self._emit = number, emit
 
     # ---- instructions of the machine

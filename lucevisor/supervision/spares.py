@@ -64,7 +64,7 @@ class Spares:
 
     @property
     def use(self) -> list[SpareUse]:
-        """The spares that there are."""
+        """The spares, as `status` shows them."""
         return [spare.use() for spare in self._spares.values()]
 
     def keep(self) -> None:
@@ -83,7 +83,7 @@ class Spares:
         return bool(self._spares)
 
     def take(self) -> Daemon | None:
-        """Give a warm spare away; None without one that was heard of lately."""
+        """Hand over a warm spare that has sent a heartbeat lately; None without one."""
         for number, spare in [*self._spares.items()]:
             if not spare.warm:
                 continue

@@ -2,7 +2,7 @@
 
 By the letter of JSON schema an object may have any further property unless ``additionalProperties`` says no.  Models
 then write some, and small ones do not stop; vLLM and llama.cpp allow none by default either.  Pure; knows no grammars.
-Invariant: whatever fits the result fits the schema, and there is something if there was.
+Invariant: whatever fits the result fits the schema, and something fits the result if something fitted the schema.
 """
 
 from __future__ import annotations
