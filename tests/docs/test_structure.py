@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILE_LINES, FUNCTION_LINES = 400, 60
+MANY_MODULES = 25
 
 
 @cache
@@ -52,3 +54,20 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def crowded() -> dict[Path, set[str]]:
+    """The modules of packages that have many."""
+    modules = defaultdict(set)
+    for path in sources():
+        if path.stem != "__init__":
+            modules[path.parent].add(path.stem)
+    return {package: names for package, names in modules.items() if len(names) >= MANY_MODULES}
+
+
+@pytest.mark.parametrize("package", crowded(), ids=str)
+def test_a_package_of_many_modules_says_where_to_look(package: Path) -> None:
+    summary, _, table = (ast.get_docstring(ast.parse(sources()[package / "__init__.py"])) or "").partition("\n\n")
+    assert summary
+    listed = set(re.findall(r"\b[a-z][a-z_]+\b", re.sub(r"^ *\S.*?  +", "", table, flags=re.MULTILINE)))
+    assert crowded()[package] <= listed, "name each module in the package's docstring"
