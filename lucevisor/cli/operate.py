@@ -65,7 +65,7 @@ def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool) 
 @click.command()
 @click.argument("group", required=False)
 @click.option("--rolling", is_flag=True, help="Restart all groups, one by one.")
-@click.option("--now", is_flag=True, help="Do not wait for the steps on their way, and save no prefix slots.")
+@click.option("--now", is_flag=True, help="Do not wait for the steps in flight, and save no prefix slots.")
 @target_options
 def restart(group: str | None, rolling: bool, now: bool, name: str | None, socket: Path | None) -> int:
     """Restart GROUP's daemon (or all, --rolling); returns when the endpoint serves again."""

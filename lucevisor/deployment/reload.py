@@ -19,7 +19,7 @@ from lucevisor.errors import ConfigError, ConfigErrors, LucevisorError
 from lucevisor.model.spec import ModelSpec
 
 FREEZE_S: Final = 15.0
-"""How long steps on their way may take until the state moves."""
+"""How long steps in flight may take until the state moves."""
 
 RELOADED: Final = ("placement.", "groups.", "draft.device", "recovery.journal", "recovery.spares",
                    "recovery.restart_limit")  # fmt: skip

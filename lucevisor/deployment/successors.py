@@ -24,7 +24,7 @@ from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.supervision.callbacks import LoadOrder
 
 _SETTLE_S: Final = 1.0
-"""How long a load waits for steps on their way to other stages, so that it may carry what is to be replayed."""
+"""How long a load waits for steps in flight to other stages, so that it may carry what is to be replayed."""
 
 log = structlog.get_logger("deployment")
 

@@ -114,7 +114,7 @@ class Journal:
             self._filings[step.step_id] = filing
 
     def without(self, step_id: int, sequences: Collection[int]) -> None:
-        """Some slices were taken out of a step that is on its way."""
+        """Some slices were taken out of a step in flight."""
         filing = self._filings.get(step_id)
         if filing is None:
             return

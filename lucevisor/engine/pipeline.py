@@ -4,7 +4,7 @@ Plain callbacks: no task, no queue of its own.  Where doorbells tell the next st
 posted: sent to all stages at once, so that a hop does not wait for this process (ADR 21).  Else frames for later stages
 are encoded while the first one works.  Knows neither requests nor pages; whoever reads the links calls ``receive``.
 A draft stage behind the last one gets every step that was submitted since it was attached, in the same order.
-Where a daemon is lost, the steps on their way wait for its stages, and go on when others run these.
+Where a daemon is lost, the steps in flight wait for its stages, and go on when others run these.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
 two sides no longer agree on what the shards hold.  Whatever the draft stage does wrong only detaches it.
 """
@@ -38,7 +38,7 @@ _NO_PAYLOAD = memoryview(b"")
 
 
 class Pipeline(DraftRelay):
-    """Steps on their way through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
+    """Steps in flight through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
     run several).
 
     ``rings``: each stage has a daemon of its own and a doorbell to the next one.
@@ -260,7 +260,7 @@ class Pipeline(DraftRelay):
 
     @property
     def settled(self) -> bool:
-        """Whether all steps on their way wait for lost stages or for tokens of such steps, the drafter for nothing."""
+        """Whether all steps in flight wait for lost stages or tokens of such steps, and the drafter has answered all."""
         drafting = self._draft is not None and self._draft.waiting
         under_way = any(entry.stage in entry.had for waiting in self._at_stage for entry in waiting)
         return not (drafting or self._recalling or under_way)
@@ -314,7 +314,7 @@ class Pipeline(DraftRelay):
     def find(self, links: Mapping[int, StageLink], steps: Mapping[int, Step], *, operated: bool = True) -> None:
         """Send the waiting steps on: the daemons behind ``links`` run the lost stages now.
 
-        ``steps``: what to send in place of steps on their way, by id.  ``operated``: the new daemons got all operations
+        ``steps``: what to send in place of steps in flight, by id.  ``operated``: the new daemons got all operations
         of these already.  A dead link is lost again.
         """
         found, self.lost = self.lost, set()

@@ -171,7 +171,7 @@ def _close(file: Future[int]) -> None:
 
 
 def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:
-    """Return what opens running sequences, none of which has a step on its way, over the pages and states they have."""
+    """Return what opens running sequences, none of which has a step in flight, over the pages and states they have."""
     operations: list[Operation] = []
     for record in running:
         if (live := record.live) is None:
