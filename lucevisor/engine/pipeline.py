@@ -260,7 +260,7 @@ class Pipeline(DraftRelay):
 
     @property
     def settled(self) -> bool:
-        """Whether all steps in flight wait for lost stages or tokens of such steps, and the drafter has answered all."""
+        """Whether all steps in flight wait for lost stages or tokens of such steps, and no draft is being made."""
         drafting = self._draft is not None and self._draft.waiting
         under_way = any(entry.stage in entry.had for waiting in self._at_stage for entry in waiting)
         return not (drafting or self._recalling or under_way)
