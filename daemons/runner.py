@@ -200,7 +200,7 @@ class ModelRunner:
         asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
         if fill is None:
             queued()
-            if step is not asked and self._draft_inputs is not None:
+            if plan.output and self._draft_inputs is not None:
                 self._draft_inputs.keep_slices(step, step.slices)
         self._apply(stage, plan, step)
         arrival = Arrival()

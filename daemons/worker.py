@@ -224,6 +224,8 @@ class _MessageLoop:
                 step.step_id
             )  # also what is not posted: behind one that is dropped it is out of order
             return None
+        if isinstance(message, DraftStep) and step.step_id in self._recalled:
+            return None  # it comes again with its step
         self._reporter.phase("step", step.step_id)
         try:
             if self._runtime is None:

@@ -43,7 +43,7 @@ class DraftInputs:
         self._of(step).captures[stage] = captures.clone()
 
     def keep_slices(self, step: Step, slices: list[Slice]) -> None:
-        """Keep the slices of a step that ran ahead, with the tokens it started from."""
+        """Keep the slices of a step with the tokens it started from, in place of those of a run that was recalled."""
         self._of(step).slices = slices
 
     def keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:

@@ -198,6 +198,7 @@ class Pipeline(DraftRelay):
             return
         results, payloads = zip(*entry.answers, strict=True)
         self._on_result(PipelineResult(entry.step, results, payloads, tuple(entry.hops_s), now - entry.started_at))
+        self._pass_drafts_on()
 
     def _tell(self, done: PipelineStep) -> None:
         """The tokens of a step are known: those that follow it, and wait here, may start."""
@@ -238,8 +239,8 @@ class Pipeline(DraftRelay):
             for stage, waiting in enumerate(self._at_stage)
             if waiting and stage not in self.lost and not waiting[0].step.follows
         ]
-        if self._draft is not None and self._draft.waiting:
-            first.append((self._draft.link, self.n_stages, *self._draft.waiting[0]))
+        if (draft := self._draft) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
+            first.append((draft.link, self.n_stages, *draft.waiting[0]))
         first += [(link, *place, sent_at) for place, (link, sent_at) in self._rebuilding.items()]
         for link, stage, step_id, sent_at in first:
             begun_at = max(sent_at, self._answered_at.get(id(link), sent_at))
@@ -294,6 +295,8 @@ class Pipeline(DraftRelay):
         back = [held.popleft() for _ in message.step_ids]
         for entry in back:
             entry.lose(stage)
+        if stage + 1 == self.n_stages:
+            self._take_drafts_back(message.step_ids)
         if message.operated and back:
             back[0].done.add(stage)
         for entry in back if stage else ():
@@ -369,6 +372,10 @@ class Pipeline(DraftRelay):
         if stage + 1 == self.n_stages and entry.draft is not None and entry.draft.with_output:
             self._send_draft(entry, None)  # its daemon will know the tokens
         return True
+
+    def _is_held(self, step_id: int) -> bool:
+        """Whether the output stage has yet to answer a step, so that drafts behind it have not begun."""
+        return any(entry.step.step_id == step_id for entry in self._held[-1])
 
     def _dead_link(self, stage: int, text: str) -> None:
         if not self.on_dead_link(PipelineFailure(stage, "shard_lost", text)):

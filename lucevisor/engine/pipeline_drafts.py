@@ -6,7 +6,8 @@ Invariant: whatever the draft stage does wrong only detaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ class DraftRelay:
     on_drafted: Callable[[StepResult], None]
     on_drafter_lost: Callable[[PipelineFailure], None]
     _links: list[StageLink]
+    _at_stage: list[deque[PipelineStep]]
     _clock: Callable[[], float]
     _draft: AttachedDrafter | None
     _answered_at: dict[int, float]
@@ -71,6 +73,12 @@ class DraftRelay:
         else:
             draft.waiting.append((step.step_id, self._clock()))
 
+    def _take_drafts_back(self, step_ids: Collection[int]) -> None:
+        """The output stage has given steps back; a draft stage in its daemon drops them, too."""
+        draft = self._draft
+        if draft is not None and draft.with_output:
+            draft.waiting = deque(one for one in draft.waiting if one[0] not in step_ids)
+
     def _receive_drafts(self, result: StepResult, now: float) -> None:
         draft = self._draft
         if draft is None:
@@ -83,4 +91,14 @@ class DraftRelay:
             return
         draft.waiting.popleft()
         self._answered_at[id(draft.link)] = now
-        self.on_drafted(result)
+        draft.early.append(result)
+        self._pass_drafts_on()
+
+    def _pass_drafts_on(self) -> None:
+        """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it."""
+        while (draft := self._draft) is not None and draft.early and not self._is_on_its_way(draft.early[0].step_id):
+            self.on_drafted(draft.early.popleft())
+
+    def _is_on_its_way(self, step_id: int) -> bool:
+        """Whether a step has yet to end."""
+        return any(entry.step.step_id == step_id for waiting in self._at_stage for entry in waiting)

@@ -72,12 +72,14 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AttachedDrafter:
-    """The draft stage.  ``with_output``: in the output stage's daemon.  ``waiting``: (step id, when it was sent) of
-    the steps to answer."""
+    """The draft stage.  ``with_output``: in the output stage's daemon, which may have a step before it can begin.
+    ``waiting``: (step id, when it was sent) of the steps to answer.  ``early``: answers heard before their steps ended.
+    """
 
     link: StageLink
     with_output: bool
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
+    early: deque[StepResult] = field(default_factory=deque)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +108,9 @@ class PipelineStep:
 
     @property
     def may_be_posted(self) -> bool:
-        """Whether all stages may have it at once: each waits for the rows of the one before, none but the last answers
-        more than times, and no draft step goes with it."""
-        together = self.draft is not None and self.draft.with_output
-        return bool(self.step.slices) and not (self.step.want_hidden or self.step.rank_pages or together)
+        """Whether all stages may have it at once: each waits for the rows of the one before, and none but the last
+        answers more than times."""
+        return bool(self.step.slices) and not (self.step.want_hidden or self.step.rank_pages)
 
     def lose(self, stage: int) -> None:
         """A stage that has not answered it has it no more."""

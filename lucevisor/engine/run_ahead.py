@@ -23,7 +23,7 @@ def choose_ahead(
     """Choose the decodes behind the oldest step in flight that none follows; none unless all ``records`` can run ahead
     or end with what is in flight.
     """
-    if any(step.n_ahead for step in in_flight) or (n_stages > 1 and drafting.attached):
+    if any(step.n_ahead for step in in_flight):
         return []
     if not all(_may_run_ahead(record) for record in records):
         return []

@@ -9,7 +9,7 @@ from daemons.draft.inputs import DraftInputs
 from daemons.errors import StateError
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, arena_regions
-from lucevisor.protocol.steps import DraftStep, Sampled, Slice, Step
+from lucevisor.protocol.steps import PENDING, DraftStep, Sampled, Slice, Step
 
 PLAN = DraftPlan(1, DraftKind.MTP, [], 0, LayerRange(0, 1), [CaptureSource(0, [3], None)])
 
@@ -38,3 +38,16 @@ def test_without_draft_steps_only_the_newest_steps_are_kept() -> None:
         inputs.take(DraftStep(step(10 - n)))
     for i in range(11 - n, 11):
         assert inputs.take(DraftStep(step(i)))[2] == [[i]]
+
+
+def test_a_step_that_was_recalled_and_runs_again_is_kept_as_it_ran_last() -> None:
+    """One of its sequences ended meanwhile."""
+    inputs = DraftInputs(PLAN, [])
+    ahead = Step(3, 0, [], [Slice(0, 3, [PENDING], True), Slice(1, 9, [PENDING], True)], follows=2)
+    inputs.keep_slices(ahead, [Slice(0, 3, [8], True), Slice(1, 9, [5], True)])
+    again = Step(3, 0, [], [Slice(1, 9, [5], True)])
+    inputs.keep_slices(again, again.slices)
+    inputs.keep_captures(again, 0, torch.zeros(1, 2))
+    inputs.keep_tokens(again, [Sampled(1, 50)])
+    found, _, tokens = inputs.take(DraftStep(again))
+    assert (found.slices, tokens) == (again.slices, [[50]])

@@ -13,6 +13,7 @@ import pytest
 
 from daemons.inbox import Inbox, StepRecalled
 from daemons.options import Options
+from daemons.step_output import StepOutput
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena
@@ -21,7 +22,17 @@ from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Message, MessageKind, Shutdown
 from lucevisor.protocol.states import LinkState, Role
-from lucevisor.protocol.steps import Masks, Recall, Recalled, Reset, ResetDone, Slice, Step
+from lucevisor.protocol.steps import (
+    DraftStep,
+    Masks,
+    Recall,
+    Recalled,
+    Reset,
+    ResetDone,
+    Slice,
+    Step,
+    StepResult,
+)
 
 
 class Ends:
@@ -147,6 +158,35 @@ def test_a_step_that_is_not_posted_does_not_go_before_one_that_is_dropped(ends: 
     ):
         assert loop._handle(frame) is None
     assert ends.supervisor.receive().message == Recalled(0, [8, 9], True)  # type: ignore[union-attr]
+
+
+def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
+    """They come again with their step; those behind one that was done are made."""
+    drafted: list[int] = []
+
+    def run_step(step: Step, *_: object) -> StepOutput:
+        if step.step_id > 7:
+            raise StepRecalled
+        return StepOutput(StepResult(step.step_id, 1), [])
+
+    def run_draft(message: DraftStep, _: float) -> StepOutput:
+        drafted.append(message.step.step_id)
+        return StepOutput(StepResult(message.step.step_id, 2), [])
+
+    reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
+    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
+    loop._runtime = SimpleNamespace(run_step=run_step, run_draft=run_draft, tell=lambda _: None)  # type: ignore[assignment]
+    for step_id in (7, 8):
+        for kind, flags, message in (
+            (MessageKind.STEP, 1 | POSTED, Step(step_id, 0)),
+            (MessageKind.DRAFT_STEP, 2, DraftStep(Step(step_id, 0))),
+        ):
+            assert loop._handle(Frame(kind, 0, flags, message, memoryview(b""))) is None
+    assert loop._handle(Frame(MessageKind.RECALL, 0, 0, Recall(1), memoryview(b""))) is None
+    answers = [ends.supervisor.receive().message for _ in range(3)]  # type: ignore[union-attr]
+    assert answers == [StepResult(7, 1), StepResult(7, 2), Recalled(1, [8], True)]
+    assert loop._handle(Frame(MessageKind.DRAFT_STEP, 0, 2, DraftStep(Step(8, 0)), memoryview(b""))) is None
+    assert drafted == [7, 8]
 
 
 def test_a_recall_that_was_read_together_with_the_step_ends_the_wait(ends: Ends) -> None:

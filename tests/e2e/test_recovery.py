@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,12 +23,14 @@ from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
+from lucevisor.engine import batching
 from lucevisor.engine.request import FinishedEvent, NotReady
+from lucevisor.engine.speculation import Speculation
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from tests.e2e.service import generate, generate_all
-from tests.e2e.test_speculation import CASES, Case, config_of, prompts_of
+from tests.e2e.test_speculation import CASES, WIDTH, Case, config_of, prompts_of
 
 N_STREAMS = 8
 N_TOKENS = 30
@@ -60,11 +64,18 @@ async def serving(
 
 
 class Streams:
-    """Eight streams that ask again as soon as they have their answer."""
+    """Streams that ask again as soon as they have their answer."""
 
-    def __init__(self, service: Service, prompts: list[list[int]]) -> None:
-        self.service = service
-        self.asked = [(prompt, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate(prompts)]
+    def __init__(
+        self,
+        service: Service,
+        prompts: list[list[int]],
+        samplings: Sequence[Sampling] = SAMPLINGS,
+        n_streams: int = N_STREAMS,
+        n_tokens: int = N_TOKENS,
+    ) -> None:
+        self.service, self.n_streams, self.n_tokens = service, n_streams, n_tokens
+        self.asked = [(prompt, samplings[i % len(samplings)]) for i, prompt in enumerate(prompts)]
         self.right: list[list[int]] = []
         self.n_answers = 0
         self.wrong: list[str] = []
@@ -72,13 +83,13 @@ class Streams:
 
     async def learn(self) -> None:
         """What the answers are without a fault."""
-        self.right = [await generate(self.service, prompt, N_TOKENS, how) for prompt, how in self.asked]
+        self.right = [await generate(self.service, prompt, self.n_tokens, how) for prompt, how in self.asked]
 
     async def stream(self, first: int) -> None:
         i = first
         while not self._ended:
             prompt, how = self.asked[i % len(self.asked)]
-            tokens, finished = await generate_all(self.service, prompt, N_TOKENS, how)
+            tokens, finished = await generate_all(self.service, prompt, self.n_tokens, how)
             right = self.right[i % len(self.asked)]
             if finished.error is not None:
                 self.wrong.append(f"prompt {i % len(self.asked)}: {finished.error.message}")
@@ -86,12 +97,12 @@ class Streams:
                 at = next(at for at, (a, b) in enumerate(zip(tokens, right, strict=True)) if a != b)
                 self.wrong.append(f"prompt {i % len(self.asked)}: token {at} is {tokens[at]}, not {right[at]}")
             self.n_answers += 1
-            i += N_STREAMS + 1
+            i += self.n_streams + 1
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as tasks:
-            for i in range(N_STREAMS):
+            for i in range(self.n_streams):
                 tasks.create_task(self.stream(i))
             yield
             self._ended = True
@@ -152,6 +163,40 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.recovery.n_sequences >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_tokens  # nearly always by the lost stages alone
         assert now.running == now.queued == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "n_groups", "place"), [("mtp", 3, "tail"), ("dflash2", 2, "tail"), ("dflash2", 2, "alone")]
+)
+@pytest.mark.parametrize("n_faults", [2, pytest.param(100, marks=pytest.mark.slow)])
+async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
+    tmp_path: Path, name: str, n_groups: int, place: str, n_faults: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter is asked now and then; in between decodes run ahead of their tokens."""
+    asked, n_ahead = itertools.count(), 0
+    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
+    choose = batching.choose_ahead
+
+    def count(*arguments: Any) -> Any:
+        nonlocal n_ahead
+        chosen = choose(*arguments)
+        n_ahead += len(chosen) * arguments[-1].attached
+        return chosen
+
+    monkeypatch.setattr(batching, "choose_ahead", count)
+    async with serving(CASES[name], tmp_path, n_groups, place) as service:
+        samplings = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11))
+        streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=80)
+        await streams.learn()
+        async with streams.running():
+            await faults(streams, n_faults, random.Random(n_groups), signal.SIGKILL)
+        assert streams.wrong == []
+        assert service.engine is not None
+        now = service.engine.statistics()
+        assert now.recovery.n_sequences >= 1
+        assert now.recovery.n_rebuilt > now.recovery.n_tokens
+        assert now.drafts.total.n_accepted
+        assert n_ahead > now.drafts.total.n_verify
 
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")

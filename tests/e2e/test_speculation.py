@@ -227,9 +227,12 @@ async def test_output_is_that_of_plain_decoding(name: str, n_groups: int, place:
     await check(CASES[name], tmp_path, n_groups, place, n_prompts=6, n=32, n_again=16)
 
 
-@pytest.mark.parametrize(("name", "place"), [("dflash2", "tail"), ("mtp", "tail"), ("mtp", "alone")])
+@pytest.mark.parametrize(
+    ("name", "n_groups", "place"),
+    [("dflash2", 1, "tail"), ("mtp", 1, "alone"), ("mtp", 2, "tail"), ("dflash2", 2, "head"), ("dflash2", 3, "alone")],
+)
 async def test_a_drafter_that_is_idle_most_of_the_time_changes_nothing(
-    name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, n_groups: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In between steps run ahead of their tokens: those of the drafter, too."""
     asked, ahead = itertools.count(), []
@@ -238,7 +241,7 @@ async def test_a_drafter_that_is_idle_most_of_the_time_changes_nothing(
     monkeypatch.setattr(
         ScheduledSlice, "schedule", lambda one, *args: ahead.append(one.runs_ahead) or schedule(one, *args)
     )
-    await check(CASES[name], tmp_path, 1, place, n_prompts=6, n=32, n_again=16)
+    await check(CASES[name], tmp_path, n_groups, place, n_prompts=6, n=32, n_again=16)
     assert any(ahead)  # how many depends on what else runs here
 
 

@@ -8,22 +8,36 @@ from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
+from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.states import LinkState, Role
-from lucevisor.protocol.steps import PENDING, CloseSequence, DraftStep, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.steps import (
+    PENDING,
+    CloseSequence,
+    DraftStep,
+    Recall,
+    Recalled,
+    Sampled,
+    Slice,
+    Step,
+    StepResult,
+)
 
 
 class Wire:
     """A link that decodes what it is given: ``sent`` holds (stage, the message)."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[int, Step | DraftStep]] = []
+        self.sent: list[tuple[int, Step | DraftStep | Recall]] = []
         self.error: Exception | None = None
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
 
-    def send(self, message: bytes, /) -> None:
+    def send(self, message: bytes | Recall, /) -> None:
         if self.error is not None:
             raise self.error
+        if isinstance(message, Recall):
+            self.sent.append((message.stage, message))
+            return
         self._connection.receive(message)
         for frame in self._connection.events():
             assert isinstance(frame.message, Step | DraftStep)
@@ -35,13 +49,15 @@ class Wire:
 class Bench:
     """Two stages on a wire each; the drafter beside the last one, or on wire 2."""
 
-    def __init__(self, *, with_output: bool) -> None:
+    def __init__(self, *, with_output: bool, rings: bool = False) -> None:
         self.now = 0.0
         self.wires = [Wire(), Wire(), Wire()]
         self.results: list[PipelineResult] = []
         self.failures: list[PipelineFailure] = []
         self.log: list[str] = []
-        self.pipeline = Pipeline(self.wires[:2], self._result, self.failures.append, clock=lambda: self.now)
+        self.pipeline = Pipeline(
+            self.wires[:2], self._result, self.failures.append, clock=lambda: self.now, rings=rings
+        )
         self.pipeline.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
         self.pipeline.on_drafter_lost = lambda failure: self.log.append(failure.message)
         self.drafter = self.wires[1 if with_output else 2]
@@ -98,6 +114,89 @@ def test_of_a_step_that_ran_ahead_it_gets_the_tokens_in_another_daemon() -> None
     pipeline.receive(StepResult(2, 0, [Sampled(2, 11), Sampled(4, 43)]))
     known = Step(2, 1, [], [Slice(2, 1, [10], True), Slice(4, 2, [42], True)])
     assert drafter.sent == [(1, DraftStep(known, [[11], [43]]))]
+
+
+def ahead(step_id: int, follows: int) -> Step:
+    return Step(step_id, 0, [], [Slice(2, step_id, [PENDING], True)], follows=follows)
+
+
+def test_it_has_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
+    bench = Bench(with_output=True, rings=True)
+    bench.attach()
+    steps = [Step(1, 0, [], [Slice(2, 1, [7], True)]), ahead(2, 1)]
+    for one in steps:
+        bench.pipeline.submit(one)
+    assert bench.drafter.sent == [message for one in steps for message in ((1 | POSTED, one), (2, DraftStep(one)))]
+    for step_id in (1, 2):
+        bench.pipeline.receive(StepResult(step_id, 0, [Sampled(2, 41)] if step_id == 2 else []))
+        bench.pipeline.receive(StepResult(step_id, 1, [Sampled(2, 40 + step_id)]))
+    for step_id in (1, 2):
+        bench.pipeline.receive(StepResult(step_id, 2))
+    assert bench.log == ["result 1", "result 2", "drafts 1", "drafts 2"]
+
+
+def test_in_another_daemon_it_gets_steps_of_several_micro_batches_with_the_tokens_each_started_from() -> None:
+    bench = Bench(with_output=False, rings=True)
+    bench.attach()
+    for step_id, sequence in ((1, 4), (2, 9)):
+        bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 1, [7], True)]))
+    for step_id, sequence in ((3, 4), (4, 9)):
+        bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 2, [PENDING], True)], follows=step_id - 2))
+    for step_id, sequence in ((1, 4), (2, 9), (3, 4), (4, 9)):
+        started = [Sampled(sequence, 38 + step_id)] if step_id > 2 else []
+        bench.pipeline.receive(StepResult(step_id, 0, started))
+        bench.pipeline.receive(StepResult(step_id, 1, [Sampled(sequence, 40 + step_id)]))
+    sent = [message for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
+    found = [(message.step.slices[0].sequence, message.step.slices[0].tokens, message.tokens) for message in sent]
+    assert found == [(4, [7], [[41]]), (9, [7], [[42]]), (4, [41], [[43]]), (9, [42], [[44]])]
+
+
+def test_steps_that_the_output_stage_gives_back_come_to_both_again() -> None:
+    bench = Bench(with_output=True, rings=True)
+    bench.attach()
+    for step_id in (1, 2, 3):
+        bench.pipeline.submit(step(step_id))
+    bench.pipeline.receive(StepResult(1, 0))
+    bench.pipeline.lose([0])
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    bench.pipeline.receive(Recalled(1, [2, 3], operated=True))
+    assert not bench.pipeline.settled  # the drafter is at step 1
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.pipeline.settled
+    del bench.drafter.sent[:]
+    bench.pipeline.find({0: bench.wires[2]}, {})  # type: ignore[dict-item]
+    for step_id in (2, 3):
+        bench.pipeline.receive(StepResult(step_id, 0))
+        assert bench.drafter.sent[-2:] == [(1, step(step_id)), (2, DraftStep(step(step_id)))]
+        bench.pipeline.receive(StepResult(step_id, 1, SAMPLED))
+        bench.pipeline.receive(StepResult(step_id, 2))
+    assert bench.log == ["result 1", "drafts 1", "result 2", "drafts 2", "result 3", "drafts 3"]
+    assert not bench.failures
+
+
+def test_drafts_that_are_heard_before_a_stage_in_front_wait_for_the_end_of_their_step() -> None:
+    bench = Bench(with_output=True, rings=True)
+    bench.attach()
+    for step_id in (1, 2):
+        bench.pipeline.submit(step(step_id))
+    bench.pipeline.receive(StepResult(1, 1, SAMPLED))
+    bench.pipeline.receive(StepResult(1, 2))
+    assert bench.log == []
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.log == ["result 1", "drafts 1"]
+    bench.pipeline.receive(StepResult(2, 1, SAMPLED))
+    bench.pipeline.receive(StepResult(2, 2))
+    bench.pipeline.lose([0])  # it had rung for step 2, so it has done it
+    assert bench.log[2:] == ["result 2", "drafts 2"]
+
+
+def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows() -> None:
+    bench = Bench(with_output=True, rings=True)
+    bench.attach()
+    bench.pipeline.submit(step(1))
+    bench.now = 2.0
+    bench.pipeline.receive(StepResult(1, 0))
+    assert bench.pipeline.oldest_in_flight(5.0) == StepInFlight(1, 1, 3.0)
 
 
 @pytest.mark.parametrize("with_output", [True, False])

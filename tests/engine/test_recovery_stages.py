@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from lucevisor.engine.limits import SpeculationSettings
+from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.speculation import Speculation
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Drafted
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
+from tests.engine.toy_pipeline import VOCABULARY
 
 
 def ready(n_stages: int = 3, **changes: object) -> ToyEngine:
@@ -46,6 +52,52 @@ async def test_only_lost_stages_compute_again(lost: tuple[int, ...]) -> None:
     assert (counts.n_sequences, counts.n_tokens) == (2 * len(lost), 0)
     assert counts.n_rebuilt >= 190 * 2 * len(lost)
     assert len([daemon for daemon in toy.daemons if daemon in before]) == 3 - len(lost)
+
+
+class Idle(Speculation):
+    """Asks for no drafts but now and then, and verifies all."""
+
+    n = 0
+
+    def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
+        self.n += 1
+        return 3 if self.n % 11 == 0 else 0
+
+    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
+        return {record.request.request_id: len(drafted.tokens) for record, drafted in drafts}
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("n_streams", [1, 3])
+async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
+    *, with_output: bool, lost: int, n_streams: int
+) -> None:
+    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY)
+    n_ahead = n_drafted = 0
+    for n_turns in range(40, 60, 3):
+        toy = ready(3, pools=PoolSizes(24, 0, 16), speculation=speculation)
+        toy.engine._scheduler.drafting.speculation = Idle(3)
+        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc"[:n_streams])]
+        for one in asked:
+            toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
+        toy.late = n_turns % 2 == 1
+        toy.attach_drafter(with_output=with_output, wrong=3)
+        handles = [toy.engine.submit(one) for one in asked]
+        for i in range(n_turns):
+            toy.work(i)
+        n_ahead += any(step.follows for step in toy.engine._scheduler.in_flight)
+        assert toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({lost}))
+        toy.work(0)
+        toy.come_back()
+        toy.run()
+        assert (toy.n_rebuilt, toy.n_given_up, toy.lost) == (1, 0, [])
+        for one, handle in zip(asked, handles, strict=True):
+            assert told(await events_of(handle))[0] == toy.alone(one)
+        assert toy.drafter is not None
+        n_drafted += toy.drafter.n_drafted
+    assert n_ahead >= 3
+    assert n_drafted
 
 
 async def test_without_room_in_the_journal_all_stages_compute_again() -> None:

@@ -171,18 +171,26 @@ def test_of_a_request_cancelled_while_it_ran_ahead_the_prompt_stays_cached() -> 
 DRAFTER = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=97)
 
 
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
 @pytest.mark.parametrize("with_output", [True, False])
-def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool) -> None:
-    scheduler = decoding(limits(pools=PoolSizes(16, 0, 8), speculation=DRAFTER), "ab")
+def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, n_stages: int) -> None:
+    scheduler = decoding(limits(pools=PoolSizes(16, 0, 8), speculation=DRAFTER), "ab", n_stages=n_stages)
+    scheduler.attach(n_stages, rings=True)
     scheduler.attach_drafter(with_output=with_output)
     scheduler.drafting.speculation = Asked(3)
-    opening, running = plans(scheduler)
-    scheduler.apply(answer(opening), 0.0)
-    scheduler.drafting.answered(StepResult(opening.step.step_id, 1))
-    [ahead] = plans(scheduler)
-    assert [s.tokens for s in ahead.step.slices] == [[PENDING], [PENDING]]
-    scheduler.apply(answer(running, 5), 0.0)
-    assert tokens(scheduler) == [[[PENDING], [PENDING]]]  # whether or not the drafter has its step done
+    in_flight, drafting = plans(scheduler), list[StepPlan]()
+    assert in_flight[0].opening is not None
+    for i in range(20):
+        done = in_flight.pop(0)
+        scheduler.apply(answer(done, 5), 0.0)
+        drafting.append(done)
+        if len(drafting) > 1:  # the drafter is a step behind
+            scheduler.drafting.answered(StepResult(drafting.pop(0).step.step_id, n_stages))
+        found = plans(scheduler)
+        in_flight += found
+        if i > n_stages:
+            assert len(in_flight) == 2 * min(2, n_stages)  # of each micro-batch one is under way and one behind it
+            assert [s.tokens for plan in found for s in plan.step.slices] == [[PENDING]] * len(found[0].step.slices)
 
 
 def test_a_step_ahead_asks_for_drafts_and_is_the_last_of_the_run() -> None:

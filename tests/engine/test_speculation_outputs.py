@@ -29,7 +29,7 @@ from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint, mix
 
 
 class AnyWidth(Speculation):
-    """Any number of drafts for any step, padding and too many included."""
+    """Any number of drafts for any step, padding and too many included; now and then none are asked for a while."""
 
     def __init__(self, max_drafts: int, seed: int) -> None:
         super().__init__(max_drafts)
@@ -40,7 +40,8 @@ class AnyWidth(Speculation):
         return mix(self.seed, self.n) % (self.most + 3)
 
     def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
-        return self._any()
+        found = self._any()
+        return found if mix(self.seed, self.n // 16) % 2 else 0
 
     def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
         widths = [len(drafted.tokens) for _, drafted in drafts]

@@ -144,7 +144,9 @@ class ToyEngine:
         self.engine.attach_drafter(home, with_output=with_output)
 
     def lose_drafter(self) -> None:
-        """The drafter's daemon dies, if it has one of its own; else it is detached and forgets its steps."""
+        """The drafter's daemon dies, if it has one of its own; else it is detached and forgets its steps.  What it
+        answered is lost on the way."""
+        self._mail = [mail for mail in self._mail if mail[1].stage < self.model.n_stages]
         for home in [daemon for daemon in self.daemons if daemon.drafter is not None]:
             if home.stages:
                 home.drafter = None
@@ -275,7 +277,9 @@ def told(events: Sequence[Event]) -> tuple[list[int], FinishedEvent]:
 async def check_answers(
     toy: ToyEngine, wanted: Sequence[GenerationRequest], handles: Mapping[str, RequestHandle]
 ) -> list[str]:
-    """Nobody failed, and all have their tokens, or the first of them if cancelled; how each ended."""
+    """Nobody failed, no drafter was sent away, and all have their tokens, or the first of them if cancelled; how each
+    ended."""
+    assert (toy.failures, toy.lost) == ([], [])
     reasons = []
     for name, handle in handles.items():
         one = next(one for one in wanted if one.request_id == name)

@@ -585,7 +585,7 @@ class ToyDaemon:
                 break
             if isinstance(message, Step):
                 dropped.append(message)
-            else:
+            elif message.step.step_id not in [step.step_id for step in dropped]:  # else it comes again with its step
                 kept.append((flags, message))
         self.inbox.extendleft(reversed(kept))
         operated = bool(dropped) and dropped[0].step_id % 2 == 0
