@@ -41,6 +41,7 @@ class _Copy:
             self._tensors.append(replace(tensor, offset=self.total_bytes))
             self.total_bytes += tensor.n_bytes
         self.fd = os.memfd_create("lucevisor-swap", os.MFD_CLOEXEC)
+        self.with_draft = any(tensor.draft for tensor in tensors)
         self.busy = False  # daemons write or read it
         self.wanted = True
 
@@ -48,7 +49,7 @@ class _Copy:
         return [tensor for tensor in self._tensors if tensor.layer in layers and not tensor.draft]
 
     def draft_tensors(self) -> list[SnapshotTensor]:
-        return [tensor for tensor in self._tensors if tensor.draft]
+        return [tensor for tensor in self._tensors if tensor.draft] if self.with_draft else []
 
     def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
         return sum(tensor.n_bytes for tensor in tensors)
@@ -84,7 +85,7 @@ class HostSwapSpace:
         if copy is None:
             self._engine.prefixes.unpin(slot)
             return None
-        swapped = SwappedPrefix(slot.n_tokens)
+        swapped = SwappedPrefix(slot.n_tokens, slot.paged_out)
         self._copies[swapped] = copy
         self.n_writing += 1
         self._begin(copy, self._write(slot, swapped, copy))
@@ -140,6 +141,7 @@ class HostSwapSpace:
             if place is None:
                 return
             try:
+                copy.with_draft &= self._engine.prefixes.drafted(slot)  # by the drafter of now
                 swapped.whole = await self._move(copy, place, restore=False) is not None
             finally:
                 self._engine.prefixes.unpin(slot)
@@ -149,30 +151,36 @@ class HostSwapSpace:
             self._engine.release(slot)
 
     async def _read(self, record: RequestRecord, swapped: SwappedPrefix, copy: _Copy, reservation: Reservation) -> None:
-        """Bring a request back; where that fails it is computed again."""
+        """Bring a request back; where that fails it is computed again, and if it cannot start from there, too: it is
+        not read again and again."""
         slot = None
         try:
             if await self._engine.synchronize():
-                place = SlotPlace(
-                    swapped.n_tokens,
-                    reservation.ids.get(Space.FULL, []),
-                    reservation.ids.get(Space.WINDOW, []),
-                    reservation.first_window,
-                    reservation.state,
-                )
-                without = await self._move(copy, place, restore=True)
-                if without is not None:
-                    drafted = bool(copy.draft_tensors()) and not without and reservation.draft_epoch > 0
-                    tokens = record.tokens[: swapped.n_tokens]
-                    slot = self._engine.adopt(tokens, reservation, drafted=drafted)
+                swapped.whole = False
+                slot = await self._restored(record, swapped, copy, reservation)
         finally:
-            swapped.whole = slot is not None
-            if slot is None:
-                self._engine.cancel_reservation(reservation)
+            self._engine.cancel_reservation(reservation)
             self._engine.resume(record.request.request_id)
             self._ended(swapped, copy)
-            if slot is not None:
+        if slot is not None:
+            try:
+                await self._engine.synchronize()  # until a step was planned, for until then it may be evicted
+            finally:
                 self._engine.release(slot)
+
+    async def _restored(
+        self, record: RequestRecord, swapped: SwappedPrefix, copy: _Copy, reservation: Reservation
+    ) -> PrefixSlot | None:
+        """Return the slot that a copy was read to, pinned; None if that failed."""
+        copy.with_draft &= reservation.drafted
+        ids = reservation.ids
+        full, window = ids.get(Space.FULL, []), ids.get(Space.WINDOW, [])
+        place = SlotPlace(swapped.n_tokens, full, window, reservation.first_window, reservation.state)
+        without = await self._move(copy, place, restore=True)
+        if without is None:
+            return None
+        tokens = record.tokens[: swapped.n_tokens]
+        return self._engine.adopt(tokens, reservation, drafted=copy.with_draft and not without)
 
     async def _move(self, copy: _Copy, place: SlotPlace, *, restore: bool) -> bool | None:
         """Let the daemons write or read; return whether the drafter's part is missing, or None if it failed."""

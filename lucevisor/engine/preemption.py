@@ -70,7 +70,7 @@ class Preemption:
         swapped = record.prefix.swapped
         if swapped is None or self.swap is None or match.position >= swapped.n_tokens:
             return False
-        reservation = self._reuse.index.reserve(swapped.n_tokens) if swapped.whole else None
+        reservation = self._reuse.reserve(swapped.n_tokens, swapped.paged_out) if swapped.whole else None
         if reservation is None:
             self.forget(record)
             return False

@@ -86,15 +86,7 @@ class PrefixAccess(ABC):
         The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
         room, KV Flash would drop some of it, or the pipeline fails.
         """
-        limits = self._scheduler.limits
-        if not limits.stays_whole(n_tokens + 1):
-            return None
-        bound, leaving = limits.residency, tuple[int, ...]()
-        if bound is not None and not limits.stays_resident(n_tokens + 1):
-            leaving = bound.leaving(n_tokens, paged_out)
-        scores = paged_out.scores if paged_out is not None else ()
-        out = PagedOut(bound.policy, bound.pool_pages, leaving, scores) if bound is not None and leaving else None
-        reservation = self.prefixes.reserve(n_tokens, out)
+        reservation = self._scheduler.reuse.reserve(n_tokens, paged_out)
         if reservation is not None and not await self.synchronize():
             self.cancel_reservation(reservation)
             return None

@@ -22,8 +22,9 @@ from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operatio
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import PrefixMatch
+from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, Origin, PrefixSlot, SlotSource
+from lucevisor.kv.residency import PagedOut
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
 
@@ -138,6 +139,22 @@ class PrefixReuse:
             operations.append(CopyPage(growth.space, source, growth.pages[0], n_tokens))
         return live, operations
 
+    def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
+        """Allocate ids for the first ``n_tokens`` of a prefix whose bytes come from elsewhere, evicting slots if need
+        be; None if there are not enough, or KV Flash would drop some of it.
+
+        ``paged_out``: which of its pages were in host memory when it was saved; those beyond the pool go there.
+        """
+        limits = self._limits
+        if not limits.stays_whole(n_tokens + 1):
+            return None
+        bound, leaving = limits.residency, tuple[int, ...]()
+        if bound is not None and not limits.stays_resident(n_tokens + 1):
+            leaving = bound.leaving(n_tokens, paged_out)
+        scores = paged_out.scores if paged_out is not None else ()
+        out = PagedOut(bound.policy, bound.pool_pages, leaving, scores) if bound is not None and leaving else None
+        return self.index.reserve(n_tokens, out)
+
     def make_room(self, n_device: int, n_host: int) -> None:
         """Evict slots for pages of space full on the devices and in host memory, as far as that is possible."""
         self.index.reclaim({Space.FULL: n_device})
@@ -193,10 +210,10 @@ class PrefixReuse:
         The operations copy its state if slots keep theirs in host memory; else the slot takes it over.
         """
         live, index = record.live, self.index
-        if live is None or record.uncached or not self._is_whole(live) or live.n_computed > len(record.tokens):
+        if live is None or record.computes_prompt or not self._is_whole(live) or live.n_computed > len(record.tokens):
             return None, []
-        if not index.worth_caching(live.n_computed):
-            return None, []
+        if live.ranking or live.table.swaps_next or not index.worth_caching(live.n_computed):
+            return None, []  # other pages would be out for its next token
         state, operations = NO_STATE, list[Operation]()
         if index.recurrent and self._pools.copies_states:
             taken = index.allocate_state(index.n_saved(record.tokens, live.n_computed))
@@ -205,8 +222,7 @@ class PrefixReuse:
             state, operations = taken, [CopyState(live.state, taken)]
         elif index.recurrent:
             state, live.state = live.state, NO_STATE
-        source = SlotSource(live.n_computed, live.table.entries, state, "generation")
-        slot = index.publish(record.tokens, source, now, pinned=True)
+        slot = index.publish(record.tokens, self._source(live, state, "generation"), now, pinned=True)
         return slot, operations if slot is not None and slot.state == state else []
 
     def ended(self, record: RequestRecord) -> None:

@@ -25,6 +25,7 @@ from lucevisor.engine.request import (
 from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import Origin
+from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Drafted, Operation, PageIn, PageOut, Sampled, SetPages
 
@@ -112,9 +113,12 @@ def grown(
 
 @dataclass(slots=True, eq=False)
 class SwappedPrefix:
-    """The first ``n_tokens`` of a request in host memory.  ``whole``: all stages have written their part."""
+    """The first ``n_tokens`` of a request in host memory.  ``paged_out``: which of its pages were there with KV Flash.
+    ``whole``: all stages have written their part, and none has read it.
+    """
 
     n_tokens: int
+    paged_out: PagedOut | None = None
     whole: bool = False
 
 

@@ -204,6 +204,11 @@ class PageTable:
         self._scores, self._is_ranked = remembered(self._scores, with_neighbours(scores)), True
 
     @property
+    def swaps_next(self) -> bool:
+        """Whether pages were ranked and not exchanged since."""
+        return self._is_ranked
+
+    @property
     def ranks_next(self) -> bool:
         """Whether a slice should rank the pages, if it is one that does: some are out."""
         return self.n_out > 0 and self._residency is not None and self._residency.ranks_pages

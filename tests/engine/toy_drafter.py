@@ -44,7 +44,7 @@ class ToyDrafter(ToyStage):
         super().__init__(model, model.n_stages, pools, {})
         self._captures, self._oracle, self._wrong, self._n_most = captures, oracle, wrong, n_most
         self.n_drafted = 0
-        self._after: dict[int, tuple[int, int]] = {}  # by state: the position and token it was written after
+        self.after: dict[int, tuple[int, int]] = {}  # by state: the position and token it was written after
 
     def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult:
         """Execute a step; ``sampled``: by the output stage of its daemon."""
@@ -52,7 +52,7 @@ class ToyDrafter(ToyStage):
         for operation in step.operations:
             self._operate(operation)
             if isinstance(operation, CopyState):
-                self._after[operation.target] = self._after.get(operation.source, (-1, -1))
+                self.after[operation.target] = self.after.get(operation.source, (-1, -1))
         for stage in range(self.model.n_stages if step.slices else 0):
             if self._captures[stage, step.region][0] not in (step.step_id, PLACED):
                 raise Violation(f"region {step.region} was overwritten before step {step.step_id} was drafted")
@@ -89,17 +89,17 @@ class ToyDrafter(ToyStage):
             raise Violation(f"sequence {piece.sequence}: sampled {new}, sample is {piece.sample}")
         if Space.RECURRENT in self.model.spaces and piece.start > piece.draft_from:
             before = (piece.start - 1, right[piece.start - 1])
-            if self._after.get(sequence.state) != before:
+            if self.after.get(sequence.state) != before:
                 raise Violation(
                     f"state {sequence.state} of sequence {piece.sequence} is that after "
-                    f"{self._after.get(sequence.state)}, not after {before}"
+                    f"{self.after.get(sequence.state)}, not after {before}"
                 )
         after = self._states_after(sequence, piece)
         for i, token in enumerate(piece.tokens):
             position = piece.start + i
             self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (position, mix(token, position))
             if len(piece.tokens) - i <= len(after):
-                self._after[after[i - len(piece.tokens)]] = (position, token)
+                self.after[after[i - len(piece.tokens)]] = (position, token)
 
     def _draft(self, piece: Slice, new: list[int]) -> list[int]:
         """Attend to all there is, and draft behind the token sampled last."""

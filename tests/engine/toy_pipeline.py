@@ -40,6 +40,7 @@ from lucevisor.protocol.steps import (
     Recalled,
     Sampled,
     Sampling,
+    Scored,
     SetPages,
     Slice,
     Step,
@@ -250,8 +251,15 @@ class ToyStage:
             for s in step.slices
             if s.sequence in step.rank_pages
         ]
+        scored = [
+            Scored(s.sequence, s.start + 1, [-float(token) for token in s.scored], [[] for _ in s.scored])
+            for s in step.slices
+            if s.scored and self.stage == self.model.n_stages - 1
+        ]
         times = {"compute_s": 0.25, "wait_s": 0.5}
-        result = StepResult(step.step_id, self.stage, sampled, **times, segments=segments, page_scores=scores)
+        result = StepResult(
+            step.step_id, self.stage, sampled, **times, segments=segments, page_scores=scores, scored=scored
+        )
         return result, arrays
 
     def operate(self, step: Step, max_sequences: int) -> None:

@@ -1,0 +1,268 @@
+"""Preempted requests, whose state goes to host memory and back while anything happens: no token changes.
+
+The real swap space over toy daemons, whose transfers end when a test lets them.  What real daemons copy, and the same
+over a whole service: tests/e2e/test_swap_space.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from lucevisor.deployment.swap_space import HostSwapSpace
+from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.request import GenerationRequest
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.residency import Residency
+from lucevisor.model.pages import ResidencyPolicy, max_window_pages
+from lucevisor.model.spec import LayerSpec, StateTensor
+from lucevisor.model.values import Dtype, Space
+from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.steps import Sampling
+from tests.engine.test_speculation_outputs import Play, Scenario, lookups
+from tests.engine.test_standstill import freeze
+from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
+from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
+from tests.engine.toy_transfers import ToyTransfers
+
+SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]
+SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+
+
+def swap_space(toy: ToyEngine, limit_bytes: int = 1 << 30) -> tuple[HostSwapSpace, ToyTransfers]:
+    """A swap space over the daemons of a toy engine."""
+    transfers = ToyTransfers(toy)
+    page = (StateTensor("k", (64, 1), None),)
+    layers = [LayerSpec(0, Space.FULL, {}, page)]
+    swap = HostSwapSpace(toy.engine, layers, layers, Dtype.FLOAT32, limit_bytes, lambda: transfers)  # type: ignore[arg-type, return-value]
+    toy.engine.use_swap_space(swap)
+    return swap, transfers
+
+
+async def tasks_run() -> None:
+    """Let the tasks of the swap space go on."""
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+async def run(toy: ToyEngine, transfers: ToyTransfers, *, quick: bool = False) -> None:
+    """Let daemons work and transfers end until nothing is left to do; ``quick``: transfers first."""
+    for _ in range(20_000):
+        busy = toy.work(0)
+        await asyncio.sleep(0)
+        if transfers.pending and (quick or not busy):
+            transfers.do(0)
+            await tasks_run()
+        elif not busy:
+            await tasks_run()
+            if not transfers.pending and not toy.work(0):
+                return
+        assert transfers.n_restored <= toy.engine.statistics().swapped
+    raise AssertionError("the engine is still busy")
+
+
+async def preempted(toy: ToyEngine, asked: Sequence[GenerationRequest], *, quick: bool = False) -> list[list[int]]:
+    """What requests are answered that have no room beside each other; the youngest went to host memory once."""
+    toy.attach()
+    _, transfers = swap_space(toy)
+    handles = [toy.engine.submit(one) for one in asked]
+    await run(toy, transfers, quick=quick)
+    now = toy.engine.statistics()
+    assert (now.preemptions, now.swapped, transfers.n_restored) == (1, 1, 1)
+    return [told(await events_of(handle))[0] for handle in handles]
+
+
+@pytest.mark.parametrize("policy", ["exact", "qk"])
+@pytest.mark.parametrize("n_stages", [1, 2])
+async def test_pages_that_kv_flash_paged_out_are_the_same_ones_afterwards(
+    policy: ResidencyPolicy, n_stages: int
+) -> None:
+    """So tokens are, too, where attention does not see them: one is computed with half of its pages out."""
+
+    def toy(n_pages: int) -> ToyEngine:
+        pools, residency = PoolSizes(n_pages, 0, 16, host_pages=60), Residency(8, policy, tau=16)
+        return ToyEngine(limits(max_context=900, residency=residency, pools=pools, prefix=SLOTS), n_stages=n_stages)
+
+    asked = [request(name, [k * k % 83 for k in range(n)], n=250) for name, n in (("a", 230), ("b", 600))]
+    roomy = toy(40)
+    roomy.attach()
+    handles = [roomy.engine.submit(one) for one in asked]
+    roomy.run()
+    assert roomy.engine.statistics().preemptions == 0
+    right = [told(await events_of(handle))[0] for handle in handles]
+    assert await preempted(toy(13), asked) == right
+
+
+async def test_a_request_whose_prompt_is_scored_computes_it_again() -> None:
+    """It takes no cached prefix, so what is in host memory would be read for ever."""
+    toy = ToyEngine(limits(pools=PoolSizes(6, 0, 16), prefix=SLOTS), n_stages=2)
+    toy.attach()
+    _, transfers = swap_space(toy)
+    asked = [replace(request(name, range(i, i + 100), n=140), score_prompt=True) for i, name in enumerate("ab")]
+    handles = {one.request_id: toy.engine.submit(one) for one in asked}
+    await run(toy, transfers)
+    now = toy.engine.statistics()
+    assert (now.preemptions, now.swapped) == (1, 0)
+    assert await check_answers(toy, asked, handles) == ["length", "length"]
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+async def test_what_is_read_is_not_evicted_before_its_request_starts(n_stages: int) -> None:
+    """``cache.memory`` has room for no slot, and steps run ahead when the bytes are there."""
+    one_page = PrefixSettings(max_slots=8, memory_bytes=1, min_tokens=1, unit_bytes={Space.FULL: 1})
+    toy = ToyEngine(limits(pools=PoolSizes(9, 0, 16), prefix=one_page), n_stages=n_stages)
+    asked = [request(name, range(n), n=m) for name, n, m in (("a", 40, 165), ("b", 41, 205), ("c", 42, 205))]
+    assert await preempted(toy, asked, quick=True) == [toy.alone(one) for one in asked]
+    n_computed = toy.engine.statistics().steps.n_tokens
+    assert n_computed == sum(len(one.prompt) + one.max_tokens - 1 for one in asked)
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> Scenario:
+    """Requests that all start and whose answers find no room beside each other."""
+    spaces, max_sequences = draw(st.sampled_from(SPACES)), draw(st.sampled_from([3, 5]))
+    chunk, max_drafts = draw(st.sampled_from([7, 32, 64])), draw(st.sampled_from([0, 0, 3]))
+    window = draw(st.sampled_from([1, 40, 130])) if Space.WINDOW in spaces else None
+    n_window = 0 if window is None else max_window_pages(window, chunk, 400) + draw(st.integers(0, 6))
+    n_more, in_host = draw(st.sampled_from([0, 1, 2, 6])), draw(st.booleans())
+    bounds = EngineLimits(
+        max_sequences=max_sequences,
+        max_context=400,
+        prefill_chunk=chunk,
+        max_step_tokens=chunk + max_sequences * (1 + max_drafts) + draw(st.sampled_from([0, 100])),
+        spaces=spaces,
+        pools=PoolSizes(draw(st.sampled_from([4, 5, 6])), n_window, max_sequences + n_more, n_more if in_host else 0),
+        window_tokens=window,
+        prefix=PrefixSettings(
+            max_slots=draw(st.sampled_from([1, 8, 8])),
+            memory_bytes=draw(st.sampled_from([1, 9, 1000, 1000])),
+            min_tokens=draw(st.sampled_from([1, 40])),
+            unit_bytes={Space.FULL: 1, Space.WINDOW: 1, Space.RECURRENT: draw(st.sampled_from([0, 1]))},
+        ),
+        speculation=SpeculationSettings(
+            max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans()), n_vocabulary=VOCABULARY
+        ),
+    )
+    requests = []
+    for i in range(draw(st.sampled_from([3, 4, 5, 6]))):
+        n_prompt = draw(st.sampled_from([30, 50, 62]))
+        requests.append(
+            GenerationRequest(
+                request_id=f"r{i}",
+                prompt=tuple((k * k + i * draw(st.sampled_from([0, 1]))) % 97 for k in range(n_prompt)),
+                max_tokens=draw(st.sampled_from([110, 140])),
+                sampling=Sampling(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
+                stop_ids=frozenset(draw(st.sampled_from([(), (), (5,)]))),
+                constraint=ToyConstraint(i) if draw(st.sampled_from([False, False, True])) else None,
+            )
+        )
+    kinds = [*["work"] * 4, *["many"] * 12, *["transfer"] * 8, "fail", "cancel", "crash", "lose", "restart", "move",
+             "detach", "attach", "submit"]  # fmt: skip
+    actions = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=30, max_size=90))
+    wrong = draw(st.sampled_from([0, 1, 3]))
+    return Scenario(bounds, draw(st.integers(1, 3)), draw(st.booleans()), wrong, tuple(requests), tuple(actions))
+
+
+class Swaps(Play):
+    """A scenario whose preempted requests go to host memory; daemons die, are restarted in order or all replaced."""
+
+    def __init__(self, scenario: Scenario, pages: int, limit_bytes: int) -> None:
+        super().__init__(scenario, hold_s=60.0, journal_pages=pages)
+        self.swap, self.transfers = swap_space(self.toy, limit_bytes)
+
+    async def play(self) -> None:  # type: ignore[override]
+        self.toy.attach()
+        self.attach()
+        for _ in range(4):
+            self.act("submit", 0)
+        for kind, index in self.scenario.actions:
+            await self.do(kind, index)
+            await tasks_run()
+        await self.whole_again()
+        while self.waiting:
+            self.act("submit", 0)
+        await run(self.toy, self.transfers)
+
+    async def do(self, kind: str, index: int) -> None:
+        toy = self.toy
+        if kind in ("restart", "move", "crash", "lose") and not toy.engine.ready:
+            kind = "back"
+        match kind:
+            case "transfer" | "fail" if self.transfers.pending:
+                self.transfers.do(index, "the device failed" if kind == "fail" else "")
+            case "many":
+                for i in range(3 * index):
+                    toy.work(i * index)
+                    await asyncio.sleep(0)
+            case "crash":
+                toy.crash(index % len([daemon for daemon in toy.daemons if daemon.stages]))
+            case "back":
+                await self.whole_again()
+            case "restart" | "move":
+                await self.restart(kind, index)
+            case "attach" | "detach" if toy.drafter is None or not toy.engine.ready:
+                pass
+            case "transfer" | "fail":
+                pass
+            case _:
+                self.act(kind, index)
+
+    async def restart(self, kind: str, index: int) -> None:
+        toy = self.toy
+        frozen = await freeze(toy)
+        await tasks_run()
+        while self.transfers.pending:  # they are awaited before state is exported
+            self.transfers.do(0, "its state is handed to another daemon" if index % 2 else "")
+            await tasks_run()
+        if kind == "move":
+            toy.move(frozen if index % 3 else None)
+        elif toy.crash(index % self.scenario.n_stages):
+            toy.come_back(frozen if index % 3 else None)
+        await self.whole_again()
+
+    async def whole_again(self) -> None:
+        toy = self.toy
+        if toy.pipeline is not None and toy.engine._pipeline is toy.pipeline and not toy.engine.ready:
+            if any(link not in toy.daemons for link in toy.links):
+                toy.come_back()
+            for _ in range(1000):
+                await tasks_run()
+                if toy.engine.ready or not toy.work(0):
+                    break
+        if not toy.engine.ready:
+            toy.attach()
+        if not toy.engine._scheduler.drafting.attached:
+            self.attach()
+
+    def attach(self) -> None:
+        if self.scenario.limits.speculation.drafter:
+            super().attach()
+
+
+@settings(max_examples=15, deadline=None)
+@given(crowds(), st.sampled_from([200, 200, 0]), st.sampled_from([1 << 30, 1 << 30, 1500]))
+def test_what_was_computed_comes_back(scenario: Scenario, pages: int, limit_bytes: int) -> None:
+    async def play() -> None:
+        played = Swaps(scenario, pages, limit_bytes)
+        with lookups(played.toy, scenario.wrong + 1):
+            await played.play()
+        await check_answers(played.toy, scenario.requests, played.handles)
+        now = played.toy.engine.statistics()
+        event(f"swapped: {now.swapped > 0}, read: {played.transfers.n_restored > 0}")
+        event(
+            f"reads more than swapped: {played.transfers.n_restored - now.swapped}"
+            if played.transfers.n_restored > now.swapped
+            else "fine"
+        )
+        assert (now.running, now.queued, now.in_flight) == (0, 0, 0)
+        assert (played.swap.n_bytes, played.swap.n_writing, played.transfers.pending) == (0, 0, [])
+        assert not any(slot.pins for slot in played.toy.engine.prefixes.slots)
+        assert all(use.used == use.evictable for use in now.pages.values())
+        await played.swap.close()
+
+    asyncio.run(play())
