@@ -122,8 +122,9 @@ class ChatTemplate:
         variables["tools"] = list(tools) or None
         variables["add_generation_prompt"] = add_generation_prompt
         text = self._run(variables)
+        plain = str.__str__(text)  # copies the text: once, not for each segment
         segments = tuple(
-            Segment(str.__str__(text)[run.start() : run.end()], trusted=text.origin[run.start()] == 1)
+            Segment(plain[run.start() : run.end()], trusted=text.origin[run.start()] == 1)
             for run in _RUNS.finditer(text.origin)
         )
         return RenderedPrompt(segments, self.output_format.reasoning_open_after(segments))
