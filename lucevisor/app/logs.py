@@ -163,6 +163,7 @@ class _RotatingFile(RotatingFileHandler):
         if stream is None or os.fstat(stream.fileno()).st_nlink == 0:  # closed by a failed rotation, or removed
             if stream is not None:
                 stream.close()
+                self.stream = None  # should its directory be gone, too
             stream = self.stream = self._open()
         size = os.fstat(stream.fileno()).st_size
         if size and size + len(data) > self.maxBytes:

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lucevisor.errors import ConfigError, LucevisorError, NotRunningError, unusable
+from lucevisor.errors import NO_VALUE, ConfigError, LucevisorError, NotRunningError, unusable
 
 _CLAIM_S = 0.5  # `is_locked` of others holds the lock for moments
 _REMOVED_S = 5.0  # how much longer to try while other starts and stops remove the directory
@@ -54,16 +54,22 @@ def runtime_root() -> Path:
     )
 
 
+_USABLE = "letters, digits, '.', '_' and '-', at most 64, first a letter or digit"
+
+
 def check_name(name: str) -> str:
     """Return ``name``.  Raises ConfigError when it cannot name a run directory."""
     if not NAME.match(name):
-        raise ConfigError(
-            "--name",
-            name,
-            "is not a usable name",
-            "letters, digits, '.', '_' and '-', at most 64, first a letter or digit",
-        )
+        raise ConfigError("--name", name, "is not a usable name", _USABLE)
     return name
+
+
+def default_name(config: Path) -> str:
+    """Return the stem of a configuration file.  Raises ConfigError when it cannot name a run directory."""
+    if not NAME.match(config.stem):
+        reason = f"is not given, and the file's stem {config.stem!r} is not a usable name"
+        raise ConfigError("--name", NO_VALUE, reason, f"give one: {_USABLE}")
+    return config.stem
 
 
 class RunDirectory:

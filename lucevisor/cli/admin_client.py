@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lucevisor.app.rundir import read_pid
 from lucevisor.errors import LucevisorError, NotRunningError, OrderError
 
 
@@ -44,7 +45,7 @@ class AdminClient:
                 f"{self._path}: no answer within {timeout_s:.0f} s; the supervisor is stuck, see its log"
             ) from None
         except (ConnectionError, FileNotFoundError, NotADirectoryError, http.client.HTTPException) as e:
-            raise NotRunningError(f"{self._path}: no answer ({e}); the supervisor is gone") from e
+            raise self._no_answer(e) from e
         finally:
             connection.close()
         answer = json.loads(raw)
@@ -62,6 +63,11 @@ class AdminClient:
             for line in connection.getresponse():
                 yield line.decode()
         except (ConnectionError, FileNotFoundError, NotADirectoryError) as e:
-            raise NotRunningError(f"{self._path}: no answer ({e}); the supervisor is gone") from e
+            raise self._no_answer(e) from e
         finally:
             connection.close()
+
+    def _no_answer(self, error: Exception) -> NotRunningError:
+        if isinstance(error, FileNotFoundError) and (pid := read_pid(self._path.parent)) > 0:
+            return NotRunningError(f"{self._path}: was removed; the supervisor runs on: `kill {pid}` stops it")
+        return NotRunningError(f"{self._path}: no answer ({error}); the supervisor is gone")

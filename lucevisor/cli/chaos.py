@@ -14,6 +14,7 @@ import click
 
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.demo import demo_config
+from lucevisor.cli.options import RangeOfNumbers
 from lucevisor.config import load, merge_overrides
 from lucevisor.errors import ExitCode
 
@@ -26,7 +27,7 @@ _N_SHOWN = 5
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
-@click.option("--minutes", type=click.FloatRange(0.01, 10_000), default=2.0, show_default=True)
+@click.option("--minutes", type=RangeOfNumbers(0.01, 10_000), default=2.0, show_default=True)
 @click.option("--seed", type=int, help="Of the faults' kinds and times (default: another one every time).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed: int | None, as_json: bool) -> int:

@@ -21,7 +21,7 @@ import click
 from lucevisor.app.rundir import find
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.openai_client import connect
-from lucevisor.cli.options import target_options
+from lucevisor.cli.options import RangeOfNumbers, target_options
 from lucevisor.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Conversation:
 @target_options
 @click.option("--system", default="", help="System prompt.")
 @click.option("--think", is_flag=True, help="Enable thinking, if the model supports it.")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=0.7, show_default=True)
+@click.option("--temperature", type=RangeOfNumbers(0, 2), default=0.7, show_default=True)
 def chat(name: str | None, socket: Path | None, system: str, think: bool, temperature: float) -> int:
     """Talk to the model; /help lists the commands of the chat, Ctrl-D ends it.  LUCEVISOR_API_KEY is the API key, if
     any."""

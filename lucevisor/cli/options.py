@@ -28,6 +28,16 @@ class Seconds(click.ParamType[float]):
         return seconds
 
 
+class RangeOfNumbers(click.FloatRange):
+    """A number in a range; nan, which compares with nothing, is in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 class OutputFile(click.ParamType[Path]):
     """A file that can be written: refused before the work whose result it is to hold."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from lucevisor.app.rundir import check_name, is_locked, runtime_root
+from lucevisor.app.rundir import check_name, default_name, is_locked, runtime_root
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, config_argument
 from lucevisor.cli.progress import SilentDisplay, StartDisplay
@@ -58,7 +58,7 @@ def start(
 ) -> int:
     """Start CONFIG: one daemon per group, one model over all devices, one endpoint."""
     loaded = load(config, overrides)
-    chosen = check_name(name or config.stem)
+    chosen = check_name(name) if name is not None else default_name(config)
     if daemon:
         more = ["--take-over", "--drain", str(drain_s)] if take_over else []
         return _in_background(config, overrides, chosen, timeout_s, more)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from lucevisor.config import GroupConfig
+from lucevisor.errors import LucevisorError
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.supervision.child import Child, Ended, find_python, spawn
+from lucevisor.supervision.child import Child, Ended, SpawnError, find_python, spawn
 from lucevisor.supervision.environment import launch
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.output import Lines
@@ -68,7 +69,7 @@ class LocalLauncher:
 
     def __init__(self, staging: StagedPackages) -> None:
         self.source_hash = staging.source_hash
-        self._directory = staging.directory
+        self._staging = staging
 
     def launch(
         self,
@@ -80,6 +81,9 @@ class LocalLauncher:
         """Look up the group's interpreter and spawn it. Raises SpawnError."""
         env = {**os.environ, **config.environment()}
         python = find_python(config.python, env.get("PATH"))
-        return spawn(
-            lambda handles: launch(config, threads, self._directory, os.environ, python, handles), on_line, on_exit
-        )
+        try:
+            self._staging.renew()
+        except LucevisorError as error:
+            raise SpawnError(str(error), configuration=True) from error
+        directory = self._staging.directory
+        return spawn(lambda handles: launch(config, threads, directory, os.environ, python, handles), on_line, on_exit)

@@ -19,6 +19,7 @@ from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
 from lucevisor.source_tree import locate
 
 _NAME = "staging"
+_DAEMONS = "daemons"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,22 @@ class StagedPackages:
 
     directory: Path
     source_hash: str
+
+    def renew(self) -> None:
+        """Make the directory again if it was removed, as systemd does with /run/user/UID at the last logout.
+
+        Raises LucevisorError when that cannot be done.
+        """
+        if (self.directory / _DAEMONS).is_dir():
+            return
+        try:
+            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stage_packages(self.directory.parent)
+        except OSError as error:
+            raise LucevisorError(
+                f"{self.directory.parent} was removed and cannot be made again: {error.strerror}; keep the run "
+                "directory (`loginctl enable-linger` for /run/user), or set XDG_RUNTIME_DIR"
+            ) from error
 
 
 def stage_packages(run_dir: Path) -> StagedPackages:
@@ -52,7 +69,7 @@ def stage_packages(run_dir: Path) -> StagedPackages:
         shutil.rmtree(staging)
     staging.mkdir(mode=0o700)
     (staging / "lucevisor").mkdir(mode=0o700)
-    (staging / "daemons").symlink_to(daemons)
+    (staging / _DAEMONS).symlink_to(daemons)
     (staging / "lucevisor" / "__init__.py").symlink_to(own / "__init__.py")
     for name in SHARED_PACKAGES:
         (staging / "lucevisor" / name).symlink_to(own / name)

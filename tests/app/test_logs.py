@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import time
@@ -183,6 +184,23 @@ class TestRotation:
         log.info("two")
         logs.close()
         assert [record["event"] for record in read(tmp_path)] == ["two"]
+
+    def test_a_removed_directory_costs_records_and_no_traceback(self, tmp_path):
+        directory = tmp_path / "log"
+        directory.mkdir()
+        logs.configure("json", "info", directory, to_terminal=False)
+        log.info("one")
+        until(lambda: read(directory))
+        shutil.rmtree(directory)
+        n_before = logs.dropped()["file"]
+        log.info("two")
+        until(lambda: logs.dropped()["file"] > n_before)
+        logs.close()  # did raise
+        directory.mkdir()
+        logs.configure("json", "info", directory, to_terminal=False)
+        log.info("three")
+        logs.close()
+        assert [record["event"] for record in read(directory)] == ["log records dropped", "three"]
 
     async def test_a_reader_follows_and_misses_nothing(self, tmp_path, monkeypatch):
         monkeypatch.setattr(logs, "FILE_BYTES", 4096)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lucevisor.app.rundir import boot_id, default_name, start_ticks
 from lucevisor.cli import COMMANDS, EXAMPLES, EXIT_CODES, cli
-from lucevisor.errors import ConfigError, ExitCode
+from lucevisor.cli.admin_client import AdminClient
+from lucevisor.errors import ConfigError, ExitCode, NotRunningError
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 
@@ -43,6 +45,28 @@ def test_a_command_like_no_other_and_the_nearest_option():
     assert "did you mean" not in CliRunner().invoke(cli, ["frobnicate"]).output
     done = CliRunner().invoke(cli, ["status", "--jsno"])
     assert (done.exit_code, "--json" in done.output) == (ExitCode.USAGE, True)
+
+
+@pytest.mark.parametrize("typed", [["chaos", "--minutes", "nan"], ["chat", "--temperature", "nan"]])
+def test_nan_is_in_no_range(typed):
+    done = CliRunner().invoke(cli, typed)
+    assert (done.exit_code, "'nan' is not a number" in done.output) == (ExitCode.USAGE, True)
+
+
+def test_a_file_whose_stem_is_no_name_asks_for_one():
+    assert default_name(Path("etc/box.toml")) == "box"
+    with pytest.raises(ConfigError, match="is not given, and the file's stem 'my bóx' is not a usable name; give one"):
+        default_name(Path("etc/my bóx.toml"))
+
+
+def test_a_supervisor_whose_socket_was_removed_is_not_gone(tmp_path):
+    (tmp_path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
+    client = AdminClient(tmp_path / "admin.sock")
+    with pytest.raises(NotRunningError, match=f"was removed; the supervisor runs on: `kill {os.getpid()}` stops it"):
+        client.call("GET", "/status")
+    (tmp_path / "pid").unlink()
+    with pytest.raises(NotRunningError, match="the supervisor is gone"):
+        client.call("GET", "/status")
 
 
 def test_exit_codes_are_told_in_the_help_and_in_the_page():

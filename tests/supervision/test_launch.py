@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -110,6 +111,17 @@ def test_staging_replaces_leftovers_and_refuses_a_link_as_run_directory(tmp_path
     link.symlink_to(tmp_path)
     with pytest.raises(LucevisorError, match="is not a directory of user"):
         stage_packages(link)
+
+
+def test_a_staging_that_was_removed_is_made_again(tmp_path):
+    staged = stage_packages(tmp_path)
+    shutil.rmtree(tmp_path)
+    staged.renew()
+    assert (staged.directory / "daemons" / "__main__.py").is_file()
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("")  # in its place
+    with pytest.raises(LucevisorError, match="was removed and cannot be made again: File exists; keep the run dir"):
+        staged.renew()
 
 
 @given(
