@@ -35,17 +35,22 @@ DEMO = ROOT / "etc" / "demo"
 MAX_ROWS = 32
 
 
-class Timed:
-    """An entry point of the kernels, and how long its calls took."""
+class TimedKernels:
+    """Takes the place of the library: notes how long calls of each entry point took."""
 
-    def __init__(self, call):
-        self.call, self.seconds = call, 0.0
+    def __init__(self, library):
+        self.library, self.seconds = library, {}
 
-    def __call__(self, *arguments):
-        began = time.perf_counter()
-        found = self.call(*arguments)
-        self.seconds += time.perf_counter() - began
-        return found
+    def __getattr__(self, name):
+        call = getattr(self.library, name)
+
+        def timed(*arguments):
+            began = time.perf_counter()
+            found = call(*arguments)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            return found
+
+        return timed
 
 
 class Bench:
@@ -135,33 +140,23 @@ def measured(cases, rounds, seconds):
     return found
 
 
-def parts(cases, rounds):
-    """Milliseconds in each entry point of the kernels, by case: medians."""
-    kernels = cpu_kernels()
-    real = kernels.calls
-    timed = {name: Timed(getattr(real, name)) for name in ENTRY_POINTS}
-    kernels.calls = argparse.Namespace(**{"tile_bytes": real.tile_bytes, **timed})
-    found = {}
-    try:
-        for name, run in cases.items():
-            rounds_of = {entry: [] for entry in timed}
-            for _ in range(rounds):
-                for one in timed.values():
-                    one.seconds = 0.0
-                run()
-                for entry, one in timed.items():
-                    rounds_of[entry].append(one.seconds)
-            medians = {entry: 1e3 * statistics.median(s) for entry, s in rounds_of.items()}
-            found[name] = {entry: round(ms, 3) for entry, ms in medians.items() if ms}
-    finally:
-        kernels.calls = real
+def parts(bench, cases, rounds):
+    """Milliseconds in each entry point of the kernels, by case: medians of steps that are not recorded."""
+    bench.stage.graphs = [None] * len(bench.stage.graphs)
+    if bench.draft:
+        bench.draft.graphs = None
+    kernels, found = cpu_kernels(), {}
+    for name, run in cases.items():
+        all_rounds = []
+        for _ in range(rounds):
+            kernels.calls = TimedKernels(kernels.library)
+            run()
+            all_rounds.append(kernels.calls.seconds)
+        kernels.calls = kernels.library
+        found[name] = {
+            entry: round(1e3 * statistics.median(r[entry] for r in all_rounds), 3) for entry in all_rounds[0]
+        }
     return found
-
-
-ENTRY_POINTS = (
-    *("multiply", "rms_norm", "qk_norm_rope", "act_and_mul", "output_gate", "block_convolution", "delta_net"),
-    *("paged_attention", "lookup"),
-)
 
 
 def counts(text):
@@ -194,7 +189,7 @@ def main():
         for name, s in seconds.items()
     }
     if options.parts:
-        for name, medians in parts(cases, 50).items():
+        for name, medians in parts(bench, cases, 50).items():
             found[name]["parts_ms"] = medians
     for name, one in found.items():
         print(f"{name:12} {one['best_ms']:7.3f} {one['median_ms']:7.3f} ms  {one.get('parts_ms', '')}")

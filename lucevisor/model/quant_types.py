@@ -109,20 +109,24 @@ def padded_rows(n_rows: int, tile_rows: int = TILE_ROWS) -> int:
 
 
 def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
-    """Bytes of a tensor on the device in that format; for PACKED, INT4 and INT8 an upper bound."""
+    """Bytes of a tensor on the device in that format; for PACKED, INT4, INT8 and quantised BFLOAT16 an upper bound."""
     n = 1
     for d in shape:
         n *= d
     rows = n // shape[-1] if shape else 0
+    tiles = 0
+    if kind.name in CPU_INT4 | CPU_INT8 and shape[-1] % kind.block_elements == 0:
+        tiles = padded_rows(rows, CPU_TILE_ROWS) * row_bytes(kind, shape[-1])
+        tiles += tiles // 32 if kind.block_elements == CHUNK else 0  # scales of six bits take a byte
     match fmt:
         case WeightFormat.FLOAT32:
             return n * 4
         case WeightFormat.BFLOAT16 | WeightFormat.FLOAT16:
-            return n * 2
+            return max(n * 2, tiles)
         case WeightFormat.INT8:
-            return max(n + rows * 2, padded_rows(rows, CPU_TILE_ROWS) * row_bytes(kind, shape[-1]))
+            return max(n + rows * 2, tiles)
         case WeightFormat.INT4:
-            return max(n // 2 + n // INT4_GROUP * 4, padded_rows(rows, CPU_TILE_ROWS) * row_bytes(kind, shape[-1]))
+            return max(n // 2 + n // INT4_GROUP * 4, tiles)
         case WeightFormat.BLOCKS:
             return rows * row_bytes(kind, shape[-1])
         case WeightFormat.PACKED:

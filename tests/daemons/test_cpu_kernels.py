@@ -10,7 +10,8 @@ from daemons.ops.cpu import compiler
 from daemons.ops.cpu.library import KINDS, Tiles, cpu_kernels
 from daemons.ops.cpu.linear import MAX_TILED_ROWS, TiledLinear
 from daemons.weights.dequant import dequantise
-from lucevisor.model.quant_types import BY_NAME
+from lucevisor.model.quant_types import BY_NAME, format_bytes, weight_format
+from lucevisor.model.values import Backend, Dtype
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import random_blocks
 from tests.numerics import BFLOAT16, product_error
@@ -38,6 +39,14 @@ def test_tiles_hold_the_numbers_of_the_blocks(kind):
     assert torch.equal(found, wanted[32:])
     ids = torch.tensor([71, 0, 7])
     assert torch.equal(cpu_kernels().lookup(kind, raw, ids), wanted[ids])
+
+
+@pytest.mark.parametrize("n_rows", [1, 8, 16, 40, 1552])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_tiles_of_small_matrices_fit_into_what_is_planned_for_them(kind, n_rows):
+    kind = BY_NAME[kind]
+    planned = format_bytes(kind, (n_rows, 512), weight_format(kind, (n_rows, 512), Backend.CPU, Dtype.BFLOAT16))
+    assert cpu_kernels().tiles_bytes(kind, n_rows, 512) <= planned
 
 
 @settings(max_examples=40, deadline=None)
