@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 class Seconds(click.ParamType[float]):
     """A finite number of seconds, 0 to a day."""

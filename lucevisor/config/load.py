@@ -170,7 +170,7 @@ def _read_section(pending: PendingConfig, name: str, section: type[Any], table: 
     keys = keys_of(section)
     for key in table:
         if key not in keys:
-            hint = _nearest_in_section(key, name, list(keys))
+            hint = _nearest_in_section(key, list(keys))
             pending.refuse(f"{name}.{key}", table[key], f"is not a key of [{name}]", hint)
     for key, each in keys.items():
         dotted = f"{name}.{key}"
@@ -226,7 +226,7 @@ def _nearest_section(name: str) -> str:
     return f"nearest: {key}" if key else choose(name, [*SECTIONS, GROUPS], "sections")
 
 
-def _nearest_in_section(key: str, section: str, keys: list[str]) -> str:
+def _nearest_in_section(key: str, keys: list[str]) -> str:
     """Return the hint for an unknown key: the same key in another section, else the nearest in its own."""
     elsewhere = next((dotted for dotted in _all_keys() if dotted.endswith(f".{key}")), "")
     return f"nearest: {elsewhere}" if elsewhere and not nearest(key, keys) else choose(key, keys, "keys")

@@ -92,12 +92,6 @@ class NgramLookup:
             found.append(found[len(found) - period])
         return found
 
-    def propose(self, n: int) -> list[int]:
-        """Return ``n`` drafts, or none without a match."""
-        self.index()
-        found = self.match()
-        return self.continuation(found, n) if found is not None else []
-
 
 def _n_common_suffix(one: list[int], other: list[int]) -> int:
     n = 0

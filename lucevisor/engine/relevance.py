@@ -34,7 +34,7 @@ class PageRelevance:
         for part in step.parts.values():
             live = part.live
             if live.ranking == step.step_id and self.score is None:
-                self._rank(live, step.step_id, ())
+                self._rank(live, ())
             elif live.ranking == step.step_id and self.score is not None:
                 tokens = part.record.tokens[: live.n_computed]
                 task = asyncio.create_task(self._ask(self.score, live, step.step_id, tokens), name="rank pages")
@@ -55,10 +55,10 @@ class PageRelevance:
         except Exception:  # the owner's code: without an answer the sequence would wait for ever
             log.exception("pages not ranked", n_tokens=len(tokens))
         if live.ranking == step_id:
-            self._rank(live, step_id, scores)
+            self._rank(live, scores)
             self._on_ranked()
 
     @staticmethod
-    def _rank(live: LiveSequence, step_id: int, scores: Sequence[float]) -> None:
+    def _rank(live: LiveSequence, scores: Sequence[float]) -> None:
         live.ranking = 0
         live.table.rank(scores)

@@ -102,7 +102,6 @@ class StoreStatistics:
     n_restored: int = 0
     restored_bytes: int = 0
     restore_s: float = 0.0  # from the decision until the slot is usable
-    n_pruned: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # labels of SaveFailed, faults of SnapshotRefused
 
 
@@ -351,7 +350,6 @@ class SnapshotStore:
         with self._guard:
             for one in gone:
                 self._index.remove(one.file)
-            self.statistics.n_pruned += len(gone)
         return gone
 
     @contextmanager

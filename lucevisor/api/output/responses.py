@@ -52,7 +52,6 @@ class ResponsesFormatter:
     keep: Callable[[_Event, Sequence[_Event]], None]
     clock: Callable[[], float]
     _n_events: int = 0
-    _n_items: int = 0
     _open: _Item | None = None
     _output: list[_Event] = field(default_factory=list)
     _finish_reason: FinishReason | None = None

@@ -24,7 +24,7 @@ from lucevisor.api.prompts.responses_schemas import (
 )
 from lucevisor.errors import show
 
-_DONE: Final = ("reasoning", "function_call", "custom_tool_call")
+_ASSISTANT_ITEMS: Final = ("reasoning", "function_call", "custom_tool_call")
 """Types of items that the assistant makes, besides messages."""
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of parts with text, and the field that holds it."""
@@ -53,9 +53,7 @@ def add_items(chat: ChatDraft, items: Iterable[tuple[str, dict[str, Any]]]) -> N
     turn: _Turn | None = None
     for where, item in items:
         kind = item.get("type", "message")  # messages may leave it out
-        if kind in ("reasoning", "function_call", "custom_tool_call") or (
-            kind == "message" and item.get("role") == "assistant"
-        ):
+        if kind in _ASSISTANT_ITEMS or (kind == "message" and item.get("role") == "assistant"):
             turn = turn or _Turn(where)
             _add_to_turn(turn, kind, item, where)
             continue
