@@ -19,6 +19,7 @@ from torch import Tensor
 from daemons.deferred import DeferredTokens, Fill
 from daemons.errors import StateError
 from daemons.masks import apply_masks
+from daemons.ops.choices import likeliest
 from daemons.repetition import Breakers, Context, breakers_by_head, penalise_repetition
 from daemons.truncation import filtered, mirostat_keeps, next_mu
 from lucevisor.protocol.steps import PENDING, Sampled, Sampling, Slice, Step
@@ -283,7 +284,7 @@ def _draw_rows(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int
         p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + _XTC))
         tokens[i] = int(ids[_index(p, uniform(s.seed, position))])
     if greedy:
-        _put(tokens, greedy, _take(logits, greedy).argmax(dim=-1).tolist())
+        _put(tokens, greedy, likeliest(_take(logits, greedy)))
     if drawn:
         u = [uniform(rows[i].seed, positions[i]) for i in drawn]
         _put(tokens, drawn, draw(_take(logits, drawn), [rows[i] for i in drawn], u))

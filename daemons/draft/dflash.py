@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights, most_likely, top_k
+from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
 from daemons.models.blocks import Attention, AttentionShape, Block, PreNormLayer
 from daemons.models.loader import WeightLoader
 from daemons.models.qwen3 import Qwen3Family
+from daemons.ops.choices import Candidates
 from daemons.ops.linear import Linear, Table
 from daemons.ops.operations import Operations
 from lucevisor.model.drafters.dflash import DflashParams
@@ -66,42 +67,30 @@ class ConvolvedBlock:
 class CandidateSelector:
     """Rescores the ``top_k`` best tokens of each position with the token before, and walks along the best."""
 
-    def __init__(self, predecessor: Table, successor: Table, project: Linear, top_k: int) -> None:
-        self.predecessor, self.successor, self.project, self.top_k = predecessor, successor, project, top_k
+    def __init__(
+        self, predecessor: Table, successor: Table, project: Linear, top_k: int, operations: Operations
+    ) -> None:
+        self.predecessor, self.successor, self.project = predecessor, successor, project
+        self.top_k, self.operations = top_k, operations
 
-    def candidates(self, hidden: Tensor, logits: Tensor, newest: Tensor) -> tuple[Tensor, Tensor]:
-        """Candidates [B, n, K] and scores [B, n, K, K]: of each candidate of the position before, then of its own.
-
-        ``hidden`` [B, n, E] and float32 ``logits`` [B, n, V] of the masks, ``newest`` [B].
+    def candidates(self, hidden: Tensor, logits: Tensor, newest: Tensor) -> Candidates:
+        """The candidates by ``hidden`` [B, n, E] and float32 ``logits`` [B, n, V] of the masks, behind ``newest``
+        [B].
         """
-        best, tokens = top_k(logits, self.top_k)
-        before = torch.cat((newest[:, None, None].expand(-1, 1, self.top_k), tokens[:, :-1]), dim=1)
-        gate = self.project(hidden.flatten(0, 1)).float().view(*tokens.shape[:2], 1, -1)
-        pairs = self._rows(self.predecessor, before).mul(gate) @ self._rows(self.successor, tokens).mT
-        return tokens, pairs + best.unsqueeze(2)
-
-    @staticmethod
-    def _rows(table: Table, tokens: Tensor) -> Tensor:
-        return table(tokens.reshape(-1)).float().view(*tokens.shape, -1)
+        best, tokens = self.operations.top_k(logits, self.top_k)
+        before, after = (table(tokens.view(-1)).view(*tokens.shape, -1) for table in (self.predecessor, self.successor))
+        gate = self.project(hidden.flatten(0, 1)).view(*tokens.shape[:2], -1)
+        return Candidates(best, tokens, self.predecessor(newest), before, after, gate)
 
     def __call__(self, hidden: Tensor, logits: Tensor, newest: Tensor) -> Drafts:
-        tokens, scores = self.candidates(hidden, logits, newest)
-        best, following = scores.softmax(dim=-1).max(dim=-1)  # of every candidate of the position before
-        at = newest.new_zeros(len(newest), 1)
-        steps, picked = [], []
-        for position in range(tokens.shape[1]):
-            steps.append(at)
-            at = following[:, position].gather(1, at)
-            picked.append(at)
-        before, path = torch.stack(steps, dim=1), torch.stack(picked, dim=1)
-        return Drafts(tokens.gather(2, path).squeeze(-1), best.gather(2, before).squeeze(-1))
+        return Drafts(*self.operations.select_path(self.candidates(hidden, logits, newest)))
 
 
 class Dflash(Drafter):
     """A DFlash drafter, version 1 or 2."""
 
     def __init__(self, spec: DraftSpec, vocabulary: VocabularyWeights, weights: WeightLoader, pools: Pools) -> None:
-        super().__init__(vocabulary)
+        super().__init__(vocabulary, weights.selector.operations)
         family = DflashFamily(spec.model, weights, pools)
         self.params = family.params
         self.fc, self.feature_norm = weights.linear("fc.weight"), family.norm("enc.output_norm.weight")
@@ -114,6 +103,7 @@ class Dflash(Drafter):
                 weights.table("selector_successor.weight"),
                 weights.linear("selector_hidden.weight"),
                 self.params.selector.top_k,
+                self.operations,
             )
 
     def extend(self, captures: Tensor | None, batch: Batch) -> Tensor:
@@ -136,12 +126,14 @@ class Dflash(Drafter):
             h = h * self.params.embedding_scale
         for layer in self.layers:
             h = layer(h, batch)
-        return self.norm(h).view(batch.groups[0].n_slices, -1, h.shape[-1])[:, 1:]
+        n_slices, width = batch.groups[0].n_slices, h.shape[-1]
+        masks = self.norm(h).view(n_slices, -1)[:, width:]
+        return self.operations.concatenate([masks]).view(n_slices, -1, width)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [B, n, V] of hidden states [B, n, E]."""
         p = self.params
-        logits = self.vocabulary.lm_head(hidden.flatten(0, 1)).float()
+        logits = self.operations.cast(self.vocabulary.lm_head(hidden.flatten(0, 1)), torch.float32)
         if p.logit_scale != 1.0:
             logits = logits * p.logit_scale
         if p.softcap:
@@ -152,6 +144,6 @@ class Dflash(Drafter):
         masks = self.hidden(batch)
         logits = self.logits(masks)
         if self.selector is None:
-            return most_likely(logits)
+            return Drafts(*self.operations.most_likely(logits))
         newest = batch.ids.view(len(masks), -1)[:, 0]
         return self.selector(masks, logits, newest)

@@ -6,13 +6,14 @@ Knows no step and no sampled tokens; a drafter works on batches, like the blocks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from daemons.kv.batch import Batch
 from daemons.ops.linear import Linear, Table
+from daemons.ops.operations import Operations
 
 
 class VocabularyWeights(NamedTuple):
@@ -38,8 +39,8 @@ class Drafter(ABC):
     first_row = 0
     """Where the rows of a draft begin, from the position of the newest token on."""
 
-    def __init__(self, vocabulary: VocabularyWeights) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: VocabularyWeights, operations: Operations) -> None:
+        self.vocabulary, self.operations = vocabulary, operations
 
     @abstractmethod
     def extend(self, captures: Tensor | None, batch: Batch) -> Tensor:
@@ -58,27 +59,9 @@ class Drafter(ABC):
         """Draft behind each slice of :meth:`draft_tokens`.  ``hidden`` [B, E]: see ``starts_from_hidden``."""
 
 
-TOP_K_CHUNK = 128
-"""Of a vocabulary, :func:`top_k` sorts the chunks of so many tokens that have the best ones."""
-
-
-def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` best values of each row [B, n, V] and their indices, best first, as ``torch.topk``.
-
-    The best k are in the k chunks with the highest maxima, so the rest is read once.
-    """
-    vocabulary = logits.shape[-1]
-    if vocabulary % TOP_K_CHUNK or vocabulary < TOP_K_CHUNK * max(k, TOP_K_CHUNK):
-        best, tokens = logits.topk(k, dim=-1)
-        return best, tokens
-    chunks = logits.view(*logits.shape[:-1], -1, TOP_K_CHUNK)
-    chosen = chunks.amax(dim=-1).topk(k, dim=-1).indices
-    candidates = chunks.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, TOP_K_CHUNK)).flatten(-2)
-    best, at = candidates.topk(k, dim=-1)
-    return best, chosen.gather(-1, at // TOP_K_CHUNK) * TOP_K_CHUNK + at % TOP_K_CHUNK
-
-
-def most_likely(logits: Tensor) -> Drafts:
-    """The likeliest token of each row of float32 logits [..., V]."""
-    best, tokens = logits.max(dim=-1)
-    return Drafts(tokens, torch.exp(best - torch.logsumexp(logits, dim=-1)))
+def joined(found: Sequence[Drafts], operations: Operations) -> Drafts:
+    """Drafts [B] of one position after the other."""
+    tokens, probabilities = (
+        operations.concatenate([x.unsqueeze(1) for x in part]) for part in zip(*found, strict=True)
+    )
+    return Drafts(tokens, probabilities)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights, most_likely
+from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights, joined
 from daemons.kv.batch import Batch
 from daemons.kv.pools import Pools
 from daemons.models.blocks import QkNormRope
@@ -65,7 +65,7 @@ class Gemma4Assistant(Drafter):
     first_row = -1
 
     def __init__(self, spec: DraftSpec, vocabulary: VocabularyWeights, weights: WeightLoader, pools: Pools) -> None:
-        super().__init__(vocabulary)
+        super().__init__(vocabulary, weights.selector.operations)
         params = spec.model.params
         assert isinstance(params, AssistantParams)
         self.scale, self.hidden_size = spec.model.embedding_scale, spec.model.hidden_size
@@ -104,12 +104,12 @@ class Gemma4Assistant(Drafter):
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
         assert hidden is not None
-        rows = batch.by_token()
+        rows = batch.by_token(self.operations)
         row = rows[0]
         row.positions = row.positions + 1
         ids, found = row.ids, []
         for _ in rows:
             logits, hidden = self.row(ids, hidden, row)
-            found.append(most_likely(logits))
+            found.append(Drafts(*self.operations.most_likely(logits)))
             ids = found[-1].tokens
-        return Drafts(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
+        return joined(found, self.operations)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights, most_likely
+from daemons.draft.drafter import Drafter, Drafts, VocabularyWeights, joined
 from daemons.kv.batch import Batch, Group
 from daemons.kv.pools import Pools
 from daemons.models.blocks import PreNormLayer
@@ -29,7 +29,7 @@ class Mtp(Drafter):
     starts_from_hidden = True
 
     def __init__(self, spec: DraftSpec, vocabulary: VocabularyWeights, weights: WeightLoader, pools: Pools) -> None:
-        super().__init__(vocabulary)
+        super().__init__(vocabulary, weights.selector.operations)
         params = spec.model.params
         assert isinstance(params, MtpParams)
         family = FAMILIES[params.family](replace(spec.model, params=params.block), weights, pools)
@@ -53,15 +53,16 @@ class Mtp(Drafter):
 
     def _shift(self, group: Group, hidden: Tensor) -> Tensor:
         """Hidden states [B, n, E] of the tokens before; keeps the last ones."""
-        before = group.load_state(self.states).unsqueeze(1)
-        shifted = torch.cat((before, hidden[:, :-1]), dim=1)
-        group.keep_all(self.states, hidden)
+        if group.layout.state_columns:
+            return self.operations.shift_rows(hidden, self.states, group.states, group.kept_states)
+        shifted = torch.cat((group.load_state(self.states).unsqueeze(1), hidden[:, :-1]), dim=1)
+        group.store_state(self.states, hidden[:, -1])
         return shifted
 
     def _inputs(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """Input rows [T, E] of the layer from tokens and the float32 hidden states before them."""
         embedded = self.embedding_norm(self.vocabulary.table(ids))
-        return self.project(torch.cat((embedded, self.hidden_norm(hidden).to(self.dtype)), dim=-1))
+        return self.project(self.operations.concatenate((embedded, self.hidden_norm.rounded(hidden, self.dtype))))
 
     def draft_tokens(self, newest: int, n: int) -> list[int]:
         return [newest] + [0] * (n - 1)  # the others follow from the drafts
@@ -75,14 +76,15 @@ class Mtp(Drafter):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [B, V]."""
-        return self.vocabulary.lm_head(hidden.to(self.dtype)).float()
+        logits = self.vocabulary.lm_head(self.operations.cast(hidden, self.dtype))
+        return self.operations.cast(logits, torch.float32)
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
         assert hidden is not None
-        rows = batch.by_token()
+        rows = batch.by_token(self.operations)
         ids, found = rows[0].ids, []
         for row in rows:
             hidden = self.row(ids, hidden, row)
-            found.append(most_likely(self.logits(hidden)))
+            found.append(Drafts(*self.operations.most_likely(self.logits(hidden))))
             ids = found[-1].tokens
-        return Drafts(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
+        return joined(found, self.operations)

@@ -195,17 +195,21 @@ class Group:
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
         self._kept = layout.states[0] if host and b == 1 else None
 
-    def token(self, token: int) -> Group:
-        """The group of one token of each slice, which writes no state."""
+    def token(self, token: int, operations: Operations) -> Group:
+        """The group of one token of each slice, for layers without recurrent states.
+
+        It keeps the bound of the attended length: a CUDA graph of all tokens is valid for that.
+        """
         starts, full = ([start + token for start in s] for s in (self.layout.starts, self.layout.full_starts))
-        rows = list(range(self.n_slices))
-        layout = replace(self.layout, n=1, n_states=0, rows=rows, starts=starts, full_starts=full)
-        at = (self.starts + token, self.full_starts + token)
-        ends = [one for one in (self.lows, self.host_lengths) if one is not None]
-        parts = (*at, self.table_rows, self.states, torch.full_like(self.states, -1), *ends)
-        group = Group(layout, torch.cat(parts), self.tables, self.n_slices)
-        group.max_length = self.max_length  # a CUDA graph of all tokens is valid for this bound
-        return group
+        one = copy(self)
+        one.layout = replace(
+            self.layout, n=1, n_states=0, rows=list(range(self.n_slices)), starts=starts, full_starts=full
+        )
+        one.n_tokens, one.n_states, one.kept_states = 1, 0, self.kept_states[:, :0]
+        one.starts, one.full_starts = (operations.offset(x, token) for x in (self.starts, self.full_starts))
+        one.rows, one.is_whole_step = slice(0, self.n_slices), True
+        one.queries, one._memo = [], {}
+        return one
 
     def take(self, x: Tensor) -> Tensor:
         """Rows of the step [T, ...] -> [B, n, ...]."""
@@ -245,17 +249,6 @@ class Group:
         """Write the states after k tokens from ``token`` on, [B, k, *shape]; those after the last n_states are kept."""
         ids = self.kept_states[:, token : token + values.shape[1]]
         pool.index_copy_(0, ids.reshape(-1), values.flatten(0, 1))
-
-    def keep_all(self, pool: Tensor, values: Tensor) -> None:
-        """Write those of the states after all tokens, [B, n, *shape], that are kept; same launches for all ids."""
-        if not self.layout.state_columns:
-            self.store_state(pool, values[:, -1])
-            return
-        ids, last = self.kept_states, self.kept_states[:, -1:]
-        unkept = (ids < 0).view(*ids.shape, *[1] * (values.dim() - 2))
-        # the state after the last token is always kept: the others write the same there
-        values = torch.where(unkept, values[:, -1:], values)
-        pool.index_copy_(0, torch.where(ids < 0, last, ids).reshape(-1), values.flatten(0, 1))
 
     def query(self, space: Space) -> PagedQuery:
         """The group's queries, for attention that reads pages in place."""
@@ -347,7 +340,7 @@ class Batch:
         self.layer_inputs: Tensor | None = None
         self.probe: Callable[[Any, Tensor], None] | None = None  # of each attention layer, with its queries [T, H, D]
 
-    def by_token(self) -> list[Batch]:
+    def by_token(self, operations: Operations) -> list[Batch]:
         """Batches of the first, second, ... token of every slice, all of one length, to run one after the other."""
         [group] = self.groups
         b, n = group.n_slices, group.n_tokens
@@ -358,7 +351,7 @@ class Batch:
             one = copy(self)
             one.n_rows, one.ids, one.positions = b, ids[token], positions[token]
             one.slots = {space: x[token] for space, x in slots.items()}
-            one.groups, one._rope_tables = [group.token(token)], {}
+            one.groups, one._rope_tables = [group.token(token, operations)], {}
             out.append(one)
         return out
 

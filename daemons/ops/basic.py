@@ -42,6 +42,10 @@ class RmsNorm:
         out = self.float32(x)
         return out if out.dtype == x.dtype else out.to(x.dtype)
 
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The norm of x in another dtype."""
+        return self.float32(x).to(dtype)
+
     def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """``h + delta`` and its norm."""
         h = h + delta
@@ -133,6 +137,16 @@ def block_convolution(x: Tensor, delta: Tensor, base: Tensor, side: int, n: int)
     for tap in range(1, min(taps, n)):
         out[:, tap:].addcmul_(kernels[:, tap:, tap], rows[:, :-tap])
     return out.view(x.shape).to(x.dtype)
+
+
+def shift_rows(x: Tensor, pool: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+    """See :meth:`daemons.ops.operations.Operations.shift_rows`; the same launches for all ids."""
+    shifted = torch.cat((pool.index_select(0, ids).unsqueeze(1), x[:, :-1]), dim=1)
+    last, unkept = kept[:, -1:], kept < 0
+    # the row after the last token is always kept: the others write the same there
+    values = torch.where(unkept.unsqueeze(-1), x[:, -1:], x)
+    pool.index_copy_(0, torch.where(unkept, last, kept).reshape(-1), values.flatten(0, 1))
+    return shifted
 
 
 def l2_scale(width: int) -> float:

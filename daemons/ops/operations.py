@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.ops.basic import RmsNorm, Rope, act_and_mul, block_convolution, rotate
+from daemons.ops import choices
+from daemons.ops.basic import RmsNorm, Rope, act_and_mul, block_convolution, rotate, shift_rows
+from daemons.ops.choices import Candidates
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.paged import PagedTensor
 from daemons.ops.partial_attention import Partial
@@ -40,6 +42,9 @@ class Norm(Protocol):
         """The norm of x, of x's dtype."""
 
     def float32(self, x: Tensor) -> Tensor: ...
+
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The norm of x in another dtype."""
 
     def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """``h + delta`` and its norm."""
@@ -141,6 +146,16 @@ class Operations(Protocol):
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         """Matrices of as many rows each, side by side."""
 
+    def offset(self, x: Tensor, by: int) -> Tensor:
+        """``x + by`` of int64 [n]."""
+
+    def shift_rows(self, x: Tensor, pool: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+        """Rows x [B, n, E] moved down by one, behind rows ``ids`` [B] of ``pool`` [S, E].
+
+        Then rows of x become those rows of the pool that ``kept`` [B, n] names, if that is not -1; the last one is
+        always kept.
+        """
+
     def router(self, router: Router) -> RouteFn:
         """The function that routes rows as ``router`` does."""
 
@@ -167,6 +182,18 @@ class Operations(Protocol):
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The fused gated delta net, or None."""
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x as numbers of another dtype."""
+
+    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See :func:`daemons.ops.choices.top_k`."""
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See :func:`daemons.ops.choices.most_likely`."""
+
+    def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
+        """See :func:`daemons.ops.choices.select_path`."""
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
         """Convolve slices of ``n`` rows of x [B n, E] with kernels of their own: ``base[side]`` of [2, taps, E] float32
@@ -204,6 +231,12 @@ class TorchOperations:
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([*parts], dim=-1)
 
+    def offset(self, x: Tensor, by: int) -> Tensor:
+        return x + by
+
+    def shift_rows(self, x: Tensor, pool: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+        return shift_rows(x, pool, ids, kept)
+
     def router(self, router: Router) -> RouteFn:
         return router
 
@@ -228,6 +261,18 @@ class TorchOperations:
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return None
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return choices.top_k(logits, k)
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return choices.most_likely(logits)
+
+    def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
+        return choices.select_path(candidates)
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
         return block_convolution(x, delta, base, side, n)

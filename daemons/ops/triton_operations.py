@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from daemons.ops.basic import Rope
+from daemons.ops import choices
+from daemons.ops.basic import Rope, shift_rows
+from daemons.ops.choices import Candidates
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
@@ -48,6 +50,9 @@ class TritonRmsNorm:
 
     def float32(self, x: Tensor) -> Tensor:
         return basic.rms_norm(x, self.weight, self.epsilon, torch.float32)
+
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.float32(x).to(dtype)
 
     def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         assert self.weight is not None
@@ -121,6 +126,12 @@ class TritonOperations:
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([*parts], dim=-1)
 
+    def offset(self, x: Tensor, by: int) -> Tensor:
+        return x + by
+
+    def shift_rows(self, x: Tensor, pool: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+        return shift_rows(x, pool, ids, kept)
+
     def router(self, router: Router) -> RouteFn:
         return TritonRouter(router)
 
@@ -180,6 +191,18 @@ class TritonOperations:
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return TritonGatedDeltaNet(weights)
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return choices.top_k(logits, k)
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return choices.most_likely(logits)
+
+    def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
+        return choices.select_path(candidates)
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
         return block_convolution(x, delta, base, side, n)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.ops.attention import attention, visible
-from daemons.ops.basic import RmsNorm, plain_rope, rotate
+from daemons.ops.basic import RmsNorm, plain_rope, rotate, shift_rows
+from daemons.ops.choices import Candidates, select_path
 from daemons.ops.cpu.library import cpu_kernels
 from daemons.ops.cpu.operations import CpuOperations
 from daemons.ops.linear import DenseLinear
@@ -184,6 +185,70 @@ def test_sums_and_joined_rows_have_the_bits_of_torch(cpu, shape):
     parts = [x, y[:, 3:20], x[:, :1]]
     assert torch.equal(cpu.concatenate(parts), torch.cat(parts, dim=-1))
     assert torch.equal(cpu.concatenate([x.float(), x.float()]), torch.cat([x.float(), x.float()], dim=-1))
+
+
+# ---- drafters
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 5), n=st.integers(1, 900), k=st.integers(1, 40), equal=st.booleans())
+def test_the_best_logits_are_those_of_torch(rows, n, k, equal):
+    torch.manual_seed(n)
+    k = min(k, n)
+    x = torch.randint(0, 9, (rows, n)).float() if equal else torch.randperm(rows * n).view(rows, n).float() - n
+    best, tokens = CpuOperations(cpu_kernels()).top_k(x, k)
+    assert torch.equal(best, x.topk(k, dim=-1).values)
+    assert torch.equal(x.gather(1, tokens), best)
+    assert all(len({*row}) == k for row in tokens.tolist())
+    found, probabilities = CpuOperations(cpu_kernels()).most_likely(x / 8)
+    assert torch.equal(found, x.argmax(dim=-1))
+    wanted = (x / 8).double().softmax(dim=-1).amax(dim=-1)
+    torch.testing.assert_close(probabilities.double(), wanted, rtol=1e-5, atol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(b=st.integers(1, 3), n=st.integers(1, 7), k=st.integers(1, 20), rank=st.sampled_from([16, 40, 64]))
+def test_a_path_along_candidates(b, n, k, rank):
+    torch.manual_seed(b + 10 * n + 100 * k)
+    best, tokens = torch.randn(b, n, k), torch.randint(0, 8192, (b, n, k))
+    first, before, after, gate = (
+        torch.randn(shape).bfloat16() for shape in ((b, rank), (b, n, k, rank), (b, n, k, rank), (b, n, rank))
+    )
+    c = Candidates(best, tokens, first, before, after, gate)
+    found, probabilities = CpuOperations(cpu_kernels()).select_path(c)
+    wanted, exact = select_path(c)
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(probabilities, exact, rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(b=st.integers(1, 3), n=st.integers(1, 9), width=st.sampled_from([8, 100]), seed=st.integers(0, 99))
+def test_rows_move_down_and_are_kept(b, n, width, seed):
+    torch.manual_seed(seed)
+    x, pool = torch.randn(b, n, width), torch.randn(b * (n + 1) + 5, width)
+    rows = torch.randperm(len(pool))[: b * (n + 1)].view(b, n + 1)
+    ids, kept = rows[:, 0].contiguous(), rows[:, 1:].contiguous()
+    kept[:, :-1] = torch.where(torch.rand(b, n - 1) < 0.5, -1, kept[:, :-1])
+    ids[0] = kept[0, -1]  # in place
+    found_pool, wanted_pool = pool.clone(), pool.clone()
+    assert torch.equal(
+        CpuOperations(cpu_kernels()).shift_rows(x, found_pool, ids, kept), shift_rows(x, wanted_pool, ids, kept)
+    )
+    assert torch.equal(found_pool, wanted_pool)
+
+
+def test_float32_rows_are_normed_and_rounded_once(cpu):
+    x, weight = torch.randn(3, 100), torch.rand(100)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert_rounded(cpu.norm(weight, 100, 1e-6).rounded(x, torch.bfloat16), exact)
+
+
+def test_casts_and_offsets_have_the_bits_of_torch(cpu):
+    x = torch.randn(3, 100)
+    assert torch.equal(cpu.cast(x, torch.bfloat16), x.bfloat16())
+    assert torch.equal(cpu.cast(x.bfloat16(), torch.float32), x.bfloat16().float())
+    assert cpu.cast(x, torch.float32) is x
+    assert torch.equal(cpu.offset(torch.arange(9)[::2], 5), torch.arange(9)[::2] + 5)
 
 
 # ---- gated delta net

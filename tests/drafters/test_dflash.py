@@ -11,6 +11,7 @@ from torch import Tensor
 
 from daemons.draft.dflash import CandidateSelector, Dflash
 from daemons.draft.stage import DraftJob, DraftStage
+from daemons.ops.choices import candidate_scores
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.protocol.steps import Slice
@@ -128,8 +129,9 @@ def test_a_block_of_version_2(second):
 def path_scores(stage: DraftStage, z: dict[str, Tensor]) -> list[Tensor]:
     """Scores [7, K] of the candidates along the golden path."""
     hidden, logits = block(stage, z)
-    tokens, scores = selector_of(stage).candidates(hidden[None], logits[None], z["block_ids"][:1].long())
-    assert tokens[0].tolist() == z["candidates"].tolist()
+    found = selector_of(stage).candidates(hidden[None], logits[None], z["block_ids"][:1].long())
+    assert found.tokens[0].tolist() == z["candidates"].tolist()
+    scores = candidate_scores(found)
     path = [0, *(z["candidates"] == z["draft_path"][:, None]).int().argmax(dim=1).tolist()]
     return [torch.stack([scores[0, position, at] for position, at in enumerate(path[:-1])])]
 

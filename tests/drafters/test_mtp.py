@@ -90,8 +90,8 @@ def chain(pipeline: DraftedPipeline) -> list[Tensor]:
     stage, head = pipeline.draft_stage, head_of(pipeline)
     hidden = head.target_norm.float32(pipeline.captures[0])[-1:]
     batch = stage.draft_batch([DraftJob(Slice(0, 0, [], True, n_ahead=4), 0, int(z["first_token"]), 40, 39)])
-    ids, found = batch.by_token()[0].ids, []
-    for row in batch.by_token():
+    ids, found = batch.by_token(head.operations)[0].ids, []
+    for row in batch.by_token(head.operations):
         hidden = head.row(ids, hidden, row)
         found.append((hidden, head.logits(hidden)))
         ids = found[-1][1].argmax(dim=-1)

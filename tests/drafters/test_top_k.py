@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from daemons.draft.drafter import TOP_K_CHUNK, top_k
+from daemons.ops.choices import TOP_K_CHUNK, top_k
 
 
 @pytest.mark.parametrize("vocabulary", [17, 4096, TOP_K_CHUNK**2, TOP_K_CHUNK**2 + 1, 248320])

@@ -1,6 +1,7 @@
 // The entry points that daemons/ops/cpu/library.py calls.
 #include <vector>
 
+#include "choices.h"
 #include "delta_net.h"
 #include "gemv.h"
 #include "page_writes.h"
@@ -48,9 +49,10 @@ long dequantise(long kind, const uint8_t* tiles, long n_columns, long first, lon
 }
 
 // Rows of a table of quant blocks, by id.
-long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const int64_t* ids, long n, uint16_t* out) {
+long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const int64_t* ids, long stride, long n,
+            uint16_t* out) {
   for (long i = 0; i < n; i++)
-    FOR_KIND(kind, dequantise_row<T>(raw + ids[i] * row_bytes, n_blocks, row_bytes / n_blocks,
+    FOR_KIND(kind, dequantise_row<T>(raw + ids[i * stride] * row_bytes, n_blocks, row_bytes / n_blocks,
                                      out + i * n_blocks * T::BLOCK))
   return 0;
 }
@@ -188,6 +190,70 @@ long copy_rows(const uint8_t* rows, long stride_bytes, long n_rows, long row_byt
   return 0;
 }
 
+// float32 to bfloat16, or back.
+long cast(const void* x, long to_bfloat16, long n, void* out) {
+#pragma omp parallel for if (n > PARALLEL)
+  for (long i = 0; i < n; i += LANES) {
+    const __mmask16 m = lanes(i, n);
+    if (to_bfloat16)
+      store_bfloat16((uint16_t*)out + i, m, _mm512_maskz_loadu_ps(m, (const float*)x + i));
+    else
+      _mm512_mask_storeu_ps((float*)out + i, m, load_bfloat16((const uint16_t*)x + i, m));
+  }
+  return 0;
+}
+
+// RMSNorm of float32 rows.
+long rms_norm_float(const float* x, long n_rows, long width, const float* weight, float eps, uint16_t* out) {
+#pragma omp parallel for if (n_rows * width > PARALLEL)
+  for (long r = 0; r < n_rows; r++) rms_norm_float_row(x + r * width, width, weight, eps, out + r * width);
+  return 0;
+}
+
+long offset(const int64_t* x, long n, long by, int64_t* out) {
+  for (long i = 0; i < n; i++) out[i] = x[i] + by;
+  return 0;
+}
+
+// Slices of n rows, each moved down by one: the first is row ids[slice] of `pool`.  Row t of a slice then becomes row
+// kept[slice][t] of the pool, unless that is -1.
+long shift_rows(const float* x, long slices, long n, long width, float* pool, const int64_t* ids, const int64_t* kept,
+                float* out) {
+  for (long slice = 0; slice < slices; slice++) {
+    const float* rows = x + slice * n * width;
+    float* to = out + slice * n * width;
+    memcpy(to, pool + ids[slice] * width, width * 4);
+    memcpy(to + width, rows, (n - 1) * width * 4);
+    for (long t = 0; t < n; t++)
+      if (const long row = kept[slice * n + t]; row >= 0) memcpy(pool + row * width, rows + t * width, width * 4);
+  }
+  return 0;
+}
+
+long top_k(const float* x, long n_rows, long n, long k, float* best, int64_t* ids) {
+#pragma omp parallel for if (n_rows * n > PARALLEL)
+  for (long r = 0; r < n_rows; r++) top_k_row(x + r * n, n, k, best + r * k, ids + r * k);
+  return 0;
+}
+
+// The best of each row, and the probability that softmax gives it.
+long most_likely(const float* x, long n_rows, long n, int64_t* ids, float* probabilities) {
+#pragma omp parallel for if (n_rows * n > PARALLEL)
+  for (long r = 0; r < n_rows; r++) {
+    float best;
+    top_k_row(x + r * n, n, 1, &best, ids + r);
+    probabilities[r] = 1.f / sum_of_weights(x + r * n, n, best);
+  }
+  return 0;
+}
+
+long select_path(const CandidatePath* candidates, long slices) {
+  static thread_local std::vector<float> score;
+  score.resize(candidates->k);
+  for (long slice = 0; slice < slices; slice++) candidates->walk(slice, score.data());
+  return 0;
+}
+
 // ---- recorded steps
 
 RECORDED(lookup)
@@ -203,6 +269,13 @@ RECORDED(write_pages)
 RECORDED(rope_tables)
 RECORDED(add)
 RECORDED(copy_rows)
+RECORDED(cast)
+RECORDED(rms_norm_float)
+RECORDED(offset)
+RECORDED(shift_rows)
+RECORDED(top_k)
+RECORDED(most_likely)
+RECORDED(select_path)
 
 long replay(const RecordedCall* calls, long n) {
   for (long i = 0; i < n; i++)

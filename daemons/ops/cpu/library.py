@@ -22,7 +22,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "tile_bytes": [_LONG],
     "pack": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "dequantise": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
-    "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER],
+    "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER],
     "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
     "rms_norm": [
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _FLOAT),
@@ -41,6 +41,13 @@ SIGNATURES: dict[str, list[Any]] = {
     "rope_tables": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER],
     "add": [_POINTER, _POINTER, _LONG, _POINTER],
     "copy_rows": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG],
+    "rms_norm_float": [_POINTER, _LONG, _LONG, _POINTER, _FLOAT, _POINTER],
+    "offset": [_POINTER, _LONG, _LONG, _POINTER],
+    "shift_rows": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER],
+    "cast": [_POINTER, _LONG, _LONG, _POINTER],
+    "top_k": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER],
+    "most_likely": [_POINTER, _LONG, _LONG, _POINTER, _POINTER],
+    "select_path": [_POINTER, _LONG],
     "replay": [_POINTER, _LONG],
 }
 
@@ -84,6 +91,12 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
+class PathArguments(ctypes.Structure):
+    """choices.h's CandidatePath."""
+
+    _fields_ = _structure(a=(_POINTER, "best tokens first before after gate path probabilities"), b=(_LONG, "n k rank"))
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """``n_rows`` rows of a quant type in tiles of CPU_TILE_ROWS x one block of columns, uint8."""
@@ -123,10 +136,12 @@ class CpuKernels:
 
     def lookup(self, kind: GgmlType, raw: Tensor, ids: Tensor) -> Tensor:
         """Rows of a table of quant blocks, ``raw`` [V, row_bytes], by ``ids`` int64 [n] -> [n, columns]."""
-        row_bytes, ids = raw.shape[1], ids.contiguous()
+        row_bytes = raw.shape[1]
         n_blocks = row_bytes // kind.block_bytes
         out = torch.empty(ids.shape[0], n_blocks * kind.block_elements, dtype=torch.bfloat16)
-        self.calls.lookup(kind.id, raw.data_ptr(), row_bytes, n_blocks, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        self.calls.lookup(
+            kind.id, raw.data_ptr(), row_bytes, n_blocks, ids.data_ptr(), ids.stride(0), ids.shape[0], out.data_ptr()
+        )
         return out
 
     def matrices(self, parts: Sequence[Tiles]) -> ctypes.Array[_Matrix]:

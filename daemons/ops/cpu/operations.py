@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from daemons.ops.basic import RmsNorm, Rope
-from daemons.ops.cpu.library import AttentionArguments, CpuKernels, DeltaNetArguments, PagesArguments
+from daemons.ops.choices import Candidates
+from daemons.ops.cpu.library import AttentionArguments, CpuKernels, DeltaNetArguments, PagesArguments, PathArguments
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
     GatedDeltaNetOp,
@@ -55,6 +56,15 @@ class CpuRmsNorm(RmsNorm):
             return super().float32(x)
         out = torch.empty(x.shape)
         self._run(x, 0, out.data_ptr())
+        return out
+
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if x.dtype is not torch.float32 or dtype is not BFLOAT16 or not x.is_contiguous() or self.n_weights > 1:
+            return super().rounded(x, dtype)
+        out, weight = torch.empty(x.shape, dtype=BFLOAT16), 0 if self.weight is None else self.weight.data_ptr()
+        self.kernels.calls.rms_norm_float(
+            x.data_ptr(), x.numel() // self.width, self.width, weight, self.epsilon, out.data_ptr()
+        )
         return out
 
     def fused_add(self, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,6 +243,53 @@ class CpuOperations(TorchOperations):
             )
             at += x.shape[1] * size
         return out
+
+    def offset(self, x: Tensor, by: int) -> Tensor:
+        x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.int64)
+        self.kernels.calls.offset(x.data_ptr(), x.numel(), by, out.data_ptr())
+        return out
+
+    def shift_rows(self, x: Tensor, pool: Tensor, ids: Tensor, kept: Tensor) -> Tensor:
+        if x.dtype is not torch.float32 or not all(t.is_contiguous() for t in (x, pool, ids, kept)):
+            return super().shift_rows(x, pool, ids, kept)
+        (b, n, width), out = x.shape, torch.empty(x.shape)
+        places = (t.data_ptr() for t in (pool, ids, kept, out))
+        self.kernels.calls.shift_rows(x.data_ptr(), b, n, width, *places)
+        return out
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if {x.dtype, dtype} != {BFLOAT16, torch.float32} or not x.is_contiguous():
+            return super().cast(x, dtype)
+        out = torch.empty(x.shape, dtype=dtype)
+        self.kernels.calls.cast(x.data_ptr(), dtype is BFLOAT16, x.numel(), out.data_ptr())
+        return out
+
+    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        if logits.dtype is not torch.float32 or not logits.is_contiguous() or k > logits.shape[-1]:
+            return super().top_k(logits, k)
+        shape, n = (*logits.shape[:-1], k), logits.shape[-1]
+        best, tokens = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+        self.kernels.calls.top_k(logits.data_ptr(), logits.numel() // n, n, k, best.data_ptr(), tokens.data_ptr())
+        return best, tokens
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if logits.dtype is not torch.float32 or not logits.is_contiguous():
+            return super().most_likely(logits)
+        shape, n = logits.shape[:-1], logits.shape[-1]
+        tokens, probabilities = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        self.kernels.calls.most_likely(
+            logits.data_ptr(), logits.numel() // n, n, tokens.data_ptr(), probabilities.data_ptr()
+        )
+        return tokens, probabilities
+
+    def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
+        if any(x.dtype is not BFLOAT16 or not x.is_contiguous() for x in candidates[2:]):
+            return super().select_path(candidates)
+        slices, n, k = candidates.tokens.shape
+        tokens, probabilities = torch.empty(slices, n, dtype=torch.int64), torch.empty(slices, n)
+        places = (x.data_ptr() for x in (*candidates, tokens, probabilities))
+        self.kernels.calls.select_path(byref(PathArguments(*places, n, k, candidates.gate.shape[-1])), slices)
+        return tokens, probabilities
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
         (rows, width), (_, taps, _) = x.shape, base.shape

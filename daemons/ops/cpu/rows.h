@@ -46,6 +46,20 @@ struct RmsNorm {
   }
 };
 
+inline void rms_norm_float_row(const float* x, long width, const float* weight, float eps, uint16_t* out) {
+  Floats squares = splat(0.f);
+  for (long i = 0; i < width; i += LANES) {
+    const Floats a = _mm512_maskz_loadu_ps(lanes(i, width), x + i);
+    squares = _mm512_fmadd_ps(a, a, squares);
+  }
+  const Floats factor = splat(rms_factor(squares, width, eps));
+  for (long i = 0; i < width; i += LANES) {
+    const __mmask16 m = lanes(i, width);
+    const Floats a = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, x + i), factor);
+    store_bfloat16(out + i, m, weight ? _mm512_mul_ps(a, _mm512_maskz_loadu_ps(m, weight + i)) : a);
+  }
+}
+
 // RMSNorm of a head, then rotation of dims j and j + half by the tables of the row.
 inline void norm_and_rotate(const uint16_t* x, const float* w, float eps, const float* cosine, const float* sine,
                             long half, long width, uint16_t* out) {
