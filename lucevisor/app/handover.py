@@ -61,7 +61,7 @@ class Giver(Protocol):
         """Return what to offer, and the descriptors: lock first, then sockets."""
 
     def keep(self) -> None:
-        """The other one failed; nothing has changed."""
+        """The other supervisor failed: continue as before."""
 
     async def give_up(self, request: Request) -> None:
         """The other one serves: accept nothing more, and save prefix slots."""
@@ -140,7 +140,7 @@ class Taken:
         self.sockets = [socket.socket(fileno=fd) for fd in sockets]
 
     def decline(self) -> None:
-        """Close everything; the other one goes on."""
+        """Close everything; the running supervisor continues."""
         descriptors.close_all([self.lock])
         for sock in (*self.sockets, self._connection):
             sock.close()

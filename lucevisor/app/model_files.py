@@ -47,7 +47,7 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
 
 
 def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScorer | None:
-    """Open the scoring model of ``[pflash]``; None while nothing asks it.  Raises ConfigError as above."""
+    """Open the scoring model of ``[pflash]``; None while nothing needs it.  Raises ConfigError as above."""
     source = config.pflash.source
     if not config.scores or source is None:
         return None
@@ -87,7 +87,7 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
 
 
 def _unreadable(config: Config, key: str, value: str, error: Exception, hint: str) -> ConfigError:
-    """Return the error for a file that a key names; one that is cut off says itself what to do."""
+    """Return the error for a file that a key names.  A truncated file's own message already says what to do."""
     why = str(error).removeprefix(f"{value}: ")
     if isinstance(error, OSError):
         why, hint = f"cannot be read: {error.strerror or error}", "name a file that this user may read"
@@ -126,7 +126,9 @@ def _kind_of(files: GgufFiles, target: ModelSpec) -> DraftKind:
 
 
 def _check_device(config: Config) -> None:
-    """There is no drafter: its device has no effect, and its group must have layers.  Raises ConfigError."""
+    """Check ``draft.device`` where there is no drafter: it has no effect, and its group must have layers.  Raises
+    ConfigError.
+    """
     device = config.draft.device
     if device is None:
         return

@@ -106,11 +106,11 @@ class Succession:
         return offer, [self._run_dir.lock, *self._endpoint.sockets]
 
     def keep(self) -> None:
-        """Go on: the other one failed."""
+        """The other supervisor failed: continue as before."""
         self._report.ready()
 
     async def give_up(self, request: Request) -> None:
-        """End when the running requests have ended; until then save what was computed."""
+        """Stop when the running requests have ended, and save what they computed until then."""
         self._report.leave(request.pid)
         self._run_dir.release()
         log.info("handed over", to_pid=request.pid, drain_s=request.drain_s)

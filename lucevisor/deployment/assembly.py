@@ -127,7 +127,7 @@ class PipelineAssembly:
                 self._draft.pipeline_detached()  # until it is rebuilt
 
     def detach_drafter(self, reason: str) -> None:
-        """Draft no more until the drafter's daemon, or the pipeline, is a new one."""
+        """Stop drafting until the drafter's daemon or the pipeline is replaced."""
         if self._draft is not None:
             self._draft.detach(reason)
 
@@ -163,7 +163,7 @@ class PipelineAssembly:
             self._on_change()
 
     def leave(self) -> None:
-        """Let go of the engine: it has no pipeline of these daemons any more, or is about to be told."""
+        """Detach without telling the engine: it has left this pipeline, or is about to be told."""
         self._closed = True
         self._links.clear()
         self._resetting.clear()
@@ -197,7 +197,7 @@ class PipelineAssembly:
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
-        """The engine rebuilt the lost stages, or detached the pipeline since it cannot."""
+        """The engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
         lost, self._lost = self._lost, set()
         draft_kept, self._draft_kept = self._draft_kept and self._engine.state_kept, False
         self._kept.clear()
@@ -224,7 +224,7 @@ class PipelineAssembly:
         self._on_change()
 
     def _forget(self) -> None:
-        """The engine has no pipeline any more."""
+        """Note that the engine dropped the pipeline."""
         self._pipeline = None
         self._lost.clear()
         self._draft_kept = False

@@ -190,7 +190,7 @@ class Deployment:
         return self._links
 
     def retire(self) -> None:
-        """Let go of the engine, which has left the pipeline: its steps may run on other stages from now on."""
+        """Detach from the engine, which has left the pipeline: its steps may run on other stages from now on."""
         self._engine = None
         if self._assembly is not None:
             self._assembly.leave()
@@ -211,7 +211,7 @@ class Deployment:
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 
     def drafter_failed(self, failure: PipelineFailure) -> None:
-        """The engine dropped its drafter, and goes on without it until the drafter's daemon is a new one."""
+        """The engine dropped its drafter, and does without it until the drafter's daemon is replaced."""
         self._detached = failure.message
         if self._assembly is not None:
             self._assembly.detach_drafter(failure.message)
@@ -380,7 +380,7 @@ class Deployment:
         self.groups[work.group].overdue(work.what, waited_s)
 
     def _in_hand(self) -> Iterator[Work]:
-        """Return what the daemons work on; of all steps only the one begun first, as the others wait behind it."""
+        """Return what the daemons work on.  Of the steps only the one begun first counts: the others wait behind it."""
         if self.scoring is not None and self.scoring.in_hand:
             yield Work(self.scoring.placed.group, self.scoring.in_hand)
         if self._assembly is None or self._engine is None or self.placement is None:

@@ -53,7 +53,7 @@ class DraftAssembly:
         self.detach(reason)
 
     def detach(self, reason: str) -> None:
-        """Draft no more until its daemon, or the pipeline, is a new one."""
+        """Stop drafting until its daemon or the pipeline is replaced."""
         if self.attached:
             self.attached = False
             log.warning("drafter detached", group=self.group, reason=reason)
@@ -68,7 +68,7 @@ class DraftAssembly:
             self._prepare(kept=kept)
 
     def pipeline_detached(self) -> None:
-        """The engine has no pipeline any more, and has dropped the drafter with it."""
+        """The engine has dropped the pipeline, and the drafter with it."""
         self._serving, self._token = False, 0
         self.attached = False
 

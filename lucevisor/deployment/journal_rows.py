@@ -76,7 +76,7 @@ class JournalRows:
         self._in_order(-1, n_rows * self._row_bytes, partial(self._copy, source, target, n_rows))
 
     def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
-        """Write rows to a new memfd, one behind the other; the future has its descriptor or OSError."""
+        """Write rows to a new memfd, one after the other; the future has its descriptor or OSError."""
         return self._submit(partial(self._gather, steps))
 
     def _gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
@@ -116,7 +116,7 @@ def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def journal_rows(buffers: Mapping[tuple[bool, int], Arena], placement: Placement) -> JournalRows | None:
-    """Return the journal's memory for a placement; None without one, or where the system does not give so much."""
+    """Return the journal's memory for a placement; None without a journal, or where the system has too little."""
     if not placement.journal_bytes:
         return None
     arenas = {

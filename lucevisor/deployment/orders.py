@@ -92,8 +92,8 @@ class Orders(ABC):
                 raise NotReadyError(f"group {group} did not come back: {self.reason() or one.reason}")
 
     async def reload(self, config: Config, at_once: Collection[str] = ()) -> dict[str, object]:
-        """Go on with another configuration; returns the keys that changed, with their values, when requests are served
-        with it.  ``at_once``: keys that the caller applies.
+        """Switch to another configuration; when requests are served with it, return the keys that changed and their
+        values.  ``at_once``: keys that the caller applies.
 
         Raises LucevisorError, after which all is as it was.
         """
@@ -212,7 +212,7 @@ class Orders(ABC):
 
     @abstractmethod
     def _deploy(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
-        """Make a deployment that serves nobody yet."""
+        """Make a deployment that does not serve yet."""
 
     @abstractmethod
     def _on_state(self, group: str, state: State, reason: str) -> None:

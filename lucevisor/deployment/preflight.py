@@ -95,7 +95,7 @@ def _check_interpreters(config: Config) -> Iterator[ConfigError]:
 
 
 def _problem(python: str, group: GroupConfig, found: Installed) -> tuple[str, str] | None:
-    """Return why an interpreter cannot run a group, and a hint; None if nothing speaks against it."""
+    """Return why an interpreter cannot run a group, and a hint; None if it can."""
     if found.missing:
         names = " ".join(found.missing)
         why = f"{python} has no {', '.join(found.missing)}"

@@ -72,7 +72,7 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
 
 
 def go_on(engine: Engine, earlier: Deployment) -> None:
-    """Let requests go on where they were."""
+    """Resume requests where they stopped."""
     if earlier.transfers is not None:
         earlier.transfers.resume()
     engine.thaw()

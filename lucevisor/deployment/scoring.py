@@ -63,7 +63,7 @@ class ScoringStage:
         log.info("scoring model attached", group=self.placed.group, name=self.placed.name)
 
     def lost(self, group: str, reason: str) -> None:
-        """A daemon is gone or going."""
+        """A daemon has exited or is about to."""
         if group == self.placed.group:
             self._detach(f"group {group}: {reason}")
 

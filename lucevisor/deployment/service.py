@@ -292,7 +292,7 @@ class Service(Orders):
         return swap
 
     def _on_placed_again(self, deployment: Deployment) -> None:
-        """A later deployment is placed, which serves already only if it could not be placed before."""
+        """Serve with a later deployment if it is the present one: one that could not be placed until now."""
         if self.deployment is deployment:
             self._take_over(deployment)
 

@@ -70,7 +70,7 @@ class Successors:
         return self._handed.pop(group, None)
 
     def drop(self, group: str) -> None:
-        """There will be no next daemon of the group."""
+        """Drop the state: the group will have no next daemon."""
         self._close_rows(group)
         if group in self._handed:
             self._handed.pop(group).close()

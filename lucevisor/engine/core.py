@@ -213,7 +213,7 @@ class Engine(Standstill):
         self._proceed(events)
 
     def away(self, error: RequestError) -> None:
-        """Give ``error``'s message as the reason why requests are not served."""
+        """Set the reason why requests are not served: ``error``'s message."""
         self._unavailable = error.message
 
     def lose_stages(self, stages: Collection[int], error: RequestError) -> bool:

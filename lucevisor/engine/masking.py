@@ -51,7 +51,7 @@ class MaskMaker:
             future.add_done_callback(work.part_done(index))
 
     def close(self) -> None:
-        """Start nothing more; what is being made is dropped."""
+        """Start nothing more, and drop what is being made."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 

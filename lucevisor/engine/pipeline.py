@@ -201,7 +201,7 @@ class Pipeline(DraftRelay):
         self._pass_drafts_on()
 
     def _tell(self, done: PipelineStep) -> None:
-        """The tokens of a step are known: those that follow it, and wait here, may start."""
+        """Give the tokens of a step to the steps that follow it and wait here for them."""
         sampled = done.answers[-1].result.sampled
         for later in [later for waiting in self._at_stage for later in waiting if later.follows == done.step.step_id]:
             if later.step.follows:
@@ -217,7 +217,7 @@ class Pipeline(DraftRelay):
         return all(0 in before.had for before in self._at_stage[0] if before is not entry)
 
     def _start(self) -> None:
-        """Send the first stage what waits for tokens no longer, in order."""
+        """Send the first stage the steps whose tokens are known, in order."""
         for entry in [entry for entry in self._at_stage[0] if 0 not in entry.had]:
             if entry.step.follows or not self._send(entry, 0):
                 return
@@ -267,7 +267,9 @@ class Pipeline(DraftRelay):
         return not (drafting or self._recalling or under_way)
 
     def lose(self, stages: Iterable[int]) -> None:
-        """Send nothing more to these stages, and take no answers of them; the others give back what is posted."""
+        """Send nothing more to these stages, and ignore their answers; the other stages give back what was posted to
+        them.
+        """
         self.lost.update(stages)
         self._rebuilding.clear()
         self._recalling -= self.lost

@@ -46,7 +46,7 @@ class DraftRelay:
         self._draft = AttachedDrafter(link, with_output)
 
     def detach_drafter(self) -> None:
-        """Send it nothing more, and ignore what it answers.  Does nothing without one."""
+        """Send the drafter nothing more, and ignore its answers.  Does nothing without one."""
         self._draft = None
 
     def lose_drafter(self, code: ErrorCode, message: str) -> None:
@@ -74,7 +74,7 @@ class DraftRelay:
             draft.waiting.append((step.step_id, self._clock()))
 
     def _take_drafts_back(self, step_ids: Collection[int]) -> None:
-        """The output stage has given steps back; a draft stage in its daemon drops them, too."""
+        """Note that the output stage has given steps back: a draft stage in its daemon drops them, too."""
         draft = self._draft
         if draft is not None and draft.with_output:
             draft.waiting = deque(one for one in draft.waiting if one[0] not in step_ids)

@@ -69,14 +69,14 @@ class Recovery:
         return self.since is not None
 
     def begin(self, now: float, reason: PauseReason = "loss") -> None:
-        """The pipeline is lost, or a stage of it, or it is paused to restart one."""
+        """Begin to hold: the pipeline or a stage of it is lost, or it is paused to restart one."""
         self._n_begun += 1
         if self.hold_s > 0 and self.since is None:
             self.since, self._reason = now, reason
             self.changed.set()
 
     def end(self, now: float) -> None:
-        """There is a pipeline again.  Does nothing without a hold."""
+        """End the hold: there is a pipeline again.  Does nothing without a hold."""
         if self.since is not None:
             seconds, totals, before = now - self.since, self._totals, self._totals.pauses[self._reason]
             pauses = {**totals.pauses, self._reason: Pauses(before.n + 1, before.seconds + seconds)}
@@ -84,7 +84,7 @@ class Recovery:
         self.give_up()
 
     def give_up(self) -> None:
-        """Hold nothing any more.  Does nothing without a hold."""
+        """Stop holding requests.  Does nothing without a hold."""
         if self.since is not None:
             self.since = None
             self.changed.set()

@@ -42,7 +42,7 @@ class PageRelevance:
                 task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Ask no longer."""
+        """Cancel what is being asked."""
         for task in self._tasks:
             task.cancel()
 

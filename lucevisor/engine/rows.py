@@ -84,7 +84,7 @@ class RowSteps:
         return collector
 
     def close(self, request_id: str) -> None:
-        """Collect no more rows of a request."""
+        """Stop collecting rows of a request."""
         del self._collectors[request_id]
 
     def planned(self, plan: StepPlan) -> None:

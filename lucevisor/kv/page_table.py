@@ -355,7 +355,7 @@ class PageTable:
         return list(self._entries[space].pages) if space in self._entries else []
 
     def known(self, space: Space) -> Growth:
-        """Return all entries there ever were, as one growth: those that slid out of the window belong to others now."""
+        """Return all entries there ever were, as one growth.  Pages that left the window belong to others now."""
         e = self._entries[space]
         return Growth(space, e.first_held - len(e.slid), [*e.slid, *e.pages])
 

@@ -268,7 +268,7 @@ class PrefixTree:
         return slot
 
     def remove(self, slot: PrefixSlot) -> None:
-        """Remove a slot and let go of the pages that no other slot needs."""
+        """Remove a slot and release the pages that no other slot needs."""
         slot.alive = False
         del slot.node.slots[slot.remainder]
         for space, page in slot.tail.items():

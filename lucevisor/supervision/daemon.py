@@ -108,7 +108,7 @@ class Daemon:
         self._callbacks.on_ready(self.name, self.link, self.hello, self.loaded)
 
     def silence(self) -> None:
-        """Give the owner no more frames: it knows that this daemon is lost."""
+        """Pass no more frames to the owner, which knows that this daemon is lost."""
         self._ready = False
 
     # ---- what the process sends

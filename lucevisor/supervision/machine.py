@@ -249,14 +249,16 @@ class Machine:
                 self._lose(f"it said {what} out of turn, while {self.state}", _Escalation.TERM)
 
     def _lose(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
-        """Give the child up and stop it, beginning at `level`."""
+        """Give up on the child and stop it, beginning at `level`."""
         if self.state in (State.STARTING, *_WATCHED):
             self._fault = reason
             self._configuration = configuration
             self._leave(reason, level)
 
     def _on_gone(self, how: str, configuration: bool, *, lack: bool = False) -> None:
-        """There is no process. `lack`: the supervisor could not start one, which is not the group's fault."""
+        """The process is gone, or none was started. `lack`: the supervisor could not start one, which is not the
+        group's fault.
+        """
         reason = self._fault or how
         configuration = configuration or self._configuration
         self._disarm(*Timer)

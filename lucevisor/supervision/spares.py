@@ -166,7 +166,7 @@ class Spares:
                 pass
 
     def _drop(self, number: int, failure: str = "", *, configuration: bool = False) -> None:
-        """Kill a spare; ``failure``: why, unless it is only not wanted any more."""
+        """Kill a spare; ``failure``: why, or empty if it is just not needed any more."""
         spare = self._spares.pop(number, None)
         if spare is None:
             return
