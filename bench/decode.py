@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import make_gguf
+import model_shapes
 import torch
 
 from daemons.device import prepare
@@ -101,7 +102,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=24)
     options = parser.parse_args()
     if not options.model.exists():
-        made = make_gguf.qwen(
+        made = model_shapes.qwen(
             "16 layers of the 27B shape", n_layers=16, embedding=5120, width=17408, heads=(24, 4), delta_heads=(16, 48),
             vocabulary=248320,
         )  # fmt: skip
