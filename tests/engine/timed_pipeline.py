@@ -115,7 +115,9 @@ class TimedPipeline:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits, self.n_stages)
+        self.scheduler.attach(self.n_stages, rings=True)  # as daemons of one stage each
         self._free_at = [0.0] * self.n_stages
+        self._ends_at: dict[int, float] = {}  # by step
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()
         self._actions: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
@@ -178,12 +180,14 @@ class TimedPipeline:
 
     def _send(self) -> None:
         while (plan := self.scheduler.next_plan(self.now)) is not None:
-            done_at, seconds, slowest_s = self.now, self.step_s(plan.step), 0.0
+            done_at = max(self.now, self._ends_at.get(plan.step.follows, 0.0))  # its tokens are known then
+            seconds, slowest_s = self.step_s(plan.step), 0.0
             for stage, free_at in enumerate(self._free_at):
                 share = (self.shares[stage] if self.shares else 1) * (1 + self.jitter * self._rng.uniform(-1, 1))
                 done_at = self._free_at[stage] = max(done_at, free_at) + seconds * share
                 slowest_s = max(slowest_s, seconds * share)
             self._in_flight.append((done_at, plan, slowest_s))
+            self._ends_at[plan.step.step_id] = done_at
             if self.n_stages > 1:
                 self.at(self._free_at[0], lambda: self.scheduler.first_stage_done(self.now))
             self.plans.append(plan)
