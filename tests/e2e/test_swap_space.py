@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lucevisor.config import load
 from lucevisor.deployment.service import Service
 from lucevisor.protocol.steps import Sampling
-from tests.e2e.service import generate, running
+from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.e2e.test_speculation import CASES, Case, config_of
 
 N_TOKENS = 260
@@ -61,15 +62,32 @@ async def test_without_room_in_host_memory_they_compute_again(tmp_path: Path) ->
         assert now.preemptions > now.swapped == 0
 
 
-async def test_a_daemon_that_dies_meanwhile_changes_no_token(tmp_path: Path) -> None:
-    config = config_of(PLAIN, tmp_path, 2, "tail")
-    async with running(config, tmp_path, [*FEW, "recovery.spares=1", "recovery.restart_limit=99/60s"]) as service:
+async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token(tmp_path: Path) -> None:
+    overrides = [*FEW, "recovery.spares=1", "recovery.restart_limit=99/60s"]
+    async with running(config_of(PLAIN, tmp_path, 2, "tail"), tmp_path, overrides) as service:
         right = await one_by_one(service)
         assert service.engine is not None
-        asked = asyncio.create_task(all_at_once(service))
-        while not service.engine.statistics().swapped:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
-        assert await asked == right
         assert service.swap is not None
-        assert service.swap.n_bytes == 0
+        for how in ("moves", "dies"):
+            asked, n_swapped = asyncio.create_task(all_at_once(service)), service.engine.statistics().swapped
+            while service.engine.statistics().swapped == n_swapped:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            if how == "moves":
+                await service.reload(load(service.config.file, [*overrides, "placement.target_layer_split=3,1"]))
+            else:
+                os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
+            assert await asked == right, how
+            assert service.swap.n_bytes == 0
+
+
+async def test_pages_that_kv_flash_ranks_come_back_where_they_were(tmp_path: Path) -> None:
+    """The second request has pages in host memory when the first one takes its pages."""
+    extra = '[kvflash]\npool_tokens = 512\npolicy = "qk"\n'
+    config = write_config(tmp_path, GOLDEN / "qwen35" / "model.gguf", {"a": 1, "b": 1}, ["0-4", "4-8"], extra)
+    few = ["engine.dtype=float32", "engine.max_context=900", "engine.pages=13", "engine.max_sequences=2"]
+    asked = [([(k * i + 3) % 250 + 1 for i in range(n)], 250) for k, n in ((7, 230), (11, 600))]
+    async with running(config, tmp_path, [*few, "cache.min_tokens=64"]) as service:
+        right = [await generate(service, *one) for one in asked]
+        assert await asyncio.gather(*(generate(service, *one) for one in asked)) == right
+        assert service.engine is not None
+        assert service.engine.statistics().swapped == 1
