@@ -94,7 +94,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         else:
             fault_hooks.listen({"clock": fault_hooks.shift_clock})
         model = open_model(config, _fetching)
-        check_before_start(config, model.spec)
+        check_before_start(config, model)
         if config.cache.dir and config.cache.prefix_slots:
             check_directory(Path(config.cache.dir))
         early.stop_raising()
@@ -286,7 +286,7 @@ class Supervisor:
     async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
             found = await asyncio.to_thread(read_again, self.config, overrides)
-            await asyncio.to_thread(check_before_start, found, self.model.spec)
+            await asyncio.to_thread(check_before_start, found, self.model)
             changed = await self.service.reload(found, keys_at_once(found, self._tls))
             apply(self.config, found, self._ports, self._tls)
         self.config = found

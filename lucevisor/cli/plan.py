@@ -37,7 +37,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     logs.configure(loaded.log.format, loaded.log.level)
     model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
     if not no_probe:
-        check_before_start(loaded, model.spec)
+        check_before_start(loaded, model)
     found, problems = ({}, {}) if no_probe else asyncio.run(inventory(loaded))
     if problems:
         hint = "`lucevisor doctor` says more; --no-probe plans without asking, with unknown memory"

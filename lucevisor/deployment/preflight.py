@@ -1,4 +1,4 @@
-"""What can be refused before any daemon is started: interpreters, their torch, cores, the layer split.
+"""What can be refused before any daemon is started: interpreters, their torch, cores, and what no plan can be made of.
 
 Loads nothing and imports no torch: an interpreter is asked what it finds, not to import it.
 Invariant: what passes here may still fail at the hello, which knows versions, builds and devices.
@@ -18,9 +18,9 @@ import msgspec
 
 from lucevisor.config import Config, GroupConfig
 from lucevisor.deployment.installed import installed
+from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
-from lucevisor.model.spec import ModelSpec
-from lucevisor.placement.planner import configured_ranges
+from lucevisor.placement.planner import plan
 from lucevisor.protocol.handshake import MIN_PACKAGES, MIN_TORCH, older
 from lucevisor.supervision.child import SpawnError, find_python
 from lucevisor.supervision.environment import environment
@@ -39,16 +39,17 @@ class Installed(msgspec.Struct, frozen=True):
     torch: dict[str, str | None]
 
 
-def check_before_start(config: Config, spec: ModelSpec) -> None:
+def check_before_start(config: Config, model: ServedModel) -> None:
     """Raise ConfigErrors naming every key whose value cannot work on this machine, with this model."""
-    errors = [*_check_split(config, spec), *_check_cores(config), *_check_interpreters(config)]
+    errors = [*_check_plan(config, model), *_check_cores(config), *_check_interpreters(config)]
     if errors:
         raise ConfigErrors(errors)
 
 
-def _check_split(config: Config, spec: ModelSpec) -> Iterator[ConfigError]:
+def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
+    """What memory the devices have is not known yet; what the plan refuses without knowing it, it always refuses."""
     try:
-        configured_ranges(config, spec.n_layers)
+        plan(model.spec, config, {}, None, model.draft_spec, model.score_spec)
     except ConfigError as error:
         yield error
 

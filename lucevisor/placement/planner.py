@@ -30,7 +30,7 @@ from lucevisor.placement.drafting import (
 )
 from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
 from lucevisor.placement.flash_pool import choose_pool
-from lucevisor.placement.ranges import BoundaryMove, SplitError, check_count, from_ranges, from_weights, snap_to_legal
+from lucevisor.placement.ranges import BoundaryMove, SplitError, from_ranges, from_weights, snap_to_legal
 from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
 from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
 from lucevisor.placement.scoring import ScorerSizing, placed_scorer, scorer_inputs
@@ -131,20 +131,6 @@ def split_layers(
             auto = automatic(inputs, speed_model, config.placement.goal)
             return auto, auto.ranges, ()
         return None, *snap_to_legal(_ranges_of(split, n_layers), inputs.spec.legal_boundary)
-    except SplitError as error:
-        raise _refused(error, config) from None
-
-
-def configured_ranges(config: Config, n_layers: int) -> tuple[LayerRange, ...] | None:
-    """Return the layer ranges as configured, None for an automatic split.  Raises PlacementError, before any device is
-    known.
-    """
-    split = config.placement.split
-    try:
-        if isinstance(split, Auto):
-            check_count(len(config.placement.devices), n_layers)
-            return None
-        return _ranges_of(split, n_layers)
     except SplitError as error:
         raise _refused(error, config) from None
 

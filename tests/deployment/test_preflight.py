@@ -20,7 +20,7 @@ DEMO = Path(__file__).parents[2] / "etc" / "demo.toml"
 def refused(*overrides):
     config = load(DEMO, [*overrides, "draft.kind=off"])
     with pytest.raises(ConfigError) as caught:
-        check_before_start(config, open_model(config).spec)
+        check_before_start(config, open_model(config))
     assert caught.value.exit_code == ExitCode.USAGE
     return caught.value
 
@@ -36,7 +36,7 @@ def bare_python(tmp_path):
 
 def test_the_demo_is_fine():
     config = load(DEMO)
-    check_before_start(config, open_model(config).spec)
+    check_before_start(config, open_model(config))
 
 
 def test_a_split_past_the_last_layer():
@@ -44,6 +44,21 @@ def test_a_split_past_the_last_layer():
     assert error.key == "placement.target_layer_split"
     assert "the model has 8, numbered 0 to 7" in error.why
     assert error.hint == 'nearest: ["0-4", "4-8"]'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "hint"),
+    [
+        (["draft.width=64"], "draft.width", "nearest: 7"),
+        (["engine.max_context=1"], "engine.max_context", "nearest: 2"),
+        (["engine.max_context=4096", "engine.pages=5"], "engine.pages", "nearest: 64, or engine.max_context = 320"),
+    ],
+)
+def test_what_no_plan_can_be_made_of(overrides, key, hint):
+    config = load(DEMO, overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_before_start(config, open_model(config))
+    assert (caught.value.key, caught.value.hint) == (key, hint)
 
 
 def test_cores_that_do_not_exist():
@@ -106,7 +121,7 @@ def test_an_interpreter_with_the_wrong_torch(tmp_path, version, cuda, hip, backe
 def test_an_interpreter_with_the_right_torch(tmp_path, cuda, hip, backend):
     python = python_with_torch(tmp_path, "2.13.0", cuda, hip)
     config = load(DEMO, [f"groups.right.python={python}", f"groups.right.backend={backend}", "draft.kind=off"])
-    check_before_start(config, open_model(config).spec)
+    check_before_start(config, open_model(config))
 
 
 def test_everything_at_once(bare_python):
