@@ -18,7 +18,7 @@ def test_a_socket_that_is_bound_as_configured_is_adopted():
 
 
 @pytest.mark.parametrize(("host", "more"), [("127.0.0.2", 0), ("::1", 0), ("127.0.0.1", 1)])
-def test_one_that_is_bound_elsewhere_is_refused(host, more):
+def test_a_socket_that_is_bound_elsewhere_is_refused(host, more):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1] + more
         with pytest.raises(ConfigError, match=r"server\.port.*listens on 127\.0\.0\.1:"):

@@ -44,7 +44,7 @@ async def test_the_policy_admits_the_pages_own_script_and_style_only(client):
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
 
 
-def test_it_loads_nothing_and_makes_no_markup_of_strings():
+def test_the_page_loads_nothing_and_makes_no_markup_of_strings():
     text = document()[0].decode()
     assert not re.search(r"\b(?:https?:)?//[a-z0-9-]+\.", text), "an address of another machine"
     assert not re.findall(r"\s(?:src|style|on[a-z]+)=", text.replace(inline("script", text), ""))

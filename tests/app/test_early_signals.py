@@ -41,7 +41,7 @@ def test_an_interrupt_that_python_ignored_is_raised_later() -> None:
         early.stop_raising()
 
 
-def test_then_they_are_noted_for_the_loop() -> None:
+def test_later_signals_are_noted_for_the_loop() -> None:
     early = EarlySignals()
     early.stop_raising()
     os.kill(os.getpid(), signal.SIGINT)

@@ -75,7 +75,7 @@ async def test_sockets_lock_and_what_was_saved(giver: Giver, tmp_path: Path) -> 
     taken.decline()
 
 
-async def test_one_that_ends_before_it_serves_changes_nothing(giver: Giver, tmp_path: Path) -> None:
+async def test_a_successor_that_ends_before_it_serves_changes_nothing(giver: Giver, tmp_path: Path) -> None:
     (await taken_from(tmp_path)).decline()
     taken = await taken_from(tmp_path)
     assert giver.said == ["offer", "keep", "offer"]

@@ -178,7 +178,7 @@ def test_a_lock_of_another_directory_is_not_adopted(runtime):
     other.close()
 
 
-def test_one_that_stops_leaves_what_belongs_to_the_one_that_would_take_over(runtime, other):
+def test_a_supervisor_that_stops_leaves_what_belongs_to_its_successor(runtime, other):
     new = RunDirectory("t")
     assert new.join()
     (new.own / "mine").write_text("x")

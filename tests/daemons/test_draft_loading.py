@@ -70,7 +70,7 @@ def run(load: Load) -> tuple[ModelRunner, Loaded]:
 @pytest.mark.parametrize(
     ("model", "path", "kind"), [(TARGET, UPSTREAM, "dflash"), (TARGET, DFLASH2, "dflash"), (MTP, MTP, "mtp")]
 )
-def test_it_takes_what_was_planned(tmp_path, model, path, kind, devices, draft, dtype):
+def test_a_drafter_takes_the_memory_that_was_planned(tmp_path, model, path, kind, devices, draft, dtype):
     where = {"kind": kind} | draft | ({} if model == path else {"path": str(path)})
     placement = placed(tmp_path, model, where, devices, dtype=dtype)
     assert placement.draft is not None
@@ -88,7 +88,7 @@ def test_it_takes_what_was_planned(tmp_path, model, path, kind, devices, draft, 
     assert sorted(runner.stages) == [stage.index for stage in stages]
 
 
-def test_its_states_are_where_those_of_the_model_are(tmp_path):
+def test_states_of_a_drafter_are_where_those_of_the_model_are(tmp_path):
     placement = placed(tmp_path, MTP, {"kind": "mtp"}, ["left:0"], dtype="float32")
     _, on_device = loaded(placement, "left", MTP, MTP)
     pools = replace(placement, pools=msgspec.structs.replace(placement.pools, host_states=2))

@@ -55,7 +55,7 @@ def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenR
     assert one.arrival.hop_s == 0.25
 
 
-def test_of_several_tokens_of_a_sequence_the_newest_counts(ends: tuple[TokenRing, TokenRing]) -> None:
+def test_the_newest_of_several_tokens_of_a_sequence_counts(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
     last.tell(decode(5, 9), [Sampled(9, 100), Sampled(9, 101)])
     assert first.read(5) == {9: 101}

@@ -132,7 +132,7 @@ def test_a_cut_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         digest_tensors(files)
 
 
-def test_it_can_be_stopped(tmp_path: Path) -> None:
+def test_hashing_can_be_stopped(tmp_path: Path) -> None:
     files = open_spec(write(tmp_path / "m.gguf")).files
     with pytest.raises(DigestsStopped):
         digest_tensors(files, HashProgress(1, stop=True))

@@ -60,7 +60,7 @@ def test_plain_decodes_are_added_together_and_draft_the_same(stage: DraftStage) 
         assert_same(drafted, alone(again, seed, n, 4))
 
 
-def test_they_are_there_when_a_prefix_is_taken_from_them(stage: DraftStage) -> None:
+def test_deferred_rows_are_computed_before_a_prefix_is_taken_from_them(stage: DraftStage) -> None:
     driver = Driver(stage)
     first = driver.open(0, 0, seed=1)
     driver.step((first, 97, 0))
@@ -74,7 +74,7 @@ def test_they_are_there_when_a_prefix_is_taken_from_them(stage: DraftStage) -> N
     assert_same(found, alone(load_again(stage), 1, 120, 5))
 
 
-def test_those_of_a_closed_sequence_do_not_go_into_pages_of_another(stage: DraftStage) -> None:
+def test_deferred_rows_of_a_closed_sequence_do_not_go_into_pages_of_another(stage: DraftStage) -> None:
     driver = Driver(stage)
     first, second = driver.open(0, 0, seed=1), driver.open(1, 1, seed=2)
     driver.step((first, 30, 0))

@@ -77,7 +77,7 @@ def ask(page: Any, text: str) -> str:
     return str(page.locator("#log .answer").last.inner_text())
 
 
-def test_it_shows_the_box_and_streams_a_chat(box: tuple[Cli, str, int], open_page: Any) -> None:
+def test_the_page_shows_the_box_and_streams_a_chat(box: tuple[Cli, str, int], open_page: Any) -> None:
     page = open_page(box[1], viewport={"width": 1280, "height": 900})
     page.wait_for_selector("#state.ready")
     assert page.locator(".shard").count() == 2
@@ -185,7 +185,7 @@ def test_a_group_is_restarted_with_the_admin_key(box: tuple[Cli, str, int], open
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_fits(box: tuple[Cli, str, int], open_page: Any, tmp_path: Path, width: int, scheme: str) -> None:
+def test_the_page_fits(box: tuple[Cli, str, int], open_page: Any, tmp_path: Path, width: int, scheme: str) -> None:
     directory = Path(os.environ.get("LUCEVISOR_SCREENSHOTS", tmp_path))
     page = open_page(box[1], viewport={"width": width, "height": 844}, color_scheme=scheme)
     page.wait_for_selector("#state.ready")

@@ -153,7 +153,7 @@ def test_a_size_is_used_down_to_where_it_gains() -> None:
     assert lost_s <= MAX_OVERHEAD_SHARE * (400 * rows_s(512) + HORIZON_S)
 
 
-def test_it_is_tried_again_after_long() -> None:
+def test_a_size_is_measured_again_after_long() -> None:
     sizes = compute(measured(flat_s, 64, 512), 512 * (MAX_AGE + 100), flat_s)
     tried = [i for i, n in enumerate(sizes) if n == 256]
     assert tried[:2] == [0, 1]

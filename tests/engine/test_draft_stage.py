@@ -103,7 +103,7 @@ def test_in_another_daemon_it_gets_a_step_with_the_tokens_once_they_are_known_an
     assert sent_before == [1]
 
 
-def test_of_a_step_that_ran_ahead_it_gets_the_tokens_in_another_daemon() -> None:
+def test_a_draft_stage_in_another_daemon_gets_the_tokens_of_a_step_that_ran_ahead() -> None:
     stage, drafter = Wire(), Wire()
     pipeline = Pipeline([stage], lambda _: None, lambda failure: pytest.fail(failure.message))
     ahead = Step(2, 1, [], [Slice(2, 1, [PENDING], True), Slice(4, 2, [PENDING], True)])
@@ -120,7 +120,7 @@ def ahead(step_id: int, follows: int) -> Step:
     return Step(step_id, 0, [], [Slice(2, step_id, [PENDING], True)], follows=follows)
 
 
-def test_it_has_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
+def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
     bench = Bench(with_output=True, rings=True)
     bench.attach()
     steps = [Step(1, 0, [], [Slice(2, 1, [7], True)]), ahead(2, 1)]
@@ -200,7 +200,7 @@ def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows(
 
 
 @pytest.mark.parametrize("with_output", [True, False])
-def test_it_gets_only_steps_submitted_while_it_is_attached(*, with_output: bool) -> None:
+def test_a_draft_stage_gets_only_steps_submitted_while_it_is_attached(*, with_output: bool) -> None:
     bench = Bench(with_output=with_output)
     bench.pipeline.submit(step(1))
     bench.attach()

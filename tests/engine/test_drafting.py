@@ -131,7 +131,7 @@ def test_a_drafter_attached_later_opens_what_runs_and_has_nothing_of_it() -> Non
     assert [(s.draft_from, s.n_ahead) for s in step.step.slices] == [(64, 0)]  # nothing to attend to
 
 
-def test_it_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> None:
+def test_a_drafter_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> None:
     bench = Bench(speculating())
     bench.scheduler.detach_drafter()
     bench.submit("a", n_prompt=60)

@@ -250,7 +250,7 @@ def test_prompts_that_begin_alike_wait_for_the_first_and_compute_nothing_twice()
     assert sum(plan.step.n_tokens for plan in plans) == 300 + 4 + 10
 
 
-def test_those_that_waited_go_on_when_the_first_is_cancelled() -> None:
+def test_requests_that_waited_go_on_when_the_first_is_cancelled() -> None:
     scheduler = Scheduler(warm(prefill_chunk=64, max_step_tokens=128))
     for name in "ab":
         scheduler.submit(request(name, [*range(300), ord(name)], n=1, turn_boundaries=(300,)), 0.0)

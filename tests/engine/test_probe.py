@@ -50,7 +50,7 @@ def expected(toy: ToyEngine, tokens: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("spaces", [FULL, HYBRID, ALL_SPACES])
 @pytest.mark.parametrize("n", [128, 140])
-async def test_it_tells_what_comes_behind_a_slot_and_counts_nowhere(spaces: frozenset[Space], n: int) -> None:
+async def test_a_probe_tells_what_comes_after_a_slot_and_counts_nowhere(spaces: frozenset[Space], n: int) -> None:
     window = 100 if Space.WINDOW in spaces else None
     toy = ToyEngine(warm(spaces=spaces, window_tokens=window), n_stages=2)
     slot = await with_slot(toy, n)
@@ -70,7 +70,7 @@ async def test_it_tells_what_comes_behind_a_slot_and_counts_nowhere(spaces: froz
     assert after.steps.n_tokens == before.steps.n_tokens + 1
 
 
-async def test_it_goes_before_those_who_wait_and_needs_no_admission() -> None:
+async def test_a_probe_goes_before_waiting_requests_and_needs_no_admission() -> None:
     toy = ToyEngine(warm(max_sequences=1))
     slot = await with_slot(toy)
     running = toy.engine.submit(request("running", [5], n=3))
@@ -85,7 +85,7 @@ async def test_it_goes_before_those_who_wait_and_needs_no_admission() -> None:
     assert await quiet
 
 
-async def test_it_ends_with_the_pipeline_whether_it_runs_or_waits() -> None:
+async def test_a_probe_ends_with_the_pipeline_whether_it_runs_or_waits() -> None:
     for max_sequences in (1, 2):
         toy = ToyEngine(warm(max_sequences=max_sequences))
         slot = await with_slot(toy)
@@ -101,7 +101,7 @@ async def test_it_ends_with_the_pipeline_whether_it_runs_or_waits() -> None:
         assert {use.used for use in toy.engine.statistics().pages.values()} == {0}
 
 
-async def test_it_gives_way_when_the_only_running_request_needs_the_pages_it_keeps() -> None:
+async def test_a_probe_gives_way_when_the_only_running_request_needs_its_pages() -> None:
     toy = ToyEngine(warm(spaces=FULL, max_sequences=1, pools=PoolSizes(5, 0, 0)))
     slot = await with_slot(toy, 128)
     running = toy.engine.submit(request("running", range(900, 1060), n=60))  # 3 pages, and a fourth while it decodes

@@ -155,7 +155,7 @@ def test_a_request_that_stops_leaves_all_it_computed_in_the_cache() -> None:
     assert [(s.start, s.tokens) for s in plan.step.slices] == [(132, [50])]
 
 
-def test_of_a_request_cancelled_while_it_ran_ahead_the_prompt_stays_cached() -> None:
+def test_the_prompt_of_a_request_cancelled_while_it_ran_ahead_stays_cached() -> None:
     """Its state is behind a token that nobody knows."""
     scheduler, [running, ahead] = running_ahead()
     [(_, event)] = scheduler.cancel("a", 0.0)

@@ -184,7 +184,7 @@ def test_micro_batches_that_were_uneven_become_even() -> None:
     assert sorted(sizes[-1]) == [2, 3]
 
 
-def test_those_that_waited_longest_go_first() -> None:
+def test_requests_that_waited_longest_go_first() -> None:
     scheduler = decoding(limits(max_sequences=5, pools=PoolSizes(64, 0, 5)), "ab", n_stages=2)
     flight = plans(scheduler)
     for name in "cde":

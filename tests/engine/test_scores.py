@@ -43,7 +43,7 @@ def test_every_token_but_the_first_is_scored_once_and_the_prefix_is_computed_aga
         assert last.prompt_scores == tuple(TokenScore(-float(t), ((t, -float(t)),)) for t in prompt[1:])
 
 
-def test_others_ask_for_none() -> None:
+def test_requests_without_scores_ask_for_none() -> None:
     scheduler = Scheduler(limits())
     scheduler.submit(request("a", range(100)), 0.0)
     assert not any(s.scored for plan in plans(scheduler) for s in plan.step.slices)

@@ -147,7 +147,7 @@ def test_the_environment_switches_it_on(value: str, on: bool) -> None:
     assert not validation.enabled({})
 
 
-def test_it_is_off_unless_asked_for() -> None:
+def test_validation_is_off_unless_asked_for() -> None:
     toy = used()
     toy.engine._settings = type(toy.engine._settings)(max_queue=1)
     leak_a_page(toy.engine._scheduler)

@@ -29,7 +29,7 @@ def read(path: Path, model: ModelSpec | None = None) -> DraftSpec:
     return read_draft_spec(open_draft(draft_paths(path)), model or target(), "mtp")
 
 
-def test_it_reads_the_last_layers_that_own_keys(tmp_path: Path) -> None:
+def test_an_assistant_reads_the_last_layers_that_own_keys(tmp_path: Path) -> None:
     """Of 8 layers the last 3 share keys: those of layer 3 slide, those of layer 4 do not."""
     found = read(write_random_assistant(tmp_path / "a.gguf", target()))
     assert found.captures == (2, 3, 7)
@@ -81,7 +81,7 @@ def test_an_assistant_of_another_model_is_refused(changes: dict[str, Value], tex
         read(path)
 
 
-def test_it_is_refused_for_other_families_with_tensors_that_are_unknown_and_as_a_model(tmp_path: Path) -> None:
+def test_an_assistant_is_refused_for_other_families_with_unknown_tensors_and_as_a_model(tmp_path: Path) -> None:
     path = write_random_assistant(tmp_path / "a.gguf", target())
     with pytest.raises(GgufError, match="a drafter for gemma4 models"):
         read(path, target(TARGET))

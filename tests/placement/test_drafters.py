@@ -266,7 +266,9 @@ def test_states_for_verification_are_beyond_all_others(head_27b, tmp_path):
 
 @pytest.mark.parametrize("gib", [19, 20, 22, 24, 32, 48])
 @pytest.mark.parametrize("max_sequences", [1, 8])
-def test_they_take_their_share_and_never_the_pages_of_others(head_27b, tmp_path, monkeypatch, gib, max_sequences):
+def test_states_for_verification_take_their_share_and_never_the_pages_of_others(
+    head_27b, tmp_path, monkeypatch, gib, max_sequences
+):
     spec, _ = head_27b
     draft = {"kind": "lookup", "width": 7}
     config, inventory = (
@@ -298,7 +300,7 @@ def test_a_model_of_attention_layers_needs_none(tmp_path):
     assert placed(spec, configure(tmp_path, CPUS, [1, 1], AUTO)).pools.states == 0
 
 
-def test_they_are_on_the_device_also_when_checkpoints_are_not(head_27b, tmp_path):
+def test_states_for_verification_are_on_the_device_also_when_checkpoints_are_not(head_27b, tmp_path):
     spec, _ = head_27b
     config = configure(tmp_path, ["cuda:0"], [1], {"kind": "lookup", "width": 2}, max_sequences=4, pages=1000,
                        max_context=64000)  # fmt: skip

@@ -17,7 +17,7 @@ def planned(spec: ModelSpec, folder: Path, devices: list[str], **recovery: float
     return placed(spec, replace(config, recovery=replace(config.recovery, **recovery)))  # type: ignore[arg-type]
 
 
-def test_it_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpec, tmp_path: Path) -> None:
+def test_a_journal_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpec, tmp_path: Path) -> None:
     found = planned(demo, tmp_path, ["left:0", "right:0"])
     row_bytes = found.arenas[0].region_bytes // found.max_step_tokens
     assert found.journal_bytes == found.pools.full_pages * PAGE_TOKENS * row_bytes
@@ -25,7 +25,7 @@ def test_it_takes_no_more_than_all_pages_at_all_boundaries(demo: ModelSpec, tmp_
     assert as_json(found)["journal_bytes"] == found.journal_bytes
 
 
-def test_its_limit_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
+def test_the_limit_of_a_journal_is_kept_in_whole_pages(demo: ModelSpec, tmp_path: Path) -> None:
     all_bytes = planned(demo, tmp_path, ["left:0", "right:0"]).journal_bytes
     found = planned(demo, tmp_path, ["left:0", "right:0"], journal=all_bytes - 1)
     assert all_bytes - 64 * 4 * 8192 < found.journal_bytes < all_bytes

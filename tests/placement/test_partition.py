@@ -50,7 +50,7 @@ def every_split(problem):
 
 @settings(max_examples=250, deadline=None)
 @given(problem=problems(), slack=st.sampled_from([0.0, 0.03, 0.5]))
-def test_it_finds_what_trying_all_finds(problem, slack):
+def test_the_partition_is_that_of_trying_all(problem, slack):
     splits = list(every_split(problem))
     found = fastest_partition(problem, slack)
     if not splits:
@@ -80,7 +80,7 @@ def test_a_whole_chain_in_one_sum_and_stages_apart():
     assert (latency.seconds, throughput.seconds) == (13.0, 8.0)
 
 
-def test_of_equally_fast_splits_the_least_full():
+def test_the_least_full_of_equally_fast_splits_is_chosen():
     def cost(i: int, layers: LayerRange) -> RangeCost:
         n = layers.stop - layers.start
         return RangeCost(n * (1.0 if i else 1.001), n / (10 if i else 30))

@@ -42,7 +42,7 @@ def placed(spec: ModelSpec, config, inventory=None, scorer: ModelSpec | None = N
     return result
 
 
-def test_it_is_where_it_is_configured_else_beside_the_last_layers(small, scorer, tmp_path):
+def test_the_scoring_model_is_where_it_is_configured_else_beside_the_last_layers(small, scorer, tmp_path):
     p = placed(small, configured(tmp_path, dtype="float32"), None, scorer)
     assert p.scorer is not None
     assert (str(p.scorer.device), p.scorer.window_tokens, p.scorer.step_tokens) == ("right:0", 8192, 512)
@@ -64,7 +64,7 @@ def test_the_daemon_takes_the_bytes_that_were_planned(small, scorer, tmp_path):
     assert (use.weight_bytes, use.state_bytes) == (p.scorer_device.weight_bytes, p.scorer_device.state_bytes)
 
 
-def test_its_memory_is_not_the_models(small, scorer, tmp_path):
+def test_memory_of_the_scoring_model_is_not_the_models(small, scorer, tmp_path):
     inventory = {"left": [cpu(8)], "right": [cpu(8)]}
     config = configured(tmp_path, dtype="float32", max_sequences=64)
     without, beside = placed(small, config, inventory), placed(small, config, inventory, scorer)

@@ -64,7 +64,7 @@ def test_automatic_pages_leave_room_for_them(big, tmp_path):
     assert sum(d.needed_bytes for d in with_slots.devices) <= 24 * GIB
 
 
-def test_they_give_way_before_the_model_does_not_fit(big, tmp_path):
+def test_slots_give_way_before_the_model_does_not_fit(big, tmp_path):
     config = configure(tmp_path, ["cuda:0"], max_sequences=1, pages=300, max_context=19200, prefill_chunk=512)
     [device] = placed(big, config, 40).devices
     least = device.needed_bytes + 3.5 * STATE_27B

@@ -231,7 +231,7 @@ def seats_repeated(speeds: Speeds, n: int) -> Speeds:
     return msgspec.structs.replace(speeds, targets=[speeds.targets[0] | speeds.targets[1]] * n)
 
 
-def test_it_is_quick_and_explained(big, tmp_path):
+def test_a_plan_by_speeds_is_quick_and_explained(big, tmp_path):
     devices = ["cuda:0", "hip:0", "hip:1", "left:0"]
     config = configure(tmp_path, devices)
     box = {"cuda": [gpu(0, 23)], "hip": [gpu(0, 94), gpu(1, 31)], "left": [cpu(64)]}

@@ -61,7 +61,7 @@ async def test_an_ordered_stop_needs_no_signal(tmp_path):
     assert not [entry for entry in logs if entry["event"] == "signal"]
 
 
-def test_the_same_on_uvloop(tmp_path):
+def test_a_killed_daemon_is_replaced_on_uvloop(tmp_path):
     async def story():
         async with tiny_group(tmp_path) as (group, owner):
             await group.start()

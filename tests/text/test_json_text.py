@@ -90,7 +90,7 @@ def test_nesting_is_bounded(deep):
     assert json_text.parse('"' + "[" * 100 + '\\""') == "[" * 100 + '"'
 
 
-def test_of_a_key_given_twice_the_last_counts():
+def test_the_last_of_a_key_given_twice_counts():
     call = JSON.parse('{"name": "f", "arguments": {"a": 1, "a": 2.50}}', [])
     assert call.arguments == '{"a": 2.50}'
 

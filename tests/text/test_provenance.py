@@ -76,7 +76,7 @@ def test_lines(text, keepends):
 
 
 @given(texts)
-def test_nothing_tells_it_from_a_plain_string(text):
+def test_a_marked_string_behaves_as_a_plain_one(text):
     mine = traced(text)
     assert mine == text
     assert hash(mine) == hash(text)
