@@ -78,7 +78,7 @@ class Bench:
         self.stage = LoadedStage.load(spec, stage, load, Backend.CPU, lambda _: None)
         self.draft = DraftStage.load(spec, load, Backend.CPU, lambda _: None, self.stage) if plan else None
         self.sampler, self.spaces, self.context = Sampler(spec.vocabulary, torch.device("cpu")), spec.spaces(), 0
-        self.sampler.open(0, Sampling(), [])
+        self.sampler.open(0, Sampling(temperature=0.0), [])
         states = [ZeroState(0)] if Space.RECURRENT in self.spaces else []
         tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in self.spaces]
         self.apply([*states, OpenSequence(0, 0, Sampling()), *tables])

@@ -13,6 +13,13 @@ constexpr int LANES = 16;
 
 inline Floats splat(float x) { return _mm512_set1_ps(x); }
 
+// A number that several vectors are multiplied by: compilers would load it for each of them.
+inline Floats in_register(float x) {
+  Floats out = splat(x);
+  asm("" : "+v"(out));
+  return out;
+}
+
 inline Floats from_bfloat16(__m256i x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }

@@ -5,6 +5,8 @@
 #pragma once
 #include "rows.h"
 
+constexpr long MAX_TOKENS = 16;  // of a slice
+
 struct DeltaNet {
   const uint16_t* y;  // [slices n] rows of q, k, v (the channels), z, alpha, beta
   float *windows, *states;  // pools [rows][width - 1][channels], [rows][n_value][dim][dim]
@@ -20,7 +22,7 @@ struct DeltaNet {
   // The convolution of 16 channels of a slice, and its silu.
   void convolve(long slice, long channel) const {
     const long c = channels(), left = width - 1;
-    Floats window[8 + 16];
+    Floats window[8 + MAX_TOKENS];
     const float* before = windows + ids[slice] * left * c + channel;
     for (long i = 0; i < left; i++) window[i] = _mm512_loadu_ps(before + i * c);
     for (long token = 0; token < n; token++) {
@@ -49,58 +51,110 @@ struct DeltaNet {
     for (long i = 0; i < dim; i += LANES) _mm512_storeu_ps(result + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), factor));
   }
 
-  // All tokens of a slice for one value head of 16 V dims.  `scratch`: a state that is not kept.
-  template <int V>
-  void recur(long slice, long head, float* scratch) const {
-    constexpr long D = 16 * V;
-    const long c = channels(), key = head % n_key, size = D * D;
-    const float* from = states + (ids[slice] * n_value + head) * size;
-    alignas(64) float q[D], k[D];
+  // What the tokens of a slice bring to one value head, whatever its state.
+  template <int D>
+  struct Tokens {
+    alignas(64) float q[MAX_TOKENS][D], k[MAX_TOKENS][D], o[MAX_TOKENS][D];
+    float decay[MAX_TOKENS], beta[MAX_TOKENS], qk[MAX_TOKENS];
+  };
+
+  template <int D>
+  void read_tokens(long slice, long head, Tokens<D>& t) const {
+    const long c = channels(), key = head % n_key;
     for (long token = 0; token < n; token++) {
       const long row = slice * n + token;
-      const float* m = mixed + row * c;
-      normalise(m + key * D, 1.f / std::sqrt(float(D)), q);
-      normalise(m + (n_key + key) * D, 1.f, k);
-      const uint16_t *z = y + row * y_stride + c + head * D, *gates = y + row * y_stride + c + n_value * D + head;
-      const float g = softplus(one_bfloat16(gates[0]) + dt_bias[head]) * decay_rates[head];
-      const Floats decay = splat(std::exp(g)), beta = splat(sigmoid(one_bfloat16(gates[n_value])));
-      float* to = kept[row] < 0 ? scratch : states + (kept[row] * n_value + head) * size;
-      Floats error[V], o[V];
-      for (int v = 0; v < V; v++) error[v] = o[v] = splat(0.f);
-      for (long i = 0; i < D; i++)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++)
-          error[v] = _mm512_fmadd_ps(splat(k[i]), _mm512_loadu_ps(from + i * D + 16 * v), error[v]);
+      normalise(mixed + row * c + key * D, 1.f / std::sqrt(float(D)), t.q[token]);
+      normalise(mixed + row * c + (n_key + key) * D, 1.f, t.k[token]);
+      Floats product = splat(0.f);
+      for (long i = 0; i < D; i += LANES)
+        product = _mm512_fmadd_ps(_mm512_load_ps(t.q[token] + i), _mm512_load_ps(t.k[token] + i), product);
+      t.qk[token] = _mm512_reduce_add_ps(product);
+      const uint16_t* gates = y + row * y_stride + c + n_value * D + head;
+      t.decay[token] = std::exp(softplus(one_bfloat16(gates[0]) + dt_bias[head]) * decay_rates[head]);
+      t.beta[token] = sigmoid(one_bfloat16(gates[n_value]));
+    }
+  }
+
+  // One token's update of V vectors of columns of a state: S decay + k error, and the sums S k and S q of the token
+  // after it.
+  template <int V, int D>
+  static void update(const float* from, float* to, float decay, const Floats* error, const float* k, const float* k_next,
+                     const float* q_next, Floats* sk, Floats* sq) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sk[v] = sq[v] = splat(0.f);
+    for (long i = 0; i < D; i++) {
+      const Floats key = in_register(k[i]), key_next = in_register(k_next[i]), query_next = in_register(q_next[i]);
+#pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const Floats value = _mm512_loadu_ps(m + 2 * n_key * D + head * D + 16 * v);
-        error[v] = _mm512_mul_ps(_mm512_fnmadd_ps(decay, error[v], value), beta);
+        const Floats s = _mm512_mul_ps(_mm512_loadu_ps(from + i * D + 16 * v), splat(decay));
+        const Floats next = _mm512_fmadd_ps(key, error[v], s);
+        _mm512_storeu_ps(to + i * D + 16 * v, next);
+        sk[v] = _mm512_fmadd_ps(key_next, next, sk[v]);
+        sq[v] = _mm512_fmadd_ps(query_next, next, sq[v]);
       }
-      for (long i = 0; i < D; i++)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-          const Floats s = _mm512_mul_ps(_mm512_loadu_ps(from + i * D + 16 * v), decay);
-          const Floats next = _mm512_fmadd_ps(splat(k[i]), error[v], s);
-          _mm512_storeu_ps(to + i * D + 16 * v, next);
-          o[v] = _mm512_fmadd_ps(splat(q[i]), next, o[v]);
-        }
-      Floats squares = splat(0.f);
-      for (int v = 0; v < V; v++) squares = _mm512_fmadd_ps(o[v], o[v], squares);
-      const Floats factor = splat(rms_factor(squares, D, norm_eps));
+    }
+  }
+
+  // All tokens of a slice for V vectors of columns of a value head's state.  With error = beta (value - decay S k), the
+  // output S' q is decay S q + (q k) error, so that each token passes over the state once.
+  template <int V, int D>
+  void recur_columns(long slice, long head, long column, Tokens<D>& t, float* scratch) const {
+    const float* from = states + (ids[slice] * n_value + head) * D * D + column;
+    Floats sk[V], sq[V], error[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sk[v] = sq[v] = splat(0.f);
+    for (long i = 0; i < D; i++)
+#pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const Floats normed = _mm512_mul_ps(_mm512_mul_ps(o[v], factor), _mm512_loadu_ps(norm_weight + 16 * v));
-        const Floats gate = silu(load_bfloat16(z + 16 * v));
-        store_bfloat16(out + (row * n_value + head) * D + 16 * v, _mm512_mul_ps(normed, gate));
+        const Floats s = _mm512_loadu_ps(from + i * D + 16 * v);
+        sk[v] = _mm512_fmadd_ps(splat(t.k[0][i]), s, sk[v]);
+        sq[v] = _mm512_fmadd_ps(splat(t.q[0][i]), s, sq[v]);
       }
+    for (long token = 0; token < n; token++) {
+      const long row = slice * n + token, after = token + 1 < n ? token + 1 : token;
+      const Floats decay = splat(t.decay[token]), beta = splat(t.beta[token]), qk = splat(t.qk[token]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) {
+        const float* value = mixed + row * channels() + 2 * n_key * D + head * D + column + 16 * v;
+        error[v] = _mm512_mul_ps(_mm512_fnmadd_ps(decay, sk[v], _mm512_loadu_ps(value)), beta);
+        _mm512_store_ps(t.o[token] + column + 16 * v, _mm512_fmadd_ps(qk, error[v], _mm512_mul_ps(decay, sq[v])));
+      }
+      float* to = (kept[row] < 0 ? scratch : states + (kept[row] * n_value + head) * D * D) + column;
+      update<V, D>(from, to, t.decay[token], error, t.k[token], t.k[after], t.q[after], sk, sq);
       from = to;
+    }
+  }
+
+  // All tokens of a slice for one value head of D dims.  `scratch`: a state that is not kept.
+  template <int D>
+  void recur(long slice, long head, float* scratch) const {
+    constexpr int V = D / 16 < 4 ? D / 16 : 4;
+    static thread_local Tokens<D> t;
+    read_tokens<D>(slice, head, t);
+    for (long column = 0; column < D; column += 16 * V) recur_columns<V, D>(slice, head, column, t, scratch);
+    for (long token = 0; token < n; token++) {
+      const long row = slice * n + token;
+      const uint16_t* z = y + row * y_stride + channels() + head * D;
+      Floats squares = splat(0.f);
+      for (long i = 0; i < D; i += LANES) {
+        const Floats o = _mm512_load_ps(t.o[token] + i);
+        squares = _mm512_fmadd_ps(o, o, squares);
+      }
+      const Floats factor = splat(rms_factor(squares, D, norm_eps));
+      for (long i = 0; i < D; i += LANES) {
+        const Floats o = _mm512_mul_ps(_mm512_load_ps(t.o[token] + i), factor);
+        const Floats normed = _mm512_mul_ps(o, _mm512_loadu_ps(norm_weight + i));
+        store_bfloat16(out + (row * n_value + head) * D + i, _mm512_mul_ps(normed, silu(load_bfloat16(z + i))));
+      }
     }
   }
 
   void recur(long slice, long head, float* scratch) const {
     switch (dim) {
-      case 16: return recur<1>(slice, head, scratch);
-      case 32: return recur<2>(slice, head, scratch);
-      case 64: return recur<4>(slice, head, scratch);
-      case 128: return recur<8>(slice, head, scratch);
+      case 16: return recur<16>(slice, head, scratch);
+      case 32: return recur<32>(slice, head, scratch);
+      case 64: return recur<64>(slice, head, scratch);
+      case 128: return recur<128>(slice, head, scratch);
     }
   }
 };
