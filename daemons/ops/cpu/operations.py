@@ -151,6 +151,7 @@ def _pages(pages: PagedTensor) -> PagesArguments:
         numbers, scales, kind, width = pages.pages, 0, PAGE_KINDS[pages.pages.dtype], pages.pages.shape[3]
     assert numbers.is_contiguous()
     assert width <= MAX_HEAD_DIM
+    assert width % 2 == 0  # pairs of dims are multiplied
     return PagesArguments(numbers.data_ptr(), scales, kind, numbers.shape[2], width, numbers.shape[3])
 
 
