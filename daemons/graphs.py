@@ -162,6 +162,15 @@ class StepGraphs(Generic[Output]):
         self._batch = found.batch
         return found.replay(rows, layout, await_rows)
 
+    def recorded(self, rows: Tensor | None, layout: Layout, tables: Tables) -> str:
+        """Whether a step is recorded on a cpu, and if not, why; computes nothing."""
+        batch = Batch(layout, tables, layout.on(self.device), captured=True)
+        try:
+            capture(self.device, lambda: self.work(rows, batch), memory_pool(self.device))
+        except UnrecordableError as reason:
+            return f"call by call: {reason}"
+        return "recorded"
+
     def _run_eagerly(
         self, rows: Tensor | None, layout: Layout, tables: Tables, await_rows: Callable[[], None]
     ) -> Output:

@@ -23,10 +23,10 @@ from daemons.models.replay import LayerwiseReplay
 from daemons.models.shard import ShardConfig, ShardModel, check, stream_dtype
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend
+from lucevisor.model.values import Backend, Space
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import Operation, PageScores, Step
+from lucevisor.protocol.steps import OpenSequence, Operation, PageScores, Sampling, SetPages, Slice, Step
 
 
 @dataclass(slots=True)
@@ -71,6 +71,23 @@ class LoadedStage:
             else None
             for s in shards
         ]
+        if self.device.type == "cpu" and any(self.graphs):
+            self.kernels["cpu decodes"] = self._recorded(load)
+
+    @torch.inference_mode()
+    def _recorded(self, load: Load) -> str:
+        """Whether decodes are recorded on a cpu, for the report of kernel selection."""
+        sequences = Sequences([s.pools for s in self.shards], load.pools, 1)
+        spaces = [space for space in self.spec.spaces() if space is not Space.RECURRENT]
+        operations: list[Operation] = [OpenSequence(0, 0, Sampling()), *(SetPages(0, s, 0, [0]) for s in spaces)]
+        for operation in operations:
+            sequences.apply(operation)
+        sequences.flush()
+        layout = Layout([Slice(0, 0, [0], False)], sequences, self.spec)
+        rows = torch.empty(1, self.spec.boundary_width, dtype=self.dtype)
+        tables = sequences.tables(self.device)
+        found = [graphs.recorded(rows, layout, tables) for graphs in self.graphs if graphs is not None]
+        return " + ".join(dict.fromkeys(found))
 
     @classmethod
     @torch.inference_mode()

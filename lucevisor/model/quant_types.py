@@ -121,7 +121,9 @@ def format_bytes(kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> i
     match fmt:
         case WeightFormat.FLOAT32:
             return n * 4
-        case WeightFormat.BFLOAT16 | WeightFormat.FLOAT16:
+        case WeightFormat.FLOAT16:
+            return n * 2
+        case WeightFormat.BFLOAT16:
             return max(n * 2, tiles)
         case WeightFormat.INT8:
             return max(n + rows * 2, tiles)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from daemons.graphs import CAPTURE_AT, StepGraphs
+from daemons.inbox import StepRecalled
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
+from lucevisor.protocol.steps import Slice, Step
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.families.pipeline import How, Pipeline, load_stages
 from tests.families.shapes import Model, write_data
@@ -99,10 +101,36 @@ def test_recorded_steps_equal_eager_steps(name: str, recorded: bool, kv_dtype: D
     plain, captured = (load_stages(spec, split, how, captures=captures) for _ in range(2))
     wanted, found = (steps(Pipeline(spec, stages)) for stages in (eager(plain), captured))
     assert torch.equal(found, wanted)
+    for stage in captured:
+        assert (stage.kernels["cpu decodes"] == "recorded") == recorded
+        assert recorded or "is not a kernel" in stage.kernels["cpu decodes"]
     for graphs in graphs_of(captured):
         shapes = {(key.n_slices, key.n_tokens) for key in graphs._graphs}
         long = {(1, 32)} if name != "demo" else set()  # the delta net's kernel takes up to 16 tokens
         assert shapes == ({(1, 1), (2, 5), (2, 1), (1, 3), (1, 16)} | long if recorded else set())
+
+
+def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
+    """Its rows never come: the same step is run later, recorded as before."""
+    spec, how = spec_of("demo", tmp_path), How(Dtype.BFLOAT16, Dtype.BFLOAT16)
+    plain, captured = (load_stages(spec, (), how) for _ in range(2))
+    found = []
+
+    def recalled() -> None:
+        raise StepRecalled("step 1")
+
+    for c in (Pipeline(spec, eager(plain)), Pipeline(spec, captured)):
+        c.open(0)
+        c.run((0, IDS[:20]))
+        rows = []
+        for i, token in enumerate(IDS[:6]):
+            rows.append(c.run((0, [token])))
+            if i >= CAPTURE_AT - 1:
+                [stage] = c.stages
+                with pytest.raises(StepRecalled):
+                    stage.forward(Step(2, 0, [], [Slice(0, c.texts[0].length, [7], True)]), None, await_rows=recalled)
+        found.append(torch.cat(rows))
+    assert torch.equal(*found)
 
 
 def test_float32_is_not_recorded(tmp_path: Path) -> None:
