@@ -74,7 +74,7 @@ class Preemption:
         if reservation is None:
             self.forget(record)
             return False
-        record.prefix.held = True
+        record.prefix.held, reservation.origin = True, "preempted"
         self.swap.read(record, swapped, reservation)
         return True
 

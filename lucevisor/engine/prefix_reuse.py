@@ -222,7 +222,7 @@ class PrefixReuse:
             state, operations = taken, [CopyState(live.state, taken)]
         elif index.recurrent:
             state, live.state = live.state, NO_STATE
-        slot = index.publish(record.tokens, self._source(live, state, "generation"), now, pinned=True)
+        slot = index.publish(record.tokens, self._source(live, state, "preempted"), now, pinned=True)
         return slot, operations if slot is not None and slot.state == state else []
 
     def ended(self, record: RequestRecord) -> None:

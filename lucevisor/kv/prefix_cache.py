@@ -217,7 +217,7 @@ class PrefixIndex:
             for allocator, own in self._pools.tiers(Space.FULL, reservation.ids[Space.FULL]):
                 allocator.stamp(own, reservation.draft_epoch)
         out = reservation.paged_out
-        source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, "disk", out)
+        source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, reservation.origin, out)
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lucevisor.kv.page_table import PAGED
-from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
+from lucevisor.kv.prefix_tree import NO_STATE, Origin, PrefixSlot
 from lucevisor.kv.residency import PagedOut
 from lucevisor.model.values import PAGE_TOKENS, Space
 
@@ -53,7 +53,7 @@ class PrefixMatch:
 class Reservation:
     """Fresh ids for a prefix being restored, held until it is adopted or cancelled.
 
-    ``draft_epoch``: of their allocation.
+    ``draft_epoch``: of their allocation.  ``origin``: of the slot that is made of them.
     """
 
     n_tokens: int
@@ -61,6 +61,7 @@ class Reservation:
     ids: dict[Space, list[int]]
     draft_epoch: int = 0
     paged_out: PagedOut | None = None
+    origin: Origin = "disk"
 
     @property
     def drafted(self) -> bool:

@@ -24,9 +24,9 @@ from lucevisor.model.values import PAGE_TOKENS, Space
 NO_STATE: Final = -1
 """State id of models without recurrent layers."""
 
-Origin = Literal["turn", "pages", "prompt", "generation", "shared", "disk"]
+Origin = Literal["turn", "pages", "prompt", "generation", "shared", "disk", "preempted"]
 """Why a slot was made: a chat turn ends there, a multiple of ``checkpoint_pages``, the prompt ends, the answer ends,
-two prompts diverge after it, or it was restored from a snapshot."""
+two prompts diverge after it, it was restored from a snapshot, or its request was preempted there."""
 
 PageLookup = Callable[[Space, int, int], list[int]]
 """The pages of entries [start, stop) in a space, as in a page table; those it does not hold are left out."""

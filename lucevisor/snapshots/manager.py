@@ -119,7 +119,7 @@ class SnapshotManager:
         """
         end, n_saved = time.monotonic() + deadline_s, 0
         speeds = self._speeds()
-        slots = {slot.number: slot for slot in self._engine.prefixes.slots}
+        slots = {slot.number: slot for slot in self._engine.prefixes.slots if slot.origin != "preempted"}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in plan_shutdown_saves(candidates, self._policy, speeds, deadline_s):
             left = end - time.monotonic()
@@ -268,13 +268,14 @@ class SnapshotManager:
     # ---- save
 
     def _on_slot(self, slot: PrefixSlot) -> None:
-        if slot.origin != "disk":
+        if slot.origin not in ("disk", "preempted"):
             self._candidates[slot.number] = slot
             self._wake.set()
 
     def _on_evict(self, slot: PrefixSlot) -> None:
-        """Delay an eviction to save the slot, if it is worth a file and no other save is running."""
-        if self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
+        """Delay an eviction to save the slot, if it is worth a file and no other save is running.  Of a preempted
+        request memory is needed at once, and its answer is not at an end."""
+        if slot.origin == "preempted" or self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
             return
         self._engine.prefixes.pin(slot)
         self._spawn(self._save_evicted(slot), "save an evicted slot")

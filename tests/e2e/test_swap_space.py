@@ -14,7 +14,10 @@ import pytest
 
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.protocol.steps import Sampling
+from lucevisor.snapshots.manager import SnapshotManager
+from lucevisor.snapshots.policy import SaveTrigger
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.e2e.test_speculation import CASES, Case, config_of
 
@@ -60,6 +63,25 @@ async def test_without_room_in_host_memory_they_compute_again(tmp_path: Path) ->
         assert service.engine is not None
         now = service.engine.statistics()
         assert now.preemptions > now.swapped == 0
+
+
+async def test_no_snapshot_is_written_of_a_preempted_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages would be free only after the disk, and another request would have to give its own."""
+    saved, save = set[int](), SnapshotManager._save
+
+    async def noted(self: SnapshotManager, slot: PrefixSlot, trigger: SaveTrigger, deadline_s: float) -> bool:
+        saved.add(slot.n_tokens)
+        return await save(self, slot, trigger, deadline_s)
+
+    monkeypatch.setattr(SnapshotManager, "_save", noted)
+    monkeypatch.setattr(SnapshotManager, "_reject_reason", lambda *_: "")  # however fast the machine is
+    disk = [f"cache.dir={tmp_path / 'files'}", "cache.disk=1GiB"]
+    async with running(config_of(PLAIN, tmp_path, 1, "tail"), tmp_path, [*FEW, *disk]) as service:
+        await all_at_once(service)
+        assert service.engine is not None
+        assert service.engine.statistics().swapped > 0
+    assert saved
+    assert saved <= {120, 120 + N_TOKENS - 1}, "prompts and answers"
 
 
 async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token(tmp_path: Path) -> None:
