@@ -85,7 +85,7 @@ class DraftStage:
         self.device, self.dtype = pools.device, torch_dtype(load.dtype)
         self.pools = [pools]
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
-        self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences)
+        self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences, forgets=load.attend_host)
         self._deferred = DeferredRows(min(MOST_ROWS_OF_ALL, self.max_step_tokens))
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
@@ -268,7 +268,11 @@ class DraftStage:
 
 
 def _pools_of(load: Load) -> PoolSizes:
-    """The drafter attends to resident pages alone, and keeps others only if they may come back."""
+    """The drafter attends to resident pages alone, and keeps others only if they come back by rank.
+
+    Under ``exact`` one comes back at times, too, for a request that goes on from the slot of another: it has no draft
+    epoch then, so nobody attends to it.
+    """
     return msgspec.structs.replace(load.pools, host_pages=0 if load.attend_host else load.pools.host_pages)
 
 

@@ -93,8 +93,12 @@ class Sequences:
         *,
         attend_host: bool = False,
         in_place: bool = False,
+        forgets: bool = False,
     ) -> None:
-        """``attend_host``: attention reads what was paged out in host memory; ``in_place``: by tables of its rows."""
+        """``attend_host``: attention reads what was paged out in host memory; ``in_place``: by tables of its rows.
+        ``forgets``: what was paged out is kept by the target alone; a page that comes back holds nothing here.
+        """
+        self.forgets = forgets
         self.pools, self.attend_host = list(pools), attend_host
         self.reads_in_place = attend_host and in_place
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
@@ -244,13 +248,15 @@ class Sequences:
         sequence, entries, pages = self.get(operation.sequence, where), operation.entries, operation.pages
         if not entries or len(entries) != len(pages) or not all(a < b for a, b in pairwise(entries)):
             raise StateError(where, f"{len(pages)} pages for entries {', '.join(map(str, entries)) or 'none'}")
-        if missing := [entry for entry in entries if entry not in sequence.hosts]:
+        kept = sequence.out if self.forgets else sequence.hosts
+        if missing := [entry for entry in entries if entry not in kept]:
             raise StateError(where, f"entry {missing[0]} is not in host memory")
         for page in pages:
             self._check_unit(where, Space.FULL, page)
-        rows = [sequence.hosts.pop(entry) for entry in entries]
-        for pool in self.pools:
-            pool.page_in(rows, pages)
+        if not self.forgets:
+            rows = [sequence.hosts.pop(entry) for entry in entries]
+            for pool in self.pools:
+                pool.page_in(rows, pages)
         back, table = set(entries), sequence.table(Space.FULL)
         sequence.out = [entry for entry in sequence.out if entry not in back]
         for entry, page in zip(entries, pages, strict=True):

@@ -25,7 +25,7 @@ from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageOut, Sampling, SetPages
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageIn, PageOut, Sampling, SetPages
 
 POOL = 6
 MAX_SEQUENCES = 4
@@ -205,3 +205,19 @@ def test_pages_outside_host_memory_are_refused(page: int) -> None:
     with pytest.raises(StateError, match=f"page {page} is outside the 2 pages in host memory"):
         sequences.apply(PageOut(1, [1], [page]))
     sequences.apply(PageOut(1, [1], [4]))
+
+
+def test_a_page_that_the_target_alone_keeps_comes_back_empty():
+    """A drafter under ``exact``: it has no host memory, and slots bring pages of the target back."""
+    sizes = PoolSizes(full_pages=8, window_pages=0, states=0)
+    pools = Pools(SPEC, LayerRange(0, 1), CPU, Dtype.FLOAT32, sizes)
+    opening = [OpenSequence(1, -1, Sampling(), []), SetPages(1, Space.FULL, 0, [1, 2, 3]), PageOut(1, [1], [8])]
+    drafter, target = Sequences([pools], sizes, 1, forgets=True), Sequences([pools], sizes, 1)
+    for operation in opening:
+        drafter.apply(operation)
+        target.apply(operation)
+    drafter.apply(PageIn(1, [1], [5]))
+    assert drafter.get(1, "test").table(Space.FULL) == [1, 5, 3]
+    for sequences in (drafter, target):  # it is there, and it was never kept
+        with pytest.raises(StateError, match="entry 1 is not in host memory"):
+            sequences.apply(PageIn(1, [1], [6]))
