@@ -134,6 +134,11 @@ class _CallRecorder:
 class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands memory to torch, and refuses what computes."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else the first recording imports torch's compiler: a second or more of each load, and 140 MB a daemon."""
+        return False
+
     def __init__(self, memory: RecordedMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
