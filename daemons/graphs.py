@@ -141,6 +141,8 @@ class StepGraphs(Generic[Output]):
         ``rows`` may be in host memory, and are read when ``await_rows`` has returned.
         """
         key = layout.graph_key
+        if key is not None and self.device.type == "cpu":
+            key = key._replace(max_length=0)  # its kernels read lengths from memory
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self._run_eagerly(rows, layout, tables, await_rows)
         addresses = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}

@@ -105,6 +105,7 @@ def test_recorded_steps_equal_eager_steps(name: str, recorded: bool, kv_dtype: D
         assert (stage.kernels["cpu decodes"] == "recorded") == recorded
         assert recorded or "is not a kernel" in stage.kernels["cpu decodes"]
     for graphs in graphs_of(captured):
+        assert len({key[:2] for key in graphs._graphs}) == len(graphs._graphs)  # one for all lengths
         shapes = {(key.n_slices, key.n_tokens) for key in graphs._graphs}
         long = {(1, 32)} if name != "demo" else set()  # the delta net's kernel takes up to 16 tokens
         assert shapes == ({(1, 1), (2, 5), (2, 1), (1, 3), (1, 16)} | long if recorded else set())
