@@ -80,8 +80,8 @@ class Orders(ABC):
                         await one.prepare()
             await one.restart(now=now, deadline_s=RESTART_S)
             self.restart_reasons[group]["operator"] += 1
-            await one.wait(State.STARTING, State.FAILED, timeout_s=2 * RESTART_S)
-            tried = (State.LOADING, State.READY, State.FAILED)
+            tried = (State.LOADING, State.READY, State.FAILED)  # of a new process: the old one has left these
+            await one.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
             if group in self._target_groups:
                 await self._until(
                     lambda: self.state in ("ready", "draining") or (self.state == "failed" and one.state in tried)

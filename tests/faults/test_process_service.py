@@ -126,6 +126,19 @@ async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp
         assert right.pid is None
 
 
+async def test_a_restart_during_a_pause_ends_when_the_warm_spare_serves(tmp_path):
+    """The spare is loading as soon as it is asked for: nobody sees the group STARTING."""
+    async with serving(config_of(tmp_path), tmp_path) as service:
+        assert await service.wait_ready(60.0), service.reason()
+        left = service.groups["left"]
+        assert await left.prepare()
+        os.kill(left.pid, signal.SIGKILL)
+        await left.wait(State.BACKOFF, timeout_s=20)
+        async with asyncio.timeout(30):
+            await service.restart("left", now=True)
+        assert service.state == "ready"
+
+
 async def test_a_group_waits_for_the_others_as_long_as_they_need(tmp_path):
     """What it loads depends on them: the stall of a load is counted from when it is sent."""
     config = config_of(tmp_path, right="sleep at start")
