@@ -72,7 +72,7 @@ class ModelRunner:
             for i, arena in enumerate(arenas)
         ]
         self._ring = next((TokenRing(arenas[p.tokens]) for p in load.stages if p.tokens is not None), None)
-        self._settled_at = 0.0
+        self._settled_at = self._upkeep_s = 0.0
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
@@ -232,9 +232,10 @@ class ModelRunner:
         if plan.output and self._draft_inputs is not None and deferred is None:
             self._draft_inputs.keep_tokens(step, sampled)
         compute_s, wait_s = time.monotonic() - started - arrival.waited_s, wait_s + arrival.waited_s
+        upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
         result = StepResult(
             step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
-            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s,
+            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s,
         )  # fmt: skip
         return StepOutput(result, payload.arrays, deferred, step, started)
 
@@ -303,14 +304,17 @@ class ModelRunner:
         started, step = time.monotonic(), message.step
         if self._draft is None or self._draft_inputs is None:
             raise StateError(f"draft step {step.step_id}", "this daemon has no draft stage")
-        plan = self._draft_inputs.plan
-        step, captures, tokens = self._draft_inputs.take(message)
         self._draft.apply(step.operations)
-        drafts = self._draft.run(step, captures, tokens) if step.n_tokens else []
-        if any(source.arena is not None for source in plan.sources):
-            devices.synchronize(self._draft.device)  # the next step of this region may overwrite the captures
-        elapsed = time.monotonic() - started
-        return StepOutput(StepResult(step.step_id, plan.stage, [], elapsed, wait_s, [], drafts), [])
+        drafts, stage = self._draft_inputs.feed(self._draft, message), self._draft_inputs.plan.stage
+        return StepOutput(StepResult(step.step_id, stage, [], time.monotonic() - started, wait_s, [], drafts), [])
+
+    @torch.inference_mode()
+    def keep_up(self, step: Step, stage_index: int) -> None:
+        """Let the draft stage take a step along that the output stage has answered.  Raises StateError."""
+        inputs, started = self._draft_inputs, time.monotonic()
+        if step.upkeep and self._plans[stage_index].output and self._draft and inputs:
+            inputs.feed(self._draft, DraftStep(step))
+            self._upkeep_s += time.monotonic() - started
 
     def flush(self) -> None:
         """Bring all state up to date: before it is read."""
@@ -328,19 +332,19 @@ class ModelRunner:
             stage.reset()
         if self._sampler is not None:
             self._sampler.reset()
-        if self._draft is not None:
-            self._draft.reset()
-        if self._draft_inputs is not None:
-            self._draft_inputs.reset()
+        for part in (self._draft, self._draft_inputs):
+            if part is not None:
+                part.reset()
 
     def free_bytes(self) -> list[int]:
-        load = self._load
-        others = [plan.device for plan in (load.draft, load.score) if plan is not None]
+        others = [plan.device for plan in (self._load.draft, self._load.score) if plan is not None]
         indices = sorted({*others, *(s.device for p in self._load.stages for s in p.shards)})
         return [devices.memory_free(devices.torch_device(self._backend, i)) for i in indices]
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)
+        if step.upkeep and plan.output and self._draft is not None:
+            self._draft.apply(step.operations)
         self._follow(plan, step)
 
     def _follow(self, plan: StagePlan, step: Step) -> None:

@@ -246,10 +246,15 @@ class _MessageLoop:
         except Exception as e:  # process boundary: report, then exit
             where = "the draft stage" if isinstance(message, DraftStep) else f"stage {stage}"
             return self._fail(f"step {step.step_id}", e, where)
-        if outcome.deferred is None:
-            self._answer(outcome, step.n_tokens)
-        else:
+        if outcome.deferred is not None:
             self._deferred, self._n_rows = outcome, step.n_tokens
+            return None
+        self._answer(outcome, step.n_tokens)
+        try:
+            if isinstance(message, Step):
+                self._runtime.keep_up(message, stage)
+        except Exception as e:  # process boundary: report, then exit
+            return self._fail(f"step {step.step_id}", e, "the draft stage")
         return None
 
     def _await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 from torch import Tensor
 
+from daemons import device as devices
 from daemons.boundary import BoundaryBuffer
+from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from lucevisor.protocol.loading import DraftPlan, arena_regions
-from lucevisor.protocol.steps import DraftStep, Sampled, Slice, Step
+from lucevisor.protocol.steps import Drafted, DraftStep, Sampled, Slice, Step
 
 
 @dataclass(slots=True)
@@ -82,6 +84,17 @@ class DraftInputs:
                 raise StateError(where, f"stage {source.stage} of this daemon has kept no captures of it")
             captures.append(rows)
         return step, captures, tokens
+
+    def feed(self, stage: DraftStage, message: DraftStep) -> list[Drafted]:
+        """Let the draft stage take a step along, whose operations it has applied, and return its drafts.
+
+        Raises StateError.
+        """
+        step, captures, tokens = self.take(message)
+        drafts = stage.run(step, captures, tokens) if step.n_tokens else []
+        if any(source.arena is not None for source in self.plan.sources):
+            devices.synchronize(stage.device)  # the next step of this region may overwrite the captures
+        return drafts
 
     def _release(self, step_id: int) -> _KeptStep:
         """What is kept of a step; forgets it and all steps before it."""

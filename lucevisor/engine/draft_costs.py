@@ -150,11 +150,11 @@ class BatchCosts:
 
     def drafted_round_s(self, step_s: float, draft_s: float) -> float:
         """Return the seconds of a round with such a step and such drafts."""
-        return self.schedule.round_s(step_s, draft_s) + self.times.gaps_s[True]
+        return self._with_gap(self.schedule.round_s(step_s, draft_s), drafted=True)
 
     def charged(self, step_s: float, *, drafted: bool) -> float:
         """Return how many plain rounds such a step takes the place of; drafts are charged apart."""
-        return (self.schedule.pace * step_s + self.times.gaps_s[drafted]) / self.bare_round_s
+        return self._with_gap(self.schedule.pace * step_s, drafted=drafted) / self.bare_round_s
 
     @property
     def bare_round_s(self) -> float:
@@ -200,7 +200,12 @@ class BatchCosts:
             plain_s = self.times.steps.seconds(n_slices, n_slices)
             if plain_s is not None:
                 seconds = min(seconds, schedule.round_s(plain_s, upkeep_s, schedule.n_stages))
-        return seconds + self.times.gaps_s[False]
+        return self._with_gap(seconds, drafted=False)
+
+    def _with_gap(self, seconds: float, *, drafted: bool) -> float:
+        """Add what lies between the messages of a round.  Stages that prepare a step while another one computes save
+        less than half of their time: more was measured while kernels were compiled."""
+        return seconds + max(self.times.gaps_s[drafted], -seconds / 2)
 
 
 def own_widths(tokens: Sequence[Sequence[float]], least: float) -> list[int]:

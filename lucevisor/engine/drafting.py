@@ -169,9 +169,15 @@ class Drafting:
             live.draft_from = now, position
         return position
 
-    def planned(self, step: ScheduledStep) -> None:
-        """Note a step that is sent to the drafter, too, if there is one."""
-        if self.attached:
+    def keeps_up(self, slices: Sequence[Slice], n_stages: int) -> bool:
+        """Whether the drafter takes decodes along without a message and an answer of its own: it is asked for nothing,
+        in the output stage's daemon, which does one step after the other where there are several stages."""
+        asked = any(piece.n_ahead for piece in slices)
+        return self.attached and not self._overlaps and n_stages > 1 and not asked and all_decodes(slices)
+
+    def planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
+        """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
+        if self.attached and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
             records = [part.record for part in step.parts.values()]  # of prompts: while the shards compute them
@@ -179,12 +185,16 @@ class Drafting:
 
     # ---- results
 
-    def applied(self, scheduled: ScheduledStep, now: float) -> None:
-        """Let the sequences of a step wait for their drafts, now that the output stage has answered it."""
+    def applied(self, scheduled: ScheduledStep, now: float, upkeep_s: float = 0.0) -> None:
+        """Let the sequences of a step wait for their drafts, now that the output stage has answered it.
+
+        ``upkeep_s``: what the drafter took for decodes since the result before.
+        """
+        self.statistics.upkeep_s += upkeep_s  # while another stage computes, so what it delays is in the gaps
         if self._settings.max_drafts and (gap := self._gaps.applied(scheduled, self._step_s, now)) is not None:
             self.speculation.times.add_gap(*gap)
-        if not self.outstanding or scheduled.step_id < self.outstanding[0].step_id:
-            return  # planned before the drafter was attached
+        if all(step.step_id != scheduled.step_id for step in self.outstanding):
+            return  # planned before the drafter was attached, or it does not answer
         self._n_sampled += 1
         for part in scheduled.parts.values():
             if part.slice.n_ahead:

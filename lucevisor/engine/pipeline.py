@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from lucevisor.engine.constraint import MadeMasks
 from lucevisor.engine.pipeline_drafts import DraftRelay
 from lucevisor.engine.pipeline_steps import (
@@ -360,6 +362,9 @@ class Pipeline(DraftRelay):
         entry.had.add(stage)
         if posted:
             entry.posted.add(stage)
+        if step.upkeep and entry.draft is not self._draft:  # it knows nothing of the sequences, or is gone
+            entry.step = step = replace(step, upkeep=False)
+            entry.frames.clear()
         self._held[stage].append(entry)
         try:
             self._links[stage].send(entry.frames.pop(stage, b"") or entry.frame(stage, posted=posted))
@@ -371,7 +376,8 @@ class Pipeline(DraftRelay):
         except (ProtocolError, OSError) as error:
             self._dead_link(stage, f"step {step.step_id} could not be sent to stage {stage}: {error}")
             return False
-        if stage + 1 == self.n_stages and entry.draft is not None and entry.draft.with_output:
+        together = entry.draft is not None and entry.draft.with_output and not step.upkeep
+        if stage + 1 == self.n_stages and together:
             self._send_draft(entry, None)  # its daemon will know the tokens
         return True
 

@@ -24,7 +24,7 @@ class RoundGaps:
 
     def applied(self, step: ScheduledStep, seconds: float, now: float) -> tuple[bool, float] | None:
         """Note a step that took ``seconds`` in the stages; return whether its round, from the last result to this one,
-        had drafts, and its gap.
+        had drafts, and its gap: negative where stages prepare a step while another one computes.
 
         None if other steps came in between, or computed prompts.
         """
@@ -32,4 +32,4 @@ class RoundGaps:
         self._last, self._applied_at, self._draft_s = step, now, 0.0
         if last is None or step.step_id != last.step_id + 1 or not step.only_decodes or not last.only_decodes:
             return None
-        return (last.n_ahead > 0, max(0.0, gap)) if step.parts.keys() == last.parts.keys() else None
+        return (last.n_ahead > 0, gap) if step.parts.keys() == last.parts.keys() else None

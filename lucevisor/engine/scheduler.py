@@ -192,7 +192,7 @@ class Scheduler(SchedulerState):
         for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
             events += self._take(part, drawn.get(sequence, []), now)
-        self.drafting.applied(scheduled, now)
+        self.drafting.applied(scheduled, now, result.upkeep_s)
         return events
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
@@ -255,6 +255,7 @@ class Scheduler(SchedulerState):
             want_hidden=wanted is not None and wanted.hidden,
             rank_pages=[one.live.sequence for one in chosen if one.live.ranking and self.limits.stages_rank],
             follows=follows if self.n_stages > 1 else 0,
+            upkeep=bool(chosen) and self.drafting.keeps_up(slices, self.n_stages),
         )
         self._operations = []
         self._flushing = False
@@ -267,7 +268,7 @@ class Scheduler(SchedulerState):
         decodes = any(one.record.state is RequestState.DECODE for one in chosen)
         self._waits.planned(now)
         self.in_flight.append(ScheduledStep(step.step_id, parts, decodes, follows))
-        self.drafting.planned(self.in_flight[-1])
+        self.drafting.planned(self.in_flight[-1], upkeep=step.upkeep)
         self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple(one.record.request.request_id for one in chosen), mask_jobs(parts.values()))
 

@@ -225,6 +225,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     want_hidden: bool = False  # payload of each stage: float32 residual stream [n_layers (+1 with embedding), T, E]
     rank_pages: list[int] = []
     follows: int = 0  # the step that samples its pending tokens; 0: none, or there is one stage
+    upkeep: bool = False  # a draft stage beside the output stage of several takes it along: there is no DraftStep
 
     @property
     def n_tokens(self) -> int:
@@ -307,6 +308,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     scored: list[Scored] = []  # of the output stage
     page_scores: list[PageScores] = []  # of slices that ask for it
     hop_s: float = 0.0  # of a posted step: from the doorbell of its rows until this stage took them
+    upkeep_s: float = 0.0  # of the output stage: what the draft stage took since the last result for steps with upkeep
 
 
 class Recall(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.errors import LoadError, StateError
@@ -200,6 +201,27 @@ def test_captures_and_tokens_of_each_step(
         assert (step_id, given) == (one.step_id, [tokens])
         assert torch.equal(torch.cat(captures, dim=-1), torch.cat(hidden, dim=-1))
     assert third._draft.operations == opening(golden)
+
+
+def test_a_step_with_upkeep_is_taken_along_without_a_message(
+    daemons: tuple[ModelRunner, ModelRunner, ModelRunner], golden: Golden
+) -> None:
+    first, second, third = daemons
+    one = replace(step(8, 0, golden.ids[:30], operations=opening(golden)), upkeep=True)
+    first.run_step(one, 0, 0.0)
+    result = second.run_step(one, 1, 0.0).result
+    first.keep_up(one, 0)
+    second.keep_up(one, 1)
+    if second is not third:
+        assert third._draft.steps == []  # that is asked by messages
+        return
+    assert third._draft.operations == opening(golden)
+    assert [number for number, *_ in third._draft.steps] == [8]
+    assert third._draft.steps[0][2] == [[found.token for found in result.sampled]]
+    after = Step(9, 1, [CloseSequence(5)])
+    first.run_step(after, 0, 0.0)
+    assert second.run_step(after, 1, 0.0).result.upkeep_s > 0
+    assert not third._draft_inputs._kept.keys() - {9}
 
 
 def test_steps_without_tokens_and_without_sampled_tokens(daemons: tuple[ModelRunner, ...], golden: Golden) -> None:

@@ -8,7 +8,7 @@ it drafts comes from the oracle, wrong as often as it is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -17,6 +17,7 @@ from lucevisor.protocol.steps import (
     Drafted,
     DraftStep,
     OpenSequence,
+    Operation,
     Sampled,
     Sampling,
     Slice,
@@ -49,10 +50,7 @@ class ToyDrafter(ToyStage):
     def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult:
         """Execute a step; ``sampled``: by the output stage of its daemon."""
         step = message.step
-        for operation in step.operations:
-            self._operate(operation)
-            if isinstance(operation, CopyState):
-                self.after[operation.target] = self.after.get(operation.source, (-1, -1))
+        self.take_operations(step.operations)
         for stage in range(self.model.n_stages if step.slices else 0):
             if self._captures[stage, step.region][0] not in (step.step_id, PLACED):
                 raise Violation(f"region {step.region} was overwritten before step {step.step_id} was drafted")
@@ -67,6 +65,13 @@ class ToyDrafter(ToyStage):
             if piece.n_ahead:
                 drafts.append(Drafted(piece.sequence, self._draft(piece, new)))
         return StepResult(step.step_id, self.stage, compute_s=0.25, drafts=[d for d in drafts if d.tokens])
+
+    def take_operations(self, operations: Sequence[Operation]) -> None:
+        """Execute the operations of a step."""
+        for operation in operations:
+            self._operate(operation)
+            if isinstance(operation, CopyState):
+                self.after[operation.target] = self.after.get(operation.source, (-1, -1))
 
     def _operate(self, operation: object) -> None:
         if isinstance(operation, OpenSequence) and operation.history:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
@@ -150,7 +152,8 @@ class ToyEngine:
         for home in [daemon for daemon in self.daemons if daemon.drafter is not None]:
             if home.stages:
                 home.drafter = None
-                kept = [(flags, message) for flags, message in home.inbox if isinstance(message, Step)]
+                steps = [(flags, message) for flags, message in home.inbox if isinstance(message, Step)]
+                kept = [(flags, structs.replace(step, upkeep=False)) for flags, step in steps]
                 home.inbox.clear()
                 home.inbox.extend(kept)
             else:

@@ -33,6 +33,7 @@ from lucevisor.protocol.steps import (
     DraftStep,
     Masks,
     OpenSequence,
+    Operation,
     PageIn,
     PageOut,
     PageScores,
@@ -506,6 +507,8 @@ class ToyDraftStage(Protocol):
 
     def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult: ...
 
+    def take_operations(self, operations: Sequence[Operation]) -> None: ...
+
 
 class ToyDaemon:
     """Runs one or several stages, one step at a time in the order received.  It is a StageLink as well."""
@@ -579,6 +582,10 @@ class ToyDaemon:
             return self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None), _NO_PAYLOAD
         masks = self.masks.pop(step.step_id, None) if stage == self.limits.n_stages - 1 else None
         result, arrays = self.stages[stage].run(step, self.limits.max_sequences, masks)
+        if step.upkeep and stage == self.limits.n_stages - 1 and self.drafter is not None:
+            output = self.stages[stage]
+            known = replace(step, slices=output.known[step.step_id])
+            self.drafter.run_drafts(DraftStep(known), output.sampled[step.step_id])
         payload = memoryview(bytearray(b"".join(a.tobytes() for a in arrays)))
         payload_segments(result, payload)  # must fit together
         return result, payload
@@ -599,6 +606,8 @@ class ToyDaemon:
         operated = bool(dropped) and dropped[0].step_id % 2 == 0
         if operated:
             self.stages[message.stage].operate(dropped[0], self.limits.max_sequences)
+            if dropped[0].upkeep and message.stage == self.limits.n_stages - 1 and self.drafter is not None:
+                self.drafter.take_operations(dropped[0].operations)
         return Recalled(message.stage, [step.step_id for step in dropped], operated)
 
 
