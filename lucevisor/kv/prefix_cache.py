@@ -3,18 +3,17 @@
 Pure: tokens, page ids and ``now`` (seconds) in, page ids out; the caller makes the operations that fill pages and copy
 states.  Knows no requests.  Models with recurrent layers resume only at the end of a slot, where their states were
 checkpointed; others at any cached page whose window is complete.
-Eviction: a slot is worth the tokens that would have to be recomputed without it, divided by the prompts since its last
-use.  The least valuable goes first, among those that free what is needed.  Why freed ids can be reused at once:
-engine/scheduler.py.
+Which slots go first: prefix_eviction.py.
 Invariant: slots and bytes stay within the settings, as far as unpinned slots allow; the index owns every id that a slot
 needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.page_pool import PagePools
+from lucevisor.kv.prefix_eviction import PrefixEviction
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
 from lucevisor.kv.residency import PagedOut, Residency
@@ -23,7 +22,7 @@ from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
-class PrefixIndex:
+class PrefixIndex(PrefixEviction):
     """Prefix slots over the pools of a model."""
 
     def __init__(
@@ -71,13 +70,6 @@ class PrefixIndex:
     def slots(self) -> list[PrefixSlot]:
         """All slots, oldest first."""
         return list(self._slots.values())
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of pages and states that only slots hold."""
-        return sum(
-            self._pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces
-        )
 
     @property
     def pinning(self) -> bool:
@@ -251,55 +243,6 @@ class PrefixIndex:
                 self._remove(slot)
             self.trim()
 
-    # ---- eviction
-
-    def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
-        """Whether evicting all unpinned slots would free so many ids of each space for a sequence.
-
-        ``shared``: ids that the caller is about to own as well; they would stay.
-        """
-        for space, n in needs.items():
-            allocator = self._sequence_pools[space]
-            if n > allocator.n_free:
-                pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
-                staying = allocator.n_evictable_of(pinned.union(shared.get(space, ())))
-                if n > allocator.n_free + allocator.n_evictable - staying:
-                    return False
-        return True
-
-    def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
-        """The same for pages in host memory."""
-        hosts = self._pools.host_pages
-        if n <= hosts.n_free:
-            return True
-        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, Space.FULL)}
-        return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
-
-    def reclaim_host(self, n: int) -> bool:
-        """Evict slots until so many pages in host memory are free; False if that is not enough."""
-        hosts = self._pools.host_pages
-        while n > hosts.n_free:
-            victim = self._next_victim([hosts]) if n <= hosts.n_free + hosts.n_evictable else None
-            if victim is None:
-                return False
-            self._evict(victim)
-        return True
-
-    def reclaim(self, needs: Mapping[Space, int]) -> bool:
-        """Evict slots until so many ids of each space are free for a sequence; False if that is not enough."""
-        return self._reclaim(self._sequence_pools, needs)
-
-    def trim(self) -> None:
-        """Evict slots until number and bytes are within the settings.  Call it after a sequence ended, too: pages that
-        it shared now count for the slots alone.
-        """
-        while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
-            spaces = self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ()
-            victim = self._next_victim([self._pools[space] for space in spaces])
-            if victim is None:
-                return
-            self._evict(victim)
-
     def drop(self, slot: PrefixSlot) -> bool:
         """Evict a slot without telling the hook; False if it is pinned."""
         if slot.alive and not slot.pins:
@@ -337,59 +280,6 @@ class PrefixIndex:
             for other in self._slots.values():
                 if other.parent is slot.parent and other.begins_with(slot):
                     other.parent = slot
-
-    def _value(self, slot: PrefixSlot) -> float:
-        return self._n_lost(slot) / (self._tick - slot.last_use + 1)
-
-    def _n_lost(self, slot: PrefixSlot) -> int:
-        """Return how many tokens would have to be recomputed without the slot."""
-        known = slot.parent.n_tokens if slot.parent is not None else 0
-        if self.block_granular:
-            node = slot.node  # pages shared with other slots stay
-            while node.n_slots == 1 and node.parent is not None:
-                node = node.parent
-            known = max(known, node.stop * PAGE_TOKENS)
-        return slot.n_tokens - known
-
-    def _next_victim(self, lacking: Collection[PageAllocator]) -> PrefixSlot | None:
-        """Return the next slot to evict: one that frees an id of ``lacking`` if any does, then by value and use."""
-        slots = [slot for slot in self._slots.values() if not slot.pins]
-        return min(
-            slots,
-            key=lambda s: (bool(lacking) and not self._tree.frees(s, lacking), self._value(s), s.last_use, s.number),
-            default=None,
-        )
-
-    def _evict(self, slot: PrefixSlot) -> None:
-        self.hooks.on_evict(slot)
-        if slot.pins:
-            slot.evict_on_unpin = True
-        elif slot.alive:
-            self.n_evictions += 1
-            self._remove(slot)
-
-    def _remove(self, slot: PrefixSlot) -> None:
-        self.version += 1
-        self._tree.remove(slot)
-        del self._slots[slot.number]
-        for other in self._slots.values():
-            if other.parent is slot:
-                other.parent = slot.parent
-
-    def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
-        while not pools.fits(needs):
-            lacking = [space for space, n in needs.items() if n > pools[space].n_free]
-            gives = all(pools[space] is self._pools[space] for space in lacking)  # slots own none of other pools
-            victim = self._next_victim([pools[space] for space in lacking]) if gives else None
-            if victim is None:
-                return False
-            self._evict(victim)
-        return True
-
-    def _ids(self, slot: PrefixSlot, space: Space) -> list[int]:
-        if space is Space.RECURRENT:
-            return [slot.state] if slot.state != NO_STATE else []
-        return slot.pages(space)
 
     def _release(self, reservation: Reservation) -> None:
         for space, ids in reservation.ids.items():

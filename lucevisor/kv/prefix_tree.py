@@ -10,11 +10,11 @@ those that need its window pages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PAGED
 from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import PAGE_BYTES, TOKEN_BYTES, TokenBuffer
@@ -292,22 +292,6 @@ class PrefixTree:
                     _merge(at, parent)
             at = parent
 
-    def frees(self, slot: PrefixSlot, lacking: Collection[PageAllocator]) -> bool:
-        """Whether removing a slot frees an id of one of the allocators at once."""
-        if slot.state != NO_STATE and self._lone(Space.RECURRENT, slot.state, lacking):
-            return True
-        if any(self._lone(space, page, lacking) for space, page in slot.tail.items()):
-            return True
-        at = slot.node
-        while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
-            for space, pages in at.pages.items():
-                n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
-                needed = space is not Space.WINDOW or at.start >= slot.first_window
-                if n_needing == 1 and needed and any(self._lone(space, page, lacking) for page in pages):
-                    return True
-            at = at.parent
-        return False
-
     # ---- inside
 
     def _fresh_pages(self, walk: Walk, source: SlotSource, first_window: int) -> dict[Space, dict[int, int]] | None:
@@ -381,10 +365,6 @@ class PrefixTree:
                 holds[page] -= 1
         for allocator, own in self._pools.tiers(space, last):
             allocator.uncache(own)
-
-    def _lone(self, space: Space, unit: int, lacking: Collection[PageAllocator]) -> bool:
-        allocator = self._pools.allocator_of(space, unit)
-        return allocator in lacking and self._holds[space][unit] == 1 and allocator.evictable(unit)
 
 
 def _merge(node: Node, parent: Node) -> None:
