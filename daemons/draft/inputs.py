@@ -68,6 +68,8 @@ class DraftInputs:
         """
         step, where = message.step, f"draft step {message.step.step_id}"
         kept = self._release(step.step_id)
+        if not step.slices:  # a stage here may have computed some alone, which is not for the drafter
+            return step, [], []
         if kept.slices is not None:
             step = replace(step, slices=kept.slices)
         tokens = kept.tokens if message.tokens is None else message.tokens

@@ -179,7 +179,7 @@ def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
     )
     tokens = CounterMetricFamily(
         _P + "recovered_tokens",
-        "Their tokens: computed again by lost stages alone or by all, or kept.",
+        "Their tokens: computed again by lost stages alone (prefix slots included) or by all, or kept.",
         labels=["how"],
     )
     tokens.add_metric(["rebuilt"], now.n_rebuilt)

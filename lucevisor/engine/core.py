@@ -375,10 +375,10 @@ class Engine(Standstill):
             lives = self._scheduler.in_flight[-1].lives
             if not self._scheduler.limits.stages_rank:
                 self.relevance.planned(self._scheduler.in_flight[-1])
-            self._stages.free(plan.step.region)
-            pipeline.submit(plan.step, opening=plan.opening)
+            self._stages.sending(plan)
+            pipeline.submit(plan.step, opening=plan.opening, lone=plan.lone)
             self._masks.planned(plan, pipeline)
-            self._stages.planned(plan.step, lives)  # the shards work already
+            self._stages.planned(plan, lives)  # the shards work already
         self._outbox += self._scheduler.failed
         self._scheduler.failed.clear()
         if self._scheduler.starving:

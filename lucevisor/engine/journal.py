@@ -108,7 +108,8 @@ class Journal:
         filing, row = _Filing(step.region, copied), 0
         for piece in step.slices:
             stop = piece.start + len(piece.tokens)
-            filing.parts.extend(self._parts(lives[piece.sequence], piece.start, stop, row))
+            pages = pages_between(lives[piece.sequence], piece.start, stop)
+            filing.parts.extend(self._runs(piece.sequence, pages, piece.start, stop, row))
             row += len(piece.tokens)
         if copied or row:
             self._filings[step.step_id] = filing
@@ -160,10 +161,13 @@ class Journal:
         self._free += [block.index for block in self._blocks.values()]
         self._blocks.clear()
 
-    def find(self, boundary: int, live: LiveSequence, start: int, stop: int, row: int = 0) -> list[RowCopy] | None:
-        """Return where the rows of some positions lie, to be placed from ``row`` on; None if one is missing."""
+    def find(self, boundary: int, pages: Sequence[int], start: int, stop: int, row: int = 0) -> list[RowCopy] | None:
+        """Return where the rows of some positions lie, to be placed from ``row`` on; None if one is missing.
+
+        ``pages``: those of these positions, in order.
+        """
         copies = []
-        for part in self._parts(live, start, stop, row):
+        for part in self._runs(0, pages, start, stop, row):
             block = self._find(boundary, part.page, part.generation)
             if block is None or block.n_rows < part.offset + part.n:
                 return None
@@ -183,9 +187,9 @@ class Journal:
     def _key(self, page: int) -> tuple[int, int]:
         return page, self._pages.generation_of(page)
 
-    def _parts(self, live: LiveSequence, start: int, stop: int, row: int) -> list[_PageRun]:
-        found, sequence, generation_of = [], live.sequence, self._pages.generation_of
-        for page in live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
+    def _runs(self, sequence: int, pages: Sequence[int], start: int, stop: int, row: int) -> list[_PageRun]:
+        found, generation_of = [], self._pages.generation_of
+        for page in pages:
             offset = start % PAGE_TOKENS
             n = min(PAGE_TOKENS - offset, stop - start)
             found.append(_PageRun(sequence, page, generation_of(page), offset, row, n))
@@ -229,6 +233,11 @@ class Journal:
         if unused:
             self._n_refused = 0
         return bool(unused)
+
+
+def pages_between(live: LiveSequence, start: int, stop: int) -> list[int]:
+    """Return the pages of space ``full`` with some positions of a sequence, in order."""
+    return live.table.entries(Space.FULL, start // PAGE_TOKENS, -(-stop // PAGE_TOKENS))
 
 
 def make_journal(store: RowStore | None, pools: PagePools, n_blocks: int) -> Journal | None:

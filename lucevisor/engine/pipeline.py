@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import MadeMasks
+from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.pipeline_drafts import DraftRelay
 from lucevisor.engine.pipeline_steps import (
     Answer,
@@ -87,9 +88,16 @@ class Pipeline(DraftRelay):
         """Steps that the last stage has not answered."""
         return sum(len(steps) for steps in self._at_stage)
 
-    def submit(self, step: Step, *, first_stage: int = 0, opening: Sequence[Operation] | None = None) -> None:
+    def submit(
+        self,
+        step: Step,
+        *,
+        first_stage: int = 0,
+        opening: Sequence[Operation] | None = None,
+        lone: LoneWork | None = None,
+    ) -> None:
         """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
-        all stages; that gets the operations ``opening``, if given, in place of the step's own.
+        all stages; that gets ``opening``, if given, in place of the step's operations.  ``lone``: what some stages do.
 
         The boundary rows that a later ``first_stage`` reads must be in the arena already.  Raises ValueError when there
         is no such stage.  A dead link fails the pipeline through ``on_failed`` before this returns.
@@ -100,7 +108,7 @@ class Pipeline(DraftRelay):
             return
         now = self._clock()
         draft = None if first_stage else self._draft
-        entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
+        entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening, lone=lone)
         self._at_stage[first_stage].append(entry)
         if first_stage == 0 and not self._may_start(entry):
             return
@@ -181,7 +189,7 @@ class Pipeline(DraftRelay):
         stage = entry.stage
         entry.sent_at = now
         self._at_stage[stage].append(entry)
-        sent = stage in entry.had or self._send(entry, stage)
+        sent = stage in entry.had or stage in self._recalling or self._send(entry, stage)
         if self._open:
             self.on_rows(entry.step, stage - 1)
         if sent and self._open:
@@ -219,8 +227,8 @@ class Pipeline(DraftRelay):
         return all(0 in before.had for before in self._at_stage[0] if before is not entry)
 
     def _start(self) -> None:
-        """Send the first stage the steps whose tokens are known, in order."""
-        for entry in [entry for entry in self._at_stage[0] if 0 not in entry.had]:
+        """Send the first stage what waits for tokens no longer, in order."""
+        for entry in [entry for entry in self._at_stage[0] if 0 not in entry.had and 0 not in self._recalling]:
             if entry.step.follows or not self._send(entry, 0):
                 return
 
@@ -275,6 +283,8 @@ class Pipeline(DraftRelay):
         self.lost.update(stages)
         self._rebuilding.clear()
         self._recalling -= self.lost
+        for entry in self.in_flight:
+            entry.lone = entry.lone.without(self.lost) if entry.lone is not None else None
         for stage in self.lost:
             while self._held[stage]:
                 self._held[stage].popleft().lose(stage)
@@ -303,15 +313,16 @@ class Pipeline(DraftRelay):
             self._take_drafts_back(message.step_ids)
         if message.operated and back:
             back[0].done.add(stage)
-        for entry in back if stage else ():
-            if entry.stage == stage and not self._send(entry, stage):  # its rows came meanwhile
+        for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.had]:
+            if not self._send(entry, stage):  # its rows came meanwhile
                 return
         self._start()
         self.on_recalled()
 
-    def waiting_for(self, stage: int) -> list[Step]:
-        """Return the steps that wait for a lost stage, in order."""
-        return [entry.step for entry in self._at_stage[stage]]
+    @property
+    def in_flight(self) -> list[PipelineStep]:
+        """All steps on their way."""
+        return [entry for waiting in self._at_stage for entry in waiting]
 
     def rebuild(self, stage: int, step: Step, link: StageLink) -> None:
         """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` hears of its answer."""
@@ -328,12 +339,11 @@ class Pipeline(DraftRelay):
         self._rebuilding.clear()
         for stage, link in links.items():
             self._links[stage] = link
-        waiting = [entry for stage in sorted(found) for entry in self._at_stage[stage]]
-        for entry in waiting:
+        for entry in self.in_flight:  # also those that wait for tokens
             entry.step = steps.get(entry.step.step_id, entry.step)
             entry.done |= found if operated else set()
             entry.frames.clear()
-        for entry in waiting:
+        for entry in [entry for stage in sorted(found) for entry in self._at_stage[stage]]:
             entry.sent_at = self._clock()
             if entry.stage and not self._send(entry, entry.stage):
                 return

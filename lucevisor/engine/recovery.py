@@ -36,8 +36,8 @@ class RecoveryStatistics:
 
     A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``n_sequences``:
     requests that were running then and went on, once for each pause.  ``n_tokens``: their tokens that all stages
-    computed again; ``n_rebuilt``: lost stages alone; ``n_kept``: those whose state was handed to a new daemon.
-    ``rebuilding``: tokens done in the present rebuild, and of how many.
+    computed again; ``n_rebuilt``: lost stages alone, prefix slots included; ``n_kept``: those whose state was handed to
+    a new daemon.  ``rebuilding``: tokens done in the present rebuild, and of how many.
     """
 
     held: int = 0
@@ -112,8 +112,11 @@ class Recovery:
         totals = self._totals
         self._totals = replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
 
-    def statistics(self, n_unfinished: int, now: float) -> RecoveryStatistics:
-        """Return the counts as of now; ``n_unfinished``: requests that run or wait."""
+    def statistics(self, n_unfinished: int, now: float, n_refilled: int = 0) -> RecoveryStatistics:
+        """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``n_refilled``: tokens of prefix
+        slots that lost stages alone computed again.
+        """
+        totals = replace(self._totals, n_rebuilt=self._totals.n_rebuilt + n_refilled)
         if self.since is None:
-            return self._totals
-        return replace(self._totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())
+            return totals
+        return replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())

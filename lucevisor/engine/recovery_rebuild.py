@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from lucevisor.engine.journal import Journal, RowCopy
+from lucevisor.engine.journal import Journal, RowCopy, pages_between
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.kv.page_pool import PagePools
@@ -139,7 +139,8 @@ class Rebuilder:
         row = 0
         for piece in step.slices:
             n = len(piece.tokens)
-            copies = self._journal.find(stage - 1, lives[piece.sequence], piece.start, piece.start + n, row)
+            pages = pages_between(lives[piece.sequence], piece.start, piece.start + n)
+            copies = self._journal.find(stage - 1, pages, piece.start, piece.start + n, row)
             if copies is None:
                 raise CannotRebuild(f"the journal lacks rows of positions {piece.start} to {piece.start + n - 1}")
             found += copies

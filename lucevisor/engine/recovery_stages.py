@@ -18,6 +18,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import Journal
+from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.pipeline_steps import StageLink
 from lucevisor.engine.recovery_rebuild import (
@@ -31,8 +32,9 @@ from lucevisor.engine.recovery_rebuild import (
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
+from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import Space
+from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.steps import Operation, Step
 
@@ -45,6 +47,7 @@ class StageRecovery:
 
     def __init__(self, scheduler: Scheduler, journal: Journal | None) -> None:
         self._scheduler, self._journal = scheduler, journal
+        scheduler.refills.journal = journal
         self._pipeline: Pipeline | None = None  # while stages of it are lost
         self._links: dict[int, StageLink] = {}
         self._plans: dict[int, RebuildPlan] = {}  # of the lost stages, as of now
@@ -104,17 +107,24 @@ class StageRecovery:
         """
         self.opening, self.n_frozen = [*opening], n_tokens
 
-    def free(self, region: int) -> None:
-        """A step is about to be sent that writes to a region."""
+    def sending(self, plan: StepPlan) -> None:
+        """A step is about to be sent, that writes to its region."""
         if self._journal is not None:
-            self._journal.free(region)
+            self._journal.free(plan.step.region)
+            self._place(plan.step, plan.lone)
 
-    def planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
+    def planned(self, plan: StepPlan, lives: Mapping[int, LiveSequence]) -> None:
         """Note a step that is sent."""
-        if step.slices:
+        if plan.step.slices or plan.lone is not None:
             self.opening = None
         if self._journal is not None:
-            self._journal.planned(step, lives)
+            self._journal.planned(plan.step, lives)
+
+    def _place(self, step: Step, lone: LoneWork | None) -> None:
+        """Write the rows of what stages do alone to where they read them."""
+        if lone is not None and self._journal is not None:
+            for boundary, rows in lone.rows.items():
+                self._journal.place(boundary, step.region, rows)
 
     def finished(self, step_id: int) -> None:
         """Note a step that the last stage has answered."""
@@ -133,6 +143,7 @@ class StageRecovery:
         self._pipeline = pipeline
         self._links.clear()
         self._forget_plans()
+        self._scheduler.end_refill()
         pipeline.lose(lost)  # which may deliver results, and those ask for the next step of the rebuild
         return True
 
@@ -216,7 +227,7 @@ class StageRecovery:
     def _settle(self, pipeline: Pipeline, now: float) -> bool:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""
         while pipeline.settled and (plan := self._scheduler.cut(now)) is not None:
-            self.planned(plan.step, {})
+            self.planned(plan, {})
             pipeline.submit(plan.step, opening=plan.opening)
         return pipeline.settled
 
@@ -237,11 +248,16 @@ class StageRecovery:
         if index.pinning:
             raise CannotRebuild("a prefix slot is being saved or restored")
         self._output_lost = pipeline.n_stages - 1 in pipeline.lost
-        ended = self._drop_ended()
+        unfinished = self._drop_ended()
+        ended: dict[int, set[int]] = {}
+        for step_id, part in unfinished:
+            ended.setdefault(step_id, set()).add(part.slice.sequence)
         for step_id, sequences in ended.items():
             self._journal.without(step_id, sequences)
-        waiting = {stage: [self._without(step, ended) for step in pipeline.waiting_for(stage)] for stage in lost}
-        self._steps = {step.step_id: step for steps in waiting.values() for step in steps}
+        self._steps = {one.step.step_id: self._without(one.step, ended) for one in pipeline.in_flight}
+        waiting = {
+            stage: [self._steps[one.step.step_id] for one in pipeline.in_flight if one.stage == stage] for stage in lost
+        }
         n_regions = scheduler.limits.n_regions(scheduler.n_stages)
         rebuilder = Rebuilder(
             scheduler.limits,
@@ -252,8 +268,7 @@ class StageRecovery:
             n_regions,
             index.slots,
         )
-        for slot in set(index.slots) - rebuilder.kept:
-            index.drop(slot)
+        self._lose_slots(lost, rebuilder.kept, [part for _, part in unfinished])
         self._plans = {stage: rebuilder.plan(stage) for stage in lost}
         found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
         self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
@@ -270,23 +285,47 @@ class StageRecovery:
         self._regions = {stage: deque() for stage in lost}
         self.n_kept = self.n_frozen * len(lost)
 
-    def _drop_ended(self) -> dict[int, set[int]]:
-        """Forget the slices of sequences that were closed since; return them by step.
+    def _drop_ended(self) -> list[tuple[int, ScheduledSequence]]:
+        """Forget the slices of sequences that were closed since; return them with the ids of their steps.
 
         Raises CannotRebuild if a sequence began with a slot that they were to complete in the stages behind.
         """
-        ended: dict[int, set[int]] = {}
+        ended: list[tuple[int, ScheduledSequence]] = []
         for scheduled in self._scheduler.in_flight:
             for sequence, part in [*scheduled.parts.items()]:
                 if part.record.live is part.live:
                     continue
                 del scheduled.parts[sequence]
                 part.record.n_in_flight -= 1
-                ended.setdefault(scheduled.step_id, set()).add(sequence)
+                ended.append((scheduled.step_id, part))
                 for record in self._scheduler.running:
-                    if record.live is not None and _begins_behind(record.tokens, record.live.began_at, part):
+                    if record.live is not None and _reaches(record.tokens, record.live.began_at, part):
                         raise CannotRebuild("a sequence began with what another one, closed since, was to compute")
         return ended
+
+    def _lose_slots(
+        self, lost: Collection[int], kept: Collection[PrefixSlot], unfinished: Sequence[ScheduledSequence]
+    ) -> None:
+        """Slots are partial now, but for those ``kept``; drop those with ``unfinished`` slices, which no stage behind
+        will have."""
+        index, spaces = self._scheduler.reuse.index, self._scheduler.pools.spaces
+        whole: dict[Space, set[int]] = {space: set() for space in spaces}
+        for record in self._scheduler.running:
+            for space in spaces if record.live is not None else ():
+                if record.live is not None and space is not Space.RECURRENT:
+                    whole[space].update(record.live.table.held(space))
+        tails = []  # of which no more is rebuilt than these slots have
+        for slot in kept:
+            if slot.state != NO_STATE:
+                whole[Space.RECURRENT].add(slot.state)
+            n_last = slot.n_tokens % PAGE_TOKENS
+            tails += [(*tail, n_last) for tail in slot.tail.items() if not index.pools.lost_in(*tail, n_last)]
+        for slot in index.slots:
+            if slot not in kept and any(_reaches(slot.tokens, slot.n_tokens, part) for part in unfinished):
+                index.drop(slot)
+        index.lose(lost, whole)
+        for tail in tails:
+            index.fill(*tail)
 
     def _without(self, step: Step, ended: Mapping[int, set[int]]) -> Step:
         if step.step_id not in ended:
@@ -308,6 +347,8 @@ class StageRecovery:
 
     def _finish(self, pipeline: Pipeline) -> None:
         """Let the steps on their way go on."""
+        for entry in pipeline.in_flight:
+            self._place(entry.step, entry.lone)
         for stage, one in self._rows:
             assert self._journal is not None
             self._journal.place(stage - 1, one.step.region, one.rows)
@@ -316,7 +357,7 @@ class StageRecovery:
         pipeline.find(self._links, self._steps, operated=not self.kept)
 
 
-def _begins_behind(tokens: TokenBuffer, n_cached: int, part: ScheduledSequence) -> bool:
-    """Whether the first ``n_cached`` tokens, which others computed, may include some of a slice."""
+def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> bool:
+    """Whether the first ``n_tokens`` tokens, which others computed, may include some of a slice."""
     start = part.slice.start
-    return n_cached > start and tokens.n_common(part.record.tokens, n_cached) > start
+    return n_tokens > start and tokens.n_common(part.record.tokens, n_tokens) > start

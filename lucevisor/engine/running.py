@@ -43,7 +43,7 @@ class RunningRequests(Collection[RequestRecord]):
     @property
     def full(self) -> bool:
         """Whether no further sequence may be open."""
-        return len(self._records) >= self._limits.max_sequences
+        return not self.sequence_ids.n_free
 
     @property
     def youngest(self) -> RequestRecord:

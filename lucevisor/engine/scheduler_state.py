@@ -16,6 +16,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.preemption import Preemption
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.queue import RequestQueue
+from lucevisor.engine.refill import Refills
 from lucevisor.engine.request import Event
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import RequestRecord
@@ -47,10 +48,12 @@ class SchedulerState:
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
         self.preemption = Preemption(self.running, self._queue, self.reuse)
-        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption)
+        self.refills = Refills(limits, self.pools, self.reuse.index, self.running.sequence_ids)
+        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption, self.refills)
         self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
         self._waits = WaitEstimate()
         self._operations: list[Operation] = []
+        self._refilled_last = False  # the step planned last refills a slot: others go first
         self._flushing = False  # send waiting operations with a step of their own if need be
         self.in_flight: deque[ScheduledStep] = deque()
         self._backlog = Backlog(n_stages)

@@ -76,6 +76,7 @@ class Standstill(PrefixAccess):
             self._pipeline.close()
             self._pipeline = None
         self._scheduler.detach_drafter()
+        self.prefixes.drop_partial()  # stages are others then
         opening, n_tokens = self._stages.opening or (), self._stages.n_frozen
         self._stages = StageRecovery(self._scheduler, make_journal(rows, self._scheduler.pools, journal_pages))
         self._stages.freeze(opening, n_tokens)
@@ -89,6 +90,7 @@ class Standstill(PrefixAccess):
         longer, or the pipeline was lost.
         """
         self._paused = True
+        self._scheduler.end_refill()
         self.recovery.begin(self._clock(), reason)
         at_rest = await self._wait(lambda: not self._paused or self._pipeline is None or self._flush(), timeout_s)
         if not at_rest or not self._paused or self._pipeline is None:
@@ -104,7 +106,7 @@ class Standstill(PrefixAccess):
             return False
         plan = self._scheduler.cut(self._clock())
         if plan is not None:
-            self._stages.planned(plan.step, {})
+            self._stages.planned(plan, {})
             self._pipeline.submit(plan.step, opening=plan.opening)
         return plan is None
 

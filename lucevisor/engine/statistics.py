@@ -197,5 +197,5 @@ class EngineStatistics:
             drafts=copy.deepcopy(scheduler.drafting.statistics),
             draft_width=scheduler.drafting.speculation.width if scheduler.drafting.attached else 0,
             no_drafts=scheduler.drafting.speculation.no_drafts,
-            recovery=recovery.statistics(len(scheduler.unfinished), now),
+            recovery=recovery.statistics(len(scheduler.unfinished), now, scheduler.refills.n_tokens),
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lucevisor.engine.constraint import Constraint, MaskJob
+from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.request import RequestState, TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
@@ -30,6 +31,7 @@ class StepPlan:
     request_ids: tuple[str, ...]
     mask_jobs: Sequence[MaskJob] = ()
     opening: Sequence[Operation] | None = None
+    lone: LoneWork | None = None  # what some stages do besides
 
 
 @dataclass(slots=True)  # not frozen: a step makes one for each sequence, and freezing takes three times as long

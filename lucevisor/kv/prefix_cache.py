@@ -10,10 +10,12 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_eviction import PrefixEviction
+from lucevisor.kv.prefix_losses import is_partial, lose_units, lost_in, n_whole_pages, repair
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
 from lucevisor.kv.residency import PagedOut, Residency
@@ -80,18 +82,38 @@ class PrefixIndex(PrefixEviction):
         """Return the slot of exactly the first ``n_tokens`` tokens."""
         return self._tree.find(TokenBuffer.of(tokens), n_tokens)
 
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest cached prefix that leaves a token to compute; changes nothing."""
+    def match(self, tokens: Sequence[int], *, whole: bool = False) -> PrefixMatch:
+        """Return the longest cached prefix that leaves a token to compute; changes nothing.
+
+        ``whole``: of those that no stage lacks.
+        """
         packed, most = TokenBuffer.of(tokens), len(tokens) - 1
         walk = self._tree.walk(packed, most)
         n_known = walk.n_pages * PAGE_TOKENS
         n_usable = 0 if self.recurrent else self._tree.n_usable_pages(walk) * PAGE_TOKENS
+        if whole:
+            n_usable = min(n_usable, n_whole_pages(self._pools, walk) * PAGE_TOKENS)
         if self._residency is not None and not self._residency.attends_host:  # what follows depends on what was out
             n_usable = min(n_usable, (self._residency.pool_pages - 1) * PAGE_TOKENS)
-        slot = next(self._tree.slots_on(walk, packed, most), None)
+        slots = self._tree.slots_on(walk, packed, most)
+        slot = next((one for one in slots if not (whole and self.partial(one))), None)
         if slot is not None and slot.n_tokens and slot.n_tokens >= n_usable:
             return self._match(walk.nodes, slot.n_tokens, n_known, slot)
         return self._match(walk.nodes, n_usable, n_known, None) if n_usable else PrefixMatch(0, n_known)
+
+    def partial(self, slot: PrefixSlot) -> bool:
+        """Whether a stage has lost some of a slot."""
+        return is_partial(self._pools, slot)
+
+    def lost_in(self, slot: PrefixSlot) -> frozenset[int]:
+        """Return the stages that lack some of a slot."""
+        return self.match_of(slot).lost_in
+
+    def partial_slots(self, tokens: Sequence[int], n_tokens: int) -> list[PrefixSlot]:
+        """Return the partial slots that the first ``n_tokens`` tokens begin with, longest first."""
+        packed = TokenBuffer.of(tokens)
+        slots = self._tree.slots_on(self._tree.walk(packed, n_tokens), packed, n_tokens)
+        return [slot for slot in slots if slot.n_tokens <= n_tokens and self.partial(slot)]
 
     def match_of(self, slot: PrefixSlot) -> PrefixMatch:
         """Return a match that uses all of a slot."""
@@ -142,6 +164,11 @@ class PrefixIndex(PrefixEviction):
         packed = TokenBuffer.of(tokens)
         slot = self._tree.find(packed, source.n_tokens) if self.worth_caching(source.n_tokens) else None
         made = None
+        if self.worth_caching(source.n_tokens):
+            self.version += repair(self._tree, self._pools, packed, source)
+        if slot is not None and not slot.pins and self.partial(slot):
+            self._remove(slot)
+            slot = None
         if slot is not None:
             self.touch(slot, now)
             slot.pins += pinned
@@ -243,11 +270,27 @@ class PrefixIndex(PrefixEviction):
                 self._remove(slot)
             self.trim()
 
+    def lose(self, stages: Collection[int], kept: Mapping[Space, Collection[int]]) -> None:
+        """Note that stages have lost what slots hold, but for the ids ``kept``."""
+        self.version += 1
+        lose_units(self._tree, self._pools, stages, kept)
+
+    def fill(self, space: Space, unit: int, n_tokens: int = PAGE_TOKENS) -> None:
+        """Note that all stages have a state, or the first ``n_tokens`` positions of a page."""
+        self.version += 1
+        self._pools.allocator_of(space, unit).fill(unit, n_tokens)
+
     def drop(self, slot: PrefixSlot) -> bool:
         """Evict a slot without telling the hook; False if it is pinned."""
         if slot.alive and not slot.pins:
             self._remove(slot)
         return not slot.alive
+
+    def drop_partial(self) -> None:
+        """Drop all slots that a stage has lost some of."""
+        for slot in self.slots:
+            if self.partial(slot):
+                self.drop(slot)
 
     def clear(self) -> None:
         """Drop everything, pins and reservations included: the shards lost their state."""
@@ -261,7 +304,7 @@ class PrefixIndex(PrefixEviction):
 
     def _match(self, nodes: Sequence[Node], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
         first, n_pages = self._tree.first_window(position), position // PAGE_TOKENS
-        return PrefixMatch(
+        found = PrefixMatch(
             position,
             n_known,
             full=tuple(pages_of_path(nodes, Space.FULL, 0, n_pages)),
@@ -272,6 +315,8 @@ class PrefixIndex(PrefixEviction):
             slot=slot,
             paged_out=slot.paged_out if slot is not None else None,
         )
+        lacking = lost_in(self._pools, found)
+        return replace(found, lost_in=lacking) if lacking else found
 
     def _link(self, slot: PrefixSlot, tokens: TokenBuffer) -> None:
         """Find a new slot's parent, and make it the parent of the slots that begin with it."""

@@ -119,7 +119,9 @@ class SnapshotManager:
         """
         end, n_saved = time.monotonic() + deadline_s, 0
         speeds = self._speeds()
-        slots = {slot.number: slot for slot in self._engine.prefixes.slots if slot.origin != "preempted"}
+        prefixes = self._engine.prefixes
+        kept = [slot for slot in prefixes.slots if slot.origin != "preempted" and not prefixes.partial(slot)]
+        slots = {slot.number: slot for slot in kept}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in plan_shutdown_saves(candidates, self._policy, speeds, deadline_s):
             left = end - time.monotonic()
@@ -167,7 +169,7 @@ class SnapshotManager:
             return None
         if not self._engine.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
             return None
-        gain = match.n_tokens - prefixes.match(prompt).position
+        gain = match.n_tokens - prefixes.match(prompt, whole=True).position
         reason = reject_restore_reason(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
         if reason:
             log.debug("snapshot not used", file=match.entry.file, reason=reason)
@@ -307,6 +309,8 @@ class SnapshotManager:
 
     def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
         reason = reject_save_reason(self._candidate(slot), trigger, self._policy, self._speeds())
+        if self._engine.prefixes.partial(slot):
+            reason = "a stage has lost some of it"
         if reason:
             log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, trigger=trigger.value, reason=reason)
         return reason

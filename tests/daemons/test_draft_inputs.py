@@ -51,3 +51,12 @@ def test_a_step_that_was_recalled_and_runs_again_is_kept_as_it_ran_last() -> Non
     inputs.keep_tokens(again, [Sampled(1, 50)])
     found, _, tokens = inputs.take(DraftStep(again))
     assert (found.slices, tokens) == (again.slices, [[50]])
+
+
+def test_what_a_stage_computed_alone_is_not_for_the_drafter() -> None:
+    """Its rows refill a prefix slot; the draft step of the same number has none."""
+    inputs = DraftInputs(PLAN, [])
+    inputs.keep_captures(step(1), 0, torch.zeros(1, 2))
+    inputs.keep_tokens(step(1), [])
+    alone = Step(1, 0, [], [])
+    assert inputs.take(DraftStep(alone)) == (alone, [], [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lucevisor.engine.journal import Journal, make_journal
+from lucevisor.engine.journal import Journal, make_journal, pages_between
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
@@ -37,7 +37,7 @@ class Bench:
         self.journal.finished(self.n_steps)
 
     def read(self, live: LiveSequence, start: int, stop: int) -> list[int] | None:
-        copies = self.journal.find(0, live, start, stop)
+        copies = self.journal.find(0, pages_between(live, start, stop), start, stop)
         if copies is None:
             return None
         self.journal.place(0, 1, copies)

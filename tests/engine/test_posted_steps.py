@@ -150,7 +150,7 @@ def test_a_stage_that_rang_and_was_lost_before_it_was_heard_has_done_the_step() 
     bench.answer(1, 2)
     bench.pipeline.receive(Recalled(2, [2], operated=False))
     assert bench.done == [1]
-    assert bench.pipeline.waiting_for(0) == [step(2)]
+    assert [one.step for one in bench.pipeline.in_flight if one.stage == 0] == [step(2)]
     assert bench.pipeline.settled
 
 

@@ -164,7 +164,7 @@ async def test_a_loss_that_delivers_results_does_not_go_on_with_an_earlier_rebui
 async def test_slots_that_running_sequences_begin_with_come_back(
     lost: int, spaces: frozenset[Space], n_host: int
 ) -> None:
-    """The prompt's checkpoints, also inside a page; those of others are forgotten, for their bytes are gone."""
+    """The prompt's checkpoints, also inside a page; those of others are partial, for some of their bytes are gone."""
     prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
     n_states = 16 if Space.RECURRENT in spaces else 0
     toy = ready(
@@ -183,9 +183,9 @@ async def test_slots_that_running_sequences_begin_with_come_back(
     for i in range(60):
         toy.work(i)
     assert toy.engine.ready
-    kept = [slot for slot in before if slot.alive]
+    kept = [slot for slot in before if slot.alive and not toy.engine.prefixes.partial(slot)]
     assert {slot.n_tokens for slot in kept} >= {64, 150}
-    assert not any(slot.tokens == range(40, 140) for slot in kept)
+    assert not any(slot.tokens[0] == 40 for slot in kept)
     more = [request(name, [*range(n), *range(20)], n=10) for name, n in (("b", 64), ("c", 150))]
     handles = [toy.engine.submit(each) for each in more]
     toy.run()
@@ -214,47 +214,6 @@ async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() 
     assert told(await events_of(handle))[0] == toy.alone(one)
     tokens, finished = told(await events_of(other))
     assert (tokens, finished.usage.cached_tokens) == (toy.alone(more), 150)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from([HYBRID, frozenset({Space.FULL}), ALL_SPACES]), st.sampled_from([100, 6]))
-def test_conversations_that_rest_at_a_loss_go_on_with_the_same_tokens(
-    data: st.DataObject, spaces: frozenset[Space], pages: int
-) -> None:
-    """Whether what they share with a running one came back or they are computed again, alone or beside each other."""
-    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
-    n_states = 16 if Space.RECURRENT in spaces else 0
-    window = (70, 24) if Space.WINDOW in spaces else (None, 0)
-    bounds = limits(spaces=spaces, prefix=prefix, window_tokens=window[0], pools=PoolSizes(40, window[1], n_states))
-    toy = ToyEngine(bounds, n_stages=2, hold_s=60.0, journal_pages=pages)
-    toy.attach()
-    lengths, n_common = st.integers(20, 150), data.draw(st.integers(0, 190))
-    texts = [[*range(n_common), *range(300 + 200 * i, 300 + 200 * i + data.draw(lengths))] for i in range(3)]
-    first = [toy.engine.submit(request(f"r{i}", text, n=3)) for i, text in enumerate(texts[1:])]
-    toy.run()
-    turns = [[*text, *told(asyncio.run(events_of(one)))[0], 7] for text, one in zip(texts[1:], first, strict=True)]
-    one = request("a", texts[0], n=40)
-    handles = {"a": toy.engine.submit(one)}
-    for i in range(data.draw(st.integers(0, 60))):
-        toy.work(i)
-    asked = [one, *(request(f"t{i}", text, n=5) for i, text in enumerate(turns))]
-    n_waiting = data.draw(st.integers(0, 2))  # asked for before the daemon is back
-    toy.crash(data.draw(st.integers(0, 1)))
-    handles |= {later.request_id: toy.engine.submit(later) for later in asked[1 : 1 + n_waiting]}
-    toy.come_back()
-    for _ in range(1000):
-        if not toy.work(0):
-            break
-    if not toy.engine.ready:
-        event("computed again by all")
-        toy.attach()
-    handles |= {later.request_id: toy.engine.submit(later) for later in asked[1 + n_waiting :]}
-    toy.run()
-    assert asyncio.run(check_answers(toy, asked, handles)) == ["length"] * 3
-    for name in ("t0", "t1"):
-        finished = handles[name].finished
-        assert finished is not None
-        assert finished.usage.cached_tokens <= n_common  # the bytes of all that was its own are gone
 
 
 @pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
@@ -310,7 +269,7 @@ class Crashes(Play):
                 event("crash")
                 return
             kind = "back"
-        if kind in ("many", "swap", "attach") or not toy.engine.ready:
+        if kind in ("many", "swap", "attach") or (not toy.engine.ready and kind not in ("cancel", "submit")):
             self.return_()
         if kind != "back":
             super().act(kind, index)

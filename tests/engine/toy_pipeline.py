@@ -577,7 +577,7 @@ class ToyDaemon:
             if stage != self.limits.n_stages or self.drafter is None:
                 raise Violation(f"step {step.step_id} is drafted at stage {stage}")
             output = self.stages.get(stage - 1)
-            if output is not None and message.tokens is None:
+            if output is not None and message.tokens is None and step.slices:
                 message = replace(message, step=replace(step, slices=output.known.get(step.step_id, step.slices)))
             return self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None), _NO_PAYLOAD
         masks = self.masks.pop(step.step_id, None) if stage == self.limits.n_stages - 1 else None
