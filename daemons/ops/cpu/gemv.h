@@ -28,6 +28,7 @@ void multiply_strip(const uint8_t* tile, const Activations& a, long first, Float
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) total[0][r] = total[1][r] = splat(0.f);
   for (long at = 0; at < a.columns; at += T::BLOCK, tile += T::BYTES) {
+    for (int i = 0; i < T::FIRST_GROUP; i += 64) _mm_prefetch((const char*)tile + AHEAD + i, _MM_HINT_T0);
     const Floats d[2] = {load_half(tile), load_half(tile + TILE)};
     const Floats m[2] = {tile_minimum<T>(tile, 0), tile_minimum<T>(tile, 1)};
     for (int g = 0; g < T::GROUPS; g++) {
