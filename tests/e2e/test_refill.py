@@ -33,7 +33,10 @@ async def next_turn(service: Service, index: int, text: list[int]) -> tuple[list
 
 ROUNDS = [
     *(pytest.param(*one.values, 1, id=f"{one.id}, once") for one in CONFIGURATIONS[1:]),
-    *(pytest.param(*one.values, 15, id=f"{one.id}, many", marks=pytest.mark.slow) for one in CONFIGURATIONS),
+    *(
+        pytest.param(*one.values, 15, id=f"{one.id}, many", marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+        for one in CONFIGURATIONS
+    ),
 ]
 
 
