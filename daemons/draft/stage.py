@@ -163,10 +163,12 @@ class DraftStage:
         features, jobs = self._features(step, captures), self._jobs(step, tokens)
         if jobs or not self._deferred.takes(step.slices):
             self.flush()
-        layout = self._layout(step.slices)  # checked in any case: an error names its own step
         if not jobs and self._deferred.takes(step.slices):
+            for s in step.slices:  # the rest of a layout's checks are worth more time than such a step has
+                self.sequences.get(s.sequence, f"slice of sequence {s.sequence} at {s.start}")
             self._deferred.add(step.slices, features)
             return []
+        layout = self._layout(step.slices)
         with launching(self.device):
             if self.graphs is None:
                 hidden = self.drafter.extend(features, self._batch(layout))
