@@ -83,20 +83,26 @@ inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
 // Transposes 16 x 16 words of 32 bits.
 inline void transpose(__m512i* r) {
   __m512i t[16];
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
   }
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 16
     for (int j = 0; j < 2; j++) {
       r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
       r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
     }
+#pragma GCC unroll 16
   for (int i = 0; i < 16; i += 8)
+#pragma GCC unroll 16
     for (int j = 0; j < 4; j++) {
       t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
       t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
     }
+#pragma GCC unroll 16
   for (int j = 0; j < 8; j++) {
     r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
     r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
