@@ -175,7 +175,9 @@ def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
 
     reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
     loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-    loop._runtime = SimpleNamespace(run_step=run_step, run_draft=run_draft, tell=lambda _: None)  # type: ignore[assignment]
+    loop._runtime = SimpleNamespace(  # type: ignore[assignment]
+        run_step=run_step, run_draft=run_draft, tell=lambda _: None, keep_up=lambda *_: None
+    )
     for step_id in (7, 8):
         for kind, flags, message in (
             (MessageKind.STEP, 1 | POSTED, Step(step_id, 0)),

@@ -99,5 +99,5 @@ async def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path, monk
             monkeypatch.setattr(Broken, "fails", fails)
             assert service.engine.statistics().cache.n_slots > 0
             await service.restart("b", now=False)
-            assert service.engine.statistics().cache.n_slots == 0
+            assert service.engine.statistics().recovery.n_kept == 0
             assert await generate(service, PROMPT, 8, SAMPLING) == wanted
