@@ -49,7 +49,7 @@ async def test_restored_and_recovered_sequences_accept_as_many_drafts_as_fresh_o
         pid = service.groups["b"].pid  # the drafter's daemon
         asked = asyncio.create_task(answers(service, prompts))
         # One that begins after the loss goes on from a slot whose drafter context is lost.
-        while service.engine is None or service.engine.statistics().running < len(prompts):
+        while service.engine is None or service.engine.statistics().running < len(prompts):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         os.kill(pid or 0, signal.SIGKILL)
         assert await asked == right
