@@ -29,7 +29,7 @@ from lucevisor.app.bench_cases import Case
 from lucevisor.app.benchmark import generate, tokens_per_s
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
-from lucevisor.engine.chunking import RECENT_S
+from lucevisor.engine.scheduling.chunking import RECENT_S
 from lucevisor.model.families import open_spec
 
 N_SHORT, SHORT, ANSWER = 4, 64, 16

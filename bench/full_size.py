@@ -36,6 +36,8 @@ from lucevisor.config import load
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
+from lucevisor.model.values import Dtype
+from lucevisor.model.weight_layout import shard_layouts
 
 READ_BYTES = 16 << 20
 HOST_MARGIN_BYTES = 2 << 30
@@ -158,16 +160,18 @@ async def start(config, model, run_dir, watcher, options, *, measure):
         poll.close()
 
 
+def names_of(spec, shard):
+    """Tensors of the file that a shard loads."""
+    ends = {"embedding": shard.first, "output": shard.last}
+    layouts = shard_layouts(spec, shard.layers, **ends, backend=shard.backend, dtype=Dtype.FLOAT32)
+    return [layout.name for layout in layouts]
+
+
 def load_of(service, model, group, peak, before):
     """One daemon's load: seconds, bytes of the file, host memory against its limit."""
     loaded = service.groups[group].loaded
     stages = service.placement.stages_of(group)
-    names = {
-        name
-        for stage in stages
-        for shard in stage.shards
-        for name in model.spec.tensor_names(shard.layers, embedding=shard.first, output=shard.last)
-    }
+    names = {name for stage in stages for shard in stage.shards for name in names_of(model.spec, shard)}
     sizes = [model.spec.files.tensors[name].n_bytes for name in names]
     limit = max(sizes) + HOST_MARGIN_BYTES
     on_cpu = all(shard.backend.value == "cpu" for stage in stages for shard in stage.shards)

@@ -1,11 +1,11 @@
 """What a hop costs: supervisor to a daemon process and back, beside a raw socketpair, ZeroMQ and gRPC in the same run.
 
-    python bench/hop.py [--rounds 20] [--cores free|same|apart] [--save]
+    python bench/hop.py [--rounds 20] [--cores free|same|apart] [--save | --json PATH]
 
 Every contender has its own child process; rounds of all contenders alternate, so that drift of the machine hits all
 alike.  Times are per round trip, after one warm-up round that is not counted.  --cores: where the kernel may run them:
 anywhere, all on core 0, or this process on core 0 and the children on core 1.  --save writes
-bench/results/hop-CORES.json.
+bench/results/hop-CORES.json.  ZeroMQ and gRPC are left out where they are not installed.
 """
 
 import argparse
@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import uvloop
-from records import machine, save
+from records import machine, save, write_json
 
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena, descriptors
@@ -256,6 +257,8 @@ class Grpc:
 
 def contenders(cpu, directory):
     """metric -> contender -> (object, round trips a round); the first of a metric is the base of the ratios."""
+    here = installed()
+    peers = [("ZeroMQ", Zmq)] * ("zmq" in here) + [("gRPC", Grpc)] * ("grpc" in here)
     metrics = {
         "empty step": {
             "raw socketpair": (Raw(EMPTY, cpu), 200),
@@ -263,8 +266,7 @@ def contenders(cpu, directory):
             "link, 8 sequences": (OurLink("decode", 0, cpu), 200),
             "link, daemon polls 50 us": (OurLink("empty", 0, cpu, 50), 200),
             "link, both ends blocking": (OurBlockingLink(cpu), 200),
-            "ZeroMQ": (Zmq(EMPTY, cpu, directory), 200),
-            "gRPC": (Grpc(EMPTY, cpu, directory), 100),
+            **{name: (peer(EMPTY, cpu, directory), 200 if name == "ZeroMQ" else 100) for name, peer in peers},
         }
     }
     for name, n_bytes in SIZES.items():
@@ -273,14 +275,19 @@ def contenders(cpu, directory):
             "raw socketpair": (Raw(n_bytes, cpu), n),
             "link, arena": (OurLink("arena", n_bytes, cpu), n),
             "link, inline": (OurLink("inline", n_bytes, cpu), n),
-            "ZeroMQ": (Zmq(n_bytes, cpu, directory), n),
-            "gRPC": (Grpc(n_bytes, cpu, directory), n),
+            **{peer_name: (peer(n_bytes, cpu, directory), n) for peer_name, peer in peers},
         }
     return metrics
 
 
+def installed():
+    """The contenders' packages that are here: module -> distribution."""
+    packages = {"uvloop": "uvloop", "msgspec": "msgspec", "zmq": "pyzmq", "grpc": "grpcio"}
+    return {module: name for module, name in packages.items() if find_spec(module) is not None}
+
+
 def conditions(cores):
-    versions = {name: version(name) for name in ("uvloop", "msgspec", "pyzmq", "grpcio")}
+    versions = {name: version(name) for name in installed().values()}
     return {**machine(), "processes on cores": cores, **versions}
 
 
@@ -317,6 +324,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cores", choices=["free", "same", "apart"], default="free")
     parser.add_argument("--save", action="store_true", help="write bench/results/hop-CORES.json")
+    parser.add_argument("--json", type=Path, help="write to this file")
     options = parser.parse_args()
     cpu = {"free": None, "same": 0, "apart": 1}[options.cores]
     if cpu is not None:
@@ -335,8 +343,11 @@ def main():
     verdict = "met" if found["link"] <= limit else "missed"
     formula = f"{TARGET_RATIO} x raw + {TARGET_EXTRA_US:.0f} us = {limit:.0f} us"
     print(f"target, empty step: {found['link']:.0f} us <= {formula}: {verdict}")
+    record = {"conditions": where, "rounds": options.rounds, "rows": rows, "limit_us": limit}
     if options.save:
-        save(f"hop-{options.cores}", {"conditions": where, "rounds": options.rounds, "rows": rows})
+        save(f"hop-{options.cores}", record)
+    if options.json is not None:
+        write_json(options.json, record)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def raw(address, n_bytes):
 
 
 def link(address, spin_us):
-    link = BlockingLink.from_fd(int(address), spin_s=spin_us / 1e6)
+    link = BlockingLink(socket.socket(fileno=int(address)), spin_s=spin_us / 1e6)
     link.send(
         Hello(
             protocol=PROTOCOL_VERSION,

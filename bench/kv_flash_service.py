@@ -6,7 +6,8 @@ Starts the service once for each policy with a pool of --pool tokens (``off``: a
 prefilled: its pages are reserved as for a snapshot, on the device and in host memory, and published without bytes,
 since what they hold matters to no time; then a request goes on from there.  Records tokens/s of --tokens at each of
 --contexts after the first --skip (among them is the first ranking of ``qk``, which sketches pages it did not page out
-itself), for ``exact`` the bytes read from host memory per second, and the GPU's memory in use.  --json is written after
+itself), the share of that time above the median token's, which is what rankings take, for ``exact`` the bytes read from
+host memory per second, and the GPU's memory in use.  --json is written after
 each policy; --resume measures those that it does not have.
 """
 
@@ -14,14 +15,17 @@ import argparse
 import asyncio
 import json
 import logging
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import structlog
 from make_gguf import SHAPES, write
+from records import conditions, write_json
 from services import Observer
 
 from lucevisor.config import load
@@ -80,11 +84,11 @@ def memory_in_use():
 
 
 async def decode(service, options, context):
-    """Tokens/s behind a context of zeros."""
+    """Tokens/s behind a context of zeros, and the share of the time that is not the median token's."""
     engine, tokens = service.engine, [i % 1000 for i in range(context)]
-    reservation = await engine.reserve(context)
+    reservation = await engine.slots.reserve(context)
     assert reservation is not None, f"no room for {context} tokens"
-    slot = engine.adopt(tokens, reservation)
+    slot = engine.slots.adopt(tokens, reservation)
     n = options.tokens if service.config.kvflash.policy != "exact" else options.exact_tokens
     request = GenerationRequest(
         request_id=f"at {context}", prompt=(*tokens, 1), max_tokens=n, sampling=Sampling(temperature=0.0)
@@ -96,10 +100,11 @@ async def decode(service, options, context):
                 times.append(time.perf_counter())
             else:
                 assert event.usage.cached_tokens == context, event
-    engine.release(slot)
+    engine.slots.release(slot)
     engine.prefixes.clear()
     skip = min(options.skip, len(times) // 3)
-    return (len(times) - 1 - skip) / (times[-1] - times[skip])
+    gaps = [b - a for a, b in pairwise(times[skip:])]
+    return 1 / statistics.mean(gaps), 1 - statistics.median(gaps) / statistics.mean(gaps)
 
 
 async def measured(options, policy, directory):
@@ -114,8 +119,9 @@ async def measured(options, policy, directory):
         ready_s, before = time.perf_counter() - began, memory_in_use()
         page_bytes = spec.unit_bytes(Space.FULL, range_of(spec), service.placement.kv_dtype)
         for context in options.contexts:
-            rate = await decode(service, options, context)
+            rate, above = await decode(service, options, context)
             row = {"context": context, "tokens_per_s": round(rate, 2), "ms": round(1e3 / rate, 3)}
+            row["above_median"] = round(above, 4)
             n_out = max(0, pages_of(context + 1) - pages_of(options.pool))
             if policy == "exact" and n_out:
                 row["read_gb_per_s"] = round(n_out * page_bytes / 1e9 * rate, 2)
@@ -155,7 +161,7 @@ def main():
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     if not options.model.exists():
         write(options.model, SHAPES[options.shape]())
-    found = {"shape": options.shape, "pool": options.pool}
+    found = {"shape": options.shape, "pool": options.pool, **conditions()}
     if options.resume and options.json is not None and options.json.exists():
         found = json.loads(options.json.read_text())
     with tempfile.TemporaryDirectory() as directory:
@@ -165,7 +171,7 @@ def main():
             found[policy] = asyncio.run(measured(options, policy, Path(directory)))
             print(policy, {key: value for key, value in found[policy].items() if key != "contexts"}, flush=True)
             if options.json is not None:
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How far are the kernels' answers from float32?  Perplexity and greedy choices of every path that a device has.
 
     python bench/perplexity.py [--device cpu|cuda] [--model etc/demo/demo-qwen35-22m-q4_k_m.gguf] [--texts 16]
-                               [--tokens 1024] [--golden DIRECTORY] [--json PATH | --save]
+                               [--tokens 1024] [--golden DIRECTORY] [--json PATH | --save] [--resume]
 
 The model reads 16 texts that its training never saw (bench/data/demo-held-out.bin.xz: chats, of which only what the
 assistant says counts), in float32 by plain torch and by each path in its own number format: in chunks of 512, in steps
@@ -9,7 +9,7 @@ of 32 rows (2 tokens of each text), of 16 rows and of one row (two texts), since
 weights are those of the file, so what differs is rounding alone.  Printed for each: perplexity beside float32's on the
 same texts (aim: within 0.5 %) with the standard error of the difference, and the share of tokens where both would
 choose the same.  With --golden, the models with random weights there read their own 72 ids: too few for the aim, their
-standard error is above it.
+standard error is above it.  --resume leaves out the rows that the file has.
 """
 
 import argparse
@@ -142,12 +142,15 @@ def compare(exact, found, counted):
     }
 
 
-def measure(file, texts, counted, backend, paths, options=None):
-    """Yield a row for each path and mode."""
+def measure(file, texts, counted, backend, paths, options=None, known=frozenset()):
+    """Yield a row for each path and mode but those that are known."""
+    paths = [replace(path, modes=tuple(m for m in path.modes if (path.name, m) not in known)) for path in paths]
+    if not any(path.modes for path in paths):
+        return
     spec = open_spec(file, options)
     stage = loaded(spec, EXACT, backend, len(texts), len(texts[0]))
     exact = read(stage, texts, MODES["chunks of 512"])
-    for path in paths:
+    for path in (path for path in paths if path.modes):
         stage = loaded(spec, path, backend, len(texts), len(texts[0]))
         for mode in path.modes:
             n, began = ONE_ROW_TEXTS if mode == "1 row" else len(texts), time.perf_counter()
@@ -193,6 +196,7 @@ def main():
     parser.add_argument("--golden", type=Path, help="such as tests/data/golden")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true", help="write bench/results/perplexity-DEVICE.json")
+    parser.add_argument("--resume", action="store_true", help="leave out the rows that the file has")
     options = parser.parse_args()
     backend = Backend(options.device)
     prepare(backend, 0)
@@ -201,9 +205,15 @@ def main():
     print(f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
     record = {"device": name, "torch": str(torch.__version__), "date": datetime.now(UTC).date().isoformat(), "rows": []}
     out = Path(__file__).parent / f"results/perplexity-{options.device}.json" if options.save else options.json
-    found = measure(options.model, *held_out(options.texts, options.tokens), backend, paths)
-    worst = 0.0
-    for row in found:
+    if options.resume and out is not None and out.exists():
+        record = json.loads(out.read_text())
+    own = [row for row in record["rows"] if row["model"] == options.model.name]
+    worst = max((row["difference"] for row in own), key=abs, default=0.0)
+    known = {(row["path"], row["mode"]) for row in own}
+    texts = held_out(options.texts, options.tokens)
+    if not texts[1].any():
+        raise SystemExit("the assistant says nothing in these tokens: ask for more")
+    for row in measure(options.model, *texts, backend, paths, known=known):
         worst = max(worst, row["difference"], key=abs)
         keep(record, row, out)
     if options.golden is not None:

@@ -1,7 +1,7 @@
 """What the journal costs, and how long requests pause when a shard is lost, restarted or moved.
 
     python bench/recovery.py [--model FILE] [--backend cpu|cuda|hip] [--groups 2] [--tokens 2048] [--streams 4]
-                             [--rounds 5] [--kills 2] [--spares 0] [--move] [--dtype auto] [--save]
+                             [--rounds 5] [--kills 2] [--spares 0] [--move] [--dtype auto] [--save | --json PATH]
     python bench/recovery.py --journal
 
 Real daemons, requests straight into the engine.  Cost: the same prompts, then the same decodes, in turns on a service
@@ -9,12 +9,14 @@ with the journal and on one without; the first round is not counted.  Recovery: 
 first beside nobody, for what its load takes alone, then beside decoding streams of ``--tokens`` of context: seconds
 until supervision heard of it, until a process is sent its load, of the load, until READY, and from then until steps
 are planned.  --move: restarts the first group, and moves layers, beside streams whose tokens are compared.  --save
-writes bench/results/recovery-NAME.json.  --journal times the journal alone, without daemons, with rows of 10 KiB: what
+writes bench/results/recovery-NAME.json, --json any other file, after each part; the cost that it has is not measured
+again.  --journal times the journal alone, without daemons, with rows of 10 KiB: what
 the event loop does for a chunk and for a decode step, and when a chunk's rows are copied.
 """
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import random
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import structlog
 import uvloop
-from records import machine, save
+from records import machine, save, write_json
 from services import DEMO, groups_toml, running
 
 from lucevisor.config import load
@@ -207,10 +209,11 @@ def told_kill(one):
     return one
 
 
-async def measure(options):
+async def measure(options, cost, keep):
+    """The cost unless it is known, pauses, and moves; ``keep`` gets them whenever one is there."""
     rng = random.Random(1)
     found = {"on": [], "off": []}
-    cost, kills, moves = {}, [], {}
+    kills, moves = [], {}
     with tempfile.TemporaryDirectory() as directory:
         paths = {"on": configuration(options, directory, "8GiB"), "off": configuration(options, directory, "0")}
         async with running(paths["on"], directory) as on, running(paths["off"], directory) as off:
@@ -219,19 +222,21 @@ async def measure(options):
             def prompts():
                 return [[rng.randrange(vocabulary) for _ in range(options.tokens)] for _ in range(options.streams)]
 
-            for i in range(options.rounds + 1):
+            for i in range(0 if cost else options.rounds + 1):
                 asked = prompts()
                 for name, service in (("on", on), ("off", off)) if i % 2 else (("off", off), ("on", on)):
                     measured = await speeds(service, asked)
                     if i:
                         found[name].append(measured)
-            if options.rounds:
+            if options.rounds and not cost:
                 cost = told_cost(found)
+                keep(cost, kills, moves)
             asked = prompts()
             right = [await ask(on, prompt, 8) for prompt in asked]
             for group in on.groups if options.kills else ():
                 alone = await kill(on, group)
                 kills.append(told_kill(alone | {"beside": "alone"}))
+                keep(cost, kills, moves)
             for i in range(options.kills):
                 for group in on.groups:
                     told = [0] * len(asked)
@@ -246,6 +251,7 @@ async def measure(options):
                     await until(lambda told=told: all(told))
                     await asyncio.sleep(0.2 + 0.1 * i)
                     kills.append(told_kill(await kill(on, group) | {"beside": "with streams"}))
+                    keep(cost, kills, moves)
                     for stream in streams:
                         stream.cancel()
                     await asyncio.gather(*streams, return_exceptions=True)
@@ -309,6 +315,7 @@ def main():
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", default="cpu")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--json", type=Path, help="write to this file, and take the cost from there")
     parser.add_argument("--journal", action="store_true")
     options = parser.parse_args()
     if options.journal:
@@ -318,12 +325,19 @@ def main():
         processors=[structlog.processors.add_log_level, told, structlog.processors.KeyValueRenderer(["event"])],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
+    about = {key: value for key, value in vars(options).items() if key != "json"} | {"model": options.model.name}
+    about = {"options": about, **machine()}
+    known = json.loads(options.json.read_text()) if options.json is not None and options.json.exists() else {}
+
+    def keep(cost, kills, moves):
+        if options.json is not None:
+            write_json(options.json, about | {"cost": cost, "kills": kills, "moves": moves})
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        cost, kills, moves = runner.run(measure(options))
+        cost, kills, moves = runner.run(measure(options, known.get("cost", {}), keep))
+    keep(cost, kills, moves)
     if options.save:
-        about = vars(options) | {"model": options.model.name}
-        result = {"options": about, **machine(), "cost": cost, "kills": kills, "moves": moves}
-        save(f"recovery-{options.name}", result)
+        save(f"recovery-{options.name}", about | {"cost": cost, "kills": kills, "moves": moves})
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def measured(cases, rounds, seconds):
 
 
 def parts(bench, cases, rounds):
-    """Milliseconds in each entry point of the kernels, by case: medians of steps that are not recorded."""
+    """Milliseconds in each entry point of the kernels, by case: medians of steps that are not captured."""
     bench.stage.graphs = [None] * len(bench.stage.graphs)
     if bench.draft:
         bench.draft.graphs = None

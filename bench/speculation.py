@@ -294,6 +294,8 @@ def main():
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
     path = RESULTS / f"speculation-{options.shape}.json" if options.save else options.json
+    if options.files is not None:
+        options.files.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="speculation-", dir=options.files) as folder:
         run(options, Path(folder), path)
 

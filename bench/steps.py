@@ -1,20 +1,24 @@
 """How long is a step?  Some layers of a full-size model on one GPU, without supervisor and link.
 
     python bench/steps.py --model FILE [--layers 16] [--steps 512@0,1@512,8@513] [--rounds 5] [--profile]
+                          [--graphs ROWS] [--device cuda|cpu] [--json PATH]
 
 Loads the last ``--layers`` layers with the output matrix as one shard, as a daemon does, and runs steps of one slice:
 ``n@start`` is n tokens at position start.  Printed for each: milliseconds until the next token is known, and until the
 step is launched, the first time (kernels are compiled or found on disk), then ``--rounds`` more.  ``--profile`` lists
-what the device did in one more round.
+what the device did in one more round.  On a cpu a launch is the work itself.  ``--graphs``
+captures steps of one long slice of up to so many rows, too.
 """
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 
 import torch
+from records import conditions, write_json
 
-from daemons.device import prepare
+from daemons.device import prepare, synchronize
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
@@ -34,7 +38,7 @@ def loaded(options, spec):
     files = [str(path) for path in spec.files.paths]
     longest = max(n for n, _ in options.steps)
     load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest)
-    stage = LoadedStage.load(spec, plan, load, Backend.CUDA, lambda _: None)
+    stage = LoadedStage.load(spec, plan, load, Backend(options.device), lambda _: None)
     spaces = spec.spaces()
     states = [ZeroState(0)] if Space.RECURRENT in spaces else []
     tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in spaces]
@@ -42,10 +46,11 @@ def loaded(options, spec):
     return stage
 
 
+@torch.inference_mode()
 def seconds(stage, n, start):
     """Until the token is known, and until all is launched."""
     rows = torch.randn(n, stage.spec.boundary_width, device=stage.device, dtype=stage.dtype)
-    torch.cuda.synchronize()
+    synchronize(stage.device)
     began = time.perf_counter()
     out = stage.forward(Step(0, 0, [], [Slice(0, start, [1] * n, True)]), rows)
     launched = time.perf_counter() - began
@@ -72,13 +77,24 @@ def main():
     parser.add_argument("--steps", type=parsed, default=parsed("512@0,2048@512,1@4096,8@4097"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--graphs", type=int, default=0, help="rows up to which long slices are captured")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    prepare(Backend.CUDA, 0)
+    prepare(Backend(options.device), 0)
     stage = loaded(options, open_spec(options.model.resolve()))
-    print(f"{torch.cuda.get_device_name(stage.device)}, torch {torch.__version__}, {options.layers} layers, bfloat16")
+    for graphs in filter(None, stage.graphs):
+        graphs.chunk_rows = options.graphs
+    record = {**conditions(), "graphs": options.graphs, "model": stage.spec.name, "layers": options.layers, "steps": []}
+    device = record["gpus"][0] if options.device == "cuda" else record["cpu"]
+    print(f"{device}, torch {torch.__version__}, {options.layers} layers, bfloat16")
     for n, start in options.steps:
         found = [seconds(stage, n, start) for _ in range(options.rounds + 1)]
         print(f"{n} at {start}:", ", ".join(f"{1e3 * a:.1f} ({1e3 * b:.1f})" for a, b in found), "ms", flush=True)
+        known, launched = (statistics.median(column) for column in zip(*found[1:], strict=True))
+        record["steps"].append({"tokens": n, "start": start, "known_s": known, "launched_s": launched, "all": found})
+        if options.json is not None:
+            write_json(options.json, record)
         if options.profile:
             profile(stage, n, start)
 

@@ -2,9 +2,9 @@
 
 A step of a large model is hundreds of launches of a few microseconds each; issued one by one from Python they cost more
 than they compute.  A graph is a CUDA graph, also on HIP, or on a cpu a list of calls of C++ kernels (recording.py).  It
-is valid for one key (number of slices, tokens of each, bound of the attended length); ids, positions, slots and pages
-are read from memory that each step refills.  Invariants: a replay gives the same numbers as the eager step; capturing
-computes nothing; nothing that synchronises with the device is captured.
+is valid for one key (number of slices, tokens of each, bound of the attended length; start of a long slice); ids,
+positions, slots and pages are read from memory that each step refills.  Invariants: a replay gives the same numbers as
+the eager step; capturing computes nothing; nothing that synchronises with the device is captured.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ CAPTURE_AT = 2
 """Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
 MAX_GRAPHS = 64
 """Graphs kept; the least recently used one is dropped."""
+MAX_SEEN = 4096
+"""Keys whose occurrences are counted; then counting begins anew."""
 
 Output = TypeVar("Output")
 
@@ -111,6 +113,8 @@ class StepGraphs(Generic[Output]):
     work: Callable[[Tensor | None, Batch], Output]
     max_tokens: int  # longer steps synchronise with the device and run eagerly
     warn: Callable[[str], None] = lambda _: None
+    chunk_rows: int = 0
+    """Rows up to which steps of one long slice are captured, too; 0: none, until it is measured what that gains."""
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _tables: dict[Space | Literal["host"], tuple[int, int]] = field(default_factory=dict)
@@ -143,6 +147,8 @@ class StepGraphs(Generic[Output]):
         key = layout.graph_key
         if key is not None and self.device.type == "cpu":
             key = key._replace(max_length=0)  # its kernels read lengths from memory
+        if key is None and layout.n_rows <= self.chunk_rows:
+            key = layout.chunk_key
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self._run_eagerly(rows, layout, tables, await_rows)
         addresses = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
@@ -152,6 +158,8 @@ class StepGraphs(Generic[Output]):
             self._tables = addresses
         found = self._graphs.get(key)
         if found is None:
+            if len(self._seen) >= MAX_SEEN:
+                self._seen.clear()
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] >= CAPTURE_AT:
                 found = self._capture(key, rows, layout, tables)
@@ -164,14 +172,14 @@ class StepGraphs(Generic[Output]):
         self._batch = found.batch
         return found.replay(rows, layout, await_rows)
 
-    def recorded(self, rows: Tensor | None, layout: Layout, tables: Tables) -> str:
-        """Whether a step is recorded on a cpu, and if not, why; computes nothing."""
+    def capture_status(self, rows: Tensor | None, layout: Layout, tables: Tables) -> str:
+        """Whether a step is captured on a cpu, and if not, why; computes nothing."""
         batch = Batch(layout, tables, layout.on(self.device), captured=True)
         try:
             capture(self.device, lambda: self.work(rows, batch), memory_pool(self.device))
         except UnrecordableError as reason:
             return f"call by call: {reason}"
-        return "recorded"
+        return "captured"
 
     def _run_eagerly(
         self, rows: Tensor | None, layout: Layout, tables: Tables, await_rows: Callable[[], None]

@@ -220,9 +220,8 @@ class _MessageLoop:
         step = message.step if isinstance(message, DraftStep) else message
         stage, posted = flags & ~POSTED, bool(flags & POSTED)
         if isinstance(message, Step) and (self._recalled or (posted and self._inbox.recalling)):
-            self._recalled.append(
-                step.step_id
-            )  # also what is not posted: behind one that is dropped it is out of order
+            # Also what is not posted: behind one that is dropped it is out of order.
+            self._recalled.append(step.step_id)
             return None
         if isinstance(message, DraftStep) and step.step_id in self._recalled:
             return None  # it comes again with its step

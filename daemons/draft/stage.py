@@ -164,7 +164,7 @@ class DraftStage:
         if jobs or not self._deferred.takes(step.slices):
             self.flush()
         if not jobs and self._deferred.takes(step.slices):
-            for s in step.slices:  # the rest of a layout's checks are worth more time than such a step has
+            for s in step.slices:  # the other checks of a layout wait with the rows: they take as long as all of this
                 self.sequences.get(s.sequence, f"slice of sequence {s.sequence} at {s.start}")
             self._deferred.add(step.slices, features)
             return []
@@ -250,10 +250,6 @@ class DraftStage:
             for job in jobs
         ]
         return Layout(slices, self.sequences, self.spec.model, bounded=True)
-
-    def draft_batch(self, jobs: Sequence[DraftJob]) -> Batch:
-        """:meth:`draft_layout` on the device."""
-        return self._batch(self.draft_layout(jobs))
 
     def _draft(self, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
         """Drafts of equal length."""

@@ -103,6 +103,19 @@ class Layout:
         return GraphKey(len(group.starts), group.n, group.max_length, group.max_host_length)
 
     @property
+    def chunk_key(self) -> GraphKey | None:
+        """None unless the step is one slice of more than SHORT_SLICE tokens that attends to all of a sequence whose
+        pages are on the device, and nothing else is asked of it: then its launches depend on where it starts, in the
+        sequence and in its full table.
+        """
+        if len(self.groups) != 1 or self.is_ranked:
+            return None
+        [group] = self.groups
+        if len(group.starts) != 1 or group.n <= SHORT_SLICE or group.n_states or group.lows or group.reads_host:
+            return None
+        return GraphKey(1, group.n, group.full_starts[0] + group.n, start=group.starts[0])
+
+    @property
     def reads_in_place(self) -> bool:
         """Whether slices read pages in host memory without copying them."""
         return any(group.reads_in_place for group in self.groups)
@@ -121,7 +134,7 @@ class Layout:
         return metadata
 
     def refill(self, metadata: Tensor) -> None:
-        """Put the metadata in the place of those of another step of the same :attr:`graph_key`."""
+        """Put the metadata in the place of those of another step of the same key."""
         own = torch.from_numpy(self.metadata)
         metadata.copy_(own if metadata.device.type == "cpu" else own.pin_memory(), non_blocking=True)
         self.fill(metadata)
@@ -192,6 +205,7 @@ class Group:
         self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | None]] = {}
         ids = [s.state for s in layout.sequences]
         host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
+        self._on_host = host
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
         self._kept = layout.states[0] if host and b == 1 else None
 
@@ -289,7 +303,7 @@ class Group:
         first, count = low // PAGE_TOKENS, pages_of(end) - low // PAGE_TOKENS
         sequence, table = self.layout.sequences[0], self.tables[space]
         skip = low - first * PAGE_TOKENS
-        if table.device.type == "cpu" and sequence.breaks.get(space, 0) >= first + count:
+        if self._on_host and sequence.breaks.get(space, 0) >= first + count:
             pages = Pages(None, 1, sequence.pages[space][first] * PAGE_TOKENS + skip, end - low)
         else:
             index = table[:, first : first + count].index_select(0, self.table_rows).view(-1)

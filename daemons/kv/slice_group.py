@@ -75,11 +75,12 @@ class SliceGroup:
 
 
 class GraphKey(NamedTuple):
-    """What a short step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions, and
-    to ``max_host_length`` in host memory.
+    """What a step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions, and to
+    ``max_host_length`` in host memory.  Those of a long slice depend on its ``start``, and ``max_length`` is exact.
     """
 
     n_slices: int
     n_tokens: int
     max_length: int
     max_host_length: int = 0
+    start: int = -1

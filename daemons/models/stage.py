@@ -72,11 +72,11 @@ class LoadedStage:
             for s in shards
         ]
         if self.device.type == "cpu" and any(self.graphs):
-            self.kernels["cpu decodes"] = self._recorded(load)
+            self.kernels["cpu decodes"] = self._decode_capture(load)
 
     @torch.inference_mode()
-    def _recorded(self, load: Load) -> str:
-        """Whether decodes are recorded on a cpu, for the report of kernel selection."""
+    def _decode_capture(self, load: Load) -> str:
+        """Whether decodes are captured on a cpu, for the report of kernel selection."""
         sequences = Sequences([s.pools for s in self.shards], load.pools, 1)
         spaces = [space for space in self.spec.spaces() if space is not Space.RECURRENT]
         operations: list[Operation] = [OpenSequence(0, 0, Sampling()), *(SetPages(0, s, 0, [0]) for s in spaces)]
@@ -86,8 +86,8 @@ class LoadedStage:
         layout = Layout([Slice(0, 0, [0], False)], sequences, self.spec)
         rows = torch.empty(1, self.spec.boundary_width, dtype=self.dtype)
         tables = sequences.tables(self.device)
-        found = [graphs.recorded(rows, layout, tables) for graphs in self.graphs if graphs is not None]
-        return " + ".join(dict.fromkeys(found))
+        answers = [graphs.capture_status(rows, layout, tables) for graphs in self.graphs if graphs is not None]
+        return " + ".join(dict.fromkeys(answers))
 
     @classmethod
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.errors import ApiError
+from lucevisor.api.errors import ApiError, head_too_large
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
@@ -109,6 +109,13 @@ def _host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() and ":" in header else header
+
+
+def check_head(request: web.Request, settings: ApiSettings) -> None:
+    """Raise ApiError 431 for a head that is too long, though in one piece; `Connections` counts one that is not."""
+    fields = sum(len(name) + len(value) for name, value in request.raw_headers)
+    if len(request.raw_path) + fields > settings.max_head_bytes:
+        raise head_too_large(settings.max_head_bytes)
 
 
 def check_content_type(request: web.Request) -> None:

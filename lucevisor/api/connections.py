@@ -18,7 +18,7 @@ from aiohttp import StreamReader, web
 from aiohttp.http import HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lucevisor.api.errors import ApiError, unavailable
+from lucevisor.api.errors import ApiError, head_too_large, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import ApiSettings
 
@@ -155,8 +155,7 @@ class HttpConnection(web.RequestHandler):
                 self._due_s = min(self._due_s, now + self._pool.settings.head_timeout_s)
             self._n_head_bytes += len(data)
             if self._n_head_bytes > self._pool.settings.max_head_bytes:
-                most = self._pool.settings.max_head_bytes
-                self._refuse(ApiError(431, f"the head is longer than {most} bytes; send less", code="head_too_large"))
+                self._refuse(head_too_large(self._pool.settings.max_head_bytes))
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # asyncio allows None
         """Keep the connection for the response if the client shut down its side after a complete request.

@@ -85,6 +85,11 @@ def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError
     return ApiError(400, f"{param}: {why}", code=code, param=param)
 
 
+def head_too_large(most_bytes: int) -> ApiError:
+    """Return the 431 for a request line and fields of more than `most_bytes`."""
+    return ApiError(431, f"the head is longer than {most_bytes} bytes; send less", code="head_too_large")
+
+
 def internal_error(request_id: str) -> ApiError:
     """Return the 500 for a bug; the log has the details under `request_id`."""
     return ApiError(

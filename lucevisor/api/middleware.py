@@ -20,6 +20,7 @@ from lucevisor.api.access import (
     OPEN_PATHS,
     check_access,
     check_content_encoding,
+    check_head,
     cors_headers,
     is_preflight,
     preflight,
@@ -95,6 +96,7 @@ async def _serve(request: web.Request, context: RequestContext, handler: Handler
 
 async def _admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
     ports = request.app[PORTS]
+    check_head(request, ports.settings)
     if is_preflight(request) and (answer := preflight(request, ports.settings)) is not None:
         return answer
     context_of(request).caller = check_access(request, ports.settings, ports.keys, ports.admin_keys)
@@ -121,7 +123,7 @@ async def _fail(request: web.Request, context: RequestContext, failure: ApiError
         content_type="application/json",
         headers=failure.headers,
     )
-    if failure.status in (408, 413, 415):
+    if failure.status in (408, 413, 415, 431):
         response.force_close()  # do not read the rest of the body
     return failure.status, response
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from lucevisor import __version__
@@ -163,9 +164,9 @@ def conditions(service: Service) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
-        "command": shlex.join(sys.argv),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "model": service.model.spec.name,
-        "file": str(service.model.files[0]),
+        "file": service.model.files[0].name,
         "layers": [f"{device.name} {device.layers}" for device in service.placement.devices],
         "groups": groups,
         "n_cores": len(os.sched_getaffinity(0)),

@@ -17,7 +17,6 @@ from lucevisor.api.ports import SamplingDefaults
 from lucevisor.source_tree import locate
 from lucevisor.text.tokenizer import Tokenizer
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 

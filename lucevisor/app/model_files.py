@@ -46,6 +46,15 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
     return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer)
 
 
+def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:
+    """Build the tokenizer of the model.  Raises ConfigError naming ``model.path``."""
+    try:
+        return Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
+    except TokenizerError as error:
+        hint = "convert the file again, or name another"
+        raise _unreadable(config, "model.path", config.model.path, error, hint) from error
+
+
 def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScorer | None:
     """Open the scoring model of ``[pflash]``; None while nothing needs it.  Raises ConfigError as above."""
     source = config.pflash.source

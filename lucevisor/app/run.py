@@ -42,7 +42,7 @@ from lucevisor.app.group_metrics import group_metrics
 from lucevisor.app.log_lines import wanted
 from lucevisor.app.log_reader import LogReader
 from lucevisor.app.model_cards import FamilyCard, find_card
-from lucevisor.app.model_files import open_model
+from lucevisor.app.model_files import open_model, open_tokenizer
 from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
 from lucevisor.app.reload import apply, keys_at_once, keys_of, read_again, tls_of
@@ -63,7 +63,6 @@ from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
 from lucevisor.text.template import ChatTemplate
-from lucevisor.text.tokenizer import Tokenizer
 
 FETCH_S = 6 * 3600.0
 """What systemd grants the download of a model file."""
@@ -138,7 +137,7 @@ class Supervisor:
         self.config, self.model, self.run_dir = config, model, run_dir
         self._tls = tls_of(config.server)
         self._traces = traces.configured()
-        self._tokenizer = Tokenizer.from_gguf(model.spec.files.metadata if model.spec.files is not None else {})
+        self._tokenizer = open_tokenizer(config, model.spec)
         self._ports = self._make_ports()
         self._ports.grammars.prepare()
         self._display = observer

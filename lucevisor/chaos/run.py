@@ -98,6 +98,7 @@ class Chaos:
         (directory / "hooks").mkdir()
         limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_most_s": 0.5}
         command = [sys.executable, "-m", "lucevisor", "start", str(self._config), "--name", NAME, "--detached"]
+        command += ["--starter", str(os.getpid())]
         command += ["--allow-faults", ",".join(f"{name}={value}" for name, value in limits.items())]
         for override in merge_overrides([*EXACT, f"cache.dir={directory / 'cache'}"], self._overrides):
             command += ["--set", override]

@@ -51,6 +51,7 @@ def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> in
     with tempfile.TemporaryDirectory(prefix="lucevisor-demo-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory  # leave nothing behind, and disturb no running supervisor
         arguments = [str(config or demo_config()), "--name", "demo", "--daemon", "--set", "server.port=0"]
+        arguments += ["--starter", str(os.getpid())]
         for override in overrides:
             arguments += ["--set", override]
         began = time.monotonic()

@@ -11,7 +11,7 @@ import click
 from lucevisor.cli.options import OutputFile, config_argument
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.errors import ExitCode, LucevisorError
+from lucevisor.errors import ExitCode
 
 
 @click.command()
@@ -46,12 +46,11 @@ def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) 
     try:
         ids = msgspec.json.decode(ids_file.read_bytes(), type=list[int])
     except msgspec.MsgspecError as e:
-        raise LucevisorError(f"{ids_file}: not a JSON list of token ids: {e}") from e
+        raise click.BadParameter(f"{ids_file}: not a JSON list of token ids: {e}", param_hint="--ids") from e
     wrong = [i for i in ids if not 0 <= i < model.spec.vocabulary]
     if not ids or wrong:
-        raise LucevisorError(
-            f"{ids_file}: " + (f"ids {wrong[:5]} are not in 0..{model.spec.vocabulary - 1}" if ids else "no ids")
-        )
+        why = f"ids {wrong[:5]} are not in 0..{model.spec.vocabulary - 1}" if ids else "no ids"
+        raise click.BadParameter(f"{ids_file}: {why}", param_hint="--ids")
     with (
         tempfile.TemporaryDirectory(prefix="lucevisor-logits-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

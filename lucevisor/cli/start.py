@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, runtime_root
+from lucevisor.app.starter import end_with
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, config_argument
 from lucevisor.cli.progress import SilentDisplay, StartDisplay
@@ -25,6 +26,7 @@ from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunning
 @click.option("--name", help="Name for status, stop and the others (default: the file's stem).")
 @click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
 @click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to the run directory only.")
+@click.option("--starter", "starter_pid", type=int, hidden=True, help="For `demo`, `chaos`: ends with this process.")
 @click.option("--allow-faults", metavar="NAME=SECONDS,...", hidden=True, help="For `chaos`: fault hooks, deadlines.")
 @click.option(
     "--take-over", is_flag=True, help="Take name and address over from a running supervisor, if there is one."
@@ -51,6 +53,7 @@ def start(
     name: str | None,
     daemon: bool,
     detached: bool,
+    starter_pid: int | None,
     allow_faults: str | None,
     take_over: bool,
     drain_s: float,
@@ -61,7 +64,14 @@ def start(
     chosen = check_name(name) if name is not None else default_name(config)
     if daemon:
         more = ["--take-over", "--drain", str(drain_s)] if take_over else []
+        more += ["--starter", str(starter_pid)] if starter_pid is not None else []
+        if is_locked(runtime_root() / chosen) and not take_over:
+            raise LucevisorError(
+                f"a supervisor named {chosen!r} runs already: stop it, give this one another --name, or use --take-over"
+            )
         return _in_background(config, overrides, chosen, timeout_s, more)
+    if starter_pid is not None:
+        end_with(starter_pid)
     from lucevisor.app.run import run  # imports the whole supervisor: only where it is needed
     from lucevisor.app.run_options import RunOptions, fault_limits
 
@@ -76,10 +86,6 @@ def start(
 def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float, more: Sequence[str]) -> int:
     """Start a foreground supervisor in a session of its own and wait until it serves."""
     directory = runtime_root() / name
-    if is_locked(directory) and not more:
-        raise LucevisorError(
-            f"a supervisor named {name!r} runs already: stop it, give this one another --name, or use --take-over"
-        )
     command = [sys.executable, "-m", "lucevisor", "start", str(config.resolve()), "--name", name, "--detached", *more]
     for override in overrides:
         command += ["--set", override]

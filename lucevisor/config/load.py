@@ -85,7 +85,7 @@ def _read_tree(path: Path) -> Mapping[str, object]:
     if len(content) > MAX_FILE_BYTES:
         raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", "name a configuration file in TOML, not a model")
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise wrong(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     if too_much := fault(text):

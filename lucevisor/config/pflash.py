@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from lucevisor.config.names import FilePath
 from lucevisor.config.sections import Key, source_of
-from lucevisor.config.strict import Choice, Real, Refused, Several, ValueType, Whole
+from lucevisor.config.strict import Choice, Real, Refused, Several, TextType, Whole
 from lucevisor.config.values import DeviceRef, HubFile, MaybeDevice
 
 CurvePoint = tuple[int, float]
@@ -18,15 +18,10 @@ _SHARE = Real(0.0, 1.0, open_low=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Point(ValueType[CurvePoint]):
+class Point(TextType[CurvePoint]):
     """A point of the curve as text: `TOKENS:SHARE`."""
 
     wants: ClassVar[str] = "TOKENS:SHARE"
-
-    def from_toml(self, value: object) -> CurvePoint:
-        if not isinstance(value, str):
-            raise self.mistyped(value)
-        return self.from_text(value)
 
     def from_text(self, text: str) -> CurvePoint:
         match = _POINT.fullmatch(text)

@@ -123,6 +123,17 @@ class ValueType(ABC, Generic[T]):
         return Refused(f"is {kind_of(value)}, not {self.wants}", f"write {plain(self.allowed())}", value=value)
 
 
+class TextType(ValueType[T]):
+    """The type of a key whose value is text in TOML, too."""
+
+    wants: ClassVar[str] = "text"
+
+    def from_toml(self, value: object) -> T:
+        if isinstance(value, str):
+            return self.from_text(value)
+        raise self.mistyped(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Flag(ValueType[bool]):
     """true or false."""
@@ -205,16 +216,10 @@ class Real(ValueType[float]):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(ValueType[Any]):
+class Choice(TextType[Any]):
     """One of a few words, the same as in the field's Literal type."""
 
     words: tuple[str, ...]
-    wants: ClassVar[str] = "text"
-
-    def from_toml(self, value: object) -> str:
-        if isinstance(value, str):
-            return self.from_text(value)
-        raise self.mistyped(value)
 
     def from_text(self, text: str) -> str:
         if text in self.words:
@@ -295,16 +300,10 @@ def _nearest_size(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Line(ValueType[str]):
+class Line(TextType[str]):
     """One line of text without control characters or surrounding spaces."""
 
     may_be_empty: bool = True
-    wants: ClassVar[str] = "text"
-
-    def from_toml(self, value: object) -> str:
-        if isinstance(value, str):
-            return self.from_text(value)
-        raise self.mistyped(value)
 
     def from_text(self, text: str) -> str:
         if not text and not self.may_be_empty:

@@ -2,7 +2,7 @@
 
 When every group with layers is READY, each daemon drops its sequences (Reset) and says so (ResetDone); only then is a
 pipeline over their links attached.  When a daemon is lost, its stages are lost to the pipeline, and only its successor
-is reset and rebuilt (engine/recovery_stages.py).  Where the engine cannot do that, the pipeline is closed at once, and
+is reset and rebuilt (engine/recovery/stages.py).  Where the engine cannot do that, the pipeline is closed at once, and
 all daemons are reset for the next one.
 Invariant: steps go to READY daemons only, which were reset since they were lost or the pipeline was closed.
 """
@@ -16,8 +16,8 @@ import structlog
 
 from lucevisor.deployment.draft_assembly import DraftAssembly
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline import Pipeline
-from lucevisor.engine.pipeline_steps import PipelineFailure
+from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline.steps import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.standstill import StateReplay
 from lucevisor.protocol.asyncio_link import Link

@@ -28,7 +28,7 @@ from lucevisor.deployment.state_memory import Kept, StateMemory
 from lucevisor.deployment.successors import Successors, take_over
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline_steps import PipelineFailure
+from lucevisor.engine.pipeline.steps import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.standstill import FrozenState
 from lucevisor.errors import LucevisorError

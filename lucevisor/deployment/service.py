@@ -36,7 +36,7 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.swap_space import HostSwapSpace
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import FrozenState

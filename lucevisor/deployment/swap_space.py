@@ -137,7 +137,7 @@ class HostSwapSpace:
 
     async def _write(self, slot: PrefixSlot, swapped: SwappedPrefix, copy: _Copy) -> None:
         try:
-            place = await self._engine.export(slot)
+            place = await self._engine.slots.export(slot)
             if place is None:
                 return
             try:
@@ -148,25 +148,25 @@ class HostSwapSpace:
         finally:
             self.n_writing -= 1
             self._ended(swapped, copy)
-            self._engine.release(slot)
+            self._engine.slots.release(slot)
 
     async def _read(self, record: RequestRecord, swapped: SwappedPrefix, copy: _Copy, reservation: Reservation) -> None:
         """Bring a request back; where that fails it is computed again, and if it cannot start from there, too: it is
         not read again and again."""
         slot = None
         try:
-            if await self._engine.synchronize():
+            if await self._engine.slots.synchronize():
                 swapped.whole = False
                 slot = await self._restored(record, swapped, copy, reservation)
         finally:
-            self._engine.cancel_reservation(reservation)
+            self._engine.slots.cancel_reservation(reservation)
             self._engine.resume(record.request.request_id)
             self._ended(swapped, copy)
         if slot is not None:
             try:
-                await self._engine.synchronize()  # until a step was planned, for until then it may be evicted
+                await self._engine.slots.synchronize()  # until a step was planned, for until then it may be evicted
             finally:
-                self._engine.release(slot)
+                self._engine.slots.release(slot)
 
     async def _restored(
         self, record: RequestRecord, swapped: SwappedPrefix, copy: _Copy, reservation: Reservation
@@ -180,7 +180,7 @@ class HostSwapSpace:
         if without is None:
             return None
         tokens = record.tokens[: swapped.n_tokens]
-        return self._engine.adopt(tokens, reservation, drafted=copy.with_draft and not without)
+        return self._engine.slots.adopt(tokens, reservation, drafted=copy.with_draft and not without)
 
     async def _move(self, copy: _Copy, place: SlotPlace, *, restore: bool) -> bool | None:
         """Let the daemons write or read; return whether the drafter's part is missing, or None if it failed."""

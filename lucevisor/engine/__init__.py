@@ -1,14 +1,14 @@
 """Requests, scheduler, pipeline, and the engine that joins them.  Knows token and page ids: no text, no tensors.
 
-engine      core (READ FIRST) with its bases standstill and prefix_access; limits, settings, statistics, validation
+engine      core (READ FIRST) with its base standstill, slot_access; limits, settings, statistics, validation
 requests    request, handle, sequence, running, rows
-who starts  queue, shares, admission, preemption, waits
-next step   scheduler, scheduler_state, step, batching, chunking, step_times, backlog, run_ahead
-pipeline    pipeline, pipeline_steps, pipeline_drafts
+scheduling  scheduling/: who starts (queue, shares, admission, preemption, waits), what the next step computes
+            (scheduler, state, batching, chunking, step_times, backlog, run_ahead); step
+pipeline    pipeline/: pipeline, steps, drafts
 prefixes    prefix_reuse, checkpoints, refill, lone_work
 drafts      drafting, speculation, acceptance, lookup, draft_costs, decode_times, round_gaps, draft_budget,
-            draft_statistics
-losses      recovery, recovery_stages, recovery_rebuild, journal
+            draft_statistics, drafter_rest
+losses      recovery/: recovery, stages, rebuild; journal
 masks       constraint, masking
 KV Flash    ranking, relevance
 """

@@ -21,30 +21,26 @@ from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.journal import make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
-from lucevisor.engine.pipeline import Pipeline
-from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult, StageLink, StepInFlight
-from lucevisor.engine.preemption import SwapSpace
+from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult, StageLink, StepInFlight
 from lucevisor.engine.ranking import note_rankings
-from lucevisor.engine.recovery import Recovery
-from lucevisor.engine.recovery_rebuild import CannotRebuild
-from lucevisor.engine.recovery_stages import StageRecovery
+from lucevisor.engine.recovery.rebuild import CannotRebuild
+from lucevisor.engine.recovery.recovery import Recovery
+from lucevisor.engine.recovery.stages import StageRecovery
 from lucevisor.engine.relevance import PageRelevance
-from lucevisor.engine.request import (
-    FinishedEvent,
-    GenerationRequest,
-    NotReady,
-    QueueFull,
-    RequestError,
-)
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady, QueueFull, RequestError
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
-from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.scheduler_state import Events
+from lucevisor.engine.scheduling.preemption import SwapSpace
+from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduling.state import Events
+from lucevisor.engine.scheduling.waits import RetryAfter
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.settings import EngineSettings
+from lucevisor.engine.slot_access import SlotAccess
 from lucevisor.engine.standstill import Standstill
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
-from lucevisor.engine.waits import RetryAfter
+from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Sampling, StepResult
@@ -56,8 +52,7 @@ class Engine(Standstill):
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
         if settings.max_queue < 1:
             raise ValueError(f"max_queue is {settings.max_queue}; every request passes the queue, so give 1 or more")
-        self._settings = settings
-        self._clock = settings.clock
+        self._settings, self._clock = settings, settings.clock
         self._scheduler = Scheduler(limits)
         self._pipeline: Pipeline | None = None
         journal = make_journal(settings.rows, self._scheduler.pools, settings.journal_pages)
@@ -73,7 +68,15 @@ class Engine(Standstill):
         self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
         self._outbox: Events = []
         self._changed = asyncio.Event()
-        self._n_own = 0  # requests of ours: ids runs and probes
+        self._n_ids_runs = 0
+        self.slots = SlotAccess(
+            self._scheduler,
+            self._clock,
+            self._changed,
+            pipeline=lambda: self._pipeline,
+            proceed=lambda: self._proceed([]),
+            probe=lambda request, match: self._submit(request, None, probe=match),
+        )
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
@@ -102,7 +105,8 @@ class Engine(Standstill):
         payload is not what its result says.
         """
         self._check_taking()
-        request_id = self._own_id("ids")
+        self._n_ids_runs += 1
+        request_id = f"ids-{self._n_ids_runs}"
         request = GenerationRequest(
             request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
         )
@@ -115,6 +119,11 @@ class Engine(Standstill):
         finally:
             self._rows.close(request_id)
         return collector.output()
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """The prefix index: to look at, to set hooks, to pin."""
+        return self._scheduler.reuse.index
 
     # ---- the pipeline
 
@@ -149,7 +158,7 @@ class Engine(Standstill):
         if self._pipeline is not None:
             raise RuntimeError("a pipeline is attached already; detach it first")
         opening = self._stages.opening if kept else None
-        if opening is None and self._scheduler.n_running:  # parted, and the bytes are not there
+        if opening is None and self._stages.opening is not None:  # parted, and the bytes are not there
             self.detach(RequestError("shard_lost", self._unavailable))
         self._pipeline = pipeline
         pipeline.on_first_stage_done = self._on_first_stage_done
@@ -245,9 +254,9 @@ class Engine(Standstill):
         stages whose daemons computed what ``replay`` returned since the last loss.  ``on_end`` hears whether that
         worked; if not, the pipeline is detached by then.  False: no stage is lost.
         """
-        found = self._stages.found(links, on_end, kept=kept, replayed=replayed)
+        any_lost = self._stages.restore(links, on_end, kept=kept, replayed=replayed)
         self._proceed([])
-        return found
+        return any_lost
 
     def _rebuild(self) -> None:
         """Go on with the rebuild of lost stages."""
@@ -337,10 +346,6 @@ class Engine(Standstill):
     def _planning(self) -> bool:
         return not self._paused and not self._stages.active
 
-    def _own_id(self, what: str) -> str:
-        self._n_own += 1
-        return f"{what}-{self._n_own}"
-
     def _check_taking(self) -> None:
         if self._refusal or not (self.ready or self.recovery.holding):
             raise NotReady(self._refusal or self._unavailable)
@@ -376,6 +381,7 @@ class Engine(Standstill):
             if not self._scheduler.limits.stages_rank:
                 self.relevance.planned(self._scheduler.in_flight[-1])
             self._stages.sending(plan)
+            pipeline.drafter_rests = self._scheduler.drafting.resting
             pipeline.submit(plan.step, opening=plan.opening, lone=plan.lone)
             self._masks.planned(plan, pipeline)
             self._stages.planned(plan, lives)  # the shards work already

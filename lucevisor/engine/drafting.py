@@ -4,6 +4,8 @@ Pure.  A drafter is asked with the slice behind whose token it drafts; the seque
 (``LiveSequence.awaiting``) and its next slice verifies them.  Drafts take only what nobody else needs: pages and states
 that are free, or that prefix slots can give.  How many is decided in speculation.py.  docs/scheduling.md has the rules.
 
+A drafter that does not pay rests: it gets no steps at all, until it is woken and gets the sequences as a new one does.
+
 Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never reach behind a
 request's last token, nor behind the pages of its sequence.
 """
@@ -16,6 +18,7 @@ from dataclasses import replace
 
 from lucevisor.engine.constraint import within_masks
 from lucevisor.engine.draft_statistics import DraftStatistics, PrefixOrigin, StepShare
+from lucevisor.engine.drafter_rest import DrafterRest
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.lookup import INDEX_TOKENS, NgramLookup
 from lucevisor.engine.request import RequestState
@@ -23,11 +26,30 @@ from lucevisor.engine.round_gaps import RoundGaps
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
 from lucevisor.engine.speculation import Speculation
-from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, WrongResult, check_drafts, unseen
+from lucevisor.engine.step import (
+    ScheduledSequence,
+    ScheduledSlice,
+    ScheduledStep,
+    WrongResult,
+    all_decodes,
+    check_drafts,
+    is_decode,
+    padded,
+    unseen,
+)
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, Sampled, Slice, StepResult, ZeroState
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    Drafted,
+    OpenSequence,
+    Operation,
+    Sampled,
+    Slice,
+    StepResult,
+    ZeroState,
+)
 
 
 class Drafting:
@@ -41,9 +63,11 @@ class Drafting:
         self._keeps_checkpoints = limits.prefix.max_slots > 0 and not pools.copies_states
         self.speculation = Speculation(self._settings.max_drafts, self._settings.kind, fixed=self._settings.fixed)
         self.statistics = DraftStatistics()
+        self._rest = DrafterRest()
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
         self._opens_kept = False  # which has their states
+        self._rested = False  # the last drafter did when it was detached
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
@@ -57,7 +81,7 @@ class Drafting:
         """Ask a drafter from the next step on, which runs in the output stage's daemon (``with_output``) or beside it.
 
         ``opening``: sequences are open in the shards, which it has to open, too.  ``kept``: it has the state of the
-        last one, and nothing was computed in between.
+        last one, and nothing was computed in between; that of one that was resting is not worth keeping.
 
         Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
@@ -65,13 +89,16 @@ class Drafting:
             raise ValueError("no drafter can be attached: the arenas have no region for it (speculation.drafter)")
         if self.attached:
             raise RuntimeError("a drafter is attached already; detach it first")
+        kept = kept and not self._rested
         self.attached, self.opening, self._overlaps = True, opening, not with_output
-        self._opens_kept = kept
+        self._opens_kept, self._rested = kept, False
         self._pools.resume_draft_epoch() if kept else self._pools.begin_draft_epoch()
 
     def detach(self) -> None:
         """Expect no drafts any more; the sequences that wait for some go on without."""
         if self.attached:
+            self._rested = self.resting
+            self._rest.end()
             self.attached = self.opening = False
             self.outstanding.clear()
             self._n_sampled = 0
@@ -96,13 +123,46 @@ class Drafting:
         return operations
 
     @property
+    def resting(self) -> bool:
+        """Whether the drafter gets no steps, and has no sequences."""
+        return self._rest.resting
+
+    @property
+    def active(self) -> bool:
+        """Whether steps go to a drafter."""
+        return self.attached and not self.resting
+
+    def turns(self) -> bool:
+        """Whether the drafter should be let rest, or be woken, before the next step."""
+        if not self._rest.due or not self.attached or self.opening:
+            return False  # at nearly every step
+        asked = any(step.n_ahead for step in self.outstanding)
+        return not asked and (self.resting or bool(self.speculation.no_drafts))
+
+    def rest(self, waiting: Sequence[Operation]) -> list[Operation]:
+        """Send the drafter nothing more; return the operations that leave it without sequences.
+
+        ``waiting``: those of the next step, which are to be part of it.
+        """
+        self._rest.turn()
+        self._pools.end_draft_epoch()
+        lives = [record.live for record in self._running if record.live is not None]
+        return [*waiting, *(CloseSequence(live.sequence) for live in lives)]
+
+    def wake(self, *, opening: bool) -> None:
+        """Ask the drafter again, as one that was just attached; ``opening`` as there."""
+        self._rest.turn()
+        self.opening, self._opens_kept = opening, False
+        self._pools.begin_draft_epoch()
+
+    @property
     def n_drafting(self) -> int:
         """Micro-batches of decodes whose drafts are being made."""
         return sum(bool(step.decodes and step.n_ahead) for step in list(self.outstanding)[: self._n_sampled])
 
     def n_groups(self, n_stages: int) -> int:
         """Return into how many groups decoding sequences are dealt; a group is verified, then drafted."""
-        self.speculation.apart = self.attached and self._overlaps
+        self.speculation.apart = self.active and self._overlaps
         return self.speculation.choose_groups(n_stages)
 
     # ---- plans
@@ -120,7 +180,7 @@ class Drafting:
             width = wanted.get(one.record.request.request_id, 0)
             widths.append(max(0, min(width, self._settings.max_drafts, n_left)))
         widths = within_masks(self._within_states(widths), [one.record.request.constraint for one in decodes])
-        return [_padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
+        return [padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
 
     def would_draft(self, ahead: Sequence[ScheduledSlice]) -> bool:
         """Whether decodes should wait for the tokens they start from, because drafts are likely to follow these."""
@@ -160,8 +220,8 @@ class Drafting:
         return replace(one, drafts=drafts, n_proposed=n_proposed, states=states, n_ahead=n_ahead), operations
 
     def draft_from(self, live: LiveSequence) -> int:
-        """Return the first position of a sequence whose state the drafter has; 0 without a drafter."""
-        if not self.attached:
+        """Return the first position of a sequence whose state the drafter has; 0 without one, or while it rests."""
+        if not self.active:
             return 0
         epoch, position = live.draft_from
         if epoch != (now := self._pools[Space.FULL].epoch):
@@ -173,11 +233,11 @@ class Drafting:
         """Whether the drafter takes decodes along without a message and an answer of its own: it is asked for nothing,
         in the output stage's daemon, which does one step after the other where there are several stages."""
         asked = any(piece.n_ahead for piece in slices)
-        return self.attached and not self._overlaps and n_stages > 1 and not asked and all_decodes(slices)
+        return self.active and not self._overlaps and n_stages > 1 and not asked and all_decodes(slices)
 
     def planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
         """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
-        if self.attached and not upkeep:
+        if self.active and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
             records = [part.record for part in step.parts.values()]  # of prompts: while the shards compute them
@@ -262,6 +322,7 @@ class Drafting:
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
         """Note how long each stage took for a step of decodes."""
         if self._settings.max_drafts and slices:
+            self._rest.stepped()
             n_rows = sum(len(piece.tokens) for piece in slices)
             self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s))
 
@@ -302,14 +363,17 @@ class Drafting:
     def _n_ahead(self, one: ScheduledSlice, n_drafts: int) -> int:
         """Return how many drafts to ask for behind the token that a slice samples."""
         record = one.record
-        if not self.attached or not one.samples or record.uncached or self.draft_from(one.live) >= one.stop:
+        if not self.active or not one.samples or record.uncached or self.draft_from(one.live) >= one.stop:
             return 0
         most = min(
             self._settings.max_drafts,
             record.max_tokens - record.n_generated - 2 - one.runs_ahead,  # the last token needs no draft
             self._max_context - (one.stop + n_drafts) - 1,
         )
-        return min(most, self.speculation.n_ahead(record, self._n_decoding)) if most > 0 else 0
+        wanted = min(most, self.speculation.n_ahead(record, self._n_decoding)) if most > 0 else 0
+        if wanted and self.speculation.probe is None:
+            self._rest.asked()
+        return wanted
 
     def _candidates(self, one: ScheduledSlice) -> Drafted:
         """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
@@ -328,26 +392,6 @@ class Drafting:
             if record.lookup is None:
                 record.lookup = NgramLookup(record.tokens)
             n_left -= record.lookup.index(n_left)
-
-
-def _padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:
-    """Return a decode with ``width`` drafts: what lacks repeats the last one."""
-    if not width:
-        return one
-    drafts = drafted.tokens[:width]
-    last = drafts[-1] if drafts else one.record.tokens[-1]
-    padded = drafts + [last] * (width - len(drafts))
-    return replace(one, drafts=padded, n_proposed=len(drafts))
-
-
-def all_decodes(slices: Sequence[Slice]) -> bool:
-    """Whether a step computes no prompt."""
-    return all(is_decode(piece) for piece in slices)
-
-
-def is_decode(piece: Slice) -> bool:
-    """Whether a slice has one token that is certain, and samples."""
-    return piece.sample and piece.n_context == 1
 
 
 def _origin(part: ScheduledSequence) -> PrefixOrigin:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from lucevisor.engine.constraint import MadeMasks, make_masks
-from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.step import StepPlan
 from lucevisor.protocol.steps import Masks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lucevisor.engine.pipeline_steps import PipelineResult
+from lucevisor.engine.pipeline.steps import PipelineResult
 from lucevisor.engine.step import StepPlan
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.codec import payload_segments
@@ -40,7 +40,7 @@ class RowCollector:
     def __init__(self, n_tokens: int, *, hidden: bool) -> None:
         self._n_tokens = n_tokens
         self._wants_hidden = hidden
-        self._steps: dict[int, PipelineResult] = {}  # by position of the first row; computed anew after a preemption
+        self._steps: dict[int, PipelineResult] = {}  # by position of the first row; computed anew if it was preempted
 
     def add(self, result: PipelineResult) -> None:
         """Keep the payloads of a step whose only slice is of this text."""

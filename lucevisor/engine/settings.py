@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lucevisor.engine.journal import RowStore
-from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

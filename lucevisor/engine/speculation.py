@@ -80,7 +80,7 @@ class Speculation:
         self.times = DraftTimes(PRIORS[kind])
         self._loss = Allowance(LOSS_SHARE, MOST_LOSS)
         self._probes = Allowance(PROBE_SHARE, MOST_PROBES)
-        self._probe: WidthProbe | None = None
+        self.probe: WidthProbe | None = None  # what drafts are asked for only to measure
         self._choices: dict[int, WidthChoice] = {}  # by number of slices
         self._active: dict[str, tuple[int, RequestAcceptance]] = {}  # by request id; when drafts were last asked for
         self._renew_at = 0  # older choices are made again
@@ -101,7 +101,7 @@ class Speculation:
         n_slices = max(1, -(-n_decoding // self.n_groups))
         if record.acceptance.copying and n_slices == 1:
             return 0  # its own tokens are drafts enough
-        probe = self._probe
+        probe = self.probe
         if probe is not None and probe.n_slices == n_slices:
             return probe.width
         choice, now = self._choices.get(n_slices), self._n_measured
@@ -171,8 +171,8 @@ class Speculation:
         self._models[own.looked_up].verified(own.rates[own.looked_up], own.probabilities, n_drafts, n_accepted)
         own.copying = own.looked_up and n_accepted == n_drafts
         self._loss.gain(n_accepted / self._n_slices)
-        if self._probe is not None:  # a check that succeeds pays for the next one
-            self._probes.gain((n_accepted - self._probe.expected) / self._n_slices)
+        if self.probe is not None:  # a check that succeeds pays for the next one
+            self._probes.gain((n_accepted - self.probe.expected) / self._n_slices)
         if not n_accepted:
             self._renew_at = self._n_measured
 
@@ -257,7 +257,7 @@ class Speculation:
         if rate < (LEAST_GAIN if self.times.uneven_known else PROBE_GAIN) * rates[best]:
             own, rate = {}, rates[best]
         drafting = best > 0 or bool(own)
-        if self._probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
+        if self.probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
             return WidthChoice(width, rate, now)
         if own:
             return WidthChoice(max(own.values()), rate, now, own)
@@ -309,7 +309,7 @@ class Speculation:
                     self._fade()
                 n_steps = PROBE_STEPS if width or not costs.is_known(0, 1 << 62) else 1
                 self._probes.gain(-n_steps * lost[width])
-                self._probe = WidthProbe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1)
+                self.probe = WidthProbe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1)
                 return width
         return None
 
@@ -342,14 +342,14 @@ class Speculation:
         return max(width for width in range(best, self._max_drafts + 1) if costs.draft_s(width) <= most)
 
     def _end_probe(self, n_rows: int, n_slices: int) -> None:
-        probe = self._probe
+        probe = self.probe
         if probe is None:
             return
         probe.n_steps_left -= 1
         if n_slices == probe.n_slices and n_rows == n_slices * (1 + probe.width):
             probe.n_left -= 1
         if not probe.n_left or not probe.n_steps_left or n_slices != probe.n_slices:
-            self._probe = None
+            self.probe = None
             self._renew_at = self._n_measured
 
     # ---- inside: drafts to verify
@@ -362,8 +362,8 @@ class Speculation:
             return [most] * n_slices
         if costs is None or self._loss.spent:
             return [0] * n_slices
-        if self._probe is not None and self._probe.width:
-            return [min(most, self._probe.width)] * n_slices
+        if self.probe is not None and self.probe.width:
+            return [min(most, self.probe.width)] * n_slices
         choice = self._choices.get(n_slices)
         rate = max(choice.rate if choice is not None else 0.0, n_slices / costs.round_s(0))
         tokens = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Final
 
 from lucevisor import awake
 from lucevisor.engine.journal import RowStore, make_journal
-from lucevisor.engine.prefix_access import PrefixAccess
-from lucevisor.engine.recovery import PauseReason, Recovery
-from lucevisor.engine.recovery_rebuild import CannotRebuild, RebuildPlan
-from lucevisor.engine.recovery_stages import StageRecovery
+from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.recovery.rebuild import CannotRebuild, RebuildPlan
+from lucevisor.engine.recovery.recovery import PauseReason, Recovery
+from lucevisor.engine.recovery.stages import StageRecovery
 from lucevisor.engine.request import RequestError
+from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduling.state import Events
 from lucevisor.engine.sequence import RequestRecord, page_operations
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import StageReplay
@@ -50,9 +53,13 @@ class StateReplay:
     file: int
 
 
-class Standstill(PrefixAccess):
+class Standstill(ABC):
     """The engine's side of orderly stops."""
 
+    _scheduler: Scheduler
+    _pipeline: Pipeline | None
+    _changed: asyncio.Event
+    _clock: Callable[[], float]
     _stages: StageRecovery
     _paused: bool
     _unavailable: str
@@ -76,7 +83,7 @@ class Standstill(PrefixAccess):
             self._pipeline.close()
             self._pipeline = None
         self._scheduler.detach_drafter()
-        self.prefixes.drop_partial()  # stages are others then
+        self._scheduler.reuse.index.drop_partial()  # stages are others then
         opening, n_tokens = self._stages.opening or (), self._stages.n_frozen
         self._stages = StageRecovery(self._scheduler, make_journal(rows, self._scheduler.pools, journal_pages))
         self._stages.freeze(opening, n_tokens)
@@ -165,6 +172,10 @@ class Standstill(PrefixAccess):
         except TimeoutError:
             return False
         return True
+
+    @abstractmethod
+    def _proceed(self, events: Events) -> None:
+        """Send the steps that have become possible, then deliver events."""
 
 
 def _close(file: Future[int]) -> None:

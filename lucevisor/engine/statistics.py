@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lucevisor.engine.draft_statistics import DraftStatistics
-from lucevisor.engine.pipeline_steps import PipelineResult
+from lucevisor.engine.drafter_rest import RESTING
+from lucevisor.engine.pipeline.steps import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.recovery import Recovery, RecoveryStatistics
+from lucevisor.engine.recovery.recovery import Recovery, RecoveryStatistics
 from lucevisor.kv.page_pool import PageUse
 
 if TYPE_CHECKING:
-    from lucevisor.engine.scheduler import Scheduler
+    from lucevisor.engine.scheduling.scheduler import Scheduler
 
 _BUCKETS = 100
 
@@ -195,7 +196,7 @@ class EngineStatistics:
             steps=copy.deepcopy(totals),
             cache=CacheStatistics.of(scheduler.reuse),
             drafts=copy.deepcopy(scheduler.drafting.statistics),
-            draft_width=scheduler.drafting.speculation.width if scheduler.drafting.attached else 0,
-            no_drafts=scheduler.drafting.speculation.no_drafts,
+            draft_width=scheduler.drafting.speculation.width if scheduler.drafting.active else 0,
+            no_drafts=RESTING if scheduler.drafting.resting else scheduler.drafting.speculation.no_drafts,
             recovery=recovery.statistics(len(scheduler.unfinished), now, scheduler.refills.n_tokens),
         )

@@ -6,7 +6,7 @@ Records and checks; decides nothing.  Invariant: a result is applied whole or re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lucevisor.engine.constraint import Constraint, MaskJob
@@ -24,7 +24,7 @@ class WrongResult(Exception):
 class StepPlan:
     """A step to send; ``request_ids[i]`` owns ``step.slices[i]``, and its masked slices get masks from ``mask_jobs``.
 
-    ``opening``: the operations that the draft stage, just attached, gets in place of the step's own.
+    ``opening``: the operations that the draft stage, just attached or about to rest, gets in place of the step's own.
     """
 
     step: Step
@@ -215,3 +215,22 @@ def check_drafts(scheduled: ScheduledStep, drafts: Sequence[Drafted], n_vocabula
             raise WrongResult(f"step {scheduled.step_id} has {n} probabilities for {len(drafted.tokens)} drafts")
         if not all(0 <= token < n_vocabulary for token in drafted.tokens):
             raise WrongResult(f"step {scheduled.step_id} has drafts {drafted.tokens} outside of {n_vocabulary} ids")
+
+
+def all_decodes(slices: Sequence[Slice]) -> bool:
+    """Whether a step computes no prompt."""
+    return all(is_decode(piece) for piece in slices)
+
+
+def is_decode(piece: Slice) -> bool:
+    """Whether a slice has one token that is certain, and samples."""
+    return piece.sample and piece.n_context == 1
+
+
+def padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:
+    """Return a decode with ``width`` drafts: what lacks repeats the last one."""
+    if not width:
+        return one
+    drafts = drafted.tokens[:width]
+    last = drafts[-1] if drafts else one.record.tokens[-1]
+    return replace(one, drafts=drafts + [last] * (width - len(drafts)), n_proposed=len(drafts))

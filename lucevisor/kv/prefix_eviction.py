@@ -2,7 +2,7 @@
 
 A part of the index (prefix_cache.py), which gives it what it lacks.  A slot is worth the tokens that would have to be
 recomputed without it, divided by the prompts since its last use.  The least valuable goes first, among those that free
-what is needed.  Why freed ids can be reused at once: engine/scheduler.py.
+what is needed.  Why freed ids can be reused at once: engine/scheduling/scheduler.py.
 Invariant: pinned slots stay.
 """
 

@@ -6,7 +6,9 @@ Built from a GGUF header alone.  A family adds one file in ``model/families``; n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 from lucevisor.model.gguf_files import GgufFiles
@@ -113,13 +115,6 @@ class ModelSpec:
 
     def spaces(self) -> frozenset[Space]:
         return frozenset(layer.space for layer in self.layers)
-
-    def tensor_names(self, layers: LayerRange, *, embedding: bool, output: bool) -> list[str]:
-        """Names of all tensors that a shard of ``layers`` loads, in whole or in part, in order of use."""
-        names = dict.fromkeys(self.embedding_tensors if embedding else ()) | dict.fromkeys(self.shared_tensors)
-        for layer in self.layers[layers.start : layers.stop]:
-            names |= dict.fromkeys((*layer.tensors, *layer.parts))
-        return list(names | dict.fromkeys(self.output_tensors if output else ()))
 
     def legal_boundary(self, boundary: int) -> bool:
         """Whether the model may be split before layer ``boundary``: no later layer reads the pages of an earlier
@@ -267,6 +262,9 @@ def assemble(
     for group in groups:
         check_tensors(files, group)
         used.update(group)
+    skipped = tuple(name for name in files.tensors if name not in used)
+    _check_layers(files, skipped, keys)
+    _check_gaps(files, used)
     return ModelSpec(
         architecture=keys.prefix,
         name=model_name(files),
@@ -282,9 +280,42 @@ def assemble(
         shared_tensors=shared_tensors,
         embedding_scale=embedding_scale,
         options=frozenset({"yarn_attn_factor"} if keys.has("rope.scaling.yarn_attn_factor") else ()),
-        skipped=tuple(name for name in files.tensors if name not in used),
+        skipped=skipped,
         files=files,
     )
+
+
+def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys) -> None:
+    """Raise GgufError when the file has layers beyond its block count: without them answers would be silently wrong."""
+    n_blocks = keys.integer("block_count")
+    for name in unused:
+        kind, _, rest = name.partition(".")
+        index = rest.partition(".")[0]
+        if kind == "blk" and index.isdecimal() and int(index) >= n_blocks:
+            where = str(files.paths[files.tensors[name].part])
+            raise GgufError(
+                where,
+                f"tensor {name!r}",
+                f"is of no layer: {keys.prefix}.block_count is {n_blocks}; convert or download the file again",
+            )
+
+
+def _check_gaps(files: GgufFiles, used: AbstractSet[str]) -> None:
+    """Raise GgufError for a used tensor with room left before the next used one: its type or shape must be wrong.
+
+    Writers pad a tensor to the alignment and no further; llama.cpp refuses any other offset, too.
+    """
+    alignment = files.metadata.get("general.alignment", 32)
+    assert isinstance(alignment, int)
+    for before, after in pairwise(sorted(files.tensors.values(), key=lambda found: (found.part, found.offset))):
+        gap = after.offset - before.offset - before.n_bytes
+        if before.part == after.part and gap >= alignment and {before.name, after.name} <= used:
+            raise GgufError(
+                str(files.paths[before.part]),
+                f"tensor {before.name!r}",
+                f"{before.kind.name} {list(before.shape)} leaves {gap} bytes unused before {after.name!r}: its type or "
+                "shape is wrong, or a tensor between them is not listed; download the file again",
+            )
 
 
 def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -2,7 +2,7 @@
 
 On a GPU a step of 512 tokens dequantises as many weights as one of 2,048 and launches as many kernels, so long chunks
 compute prompts faster; on a cpu they only take longer each.  Which chunks a prompt gets beside others is the engine's
-choice (engine/chunking.py).  Pure.
+choice (engine/scheduling/chunking.py).  Pure.
 """
 
 from __future__ import annotations

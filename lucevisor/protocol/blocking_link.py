@@ -71,19 +71,6 @@ class BlockingLink:
         self._send_lock = Lock()
         self._send_broken: LinkClosed | None = None
 
-    @classmethod
-    def from_fd(
-        cls,
-        fd: int,
-        *,
-        role: Role = Role.DAEMON,
-        channel: Channel = Channel.LINK,
-        name: str = "link",
-        spin_s: float = 0.0,
-    ) -> BlockingLink:
-        """Wrap an inherited descriptor, which becomes owned and close-on-exec."""
-        return cls(socket.socket(fileno=fd), role=role, channel=channel, name=name, spin_s=spin_s)
-
     @property
     def state(self) -> LinkState:
         return self._connection.state

@@ -167,7 +167,7 @@ class SnapshotManager:
         match = self.store.store.find(prompt, len(prompt) - 1)
         if match is None:
             return None
-        if not self._engine.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
+        if not self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
             return None
         gain = match.n_tokens - prefixes.match(prompt, whole=True).position
         reason = reject_restore_reason(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
@@ -183,7 +183,7 @@ class SnapshotManager:
             del self._restoring[key]
             self._resume(under_way)
             if slot is not None:
-                self._engine.release(slot)
+                self._engine.slots.release(slot)
 
     def _resume(self, under_way: _Restoring) -> None:
         under_way.late = True
@@ -194,7 +194,7 @@ class SnapshotManager:
     async def _restore(self, under_way: _Restoring) -> PrefixSlot | None:
         """Return the restored slot, pinned, or None."""
         match, started = under_way.match, time.monotonic()
-        reservation = await self._engine.reserve(match.n_tokens, match.entry.snapshot.paged_out)
+        reservation = await self._engine.slots.reserve(match.n_tokens, match.entry.snapshot.paged_out)
         if reservation is None:
             log.info("snapshot not restored", file=match.entry.file, reason="not enough free pages or states")
             return None
@@ -208,12 +208,12 @@ class SnapshotManager:
             finally:
                 self.store.store.close_snapshot(opened)
             drafted = opened.with_draft
-            if not problem and (slot := self._engine.adopt(opened.tokens, reservation, drafted=drafted)) is None:
+            if not problem and (slot := self._engine.slots.adopt(opened.tokens, reservation, drafted=drafted)) is None:
                 problem = "a daemon was lost in the meantime"
         except SnapshotRefused:  # logged and counted by the store
             return None
         finally:
-            self._engine.cancel_reservation(reservation)
+            self._engine.slots.cancel_reservation(reservation)
         seconds = time.monotonic() - started
         if problem:
             self.store.store.not_restored(match.entry, problem)
@@ -255,7 +255,7 @@ class SnapshotManager:
         record = opened.next_token
         if record is None or record.input is None:
             return ""
-        predicted = await self._engine.next_token(reservation, opened.tokens, record.input, N_TOP)
+        predicted = await self._engine.slots.next_token(reservation, opened.tokens, record.input, N_TOP)
         if predicted is None:
             return "its next token could not be computed"
         if not record.agrees(predicted.token, self._tolerance(opened)):
@@ -286,7 +286,7 @@ class SnapshotManager:
         try:
             await self._save(slot, SaveTrigger.EVICTION, TRANSFER_S)
         finally:
-            self._engine.release(slot)
+            self._engine.slots.release(slot)
 
     async def _save_turns(self) -> None:
         """Save new slots, longest first, while no request is queued."""
@@ -294,7 +294,7 @@ class SnapshotManager:
             await self._wake.wait()
             self._wake.clear()
             while self._candidates:
-                await self._engine.wait_for_capacity()
+                await self._engine.slots.wait_for_capacity()
                 slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
                 del self._candidates[slot.number]
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
@@ -322,7 +322,7 @@ class SnapshotManager:
         """Write a slot's file; False if that failed, which is logged."""
         async with self._saving:
             record = await self._record(slot) if trigger is not SaveTrigger.EVICTION else None
-            place = await self._engine.export(slot)
+            place = await self._engine.slots.export(slot)
             if place is None:
                 return False
             unsealed: PendingSnapshot | None = None
@@ -347,7 +347,7 @@ class SnapshotManager:
                     self.store.store.abort(unsealed, "the stop was cut short")
                 raise
             finally:
-                self._engine.release(slot)
+                self._engine.slots.release(slot)
             return True
 
     async def _record(self, slot: PrefixSlot) -> NextToken | None:
@@ -358,9 +358,9 @@ class SnapshotManager:
         try:
             predicted: TokenEvent | None = None
             if slot.alive:
-                predicted = await self._engine.next_token(slot, tokens, tokens[0], N_TOP)
+                predicted = await self._engine.slots.next_token(slot, tokens, tokens[0], N_TOP)
         finally:
-            self._engine.release(slot)
+            self._engine.slots.release(slot)
         if predicted is None:
             return None
         return NextToken(predicted.token, predicted.logprob, list(predicted.top), tokens[0])

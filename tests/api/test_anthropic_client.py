@@ -22,6 +22,7 @@ from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
 from tests.api.conftest import Live, decoded, prompt_of, script
+from tests.api.output_texts import CALL, texts
 from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -30,7 +31,6 @@ ADD = {
     "description": "Adds.",
     "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
 }
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 THINK = {"type": "enabled", "budget_tokens": 32}
 EVENT = TypeAdapter(RawMessageStreamEvent)
 OUTPUT_FORMAT = ChatTemplate.from_gguf(metadata()).output_format
@@ -353,14 +353,6 @@ class TestErrors:
             extra_body={"context_management": {"edits": []}, "brand_new": 1}, extra_headers={"anthropic-beta": "x"},
         )  # fmt: skip
         assert answer.headers["x-lucevisor-ignored"] == ("brand_new, context_management, service_tier")
-
-
-texts = st.lists(
-    st.sampled_from(
-        ["Hm.", "\n", " ", "</think>", "<think>", CALL, "<tool_call>", "</tool_call>", "{", "é🎉", "<", "a"]
-    ),
-    max_size=8,
-).map("".join)
 
 
 @given(texts, st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans(), st.booleans())

@@ -24,6 +24,7 @@ from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
 from tests.api.conftest import Live, prompt_of, script
+from tests.api.output_texts import CALL, texts
 from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say, tokenizer
 
 ADD = {
@@ -33,7 +34,6 @@ ADD = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     "strict": False,
 }
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 HIGH = {"effort": "high"}
 EVENT = TypeAdapter(ResponseStreamEvent)
 OUTPUT_FORMAT = ChatTemplate.from_gguf(metadata()).output_format
@@ -433,14 +433,6 @@ class TestErrors:
     def test_another_model(self, client):
         with pytest.raises(openai.NotFoundError):
             client.responses.create(model="gpt-17", input="Hi")
-
-
-texts = st.lists(
-    st.sampled_from(
-        ["Hm.", "\n", " ", "</think>", "<think>", CALL, "<tool_call>", "</tool_call>", "{", "é🎉", "<", "a"]
-    ),
-    max_size=8,
-).map("".join)
 
 
 @given(texts, st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans(), st.booleans())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.app.model_files import open_model
+from lucevisor.app.model_files import open_model, open_tokenizer
 from lucevisor.config import load
 from lucevisor.errors import ConfigError, ExitCode
 from lucevisor.protocol.loading import DraftKind
@@ -39,6 +39,18 @@ def box(tmp_path):
         return load(path, overrides)
 
     return made
+
+
+def test_a_tokenizer_that_cannot_be_built_names_the_file(box, tmp_path):
+    data = bytearray(TARGET.read_bytes())
+    key = b"tokenizer.ggml.eos_token_id"
+    at = data.index(key) + len(key) + 4
+    data[at : at + 4] = b"\xff" * 4
+    (tmp_path / "m.gguf").write_bytes(data)
+    config = box(tmp_path / "m.gguf", "")
+    with pytest.raises(ConfigError, match=r"m\.gguf.*eos_token_id = 4294967295 is not a token") as caught:
+        open_tokenizer(config, open_model(config).spec)
+    assert (caught.value.key, caught.value.exit_code) == ("model.path", ExitCode.USAGE)
 
 
 def kind_of(model) -> tuple[DraftKind, int] | None:

@@ -95,6 +95,8 @@ DEMO = str(Path(__file__).parents[2] / "etc" / "demo.toml")
         (["bench", DEMO, "--tune", "-p", "0", "-n", "0", "--json", "x.json"], "--json: nothing to write"),
         (["bench", DEMO, "--json", "no/such/out.json"], "no/such/out.json: there is no directory no/such: create it"),
         (["logits", DEMO, "--ids", DEMO, "--out", "/"], "/ is a directory: name a file in it"),
+        (["logits", DEMO, "--ids", DEMO, "--out", "x.npz"], "demo.toml: not a JSON list of token ids"),
+        (["logits", DEMO, "--ids", "/dev/null", "--out", "x.npz"], "/dev/null: not a JSON list of token ids"),
         (["demo", "--max-tokens", "0"], "--max-tokens"),
         (["status", "box"], "argument (box); a supervisor is named with --name"),
         (["stop", "box"], "argument (box); a supervisor is named with --name"),

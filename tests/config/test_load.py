@@ -254,6 +254,12 @@ def test_a_key_is_set_once(file):
 # --- files
 
 
+def test_a_byte_order_mark_is_skipped(file, tmp_path):
+    path = tmp_path / "box.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + file(SMALLEST).read_bytes())
+    assert load(path).groups == load(file(SMALLEST)).groups
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import SpeculationSettings
-from lucevisor.engine.pipeline_steps import PipelineFailure
-from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.pipeline.steps import PipelineFailure
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import StateReplay
 from lucevisor.protocol.codec import KIND_OF
@@ -189,6 +189,14 @@ class Groups:
             self.answer(busy[0])
 
 
+def drained(handle: RequestHandle) -> list[object]:
+    """The events that nobody has read yet."""
+    found: list[object] = [*handle._events]
+    handle._events.clear()
+    assert not found or isinstance(found[-1], FinishedEvent)
+    return found
+
+
 class GroupMachine(RuleBasedStateMachine):
     """The groups of a property test, and daemons that answer in any order; ``begin``, an ``initialize`` rule, makes
     ``groups`` and ``names``."""
@@ -218,3 +226,18 @@ class GroupMachine(RuleBasedStateMachine):
         for i in range(n):
             if self.busy:
                 self.groups.answer(self.some(draw + i * turns, self.busy))
+
+
+class ServingMachine(GroupMachine):
+    """The same with ``requests`` by id, whose answers are checked as soon as they are complete."""
+
+    requests: dict[str, tuple[GenerationRequest, RequestHandle]]
+
+    @invariant()
+    def what_ended_well_is_right(self) -> None:
+        for one, handle in self.requests.values():
+            if handle.finished is not None and handle.finished.reason == "length":
+                events = drained(handle)
+                if events:
+                    wanted = self.groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
+                    assert [e.token for e in events if isinstance(e, TokenEvent)] == wanted

@@ -49,3 +49,8 @@ def test_a_plot_names_its_results_and_is_the_same_each_time(tmp_path):
     first, second = ((tmp_path / file).read_text(encoding="utf-8") for file in ("a.svg", "b.svg"))
     assert first == second
     assert f"results {PLOTS['kv-flash'].digest()}" in first
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.iterdir()), ids=lambda path: path.name)
+def test_results_name_no_directory_of_the_machine_they_come_from(path):
+    assert not re.search(r'(?:^|[\s"=])/(?:[\w.-]+/){2,}', path.read_text())

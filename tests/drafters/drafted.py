@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from daemons.draft import stage as stage_module
-from daemons.draft.stage import DraftStage
+from daemons.draft.stage import DraftJob, DraftStage
+from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
 from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
 from lucevisor.model.spec import ModelSpec
@@ -51,6 +52,12 @@ def load_draft(
         [], how.dtype, how.kv_dtype, [], [], pools_of(target), max_sequences=16, max_step_tokens=512, draft=plan
     )
     return DraftStage.load(target, load, how.backend, lambda _: None, output_stage)
+
+
+def draft_batch(stage: DraftStage, job: DraftJob) -> Batch:
+    """The rows that a drafter computes for a job."""
+    layout = stage.draft_layout([job])
+    return Batch(layout, stage.sequences.tables(stage.device), layout.on(stage.device))
 
 
 class DraftedPipeline(Pipeline):

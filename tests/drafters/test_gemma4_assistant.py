@@ -12,7 +12,7 @@ from daemons.draft.stage import DraftJob
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.loading import DraftKind
 from tests.drafters.assistants import Reference, make_assistant, write_pair
-from tests.drafters.drafted import DraftedPipeline, load_draft
+from tests.drafters.drafted import DraftedPipeline, draft_batch, load_draft
 from tests.families.generate.gemma4 import gemma4
 from tests.families.generate.made import Draw, Made
 from tests.families.pipeline import load_stages
@@ -72,7 +72,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     hidden = drafter.target_norm.float32(captures[-1:, drafter.hidden_at * width :][:, :width].contiguous())
     step = pipeline.step.slices[0]
     job = DraftJob(type(step)(0, 0, step.tokens, True, n_ahead=1), 0, ids[39], 39, 38)
-    batch = stage.draft_batch([job])
+    batch = draft_batch(stage, job)
     batch.positions = batch.positions + 1
     found, _ = drafter.row(batch.ids, hidden, batch)
     _, wanted = Reference(target.model, assistant.model).drafts(ids[:39], ids[39], 1)

@@ -22,6 +22,8 @@ from lucevisor.app.status import Address, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
+from lucevisor.engine import drafter_rest
+from lucevisor.engine.speculation import Speculation
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
@@ -120,6 +122,31 @@ async def test_sampled_tokens_are_those_of_plain_decoding(tmp_path: Path) -> Non
                 await drafting(service)
             found.append(await generate(service, prompt, 40, sampling))
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("device", ["", '\ndevice = "left:0"', '\ndevice = "aside:0"'])
+async def test_a_drafter_that_rests_and_wakes_beside_streams_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    for name, n in {"AWAKE_STEPS": 5, "REST_STEPS": 7, "MOST_REST_STEPS": 7}.items():
+        monkeypatch.setattr(drafter_rest, name, n)
+    monkeypatch.setattr(Speculation, "no_drafts", "says the test")
+    prompt, wanted = trace("dflash")
+    prompts = [prompt[i:] for i in range(4)]
+    config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\nwidth = "auto"{device}')
+    async with running(config, tmp_path) as service:
+        await drafting(service)
+        assert service.engine is not None
+        turns, rest = [], service.engine._scheduler.drafting._rest
+        turn = rest.turn
+        monkeypatch.setattr(rest, "turn", lambda: (turns.append(rest.resting), turn()))
+        alone = [await generate(service, one, N) for one in prompts]
+        assert alone[0] == wanted
+        first = asyncio.gather(*(generate(service, one, N) for one in prompts[:3]))
+        second = generate(service, prompts[3], N)
+        assert [*await first, await second] == alone
+        assert turns.count(True) > 3, "it was woken"
+        assert draft_of(service)["state"] == "attached", "and served each time"
 
 
 # ---- a drafter that is lost, restarted, changed or never there

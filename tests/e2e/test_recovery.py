@@ -23,8 +23,8 @@ from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
-from lucevisor.engine import batching
 from lucevisor.engine.request import FinishedEvent, NotReady
+from lucevisor.engine.scheduling import batching
 from lucevisor.engine.speculation import Speculation
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.backlog import Backlog
+from lucevisor.engine.scheduling.backlog import Backlog
 
 
 def test_an_empty_pipeline_waits_for_the_step() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.chunking import (
+from lucevisor.engine.scheduling.backlog import Backlog
+from lucevisor.engine.scheduling.chunking import (
     BESIDE_DECODES,
     HORIZON_S,
     MAX_DECODE_LOSS,
@@ -18,7 +18,7 @@ from lucevisor.engine.chunking import (
     SharedChunks,
     chunk_sizes,
 )
-from lucevisor.engine.step_times import MAX_AGE, StepCost
+from lucevisor.engine.scheduling.step_times import MAX_AGE, StepCost
 from lucevisor.protocol.steps import Slice
 from tests.engine.timed_pipeline import gpu_rows_s, h200_rows_s
 

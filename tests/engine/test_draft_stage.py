@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline import Pipeline
-from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult, StepInFlight
+from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import POSTED
@@ -164,7 +164,7 @@ def test_steps_that_the_output_stage_gives_back_come_to_both_again() -> None:
     bench.pipeline.receive(StepResult(1, 2))
     assert bench.pipeline.settled
     del bench.drafter.sent[:]
-    bench.pipeline.find({0: bench.wires[2]}, {})  # type: ignore[dict-item]
+    bench.pipeline.restore({0: bench.wires[2]}, {})  # type: ignore[dict-item]
     for step_id in (2, 3):
         bench.pipeline.receive(StepResult(step_id, 0))
         assert bench.drafter.sent[-2:] == [(1, step(step_id)), (2, DraftStep(step(step_id)))]
@@ -215,6 +215,24 @@ def test_a_draft_stage_gets_only_steps_submitted_while_it_is_attached(*, with_ou
     bench.pipeline.detach_drafter()
     bench.pipeline.receive(StepResult(2, 2))  # too late, and no harm
     assert bench.log == ["result 3", "result 1", "result 2"]
+    assert not bench.failures
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_sequences(*, with_output: bool) -> None:
+    bench = Bench(with_output=with_output)
+    bench.attach()
+    bench.pipeline.submit(step(1))
+    bench.pipeline.drafter_rests = True
+    bench.pipeline.submit(step(2), opening=[CloseSequence(5)])
+    bench.pipeline.submit(step(3))
+    for stage in (0, 1):
+        for step_id in (1, 2, 3):
+            bench.pipeline.receive(StepResult(step_id, stage, SAMPLED))
+    sent = [message.step for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
+    assert [(one.step_id, one.operations) for one in sent] == [(1, step(1).operations), (2, [CloseSequence(5)])]
+    for step_id in (1, 2):
+        bench.pipeline.receive(StepResult(step_id, 2))  # what it was sent before, it answers
     assert not bench.failures
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from lucevisor.engine import validation
+from lucevisor.engine.drafter_rest import AWAKE_STEPS, REST_STEPS, DrafterRest
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.speculation import Speculation
 from lucevisor.engine.step import StepPlan, WrongResult
@@ -149,6 +150,64 @@ def test_a_drafter_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> N
         bench.answer(plan)
         bench.draft(plan, n=0)
     assert asked == [(61, 64, 0), (62, 64, 0), (63, 64, 0), (64, 64, 4), (65, 64, 4), (66, 64, 4)]
+
+
+def test_a_drafter_that_is_not_asked_rests_without_sequences_and_is_woken_like_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(speculating(max_context=2_048, pools=PoolSizes(40, 0, 0)))
+    drafting = bench.scheduler.drafting
+    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: 0)
+    monkeypatch.setattr(Speculation, "no_drafts", "it does not pay")
+    bench.submit("a", n=2_000)
+
+    def decode(n: int) -> list[StepPlan]:
+        found = []
+        for _ in range(n):
+            found.append(bench.plan())
+            bench.answer(found[-1])
+            if drafting.outstanding:
+                bench.draft(found[-1])
+        return found
+
+    before = decode(AWAKE_STEPS + 1)
+    assert all(plan.opening is None for plan in before)
+    [closing] = decode(1)
+    assert (closing.step.slices, closing.opening) == ([], [*closing.step.operations, CloseSequence(0)])
+    assert (drafting.resting, drafting.attached, bench.scheduler.pools[Space.FULL].epoch) == (True, True, 0)
+    assert not drafting.outstanding
+    resting = decode(REST_STEPS)
+    assert all(plan.opening is None and not drafting.outstanding for plan in resting)
+    [opening] = decode(1)
+    live = bench.live("a")
+    assert opening.opening is not None
+    assert opening.opening[0] == OpenSequence(0, live.state, request("a").sampling)
+    assert not drafting.resting
+    assert bench.plan().step.slices[0].draft_from > live.n_computed  # of what was computed before it has nothing
+
+
+def test_a_drafter_rests_longer_each_time_that_it_is_woken_in_vain() -> None:
+    rest, stretches, n = DrafterRest(), [], 0
+    while len(stretches) < 10:
+        rest.stepped()
+        n += 1
+        if rest.due:
+            rest.turn()
+            stretches.append(n)
+            n = 0
+    assert stretches[::2] == [AWAKE_STEPS] * 5
+    assert stretches[1::2] == [1024, 2048, 4096, 8192, 8192]
+    rest.asked()
+    assert not rest.due
+
+
+def test_state_of_a_drafter_that_rested_is_not_kept_over_a_restart() -> None:
+    bench = Bench(speculating())
+    bench.scheduler.drafting.rest([])
+    bench.scheduler.detach_drafter()
+    bench.scheduler.attach_drafter(with_output=True, kept=True)
+    assert bench.scheduler.pools[Space.FULL].epoch == 2  # another than that before
+    assert not bench.scheduler.drafting.resting
 
 
 def test_without_a_drafter_in_the_limits_none_can_be_attached_and_there_is_one_at_most() -> None:
@@ -450,7 +509,7 @@ def test_a_flush_waits_for_the_drafter() -> None:
         toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
         toy.attach_drafter(with_output=False)
         toy.engine.submit(one)
-        synchronized = asyncio.create_task(toy.engine.synchronize())
+        synchronized = asyncio.create_task(toy.engine.slots.synchronize())
         await asyncio.sleep(0)
         target, drafter = toy.daemons
         assert toy.pipeline is not None

@@ -8,7 +8,7 @@ import pytest
 
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
-from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import WrongResult
 from lucevisor.kv.prefix_records import PrefixSettings

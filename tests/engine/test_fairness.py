@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.batching import MAX_SKIPPED_STEPS
-from lucevisor.engine.chunking import MAX_SLOWDOWN, MAX_WAIT_SHARE, PROMISED_SLOWDOWN
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.queue import PATIENCE
+from lucevisor.engine.scheduling.batching import MAX_SKIPPED_STEPS
+from lucevisor.engine.scheduling.chunking import MAX_SLOWDOWN, MAX_WAIT_SHARE, PROMISED_SLOWDOWN
+from lucevisor.engine.scheduling.queue import PATIENCE
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes
 from tests.combinations import combinations

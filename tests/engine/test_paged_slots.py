@@ -53,14 +53,14 @@ async def talk(toy: ToyEngine, name: str, prompt: list[int], n: int) -> tuple[li
 async def through_disk(toy: ToyEngine, n_tokens: int, bound: EngineLimits) -> tuple[ToyEngine, PagedOut | None]:
     """Another engine whose one slot is that of ``n_tokens``."""
     [slot] = [one for one in toy.engine.prefixes.slots if one.n_tokens == n_tokens]
-    exporting = asyncio.ensure_future(toy.engine.export(slot))
+    exporting = asyncio.ensure_future(toy.engine.slots.export(slot))
     await asyncio.sleep(0)
     await toy.play()
     place = await exporting
     assert place is not None
     other = ToyEngine(bound, n_stages=toy.model.n_stages)
     other.attach()
-    reserving = asyncio.ensure_future(other.engine.reserve(n_tokens, slot.paged_out))
+    reserving = asyncio.ensure_future(other.engine.slots.reserve(n_tokens, slot.paged_out))
     await asyncio.sleep(0)
     await other.play()
     reservation = await reserving
@@ -68,10 +68,10 @@ async def through_disk(toy: ToyEngine, n_tokens: int, bound: EngineLimits) -> tu
     ids = reservation.ids
     to = SlotPlace(n_tokens, ids[Space.FULL], ids.get(Space.WINDOW, []), reservation.first_window, reservation.state)
     moved(stages(toy), place, stages(other), to)
-    toy.engine.release(slot)
-    restored = other.engine.adopt(slot.tokens, reservation)
+    toy.engine.slots.release(slot)
+    restored = other.engine.slots.adopt(slot.tokens, reservation)
     assert restored is not None
-    other.engine.release(restored)
+    other.engine.slots.release(restored)
     return other, restored.paged_out
 
 

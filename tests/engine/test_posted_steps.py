@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from lucevisor.engine.pipeline import Pipeline
-from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.protocol.codec import decode
 from lucevisor.protocol.frames import HEADER_BYTES, POSTED, parse_header
 from lucevisor.protocol.steps import (
@@ -130,7 +130,7 @@ def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to
     assert bench.done == [1]
     assert bench.pipeline.settled
     fresh = Wire()
-    bench.pipeline.find({0: fresh}, {})  # type: ignore[dict-item]
+    bench.pipeline.restore({0: fresh}, {})  # type: ignore[dict-item]
     bench.answer(2, 0, 1, 2)
     assert bench.done == [1, 2]
     assert fresh.ids == [(0, 2)]
@@ -200,7 +200,7 @@ def test_a_stage_that_went_on_with_another_token_than_was_drawn_again_fails_the_
     started(bench, 2, 33)  # the output stage rang, and was lost before its result was heard
     bench.pipeline.lose([1])
     assert bench.pipeline.settled
-    bench.pipeline.find({1: Wire()}, {})  # type: ignore[dict-item]
+    bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
     drawn(bench, 1, 35)
     assert [failure.code for failure in bench.failures] == ["protocol_error"]
     assert bench.done == []
@@ -216,7 +216,7 @@ def test_a_step_that_follows_a_lost_one_waits_for_its_token_and_holds_up_those_b
     assert bench.pipeline.oldest_in_flight(9.0) is None  # nobody works on anything
     bench.pipeline.receive(Recalled(0, [2], operated=True))
     assert bench.pipeline.settled
-    bench.pipeline.find({1: tail}, {})  # type: ignore[dict-item]
+    bench.pipeline.restore({1: tail}, {})  # type: ignore[dict-item]
     bench.pipeline.submit(step(3))
     assert bench.wires[0].ids == [(0, 1), (POSTED, 2)]
     drawn(bench, 1, 33)

@@ -38,7 +38,7 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
     await toy.play()
     assert first.finished is not None
     [slot] = [s for s in toy.engine.prefixes.slots if s.n_tokens == 140]
-    exporting = asyncio.ensure_future(toy.engine.export(slot))
+    exporting = asyncio.ensure_future(toy.engine.slots.export(slot))
     await asyncio.sleep(0)
     assert not exporting.done() or spaces == FULL  # the checkpoint is copied by a step that is still to come
     await toy.play()
@@ -48,13 +48,13 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
     stages = {index: stage for d in toy.daemons for index, stage in d.stages.items()}
     saved = {index: read(stage, place) for index, stage in stages.items()}
     assert not toy.engine.prefixes.drop(slot)
-    toy.engine.release(slot)
+    toy.engine.slots.release(slot)
 
     toy.lose()
     toy.attach()
     assert toy.engine.prefixes.slots == []
     busy = toy.engine.submit(request("busy", range(300, 330), n=9))
-    reserving = asyncio.ensure_future(toy.engine.reserve(140))
+    reserving = asyncio.ensure_future(toy.engine.slots.reserve(140))
     await toy.play()
     reservation = await reserving
     assert reservation is not None
@@ -66,12 +66,12 @@ async def test_a_slot_goes_to_disk_and_back_after_the_shards_lost_it(spaces: fro
                     stage.pages[space][target] = list(page)
             if reservation.state >= 0:
                 stage.states[reservation.state] = saved[index]["state"]
-    restored = toy.engine.adopt(tokens, reservation)
+    restored = toy.engine.slots.adopt(tokens, reservation)
     assert restored is not None
     assert restored.origin == "disk"
     assert restored.pins == 1
-    toy.engine.release(restored)
-    assert toy.engine.adopt(tokens, reservation) is None  # once
+    toy.engine.slots.release(restored)
+    assert toy.engine.slots.adopt(tokens, reservation) is None  # once
     one = request("b", [*range(140), 5, 5, 5], n=20)
     again = toy.engine.submit(one)
     await toy.play()
@@ -111,8 +111,8 @@ async def test_an_export_ends_when_the_pipeline_breaks_and_holds_nothing() -> No
     while not toy.engine.prefixes.slots:
         toy.work(0)
     [slot] = toy.engine.prefixes.slots[:1]
-    exporting = asyncio.ensure_future(toy.engine.export(slot))
-    reserving = asyncio.ensure_future(toy.engine.reserve(100))
+    exporting = asyncio.ensure_future(toy.engine.slots.export(slot))
+    reserving = asyncio.ensure_future(toy.engine.slots.reserve(100))
     await asyncio.sleep(0)
     toy.lose()
     assert await exporting is None
@@ -139,5 +139,5 @@ async def test_a_slot_pinned_while_it_is_given_up_goes_afterwards() -> None:
     toy.run()
     assert evicted[0] is old
     assert toy.engine.prefixes.slots == [old]
-    toy.engine.release(old)
+    toy.engine.slots.release(old)
     assert toy.engine.prefixes.slots == []

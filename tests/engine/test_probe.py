@@ -41,7 +41,7 @@ async def with_slot(toy: ToyEngine, n: int = 140) -> PrefixSlot:
 
 
 def asked(toy: ToyEngine, slot: PrefixSlot, token: int = 9) -> asyncio.Task[object]:
-    return asyncio.ensure_future(toy.engine.next_token(slot, slot.tokens, token, 2))
+    return asyncio.ensure_future(toy.engine.slots.next_token(slot, slot.tokens, token, 2))
 
 
 def expected(toy: ToyEngine, tokens: Sequence[int]) -> int:
@@ -94,8 +94,8 @@ async def test_a_probe_ends_with_the_pipeline_whether_it_runs_or_waits() -> None
         await asyncio.sleep(0)
         toy.lose()
         assert await asking is None
-        assert await toy.engine.next_token(slot, slot.tokens, 9, 2) is None  # no pipeline
-        toy.engine.release(slot)
+        assert await toy.engine.slots.next_token(slot, slot.tokens, 9, 2) is None  # no pipeline
+        toy.engine.slots.release(slot)
         toy.attach()
         await toy.play()
         assert {use.used for use in toy.engine.statistics().pages.values()} == {0}
@@ -110,7 +110,7 @@ async def test_a_probe_gives_way_when_the_only_running_request_needs_its_pages()
     await toy.play()
     assert await asking is None
     assert running.finished is None  # the pin keeps two pages
-    toy.engine.release(slot)
+    toy.engine.slots.release(slot)
     await toy.play()
     assert running.finished is not None
     assert toy.engine.statistics().preemptions == 0
@@ -122,5 +122,5 @@ async def test_a_context_that_is_full_cannot_be_asked() -> None:
     end = toy.engine.prefixes.slots[-1]
     assert end.n_tokens == 150
     toy.engine.prefixes.pin(end)
-    assert await toy.engine.next_token(end, end.tokens, 9, 2) is None
+    assert await toy.engine.slots.next_token(end, end.tokens, 9, 2) is None
     assert slot.alive

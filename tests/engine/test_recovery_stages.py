@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -159,6 +160,33 @@ async def test_a_loss_that_delivers_results_does_not_go_on_with_an_earlier_rebui
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("again", [0, 1, 2])
+async def test_slices_of_a_request_that_ended_stay_out_when_a_stage_is_lost_again(lost: int, again: int) -> None:
+    """The first rebuild has taken them out of the steps that wait; the second one finds the same steps."""
+    n_waiting = 0
+    for n_before in range(4, 40, 3):
+        toy = ready(3, pools=PoolSizes(24, 0, 16))
+        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc")]
+        handles = {one.request_id: toy.engine.submit(one) for one in asked}
+        for i in range(n_before):
+            toy.work(i)
+        handles["b"].cancel()
+        assert toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({lost}))
+        while any(daemon.ready for daemon in toy.daemons):
+            toy.work(0)
+        toy.come_back()
+        assert toy.pipeline is not None
+        n_waiting += any(len(entry.step.slices) > 1 for entry in toy.pipeline.in_flight)
+        assert toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({again}))
+        toy.daemons = [daemon for daemon in toy.daemons if not daemon.stages.keys() & toy.pipeline.lost]  # to be reset
+        toy.come_back()
+        toy.run()
+        assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
+        await check_answers(toy, asked, handles)
+    assert n_waiting
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
 @pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
 @pytest.mark.parametrize("n_host", [0, 8])
 async def test_slots_that_running_sequences_begin_with_come_back(
@@ -216,10 +244,23 @@ async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() 
     assert (tokens, finished.usage.cached_tokens) == (toy.alone(more), 150)
 
 
+async def ask_replay(toy: ToyEngine, stage: int) -> None:
+    """Ask what a lost stage may compute while its daemon loads, and make no use of it."""
+    asked = asyncio.create_task(toy.engine.replay([stage], 60.0))
+    await asyncio.sleep(0)
+    await toy.play()
+    replay = await asked
+    if replay is not None:
+        os.close(replay.file)
+
+
 @pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
-def test_who_began_with_a_slot_that_was_not_whole_everywhere_is_computed_again(spaces: frozenset[Space]) -> None:
+@pytest.mark.parametrize("replays", [False, True])
+def test_who_began_with_a_slot_that_was_not_whole_everywhere_is_computed_again(
+    *, spaces: frozenset[Space], replays: bool
+) -> None:
     """The slot of a request that was cancelled is ahead of its slices, which wait for the lost stage and are taken
-    out: stages behind never have them."""
+    out: stages behind never have them.  ``replays``: its new daemon asks for what it may compute while it loads."""
     prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
     n_given_up = 0
     for n_before in range(1, 10):
@@ -243,6 +284,8 @@ def test_who_began_with_a_slot_that_was_not_whole_everywhere_is_computed_again(s
             handles["a"].cancel()
             toy.work(0)
             assert toy.crash(1)
+            if replays:
+                asyncio.run(ask_replay(toy, 1))
             toy.come_back()
             while toy.work(0):
                 pass

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationRequest
-from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.errors import ScoringError
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency, remembered, with_neighbours
@@ -360,10 +360,10 @@ async def test_a_file_that_would_be_paged_out_is_not_restored() -> None:
     """What it predicts next was computed from all of its pages."""
     toy = ToyEngine(bounds(slots=8, full_pages=30))
     toy.attach()
-    assert await toy.engine.reserve(384) is None
-    reservation = await toy.engine.reserve(383)
+    assert await toy.engine.slots.reserve(384) is None
+    reservation = await toy.engine.slots.reserve(383)
     assert reservation is not None
-    toy.engine.cancel_reservation(reservation)
+    toy.engine.slots.cancel_reservation(reservation)
 
 
 @pytest.mark.parametrize(

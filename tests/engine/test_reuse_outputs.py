@@ -109,9 +109,9 @@ class Play:
 
     def let_go(self) -> None:
         for slot in self.pinned:
-            self.toy.engine.release(slot)
+            self.toy.engine.slots.release(slot)
         for reservation in self.reserved:
-            self.toy.engine.cancel_reservation(reservation)
+            self.toy.engine.slots.cancel_reservation(reservation)
         self.pinned, self.reserved = [], []
 
     def say(self, chat: Conversation, n_tokens: int, *, again: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
-from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.speculation import Speculation
 from lucevisor.engine.step import StepPlan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lucevisor.engine.shares import KeyShares
+from lucevisor.engine.scheduling.shares import KeyShares
 
 
 def shares(*keys: str) -> KeyShares:

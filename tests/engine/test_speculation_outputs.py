@@ -12,6 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine import drafting, validation
+from lucevisor.engine.drafter_rest import DrafterRest
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.lookup import MAX_MATCH, NgramLookup, NgramMatch
@@ -39,6 +40,10 @@ class AnyWidth(Speculation):
         self.n += 1
         return mix(self.seed, self.n) % (self.most + 3)
 
+    @property
+    def no_drafts(self) -> str:
+        return "says the test"
+
     def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
         found = self._any()
         return found if mix(self.seed, self.n // 16) % 2 else 0
@@ -48,6 +53,22 @@ class AnyWidth(Speculation):
         chosen = [widths, [max(widths)] * len(widths), [min(widths)] * len(widths), [self._any() for _ in widths]]
         names = [record.request.request_id for record, _ in drafts]
         return dict(zip(names, chosen[self._any() % 4], strict=True))
+
+
+class AnyRest(DrafterRest):
+    """Rests and wakes after a few decodes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.n = seed, 0
+
+    @property
+    def due(self) -> bool:
+        return self._n_steps > mix(self.seed, self.n) % 7
+
+    def turn(self) -> None:
+        super().turn()
+        self.n += 1
 
 
 @contextmanager
@@ -147,6 +168,7 @@ class Play:
             self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]
         drafting = self.toy.engine._scheduler.drafting
         drafting.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
+        drafting._rest = self.rest = AnyRest(scenario.wrong + scenario.n_stages)
         self.waiting = list(scenario.requests)
         self.handles: dict[str, RequestHandle] = {}
         self.n_drafted = 0
@@ -230,6 +252,7 @@ class Play:
         assert drafts.n_accepted <= drafts.n_verified <= drafts.n_drafted
         assert all(usage.accepted_tokens <= usage.generated_tokens for usage in usages)
         assert self.toy.drafter is not None
+        event(f"rested: {self.rest.n > 1}")
         event(f"drafted: {self.n_drafted + self.toy.drafter.n_drafted > 0}")
 
 

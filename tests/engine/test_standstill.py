@@ -143,6 +143,45 @@ async def test_all_daemons_are_replaced_and_a_lost_one_is_rebuilt_behind_it(kept
         assert told(await events_of(handle))[0] == toy.alone(one)
 
 
+async def test_daemons_without_the_state_get_nothing_of_what_was_decided_over_it() -> None:
+    """The only request is cancelled while all daemons are replaced, and prefix slots are left, whose bytes are gone."""
+    toy = ready(2, prefix=SLOTS, pools=PoolSizes(24, 0, 16))
+    handle = toy.engine.submit(request("a", range(190), n=40))
+    for i in range(30):
+        toy.work(i)
+    await freeze(toy)
+    handle.cancel()
+    toy.move(None)
+    again = request("b", range(190), n=10)
+    handle = toy.engine.submit(again)
+    toy.run()
+    tokens, finished = told(await events_of(handle))
+    assert (tokens, finished.usage.cached_tokens) == (toy.alone(again), 0)
+
+
+async def test_frozen_state_is_of_no_use_after_steps_without_slices() -> None:
+    """Another stage is lost and back before the one that is restarted goes: what ended since must stay closed."""
+    toy = ready(3)
+    handle = toy.engine.submit(request("a", range(100), n=60))
+    for i in range(40):
+        toy.work(i)
+    frozen = await freeze(toy)
+    assert toy.crash(2)
+    handle.cancel()
+    toy.come_back()
+    toy.run()
+    assert toy.engine.ready
+    toy.engine._scheduler.flush()
+    toy.engine._proceed([])  # as for a snapshot
+    toy.run()
+    assert toy.crash(0)
+    toy.come_back(frozen)
+    one = request("b", range(100), n=20)
+    handle = toy.engine.submit(one)
+    toy.run()
+    assert told(await events_of(handle))[0] == toy.alone(one)
+
+
 async def test_a_freeze_that_is_over_changes_nothing() -> None:
     toy = ready(2)
     one = request("a", range(190), n=20)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lucevisor.engine.step_times import MAX_AGE, MAX_ERROR, MeasuredCost, StepCost, StepTimes
+from lucevisor.engine.scheduling.step_times import MAX_AGE, MAX_ERROR, MeasuredCost, StepCost, StepTimes
 from lucevisor.protocol.steps import Slice
 from tests.engine.timed_pipeline import gpu_rows_s
 

@@ -17,7 +17,7 @@ from statistics import quantiles
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes

@@ -11,8 +11,8 @@ from msgspec import structs
 from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline import Pipeline
-from lucevisor.engine.pipeline_steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.standstill import FrozenState

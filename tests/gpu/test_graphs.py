@@ -107,6 +107,34 @@ def test_captured_verify_slices_equal_eager_ones_and_share_their_graph(name: str
     assert keys.count((2, 5)) == (graphs.max_tokens >= 10)
 
 
+def chunks(c: Pipeline, ids: list[int]) -> Tensor:
+    """Four sequences with other ids, pages and states, in chunks of the same lengths, and decodes behind them."""
+    found = []
+    for sequence in range(4):
+        c.open(sequence)
+        text = ids[sequence:] * 8
+        for first, last in ((0, 64), (64, 128), (128, 161), (161, 162)):
+            found.append(c.run((sequence, text[first:last])))
+    return torch.cat([x.cpu() for x in found])
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_captured_chunks_equal_eager_chunks(name: str, dtype: Dtype) -> None:
+    """Off by default: bench/steps.py --graphs measures what they gain."""
+    golden, how = opened(name), How(dtype, dtype, Backend.CUDA)
+    plain, captured = (load_stages(golden.spec, (), how) for _ in range(2))
+    [graphs] = graphs_of(captured)
+    graphs.chunk_rows = 64
+    wanted, found = (chunks(Pipeline(golden.spec, stages), golden.ids) for stages in (eager(plain), captured))
+    assert torch.equal(found, wanted)
+    keys = {(key.n_tokens, key.start) for key in graphs._graphs if key.start >= 0}
+    possible = {(n, start) for n, start in ((64, 0), (64, 64), (33, 128)) if n <= graphs.max_tokens}
+    refused = {(key.n_tokens, key.start) for key in graphs._uncapturable}
+    assert keys | refused == possible
+    assert not refused or Space.RECURRENT in golden.spec.spaces()  # torch's form of the delta rule
+
+
 def test_a_key_is_captured_when_it_repeats() -> None:
     golden = opened(FIXTURES[0])
     [stage] = load_stages(golden.spec, (), EXACT)

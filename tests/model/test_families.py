@@ -54,8 +54,9 @@ def test_the_golden_files(name):
     spec = golden(name)
     assert "".join(LETTER[layer.space] for layer in spec.layers) == KINDS[name]
     assert all((layer.window == 12) == (layer.space is Space.WINDOW) for layer in spec.layers)
-    used = set(spec.tensor_names(LayerRange(0, spec.n_layers), embedding=True, output=True))
-    assert used | set(spec.skipped) == set(spec.files.tensors)
+    ends = {"embedding": True, "output": True}
+    layouts = shard_layouts(spec, LayerRange(0, spec.n_layers), **ends, backend=Backend.CPU, dtype=Dtype.FLOAT32)
+    assert {layout.name for layout in layouts} | set(spec.skipped) == set(spec.files.tensors)
     assert all(n.startswith("blk.8.") for n in spec.skipped)
     assert bool(spec.skipped) == (name == "qwen35_mtp")
     assert spec.boundary_width == (128 if name == "gemma4_e2b" else 64)

@@ -82,7 +82,7 @@ def test_splitting_the_file_does_not_matter(tmp_path, original):
         {"metadata": [("tokenizer.chat_template", "x")]},
         {"metadata": [("general.name", "another")]},
         {"kind": "blk.0.ffn_up.weight"},
-        {"unused": "blk.2.nextn.eh_proj.weight"},
+        {"unused": "blk.1.nextn.eh_proj.weight"},
     ],
 )
 def test_what_makes_it_another_model(tmp_path, original, change):

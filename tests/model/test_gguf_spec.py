@@ -14,7 +14,8 @@ from lucevisor.model.families import FAMILIES, open_spec, read_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, StateTensor
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.model.weight_layout import shard_layouts
 from tests.model.qwen35_file import QWEN35_08B, QWEN36_27B, QWEN36_35B_A3B, Shape, metadata, tensors, write
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
@@ -33,6 +34,30 @@ def test_the_demo_model():
     assert [i for i, layer in enumerate(spec.layers) if layer.space is Space.FULL] == [3, 7]
     assert spec.skipped == ()
     assert "token_embd.weight" in spec.output_tensors  # tied
+
+
+def patched_demo(path: Path, after: bytes, skip: int, value: int) -> Path:
+    """The demo's file with another uint32 some bytes behind a name."""
+    data = bytearray(DEMO.read_bytes())
+    at = data.index(after) + len(after) + skip
+    data[at : at + 4] = value.to_bytes(4, "little")
+    path.write_bytes(data)
+    return path
+
+
+def test_layers_beyond_the_block_count_are_refused(tmp_path):
+    path = patched_demo(tmp_path / "m.gguf", b"qwen35.block_count", 4, 3)
+    with pytest.raises(GgufError, match=r"tensor 'blk\.3\..*': is of no layer: qwen35\.block_count is 3"):
+        open_spec(path)
+
+
+def test_a_type_too_small_for_the_data_is_refused(tmp_path):
+    iq2_xxs = 16
+    path = patched_demo(tmp_path / "m.gguf", b"blk.1.ffn_down.weight", 4 + 2 * 8, iq2_xxs)
+    with pytest.raises(
+        GgufError, match=r"tensor 'blk\.1\.ffn_down\.weight': IQ2_XXS \[512, 768\] leaves \d+ bytes unused"
+    ):
+        open_spec(path)
 
 
 # Published figures of these shapes: file weight bytes in Q4_K_M, recurrent state of one sequence (float32),
@@ -60,23 +85,24 @@ def test_full_size_headers_have_the_published_sizes(tmp_path, shape, file_bytes,
     assert spec.unit_bytes(Space.WINDOW, everything, Dtype.FLOAT16) == 0
 
 
+def tensor_names(spec: ModelSpec, start: int, stop: int) -> list[str]:
+    """What a shard of these layers loads."""
+    ends = {"embedding": start == 0, "output": stop == spec.n_layers}
+    layouts = shard_layouts(spec, LayerRange(start, stop), **ends, backend=Backend.CPU, dtype=Dtype.FLOAT32)
+    return [layout.name for layout in layouts]
+
+
 def test_shards_name_every_tensor_of_the_file_once(tiny):
     spec = read_spec(tiny)
-    parts = [
-        spec.tensor_names(LayerRange(0, 3), embedding=True, output=False),
-        spec.tensor_names(LayerRange(3, 4), embedding=False, output=False),
-        spec.tensor_names(LayerRange(4, 8), embedding=False, output=True),
-    ]
+    parts = [tensor_names(spec, start, stop) for start, stop in ((0, 3), (3, 4), (4, 8))]
     assert sorted(name for part in parts for name in part) == sorted(tensors(TINY))
-    assert sorted(spec.tensor_names(LayerRange(0, 8), embedding=True, output=True)) == sorted(tensors(TINY))
+    assert sorted(tensor_names(spec, 0, 8)) == sorted(tensors(TINY))
 
 
 def test_a_tied_embedding_is_listed_on_both_shards_but_once_on_one(tmp_path):
     spec = open_spec(write(tmp_path / "tied.gguf", dataclasses.replace(TINY, tied=True)))
-    head = spec.tensor_names(LayerRange(0, 4), embedding=True, output=False)
-    tail = spec.tensor_names(LayerRange(4, 8), embedding=False, output=True)
-    both = spec.tensor_names(LayerRange(0, 8), embedding=True, output=True)
-    assert [names.count("token_embd.weight") for names in (head, tail, both)] == [1, 1, 1]
+    shards = [tensor_names(spec, start, stop) for start, stop in ((0, 4), (4, 8), (0, 8))]
+    assert [names.count("token_embd.weight") for names in shards] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.0.ssm_a", "blk.7.attn_k.weight"])

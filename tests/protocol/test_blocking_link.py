@@ -335,10 +335,10 @@ def test_spinning_receives_the_same(raw):
     assert link.receive() is None
 
 
-def test_from_fd_takes_an_inherited_descriptor_over():
+def test_a_link_owns_its_inherited_descriptor():
     a, b = socket.socketpair()
     b.set_inheritable(True)
-    link = BlockingLink.from_fd(b.detach(), name="link of right")
+    link = BlockingLink(b)
     assert not os.get_inheritable(link.fileno())
     a.close()
     assert link.receive() is None

@@ -23,6 +23,11 @@ inline Floats in_register(float x) {
 inline Floats from_bfloat16(__m256i x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
+// Of pairs of bfloat16 in lanes of 32 bits.
+inline Floats lower_half(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline Floats upper_half(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
+}
 inline Floats load_bfloat16(const uint16_t* x) { return from_bfloat16(_mm256_loadu_si256((const __m256i*)x)); }
 inline __m256i to_bfloat16(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline void store_bfloat16(uint16_t* out, Floats x) { _mm256_storeu_si256((__m256i*)out, to_bfloat16(x)); }

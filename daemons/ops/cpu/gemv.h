@@ -10,20 +10,32 @@ constexpr int MAX_ROWS = 8;  // of activations in registers at a time
 constexpr int AHEAD = 8192;  // bytes that few rows prefetch: the processor alone stops at 30 of 36 GB/s a thread
 constexpr int SUM = 32;      // columns whose activations are summed, for minima
 
-// Activations bfloat16 [n][columns], and their sums [n][columns / SUM].
+// Whether two float32 multiply-adds are faster than a `vdpbf16ps`: an Intel Xeon starts one in 2.2 cycles.
+// It adds the odd column first and rounds each sum, so both give the same bits, but for denormals: it takes them as 0.
+// One row alone keeps it, since to take pairs apart costs as much.
+#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr bool HAS_FLOAT_PRODUCTS = false;  // compiles in half the time
+#else
+constexpr bool HAS_FLOAT_PRODUCTS = true;
+#endif
+inline bool float_products() { return HAS_FLOAT_PRODUCTS && __builtin_cpu_is("intel"); }
+
+// Activations bfloat16 [n][columns], and their sums [n][columns / SUM].  ``wide``: the same as float32, or null.
 struct Activations {
   const uint16_t* x;
-  const float* sums;
+  const float *sums, *wide;
   long n, columns;
 };
 
 // R rows from `first` on times one strip of TILE rows of weights.  `vdpbf16ps` takes 6 cycles and starts twice a cycle,
-// so 12 sums are to be in progress: both halves of a tile are taken at once, with the same pair of activations.
-template <class T, int R>
+// so 12 sums are to be in progress: both halves of a tile are taken at once, with the same pair of activations.  WIDE:
+// by float32 multiply-adds.
+template <class T, int R, bool WIDE>
 void multiply_strip(const uint8_t* tile, const Activations& a, long first, Floats (*out)[R]) {
   const Decoder<T> decoder;
   const uint16_t* x = a.x + first * a.columns;
   const float* sums = a.sums + first * (a.columns / SUM);
+  const float* wide = a.wide + (WIDE ? first * a.columns : 0);
   Floats total[2][R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) total[0][r] = total[1][r] = splat(0.f);
@@ -42,6 +54,17 @@ void multiply_strip(const uint8_t* tile, const Activations& a, long first, Float
         const __m512bh w[2] = {decoder.pair(half[0], p), decoder.pair(half[1], p)};
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
+          if constexpr (WIDE) {
+            const float* pair = wide + (at + g * T::GROUP + 2 * p) + r * a.columns;
+            const Floats even = splat(pair[0]), odd = splat(pair[1]);
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+              const __m512i bits = (__m512i)w[h];
+              part[h][r] = _mm512_fmadd_ps(upper_half(bits), odd, part[h][r]);
+              part[h][r] = _mm512_fmadd_ps(lower_half(bits), even, part[h][r]);
+            }
+            continue;
+          }
           int32_t pair;
           memcpy(&pair, columns + r * a.columns + 2 * p, 4);
           const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
@@ -69,13 +92,13 @@ void multiply_strip(const uint8_t* tile, const Activations& a, long first, Float
 }
 
 // Strips from `begin` to `end` of a matrix times R rows from `first` on.
-template <class T, int R>
+template <class T, int R, bool WIDE>
 void multiply_rows(const uint8_t* tiles, const Activations& a, long first, long n_out, long begin, long end,
                    uint16_t* out, long out_stride) {
   const long strip_bytes = a.columns / T::BLOCK * T::BYTES;
   for (long strip = begin; strip < end; strip++) {
     Floats found[2][R];
-    multiply_strip<T, R>(tiles + strip * strip_bytes, a, first, found);
+    multiply_strip<T, R, WIDE>(tiles + strip * strip_bytes, a, first, found);
     for (long half = 0; half < 2; half++) {
       const long at = TILE * strip + 16 * half;
       if (at >= n_out) break;
@@ -85,22 +108,30 @@ void multiply_rows(const uint8_t* tiles, const Activations& a, long first, long 
   }
 }
 
-template <class T>
-void multiply_strips(const uint8_t* tiles, const Activations& a, long n_out, long begin, long end, uint16_t* out,
-                     long out_stride) {
+template <class T, bool WIDE>
+void multiply_all_rows(const uint8_t* tiles, const Activations& a, long n_out, long begin, long end, uint16_t* out,
+                       long out_stride) {
   for (long first = 0; first < a.n; first += MAX_ROWS) {
     const auto rows = [&](auto run) { run(tiles, a, first, n_out, begin, end, out, out_stride); };
     switch (a.n - first) {
-      case 1: rows(multiply_rows<T, 1>); break;
-      case 2: rows(multiply_rows<T, 2>); break;
-      case 3: rows(multiply_rows<T, 3>); break;
-      case 4: rows(multiply_rows<T, 4>); break;
-      case 5: rows(multiply_rows<T, 5>); break;
-      case 6: rows(multiply_rows<T, 6>); break;
-      case 7: rows(multiply_rows<T, 7>); break;
-      default: rows(multiply_rows<T, 8>);
+      case 1: rows(multiply_rows<T, 1, false>); break;
+      case 2: rows(multiply_rows<T, 2, WIDE>); break;
+      case 3: rows(multiply_rows<T, 3, WIDE>); break;
+      case 4: rows(multiply_rows<T, 4, WIDE>); break;
+      case 5: rows(multiply_rows<T, 5, WIDE>); break;
+      case 6: rows(multiply_rows<T, 6, WIDE>); break;
+      case 7: rows(multiply_rows<T, 7, WIDE>); break;
+      default: rows(multiply_rows<T, 8, WIDE>);
     }
   }
+}
+
+template <class T>
+void multiply_strips(const uint8_t* tiles, const Activations& a, long n_out, long begin, long end, uint16_t* out,
+                     long out_stride) {
+  if constexpr (HAS_FLOAT_PRODUCTS)
+    if (a.wide) return multiply_all_rows<T, true>(tiles, a, n_out, begin, end, out, out_stride);
+  multiply_all_rows<T, false>(tiles, a, n_out, begin, end, out, out_stride);
 }
 
 // Sums of SUM neighbouring activations.

@@ -61,12 +61,15 @@ long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const 
 long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
           long out_stride) {
   static thread_local std::vector<float> memory;
-  memory.resize(n * (n_columns / SUM));
-  float* sums = memory.data();
+  const bool is_wide = n > 1 && float_products();
+  memory.resize(n * (n_columns / SUM) + (is_wide ? n * n_columns : 0));
+  float *sums = memory.data(), *wide = is_wide ? sums + n * (n_columns / SUM) : nullptr;
   long n_strips = 0;
   for (long i = 0; i < n_matrices; i++) n_strips += (matrices[i].n_rows + TILE - 1) / TILE;
   sum_columns(x, n * n_columns, sums);
-  const Activations a{x, sums, n, n_columns};
+  if (is_wide)
+    for (long at = 0; at < n * n_columns; at += LANES) _mm512_storeu_ps(wide + at, load_bfloat16(x + at));
+  const Activations a{x, sums, wide, n, n_columns};
 #pragma omp parallel if (n_strips > 4)
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();

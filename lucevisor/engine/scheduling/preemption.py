@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.scheduling.queue import RequestQueue
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot

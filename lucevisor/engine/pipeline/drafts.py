@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
 
-from lucevisor.engine.pipeline_steps import AttachedDrafter, PipelineFailure, PipelineStep, StageLink, filled
+from lucevisor.engine.pipeline.steps import AttachedDrafter, PipelineFailure, PipelineStep, StageLink, filled
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import ProtocolError

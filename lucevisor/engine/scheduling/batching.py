@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.run_ahead import choose_ahead, n_microbatches
+from lucevisor.engine.scheduling.backlog import Backlog
+from lucevisor.engine.scheduling.chunking import SharedChunks
+from lucevisor.engine.scheduling.run_ahead import choose_ahead, n_microbatches
+from lucevisor.engine.scheduling.shares import KeyShares
 from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledSlice, ScheduledStep
 from lucevisor.model.values import PAGE_TOKENS
 

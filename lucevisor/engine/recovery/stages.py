@@ -1,6 +1,6 @@
 """Brings lost stages of a pipeline back while all others keep what they have.
 
-Steps on their way wait for the lost stages; when new daemons run these, each is rebuilt (recovery_rebuild.py), and the
+Steps on their way wait for the lost stages; when new daemons run these, each is rebuilt (recovery/rebuild.py), and the
 steps go on.  Where state was frozen before the loss and the new daemons have it, they only open the sequences as of
 then.  To the scheduler that is one long step.  Knows no sockets; the owner says which stages are lost and who
 runs them now.
@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.lone_work import LoneWork
-from lucevisor.engine.pipeline import Pipeline
-from lucevisor.engine.pipeline_steps import StageLink
-from lucevisor.engine.recovery_rebuild import (
+from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline.steps import StageLink
+from lucevisor.engine.recovery.rebuild import (
     FIRST_STEP,
     CannotRebuild,
     Rebuilder,
@@ -29,7 +29,7 @@ from lucevisor.engine.recovery_rebuild import (
     RebuildStep,
     WaitingSteps,
 )
-from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
@@ -54,6 +54,7 @@ class StageRecovery:
         self._to_send: dict[int, deque[RebuildStep]] = {}
         self._regions: dict[int, deque[int]] = {}  # of the steps that each stage has
         self._steps: dict[int, Step] = {}  # on their way, without what is of no use any more
+        self._ended: list[tuple[int, ScheduledSequence]] = []  # slices, by step, that are dropped when these go on
         self._rows: list[tuple[int, RebuildStep]] = []  # by stage: of the steps on their way
         self._on_end: Callable[[bool], None] = lambda _: None
         self._output_lost = False
@@ -97,13 +98,14 @@ class StageRecovery:
     def detach(self) -> None:
         """There is no pipeline any more, and nothing in the shards."""
         self._pipeline = self.opening = None
+        self._ended.clear()
         self._forget_plans()
         if self._journal is not None:
             self._journal.forget()
 
     def freeze(self, opening: Sequence[Operation], n_tokens: int) -> None:
         """All stages have done all that was decided; ``opening`` opens the running sequences, of ``n_tokens``, in a
-        daemon that has their state.  It holds until a step is planned that computes.
+        daemon that has their state.  It holds for one loss, if no step is planned before that.
         """
         self.opening, self.n_frozen = [*opening], n_tokens
 
@@ -115,7 +117,7 @@ class StageRecovery:
 
     def planned(self, plan: StepPlan, lives: Mapping[int, LiveSequence]) -> None:
         """Note a step that is sent."""
-        if plan.step.slices or plan.lone is not None:
+        if plan.step.slices or plan.lone is not None or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:
             self._journal.planned(plan.step, lives)
@@ -148,7 +150,7 @@ class StageRecovery:
         return True
 
     def prepare(self, stages: Collection[int], now: float) -> dict[int, RebuildPlan] | None:
-        """Return what rebuilds these of the lost stages, for their daemons to compute before they are found; None while
+        """Return what rebuilds these of the lost stages, for their daemons to compute before ``restore``; None while
         steps are on their way to others.  Raises CannotRebuild if that is impossible.
 
         It holds until another stage is lost.
@@ -171,7 +173,7 @@ class StageRecovery:
         assert self._journal is not None
         return self._journal.gather([one.rows for plan in plans for one in plan.steps])
 
-    def found(
+    def restore(
         self,
         links: Mapping[int, StageLink],
         on_end: Callable[[bool], None],
@@ -248,9 +250,9 @@ class StageRecovery:
         if index.pinning:
             raise CannotRebuild("a prefix slot is being saved or restored")
         self._output_lost = pipeline.n_stages - 1 in pipeline.lost
-        unfinished = self._drop_ended()
+        self._drop_ended()
         ended: dict[int, set[int]] = {}
-        for step_id, part in unfinished:
+        for step_id, part in self._ended:
             ended.setdefault(step_id, set()).add(part.slice.sequence)
         for step_id, sequences in ended.items():
             self._journal.without(step_id, sequences)
@@ -268,7 +270,7 @@ class StageRecovery:
             n_regions,
             index.slots,
         )
-        self._lose_slots(lost, rebuilder.kept, [part for _, part in unfinished])
+        self._lose_slots(lost, rebuilder.kept, [part for _, part in self._ended])
         self._plans = {stage: rebuilder.plan(stage) for stage in lost}
         found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
         self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
@@ -285,23 +287,21 @@ class StageRecovery:
         self._regions = {stage: deque() for stage in lost}
         self.n_kept = self.n_frozen * len(lost)
 
-    def _drop_ended(self) -> list[tuple[int, ScheduledSequence]]:
-        """Forget the slices of sequences that were closed since; return them with the ids of their steps.
+    def _drop_ended(self) -> None:
+        """Forget the slices of sequences that were closed since, as those of an earlier loss.
 
         Raises CannotRebuild if a sequence began with a slot that they were to complete in the stages behind.
         """
-        ended: list[tuple[int, ScheduledSequence]] = []
         for scheduled in self._scheduler.in_flight:
             for sequence, part in [*scheduled.parts.items()]:
-                if part.record.live is part.live:
-                    continue
-                del scheduled.parts[sequence]
-                part.record.n_in_flight -= 1
-                ended.append((scheduled.step_id, part))
-                for record in self._scheduler.running:
-                    if record.live is not None and _reaches(record.tokens, record.live.began_at, part):
-                        raise CannotRebuild("a sequence began with what another one, closed since, was to compute")
-        return ended
+                if part.record.live is not part.live:
+                    del scheduled.parts[sequence]
+                    part.record.n_in_flight -= 1
+                    self._ended.append((scheduled.step_id, part))
+        for record in self._scheduler.running:
+            began_at = record.live.began_at if record.live is not None else 0
+            if any(_reaches(record.tokens, began_at, part) for _, part in self._ended):
+                raise CannotRebuild("a sequence began with what another one, closed since, was to compute")
 
     def _lose_slots(
         self, lost: Collection[int], kept: Collection[PrefixSlot], unfinished: Sequence[ScheduledSequence]
@@ -352,9 +352,10 @@ class StageRecovery:
         for stage, one in self._rows:
             assert self._journal is not None
             self._journal.place(stage - 1, one.step.region, one.rows)
-        self._pipeline = None
+        self._pipeline = self.opening = None  # what waited is done now, by other stages than the lost ones, too
+        self._ended.clear()
         self._forget_plans()
-        pipeline.find(self._links, self._steps, operated=not self.kept)
+        pipeline.restore(self._links, self._steps, operated=not self.kept)
 
 
 def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> bool:

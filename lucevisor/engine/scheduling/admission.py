@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 
-from lucevisor.engine.batching import has_long
-from lucevisor.engine.chunking import SharedChunks
-from lucevisor.engine.preemption import Preemption
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
-from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.refill import Refills
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.scheduling.batching import has_long
+from lucevisor.engine.scheduling.chunking import SharedChunks
+from lucevisor.engine.scheduling.preemption import Preemption
+from lucevisor.engine.scheduling.queue import RequestQueue
+from lucevisor.engine.scheduling.shares import KeyShares
 from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.shares import KeyShares
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.protocol.steps import Operation
 

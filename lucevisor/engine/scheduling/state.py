@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from lucevisor.engine.admission import Admission
-from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.chunking import SharedChunks
 from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.preemption import Preemption
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.queue import RequestQueue
 from lucevisor.engine.refill import Refills
 from lucevisor.engine.request import Event
 from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.scheduling.admission import Admission
+from lucevisor.engine.scheduling.backlog import Backlog
+from lucevisor.engine.scheduling.chunking import SharedChunks
+from lucevisor.engine.scheduling.preemption import Preemption
+from lucevisor.engine.scheduling.queue import RequestQueue
+from lucevisor.engine.scheduling.shares import KeyShares
+from lucevisor.engine.scheduling.waits import WaitEstimate
 from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.shares import KeyShares
 from lucevisor.engine.step import ScheduledStep
-from lucevisor.engine.waits import WaitEstimate
 from lucevisor.protocol.steps import Operation
 
 Events = list[tuple[str, Event]]

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from lucevisor.engine.request import RequestState
+from lucevisor.engine.scheduling.shares import KeyShares
 from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.shares import KeyShares
 from lucevisor.model.values import PAGE_TOKENS
 
 PATIENCE: Final = 2

@@ -1,4 +1,4 @@
-"""Drafts of a cpu that are recorded have the bits of those that are not: the demo's drafters beside the demo model."""
+"""Drafts of a cpu that are captured have the bits of those that are not: the demo's drafters beside the demo model."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def text(service: Service) -> list[Drafted]:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_recorded_drafts_equal_eager_ones(kind: DraftKind) -> None:
-    plain, recorded = Service(kind), Service(kind)
+def test_captured_drafts_equal_eager_ones(kind: DraftKind) -> None:
+    plain, captured = Service(kind), Service(kind)
     plain.stage.graphs, plain.draft.graphs = [None], None
-    assert text(recorded) == text(plain)
-    graphs = recorded.draft.graphs
+    assert text(captured) == text(plain)
+    graphs = captured.draft.graphs
     assert graphs is not None
     alone, both = {(1, 8), (1, 1)}, {(2, 8)}
     assert {(key.n_slices, key.n_tokens) for key in graphs.extend._graphs} == alone | both

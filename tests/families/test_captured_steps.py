@@ -1,4 +1,4 @@
-"""Short steps of a cpu that are recorded give the bits of those that are not, in every family."""
+"""Short steps of a cpu that are captured give the bits of those that are not, in every family."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def steps(c: Pipeline) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_dtype", [Dtype.BFLOAT16, Dtype.Q8_0])
-@pytest.mark.parametrize(("name", "recorded"), [("demo", True), ("qwen3", True), *((name, False) for name in MODELS)])
-def test_recorded_steps_equal_eager_steps(name: str, recorded: bool, kv_dtype: Dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "capturable"), [("demo", True), ("qwen3", True), *((name, False) for name in MODELS)])
+def test_captured_steps_equal_eager_steps(name: str, capturable: bool, kv_dtype: Dtype, tmp_path: Path) -> None:
     spec, how = spec_of(name, tmp_path), How(Dtype.BFLOAT16, kv_dtype)
     split, captures = (spec.n_layers // 2,), [0, spec.n_layers - 1]
     if name.startswith("gemma4"):
@@ -102,17 +102,17 @@ def test_recorded_steps_equal_eager_steps(name: str, recorded: bool, kv_dtype: D
     wanted, found = (steps(Pipeline(spec, stages)) for stages in (eager(plain), captured))
     assert torch.equal(found, wanted)
     for stage in captured:
-        assert (stage.kernels["cpu decodes"] == "recorded") == recorded
-        assert recorded or "is not a kernel" in stage.kernels["cpu decodes"]
+        assert (stage.kernels["cpu decodes"] == "captured") == capturable
+        assert capturable or "is not a kernel" in stage.kernels["cpu decodes"]
     for graphs in graphs_of(captured):
         assert len({key[:2] for key in graphs._graphs}) == len(graphs._graphs)  # one for all lengths
         shapes = {(key.n_slices, key.n_tokens) for key in graphs._graphs}
         long = {(1, 32)} if name != "demo" else set()  # the delta net's kernel takes up to 16 tokens
-        assert shapes == ({(1, 1), (2, 5), (2, 1), (1, 3), (1, 16)} | long if recorded else set())
+        assert shapes == ({(1, 1), (2, 5), (2, 1), (1, 3), (1, 16)} | long if capturable else set())
 
 
 def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
-    """Its rows never come: the same step is run later, recorded as before."""
+    """Its rows never come: the same step is run later, captured as before."""
     spec, how = spec_of("demo", tmp_path), How(Dtype.BFLOAT16, Dtype.BFLOAT16)
     plain, captured = (load_stages(spec, (), how) for _ in range(2))
     found = []
@@ -134,12 +134,12 @@ def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_float32_is_not_recorded(tmp_path: Path) -> None:
+def test_float32_is_not_captured(tmp_path: Path) -> None:
     [stage] = load_stages(spec_of("qwen3", tmp_path), (), How(Dtype.FLOAT32, Dtype.FLOAT32))
     assert stage.graphs == [None]
 
 
-def test_recordings_are_made_again_when_a_table_moves(tmp_path: Path) -> None:
+def test_graphs_are_captured_again_when_a_table_moves(tmp_path: Path) -> None:
     spec = spec_of("qwen3", tmp_path)
     stages = load_stages(spec, (), How(Dtype.BFLOAT16, Dtype.BFLOAT16))
     c, [graphs] = Pipeline(spec, stages), graphs_of(stages)

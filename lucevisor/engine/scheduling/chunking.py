@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Final
 
-from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.step_times import MeasuredCost, StepTimes
+from lucevisor.engine.scheduling.backlog import Backlog
+from lucevisor.engine.scheduling.step_times import MeasuredCost, StepTimes
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.steps import Slice
 

@@ -14,10 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from lucevisor.engine.backlog import Backlog
-from lucevisor.engine.batching import choose_slices, step_budget
-from lucevisor.engine.chunking import SharedChunks
-from lucevisor.engine.drafting import all_decodes
 from lucevisor.engine.request import (
     Event,
     GenerationRequest,
@@ -28,9 +24,20 @@ from lucevisor.engine.request import (
     TokenEvent,
     no_host_memory,
 )
-from lucevisor.engine.scheduler_state import Events, SchedulerState
+from lucevisor.engine.scheduling.backlog import Backlog
+from lucevisor.engine.scheduling.batching import choose_slices, step_budget
+from lucevisor.engine.scheduling.chunking import SharedChunks
+from lucevisor.engine.scheduling.state import Events, SchedulerState
 from lucevisor.engine.sequence import RequestRecord, WantedRows
-from lucevisor.engine.step import ScheduledSequence, ScheduledSlice, ScheduledStep, StepPlan, drawn_tokens, mask_jobs
+from lucevisor.engine.step import (
+    ScheduledSequence,
+    ScheduledSlice,
+    ScheduledStep,
+    StepPlan,
+    all_decodes,
+    drawn_tokens,
+    mask_jobs,
+)
 from lucevisor.kv.page_table import HostMemoryFull
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.protocol.loading import arena_regions
@@ -150,6 +157,8 @@ class Scheduler(SchedulerState):
             return None
         if len(self.in_flight) > self.n_stages and not self.runs_ahead:
             return None
+        if not self.refills.active and self.drafting.turns() and (plan := self._turn_drafter(now)) is not None:
+            return plan
         if self.drafting.opening:
             return self.cut(now)
         self._operations += self.admission.admit(now, self._last_step, self.chunks)  # nobody runs ahead beside a prompt
@@ -170,6 +179,14 @@ class Scheduler(SchedulerState):
         if refills:
             return self._refill(now)
         return self.cut(now) if self._flushing else None
+
+    def _turn_drafter(self, now: float) -> StepPlan | None:
+        """Let the drafter rest, with a step that closes its sequences, or wake it."""
+        if self.drafting.resting:
+            self.drafting.wake(opening=bool(self.running or self._operations))
+            return None
+        plan = self._plan([], now)  # planned before it rests: the drafter answers it
+        return replace(plan, opening=self.drafting.rest(plan.step.operations))
 
     def _refill(self, now: float) -> StepPlan:
         operations, work = self.refills.next(self._last_step + 1)

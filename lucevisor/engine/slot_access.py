@@ -1,6 +1,6 @@
 """What snapshots ask of an engine: prefix slots that stay put while daemons write them, and places for those they read.
 
-A part of the engine (core.py), which gives it what it lacks.  Knows no files.
+The engine (core.py) has one, as ``slots``.  Knows no files.
 Invariant: nothing writes to a place that was handed out until it is released, adopted or cancelled.
 """
 
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, TokenEvent
-from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.scheduler_state import Events
-from lucevisor.engine.sequence import WantedRows
-from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.residency import PagedOut
@@ -27,27 +23,36 @@ from lucevisor.protocol.steps import Sampling
 from lucevisor.protocol.transfers import SlotPlace
 
 
-class PrefixAccess(ABC):
-    """The engine's side of snapshots."""
+class SlotAccess:
+    """Prefix slots of an engine, for those who copy their bytes.
 
-    _scheduler: Scheduler
-    _pipeline: Pipeline | None
-    _changed: asyncio.Event
-    _clock: Callable[[], float]
+    ``changed``: set by the engine after every entry.  ``pipeline``: the one attached now.  ``proceed`` sends the steps
+    that have become possible.  ``probe`` starts a request from a match, whose pages the caller keeps.
+    """
 
-    @property
-    def prefixes(self) -> PrefixIndex:
-        """The prefix index: to look at, to set hooks, to pin."""
-        return self._scheduler.reuse.index
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        changed: asyncio.Event,
+        *,
+        pipeline: Callable[[], Pipeline | None],
+        proceed: Callable[[], None],
+        probe: Callable[[GenerationRequest, PrefixMatch], RequestHandle],
+    ) -> None:
+        self._scheduler, self._clock, self._changed = scheduler, clock, changed
+        self._pipeline, self._proceed, self._probe = pipeline, proceed, probe
+        self._index = scheduler.reuse.index
+        self._n_probes = 0
 
     async def synchronize(self) -> bool:
         """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
-        pipeline, goal = self._pipeline, self._scheduler.flush()
-        self._proceed([])
-        while pipeline is not None and pipeline is self._pipeline and self._scheduler.last_finished < goal:
+        pipeline, goal = self._pipeline(), self._scheduler.flush()
+        self._proceed()
+        while pipeline is not None and pipeline is self._pipeline() and self._scheduler.last_finished < goal:
             self._changed.clear()
             await self._changed.wait()
-        return pipeline is not None and pipeline is self._pipeline
+        return pipeline is not None and pipeline is self._pipeline()
 
     async def export(self, slot: PrefixSlot) -> SlotPlace | None:
         """Pin a slot and return its place once its bytes are there in every stage.
@@ -55,7 +60,7 @@ class PrefixAccess(ABC):
         Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
         the slot is gone, or a stage has lost some of it, or the pipeline fails.
         """
-        self.prefixes.pin(slot)
+        self._index.pin(slot)
         if self._whole(slot) and await self.synchronize() and self._whole(slot):
             full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
             return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
@@ -63,12 +68,12 @@ class PrefixAccess(ABC):
         return None
 
     def _whole(self, slot: PrefixSlot) -> bool:
-        return slot.alive and not self.prefixes.partial(slot)
+        return slot.alive and not self._index.partial(slot)
 
     def release(self, slot: PrefixSlot) -> None:
         """Undo the pin of ``export``."""
-        self.prefixes.unpin(slot)
-        self._proceed([])
+        self._index.unpin(slot)
+        self._proceed()
 
     def can_restore(self, n_tokens: int, n_saved: int, paged_out: PagedOut | None) -> bool:
         """Whether the first ``n_tokens`` of a prefix of ``n_saved`` may be restored, pages of which were ``paged_out``:
@@ -101,14 +106,14 @@ class PrefixAccess(ABC):
         ``drafted``: the drafter's state was restored, too.  None if it is not kept: the pipeline failed meanwhile, or
         it is not worth caching.
         """
-        slot = self.prefixes.adopt(tokens, reservation, self._clock(), drafted=drafted)
-        self._proceed([])
+        slot = self._index.adopt(tokens, reservation, self._clock(), drafted=drafted)
+        self._proceed()
         return slot
 
     def cancel_reservation(self, reservation: Reservation) -> None:
         """Free reserved pages.  Does nothing if they are freed or adopted already."""
-        self.prefixes.cancel(reservation)
-        self._proceed([])
+        self._index.cancel(reservation)
+        self._proceed()
 
     async def next_token(
         self, place: PrefixSlot | Reservation, tokens: Sequence[int], token: int, n_top: int
@@ -120,43 +125,24 @@ class PrefixAccess(ABC):
         """
         if isinstance(place, PrefixSlot) and not self._whole(place):
             return None
-        match = self.prefixes.match_of(place) if isinstance(place, PrefixSlot) else place.match
+        match = self._index.match_of(place) if isinstance(place, PrefixSlot) else place.match
         sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
         prompt = TokenBuffer(tokens)
         prompt.append(token)
-        request = GenerationRequest(request_id=self._own_id("probe"), prompt=prompt, max_tokens=1, sampling=sampling)
-        if self._pipeline is None:
+        self._n_probes += 1
+        request_id = f"probe-{self._n_probes}"
+        request = GenerationRequest(request_id=request_id, prompt=prompt, max_tokens=1, sampling=sampling)
+        if self._pipeline() is None:
             return None
-        found = None
-        with contextlib.suppress(ContextOverflow), self._submit(request, None, probe=match) as handle:
+        answer = None
+        with contextlib.suppress(ContextOverflow), self._probe(request, match) as handle:
             async for event in handle:
-                found = event if isinstance(event, TokenEvent) else found
-        return found
+                answer = event if isinstance(event, TokenEvent) else answer
+        return answer
 
     async def wait_for_capacity(self) -> None:
         """Wait until the queue is empty and another sequence could start."""
         scheduler = self._scheduler
-        while self._pipeline is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
+        while self._pipeline() is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
             self._changed.clear()
             await self._changed.wait()
-
-    # ---- of the engine
-
-    @abstractmethod
-    def _proceed(self, events: Events) -> None:
-        """Send the steps that have become possible, then deliver events."""
-
-    @abstractmethod
-    def _own_id(self, what: str) -> str:
-        """Return an id for a request of the engine's own."""
-
-    @abstractmethod
-    def _submit(
-        self,
-        request: GenerationRequest,
-        wanted: WantedRows | None,
-        *,
-        hold: bool = False,
-        probe: PrefixMatch | None = None,
-    ) -> RequestHandle:
-        """Queue a request, or one of the engine's own."""

@@ -3,7 +3,7 @@
 Plain callbacks: no task, no queue of its own.  Where doorbells tell the next stage that rows are there, steps are
 posted: sent to all stages at once, so that a hop does not wait for this process (ADR 21).  Else frames for later stages
 are encoded while the first one works.  Knows neither requests nor pages; whoever reads the links calls ``receive``.
-A draft stage behind the last one gets every step that was submitted since it was attached, in the same order.
+A draft stage behind the last one gets the steps that were submitted since it was attached, unless it rests, in order.
 Where a daemon is lost, the steps in flight wait for its stages, and go on when others run these.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
 two sides no longer agree on what the shards hold.  Whatever the draft stage does wrong only detaches it.
@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from lucevisor.engine.constraint import MadeMasks
 from lucevisor.engine.lone_work import LoneWork
-from lucevisor.engine.pipeline_drafts import DraftRelay
-from lucevisor.engine.pipeline_steps import (
+from lucevisor.engine.pipeline.drafts import DraftRelay
+from lucevisor.engine.pipeline.steps import (
     Answer,
     AttachedDrafter,
     PipelineFailure,
@@ -74,6 +74,7 @@ class Pipeline(DraftRelay):
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
         self._draft: AttachedDrafter | None = None
+        self.drafter_rests = False
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
@@ -97,17 +98,16 @@ class Pipeline(DraftRelay):
         lone: LoneWork | None = None,
     ) -> None:
         """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
-        all stages; that gets ``opening``, if given, in place of the step's operations.  ``lone``: what some stages do.
-
-        The boundary rows that a later ``first_stage`` reads must be in the arena already.  Raises ValueError when there
-        is no such stage.  A dead link fails the pipeline through ``on_failed`` before this returns.
+        all stages; that gets ``opening`` in place of the step's operations, while it rests nothing else.  ``lone``:
+        what some stages do.  The boundary rows that a later ``first_stage`` reads must be in the arena already.
+        Raises ValueError when there is no such stage; a dead link calls ``on_failed`` before this returns.
         """
         if not 0 <= first_stage < self.n_stages:
             raise ValueError(f"there is no stage {first_stage}: the pipeline has {self.n_stages}")
         if not self._open:
             return
+        draft = None if first_stage or (self.drafter_rests and opening is None) else self._draft
         now = self._clock()
-        draft = None if first_stage else self._draft
         entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening, lone=lone)
         self._at_stage[first_stage].append(entry)
         if first_stage == 0 and not self._may_start(entry):
@@ -329,21 +329,21 @@ class Pipeline(DraftRelay):
         self._rebuilding[stage, step.step_id] = (link, self._clock())
         link.send(encode(step, request_id=step.step_id, flags=stage))
 
-    def find(self, links: Mapping[int, StageLink], steps: Mapping[int, Step], *, operated: bool = True) -> None:
+    def restore(self, links: Mapping[int, StageLink], steps: Mapping[int, Step], *, operated: bool = True) -> None:
         """Send the waiting steps on: the daemons behind ``links`` run the lost stages now.
 
         ``steps``: what to send in place of steps in flight, by id.  ``operated``: the new daemons got all operations
         of these already.  A dead link is lost again.
         """
-        found, self.lost = self.lost, set()
+        restored, self.lost = self.lost, set()
         self._rebuilding.clear()
         for stage, link in links.items():
             self._links[stage] = link
         for entry in self.in_flight:  # also those that wait for tokens
             entry.step = steps.get(entry.step.step_id, entry.step)
-            entry.done |= found if operated else set()
+            entry.done |= restored if operated else set()
             entry.frames.clear()
-        for entry in [entry for stage in sorted(found) for entry in self._at_stage[stage]]:
+        for entry in [entry for stage in sorted(restored) for entry in self._at_stage[stage]]:
             entry.sent_at = self._clock()
             if entry.stage and not self._send(entry, entry.stage):
                 return

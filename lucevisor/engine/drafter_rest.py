@@ -1,0 +1,52 @@
+"""When a drafter that does not pay rests, and when it is tried again.
+
+A drafter that is not asked still costs: its context follows every step, and prompts go through its layers before the
+first decode.  While it rests it gets no steps at all, so decoding is as fast as without one.
+
+Pure; counts in steps of decodes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+AWAKE_STEPS: Final = 128
+"""Steps without drafts, but for probes, after which it rests: on text that can be drafted again it is asked within 50
+to 150."""
+REST_STEPS: Final = 1024
+"""Steps for which it rests at first: what it costs awake, up to a tenth where steps are fast, stays near a percent."""
+MOST_REST_STEPS: Final = 8192
+"""The same at most: each time that it was woken for nothing it rests twice as long."""
+RESTING: Final = "the drafter rests, because plain decoding is faster; it is tried again now and then"
+
+
+class DrafterRest:
+    """Whether the drafter rests."""
+
+    def __init__(self) -> None:
+        self.resting = False
+        self._n_steps = 0  # since it was asked, woken or let rest
+        self._rest_steps = REST_STEPS
+
+    @property
+    def due(self) -> bool:
+        """Whether it is to be woken, or to rest if the policy wants no drafts."""
+        return self._n_steps >= (self._rest_steps if self.resting else AWAKE_STEPS)
+
+    def turn(self) -> None:
+        """It rests from now on, or was woken."""
+        self.resting, self._n_steps = not self.resting, 0
+        if not self.resting:  # in vain, until it is asked
+            self._rest_steps = min(2 * self._rest_steps, MOST_REST_STEPS)
+
+    def stepped(self) -> None:
+        """Count a step of decodes."""
+        self._n_steps += 1
+
+    def asked(self) -> None:
+        """Drafts are asked for that are no probe."""
+        self._n_steps, self._rest_steps = 0, REST_STEPS
+
+    def end(self) -> None:
+        """It is another drafter, or the same one attached again."""
+        self.resting, self._n_steps = False, 0

@@ -1,0 +1,1 @@
+"""What happens to requests and lost stages when a daemon goes: holds, rebuilds from the journal."""
