@@ -6,6 +6,8 @@ What a supervisor keeps for later starts (XDG_CACHE_HOME) goes into a directory 
 
 The garbage collector passes over what exists after collection, all modules and tests: half a second a full collection.
 
+What a test, or a command that it calls in this process, sets up for logs ends with the test.
+
 Where there is no GPU, Triton's kernels run under its interpreter, which the environment chooses when they are imported.
 
 Hypothesis: a test says how many examples it is worth. Profile ``ci`` tries a third of them (but no fewer than LEAST,
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 DEEP = 10
@@ -63,6 +66,13 @@ def pytest_xdist_auto_num_workers() -> int:
     """Three on two cores: a quarter of the time tests wait for timers, disks and other processes."""
     n_cores = len(os.sched_getaffinity(0))
     return n_cores + n_cores // 2
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")
