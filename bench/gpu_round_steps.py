@@ -139,7 +139,7 @@ def build(setup):
 
 
 def tests(setup):
-    arguments = [sys.executable, "-m", "pytest", "-p", "gpu_round_tests", "-m", "gpu", "-q"]
+    arguments = [sys.executable, "-m", "pytest", "-p", "gpu_round_tests", "-p", "no:benchmark", "-m", "gpu", "-q"]
     if setup.tiny:
         return [*arguments, "-n", "1", "tests/gpu/test_timing.py", "tests/gpu/test_graphs.py"]
     return [*arguments, "-n", str(setup.workers), "--dist", "worksteal", *TESTS]
