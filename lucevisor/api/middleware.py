@@ -40,8 +40,10 @@ from lucevisor.api.context import (
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.output.sse import ClientGone
 from lucevisor.api.traces import RequestTrace
+from lucevisor.errors import show
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 log = structlog.get_logger("lucevisor.api")
 
@@ -69,6 +71,24 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         finally:
             active.contexts.discard(context)
             _account(request, context, status)
+
+
+def refuse_expectations(application: BaseHandler) -> BaseHandler:
+    """Wrap an application's handler: aiohttp refuses an unknown Expect in plain text before any middleware runs."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await application(request)
+        except web.HTTPExpectationFailed:
+            assert isinstance(request, web.Request)
+        return await request_middleware(request, _refuse_expectation)
+
+    return handle
+
+
+async def _refuse_expectation(request: web.Request) -> web.StreamResponse:
+    sent = show(request.headers["Expect"])
+    raise ApiError(417, f"Expect is {sent}; send 100-continue, or leave this header out", code="unknown_expectation")
 
 
 async def _serve(request: web.Request, context: RequestContext, handler: Handler) -> tuple[int, web.StreamResponse]:
@@ -123,7 +143,7 @@ async def _fail(request: web.Request, context: RequestContext, failure: ApiError
         content_type="application/json",
         headers=failure.headers,
     )
-    if failure.status in (408, 413, 415, 431):
+    if failure.status in (408, 413, 415, 417, 431):
         response.force_close()  # do not read the rest of the body
     return failure.status, response
 

@@ -27,7 +27,7 @@ from lucevisor.api.context import (
 from lucevisor.api.limiter import LoopLimiter
 from lucevisor.api.listening import BACKLOG, url_of
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.middleware import request_middleware, set_headers, wait_until_idle
+from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
 from lucevisor.api.response_store import ResponseStore
 from lucevisor.api.routes import anthropic, info, ollama, page, responses
@@ -101,6 +101,8 @@ async def serve(
     """
     runner = ConnectionRunner(app, app[PORTS].settings, app[METRICS], _CLOSING_S)
     await runner.setup()
+    assert runner.server is not None
+    runner.server.request_handler = refuse_expectations(runner.server.request_handler)
     for sock in sockets:
         await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG).start()
     return runner, url_of(sockets[0], "http" if tls is None else "https")

@@ -14,6 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.api.ports import ApiSettings
+from lucevisor.config import ApiKey
 from tests.api.scripted_model import Rig, say
 
 CHAT = "/v1/chat/completions"
@@ -290,6 +291,56 @@ class TestMalformed:
             assert read_all(dial(server, target + BROKEN_BODY)).startswith(b"HTTP/1.")
         assert not [entry for entry in logs if entry["log_level"] not in ("info", "debug")]
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def expecting(expect, path=CHAT, version="1.1", more=""):
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Expect: {expect}\r\n{more}Content-Length: {len(json.dumps(BODY))}\r\n\r\n".encode()
+
+
+class TestExpect:
+    @pytest.mark.parametrize(
+        "path",
+        ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize", "/nope"],
+    )
+    def test_an_unknown_one_is_refused_in_the_shape_of_the_api(self, serve, path):
+        server = serve()
+        with capture_logs() as logs:
+            head, body = read_one(dial(server, expecting("200-ok", path)))
+        assert head.startswith(b"HTTP/1.1 417 Expectation Failed\r\n")
+        fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        assert fields[b"Content-Type"].startswith(b"application/json")
+        assert fields[b"Connection"] == b"close"
+        assert b"x-request-id" in fields
+        answer = json.loads(body)
+        if path.startswith("/api/"):
+            message = answer.pop("error")
+            assert answer == {}
+        elif path == "/v1/messages":
+            assert answer["type"] == "error"
+            assert answer["error"]["type"] == "invalid_request_error"
+            message = answer["error"]["message"]
+        else:
+            message = answer["error"].pop("message")
+            assert answer["error"] == {"type": "invalid_request_error", "param": None, "code": "unknown_expectation"}
+        assert message == 'Expect is "200-ok"; send 100-continue, or leave this header out'
+        assert [(entry["event"], entry["status"]) for entry in logs] == [("request", 417)]
+        assert metric(server, 'requests_total{code="417"}') == 1
+
+    def test_without_a_key_it_is_a_401(self, serve):
+        server = serve()
+        server.do(lambda rig: rig.ports.keys.replace([ApiKey("secret")]))
+        assert read_one(dial(server, expecting("200-ok")))[0].startswith(b"HTTP/1.1 401 ")
+
+    def test_100_continue_is_obeyed(self, serve):
+        sock = dial(serve(), expecting("100-Continue"))
+        assert sock.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(json.dumps(BODY).encode())
+        assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
+
+    def test_http_1_0_does_not_know_it(self, serve):
+        sock = dial(serve(), expecting("200-ok", version="1.0") + json.dumps(BODY).encode())
+        assert read_all(sock).startswith(b"HTTP/1.0 200 ")
 
 
 class TestHalfClose:
