@@ -86,6 +86,42 @@ class TestBodies:
         assert status == 400
         assert answer["error"]["message"]
 
+    @pytest.mark.parametrize(
+        ("path", "param", "body"),
+        [
+            (CHAT, "messages[0].content", BODY),
+            (
+                CHAT,
+                "messages[1].content",
+                {"messages": [{"role": "user", "content": "x" * 200_000}, *BODY["messages"]]},
+            ),
+            (CHAT, "messages[0].content[0].text", BODY),
+            ("/v1/completions", "prompt", {"prompt": "Hi"}),
+            ("/v1/messages", "messages[0].content", {"max_tokens": 5, **BODY}),
+            ("/v1/messages", "system", {"max_tokens": 5, "system": "Hi", "messages": []}),
+            ("/v1/messages/count_tokens", "messages[0].content", BODY),
+            ("/v1/responses", "input", {"input": "Hi"}),
+            ("/v1/responses", "input[0].content", {"input": BODY["messages"]}),
+            ("/api/chat", "messages[0].content", BODY),
+            ("/api/generate", "prompt", {"prompt": "Hi"}),
+            ("/tokenize", "content", {"content": "Hi"}),
+            ("/apply-template", "messages[0].content", BODY),
+        ],
+    )
+    async def test_half_a_surrogate_pair_is_refused_by_name(self, client, path, param, body):
+        text = json.dumps(body)
+        assert text.count('"Hi"') == 1
+        half = '"Hi \\ud800"'
+        if param.endswith(".text"):
+            half = f'[{{"type": "text", "text": {half}}}]'
+        status, answer = await client.ask(
+            path, data=text.replace('"Hi"', half), headers={"Content-Type": "application/json"}
+        )
+        message = answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
+        assert status == 400
+        assert message.startswith(f"{param}: holds U+D800, half of a surrogate pair")
+        assert not client.rig.stage.opened
+
     async def test_too_large(self, start):
         client = await start(Rig(settings=ApiSettings(max_body_bytes=10_000)))
         big = json.dumps({**BODY, "user": "x" * 20_000}).encode()

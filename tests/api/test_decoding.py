@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.api.errors import ApiError
-from lucevisor.api.prompts.decoding import ignored, to_record
+from lucevisor.api.prompts.decoding import decode_object, ignored, to_record
 from lucevisor.api.prompts.responses_schemas import ResponsesBody
 from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
 
@@ -40,6 +40,47 @@ def refused(kind, fields):
 def test_a_value_that_is_none_of_a_list_is_told_with_the_list(more, told):
     kind, fields = (ResponsesBody, more) if "input" in more else (ChatBody, CHAT | more)
     assert refused(kind, fields).message.startswith(told)
+
+
+class TestHalvesOfSurrogatePairs:
+    """JSON can escape one, and no UTF-8 holds it: the parameter is named, as msgspec's message misleads."""
+
+    @pytest.mark.parametrize(
+        ("raw", "param", "half"),
+        [
+            (b'{"prompt":"Hi \\ud800"}', "prompt", "U+D800"),
+            (b'{"prompt":["Hi","\\uDfFf!"]}', "prompt[1]", "U+DFFF"),
+            (b'{"prompt":"Hi \xed\xa0\x80"}', "prompt", "U+D800"),
+            (
+                b'{"messages":[{"content":"\\ud83d\\ude00"},{"content":"\\ude00\\ud83d"}]}',
+                "messages[1].content",
+                "U+DE00",
+            ),
+            (b'{"a":{"b":[1,{"c \\udc00":2}]}}', "a.b[1]", "U+DC00"),
+            (b'{"\\udc00":2}', "body", "U+DC00"),
+            (b'["\\ud800"]', "[0]", "U+D800"),
+            (b'"\\ud800"', "body", "U+D800"),
+            (b'{"' + b"x" * 500 + b'":"\\ud800"}', "x" * 80 + "…", "U+D800"),
+        ],
+    )
+    def test_are_told_with_their_place(self, raw, param, half):
+        with pytest.raises(ApiError) as caught:
+            decode_object(raw)
+        assert (caught.value.status, caught.value.param) == (400, param)
+        why = f"holds {half}, half of a surrogate pair, which is no character; send both halves, or U+FFFD"
+        assert caught.value.message == f"{param}: {why}"
+
+    @pytest.mark.parametrize(
+        "raw",
+        [b'{"a":"\\ud800"', b'{"a":"\xff\xed\xa0\x80"}', b'{"a":"\\ud800', b'{"a":' * 900 + b'"\\ud800"' + b"}" * 900],
+    )
+    def test_what_is_no_json_either_is_told_as_that(self, raw):
+        with pytest.raises(ApiError) as caught:
+            decode_object(raw)
+        assert caught.value.code == "invalid_json"
+
+    def test_pairs_are_taken(self):
+        assert decode_object(b'{"a":"\\ud83d\\ude00 \\\\ud800"}') == {"a": "\U0001f600 \\ud800"}
 
 
 class TestValues:

@@ -217,6 +217,13 @@ class TestTools:
         (call,) = ask(client, tools=[{"type": "custom", "name": "patch"}]).output
         assert call.input == '{"a": 1}'
 
+    @pytest.mark.parametrize("value", ['"\\ud800"', "1e999"])
+    def test_values_of_a_custom_tool_that_utf_8_or_a_double_cannot_hold(self, client, server, value):
+        arguments = f'{{"input": {value}}}'
+        script(server, say(f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'))
+        (call,) = ask(client, tools=[{"type": "custom", "name": "patch"}]).output
+        assert call.input == arguments
+
     def test_references_to_items(self, client, server):
         script(server, say("hm\n</think>\n\nBlue is the word."))
         first = ask(client, "Which word?", reasoning=HIGH)

@@ -233,9 +233,11 @@ class ResponsesFormatter:
 
 def _custom_input(arguments: str) -> str:
     """Return the text in the arguments of a custom tool's function; all of them if the model wrote others."""
-    fields = msgspec.json.decode(arguments)
-    text = fields.get(CUSTOM_INPUT)
-    return text if isinstance(text, str) and len(fields) == 1 else arguments
+    try:
+        fields = msgspec.json.decode(arguments, type=dict[str, str])
+    except ValueError:  # other types, or what JSON allows and msgspec does not: long numbers, half a surrogate pair
+        return arguments
+    return fields[CUSTOM_INPUT] if fields.keys() == {CUSTOM_INPUT} else arguments
 
 
 def _usage(totals: UsageTotals) -> _Event:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from msgspec import inspect
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED
 from lucevisor.errors import show
+from lucevisor.text.token_bound import SURROGATES
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MAX_NAME_CHARS: Final = 80  # of an unknown parameter, in the answer
@@ -26,6 +28,7 @@ _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")  # of such a path: a field or an index
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # in JSON, as an escape or as bytes
 _TYPE_NAMES: Final = {
     "int": "integer",
     "float": "number",
@@ -45,11 +48,47 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        _refuse_surrogates(raw)
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is a JSON {_json_type(value)}; send an object", code="invalid_json")
     return value
+
+
+def _refuse_surrogates(raw: bytes) -> None:
+    """Raise ApiError 400 naming the value with half of a surrogate pair, if that is what is wrong with the body.
+
+    Python's JSON parser takes what msgspec refuses with a message about the syntax.
+    """
+    try:
+        value = json.loads(raw.decode("utf-8", "surrogatepass")) if _SURROGATE.search(raw) else None
+        found = _find_surrogate(value, "")
+    except (ValueError, RecursionError):
+        return
+    if found is not None:
+        path, half = found
+        param = path.lstrip(".") or "body"
+        raise bad_parameter(
+            param if len(param) <= _MAX_NAME_CHARS else param[:_MAX_NAME_CHARS] + "…",
+            f"holds U+{ord(half):04X}, half of a surrogate pair, which is no character; send both halves, or U+FFFD",
+        )
+
+
+def _find_surrogate(value: object, path: str) -> tuple[str, str] | None:
+    """Return the path and the first surrogate of the first text that has one; of a key, the path of its object."""
+    if isinstance(value, str):
+        found = SURROGATES.search(value)
+        return None if found is None else (path, found[0])
+    if isinstance(value, list):
+        inside = ((f"{path}[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, dict):
+        if found := SURROGATES.search("".join(value)):
+            return path, found[0]
+        inside = ((f"{path}.{name}", item) for name, item in value.items())
+    else:
+        return None
+    return next((place for name, item in inside if (place := _find_surrogate(item, name)) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
