@@ -238,9 +238,9 @@ def parts(setup):
     drafts, lost = speculation("none", "mtp", "dflash2"), ("--rounds", 2, "--kills", 1, "--spares", 1)
     moved = recovery("recovery-move.json", "--rounds", 0, "--kills", 0, "--move")
     b = [
-        Measurement("speculation", drafts, 180, 300, 60, (*counting, "qwen3.6-27b-dflash2"), "speculation.json"),
         Measurement("KV Flash", kv_flash, 110, 200, 60, counting, "kv-flash.json"),
         Measurement("recovery", recovery("recovery.json", *lost), 120, 240, 60, counting, "recovery.json"),
+        Measurement("speculation", drafts, 180, 300, 60, (*counting, "qwen3.6-27b-dflash2"), "speculation.json"),
         *(tuned(setup, *one) for one in both),
         Measurement("moves", moved, 60, 120, 40, counting, "recovery-move.json"),
     ]

@@ -39,9 +39,9 @@ Tables = dict[Space | Literal["host"], Tensor]
 """Page tables on a device, int32 [max_sequences, entries]."""
 NO_PAGE = -1
 """A skipped table entry: a sliding sequence may start past its first window."""
-MIN_ENTRIES = 1024
-"""Entries of a device's table at first, 65,536 positions: a table that grows moves, and the CUDA graphs that read it
-are captured again.
+MIN_ENTRIES, MAX_FIRST_ENTRIES = 1024, 1 << 16
+"""Bounds of the entries of a device's table at first: as many as its pool has pages, as a table that grows moves, and
+the CUDA graphs that read it are captured again.
 """
 MAX_ENTRIES = 1 << 20
 """Longest page table: 64 Mi positions.  A larger index is a broken plan, not a long text."""
@@ -104,6 +104,8 @@ class Sequences:
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
         self.sizes = sizes
         self.max_sequences = max_sequences
+        n_pages = max(sizes.full_pages, sizes.window_pages, sizes.host_pages)
+        self._first_entries = min(max(n_pages, MIN_ENTRIES), MAX_FIRST_ENTRIES)
         self.by_id: dict[int, OpenedSequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._tables: dict[torch.device, Tables] = {p.device: {} for p in self.pools}
@@ -316,7 +318,7 @@ class Sequences:
         have = 0 if table is None else table.shape[1]
         if table is None or have < entries:
             grown = torch.zeros(
-                self.max_sequences, max(entries, 2 * have, MIN_ENTRIES), dtype=torch.int32, device=device
+                self.max_sequences, max(entries, 2 * have, self._first_entries), dtype=torch.int32, device=device
             )
             if table is not None:
                 grown[:, :have] = table

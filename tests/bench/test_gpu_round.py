@@ -51,7 +51,7 @@ def test_the_most_important_comes_first_and_fits_into_its_part(setup):
     assert [[one.name for one in part] for part in plan.values()] == [
         ["llama.cpp", "tests", "27B", "35B-A3B", "27B deep", "35B-A3B deep", "27B ubatch of 2048",
          "35B-A3B ubatch of 2048"],
-        ["speculation", "KV Flash", "recovery", "27B tuned", "35B-A3B tuned", "moves"],
+        ["KV Flash", "recovery", "speculation", "27B tuned", "35B-A3B tuned", "moves"],
         ["groups", "steps", "captured steps", "perplexity", "hop", "groups on one GPU"],
     ]  # fmt: skip
     every = [one for part in plan.values() for one in part]

@@ -12,7 +12,7 @@ from daemons.device import CPU
 from daemons.errors import DeviceError, StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
-from daemons.kv.sequences import Sequences
+from daemons.kv.sequences import MIN_ENTRIES, Sequences
 from daemons.ops.attention import reference
 from daemons.ops.operations import SHORT_SLICE
 from daemons.ops.paged import Pages
@@ -364,6 +364,19 @@ def test_verify_slices_that_contradict_themselves_or_others_are_refused(slice_: 
             Layout(slices, sequences, spec)
         assert message in str(caught.value)
         assert caught.value.where == "slice of sequence 1 at 0" or "twice" in message
+
+
+@pytest.mark.parametrize(("sizes", "entries"), [((3000, 0, 0), 3000), ((12, 0, 5000), 5000), ((12, 8, 0), MIN_ENTRIES)])
+def test_a_table_has_room_for_all_pages_of_its_pool_at_once(sizes: tuple[int, int, int], entries: int) -> None:
+    """It never moves then, and graphs that read it stay."""
+    full, window, host = sizes
+    spec = make_spec()
+    pools = PoolSizes(full_pages=full, window_pages=window, states=0, host_pages=host)
+    sequences = Sequences([Pools(spec, LayerRange(0, 1), CPU, Dtype.FLOAT32, pools)], pools, max_sequences=3)
+    sequences.apply(opened())
+    table_of(sequences, 1, [3])
+    sequences.flush()
+    assert sequences.tables(CPU)[Space.FULL].shape == (3, entries)
 
 
 def test_a_model_without_recurrent_layers_writes_no_states() -> None:
