@@ -42,8 +42,17 @@ class Plot:
         ]
 
 
-def decode(figure, *models):
+def by_model(runs):
+    """Runs of the same model as one; a later run's test takes the place of an earlier one's."""
+    found = {}
+    for run in runs:
+        found.setdefault(run["model"], {}).update({test["name"]: test for test in run["tests"]})
+    return [{"model": model, "tests": list(tests.values())} for model, tests in found.items()]
+
+
+def decode(figure, *runs):
     """Tokens/s of all streams by their number, beside llama.cpp."""
+    models = by_model(runs)
     for axes, found in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         tests = sorted((t for t in found["tests"] if t["answer"] and not t["depth"]), key=lambda t: t["streams"])
         for key, label, color in (("tokens_per_s", "Lucevisor", OURS), ("against_tokens_per_s", "llama.cpp", THEIRS)):
@@ -59,10 +68,10 @@ def decode(figure, *models):
         axes.legend(frameon=False, loc="upper left")
 
 
-def prefill(figure, *models):
+def prefill(figure, *runs):
     """Prompt tokens/s by length, beside llama.cpp."""
     axes, places, names = figure.subplots(), [], []
-    for found in models:
+    for found in by_model(runs):
         for test in (t for t in found["tests"] if t["prompt"]):
             at = len(places)
             places.append(at)
@@ -151,7 +160,7 @@ def recovery(figure, *runs):
                 bbox_to_anchor=(0.45, 1.2), fontsize=8)  # fmt: skip
 
 
-SPEED = ("speed-h200-27b.json", "speed-h200-35b-a3b.json")
+SPEED = ("speed-h200-27b.json", "speed-h200-27b-again.json", "speed-h200-35b-a3b.json")
 PLOTS = {
     "decode-by-streams": Plot(decode, SPEED),
     "prefill": Plot(prefill, SPEED),

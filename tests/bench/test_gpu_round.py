@@ -202,7 +202,8 @@ def test_a_line_of_the_table(arguments, cells):
 def test_the_table_judges_what_was_measured(setup):
     """By the results of an earlier day, which docs/performance.md judges likewise."""
     for name, theirs in (
-        ("speed-27b", "speed-h200-27b"), ("speculation", "speculation-h200-27b"),
+        ("speed-27b", "speed-h200-27b"), ("speed-27b-deep", "speed-h200-27b-again"),
+        ("speed-35b", "speed-h200-35b-a3b"), ("speculation", "speculation-h200-27b"),
         ("kv-flash", "kv-flash-service-h200-27b"), ("perplexity", "perplexity-cuda"), ("hop", "hop-same"),
     ):  # fmt: skip
         shutil.copy(RESULTS / f"{theirs}.json", setup.out / f"{name}.json")
@@ -225,8 +226,9 @@ def test_the_table_judges_what_was_measured(setup):
             name, _, *measured, verdict = (cell.strip() for cell in row.split(" | "))
             verdicts[name] = measured[0], verdict
     assert verdicts["GPU tests that failed"] == ("1 of 2, 0 skipped", "missed")
-    assert verdicts["27B tg64"] == ("1.931 x llama.cpp: 160.44 and 83.098 tokens/s", "missed")
-    assert verdicts["27B tg64 x8"][1] == "met"
+    assert verdicts["27B tg64"] == ("2.015 x llama.cpp: 161.94 and 80.36 tokens/s", "met")
+    assert verdicts["27B tg64 x8"][1] == verdicts["35B-A3B tg64 x32"][1] == "met"
+    assert verdicts["27B tg64 x16"] == ("2.825 x llama.cpp: 1402.4 and 496.38 tokens/s", "missed")
     assert verdicts["27B tg64 @ d65536"] == ("-", "not measured")
     assert verdicts["dflash2: step of 8 rows"] == ("1.424 steps", "missed")
     assert verdicts["dflash2: a draft of 7"] == ("0.1863 of 8 rows", "missed")

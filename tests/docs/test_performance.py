@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.plots import IMAGES, PLOTS, RESULTS, products, save
+from bench.plots import IMAGES, PLOTS, RESULTS, by_model, products, save
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -40,6 +40,13 @@ def test_products_are_read_from_the_raw_output():
     rows = products((RESULTS / "gemv-h200.txt").read_text(encoding="utf-8"))
     assert ("Q4_K", 34816 * 5120 // 256 * 144, 34.8, 41.1) in rows
     assert len(rows) == 12
+
+
+def test_a_later_run_of_a_model_replaces_its_tests():
+    runs = [("a", {"x": 1, "y": 2}), ("b", {"x": 3}), ("a", {"y": 4})]
+    runs = [{"model": m, "tests": [{"name": n, "tokens_per_s": v} for n, v in tests.items()]} for m, tests in runs]
+    found = {one["model"]: {t["name"]: t["tokens_per_s"] for t in one["tests"]} for one in by_model(runs)}
+    assert found == {"a": {"x": 1, "y": 4}, "b": {"x": 3}}
 
 
 def test_a_plot_names_its_results_and_is_the_same_each_time(tmp_path):
