@@ -2,8 +2,8 @@
 
 aiohttp has a deadline for idle connections only.  Knows HTTP/1.1 style, no routes.  Invariants: a connection without
 a complete head is closed after `head_timeout_s`, one whose client does not read after `write_timeout_s`; at the cap a
-new connection replaces the one that has been idle longest; a connection with a request in service is never closed to
-make room.
+new connection replaces the one that has been idle longest, else one whose body arrives too slowly; a connection whose
+request arrived whole is never closed to make room.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from aiohttp import StreamReader, web
 from aiohttp.http import HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lucevisor.api.errors import ApiError, head_too_large, unavailable
+from lucevisor.api.errors import ApiError, SlowBody, head_too_large, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import ApiSettings
 
 _CHECK_S: Final = 1.0
 _PROBE_S: Final = 0.1
+_GRACE_S: Final = 1.0  # in which a body may pause although others want its connection
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 log = structlog.get_logger("lucevisor.api")
@@ -38,6 +39,7 @@ class Connections:
         self._metrics = metrics
         self._all: set[HttpConnection] = set()
         self._waiting: dict[HttpConnection, None] = {}  # no request in service; longest idle first
+        self._receiving: dict[HttpConnection, None] = {}  # in service, maybe without the end of its body; oldest first
         self._check_s = min(_CHECK_S, min(settings.head_timeout_s, settings.idle_timeout_s, settings.body_rate_s) / 4)
         self._timer: asyncio.TimerHandle | None = None
         metrics.connections.set_function(lambda: len(self._all))
@@ -45,12 +47,15 @@ class Connections:
     def admit(self, connection: HttpConnection) -> bool:
         """Register a new connection; return False if there is no room for it."""
         if len(self._all) >= self.settings.max_connections:
-            oldest = next(iter(self._waiting), None)
-            if oldest is None:
+            if (oldest := next(iter(self._waiting), None)) is not None:
+                oldest.abort()
+            elif (oldest := self._slow_body()) is not None:
+                oldest.give_up_body("too slowly while others wait for a connection")
+                self.loop.call_later(_GRACE_S, oldest.abort)
+            else:
                 self.count("refused")
                 return False
             self.count("replaced")
-            oldest.abort()
             self.forget(oldest)  # connection_lost comes later
         self._all.add(connection)
         if self._timer is None:
@@ -61,15 +66,30 @@ class Connections:
         """Mark a connection as having no request in service."""
         if connection in self._all:
             self._waiting[connection] = None
+            self._receiving.pop(connection, None)
 
     def mark_serving(self, connection: HttpConnection) -> None:
         """Mark a connection as having a request in service."""
         self._waiting.pop(connection, None)
+        self._receiving.pop(connection, None)
+        if connection in self._all:
+            self._receiving[connection] = None
 
     def forget(self, connection: HttpConnection) -> None:
         """Remove a connection that has ended; idempotent."""
         self._all.discard(connection)
         self._waiting.pop(connection, None)
+        self._receiving.pop(connection, None)
+
+    def _slow_body(self) -> HttpConnection | None:
+        """Return a connection whose body does not arrive at the least rate, the oldest one."""
+        now = self.loop.time()
+        for connection in list(self._receiving):
+            if connection.has_body:
+                del self._receiving[connection]
+            elif connection.body_is_slow(now):
+                return connection
+        return None
 
     def count(self, reason: str) -> None:
         """Count a connection that the server closed."""
@@ -239,6 +259,23 @@ class HttpConnection(web.RequestHandler):
             self._link.abort()
 
     @property
+    def has_body(self) -> bool:
+        """Whether the body of the request in service has arrived whole."""
+        return self._body is None or self._body.is_eof()
+
+    def body_is_slow(self, now: float) -> bool:
+        """Return whether a body is behind the least rate, and its request the only one in service."""
+        settings = self._pool.settings
+        seconds = now - (self._body_due_s - settings.body_rate_s) - _GRACE_S
+        behind = self._n_body_bytes < seconds * settings.min_body_rate
+        return behind and not self._messages and self._link is not None and self._link.is_reading()
+
+    def give_up_body(self, why: str) -> None:
+        """Refuse the request in service, as its body does not arrive."""
+        if self._body is not None:
+            self._body.set_exception(SlowBody(why))
+
+    @property
     def _in_service(self) -> bool:
         return self._body is not None
 
@@ -278,7 +315,7 @@ class HttpConnection(web.RequestHandler):
         settings = self._pool.settings
         if not body.is_eof() and self._n_body_bytes < settings.body_rate_s * settings.min_body_rate:
             self._pool.count("body")
-            body.set_exception(TimeoutError())  # the reader of the body answers 408
+            self.give_up_body(f"at less than {settings.min_body_rate:g} bytes/s")
         self._n_body_bytes = 0
         self._body_due_s = now + settings.body_rate_s
 

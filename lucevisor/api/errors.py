@@ -80,6 +80,13 @@ class ApiError(Exception):
         return body if request_id is None else {**body, "request_id": request_id}
 
 
+class SlowBody(ApiError, TimeoutError):
+    """The 408 for a body that arrives too slowly, raised to its reader; aiohttp knows it as a TimeoutError."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(408, f"the body arrives {why}", code="request_timeout")
+
+
 def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError:
     """Return a 400 for one parameter; its message starts with the name."""
     return ApiError(400, f"{param}: {why}", code=code, param=param)

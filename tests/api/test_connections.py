@@ -45,9 +45,10 @@ def dial(server, sent=b"", rcvbuf=0):
     return sock
 
 
-def post(body, path=CHAT, n_bytes=None, version="1.1"):
+def post(body, path=CHAT, n_bytes=None, version="1.1", close=False):
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += "Connection: close\r\n" if close else ""
     return (head + f"Content-Length: {n_bytes or len(data)}\r\n\r\n").encode() + data
 
 
@@ -159,8 +160,16 @@ class TestBodies:
         for _ in range(3):
             time.sleep(0.02)
             sock.sendall(b" ")
-        assert read_all(sock).startswith(b"HTTP/1.1 408 ")
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(body)["error"]["message"] == "the body arrives at less than 1000 bytes/s"
         assert dropped(server, "body") == 1
+
+    def test_one_that_drips_to_a_path_that_reads_it_otherwise(self, serve):
+        server = serve(body_rate_s=0.2, min_body_rate=1000)
+        server.do(lambda rig: rig.ports.admin_keys.replace([ApiKey("secret")]))
+        head = b"POST /admin/restart HTTP/1.1\r\nHost: localhost\r\nx-api-key: secret\r\nContent-Length: 9\r\n\r\n{"
+        assert read_all(dial(server, head)).startswith(b"HTTP/1.1 408 ")
 
     def test_one_that_is_slow_and_steady_is_taken(self, serve):
         server = serve(body_rate_s=2.0, min_body_rate=10)
@@ -248,6 +257,32 @@ class TestCap:
         server.do(lambda rig: rig.stage.release())
         assert all(read_one(sock)[0].startswith(b"HTTP/1.1 200 ") for sock in asked)
         assert dropped(server, "refused") == 1  # this scrape replaced one that was idle
+
+    def test_slow_bodies_give_way(self, serve):
+        server = serve(max_connections=4)
+        begun = time.monotonic()
+        slow = [dial(server, post(BODY, n_bytes=100_000)) for _ in range(4)]
+        until(lambda: read_all(dial(server, HEALTH)).startswith(b"HTTP/1.1 503 "))
+        until(lambda: read_all(dial(server, post(BODY, close=True))).startswith(b"HTTP/1.1 200 "))
+        assert time.monotonic() - begun > 1.0  # none is closed in its first second
+        head, _, body = read_all(slow.pop(0)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(body)["error"]["message"] == "the body arrives too slowly while others wait for a connection"
+        for _ in range(10):  # one connection is enough for clients that take turns
+            assert read_all(dial(server, post(BODY, close=True))).startswith(b"HTTP/1.1 200 ")
+        assert not select.select(slow, [], [], 0)[0]
+        assert metric(server, 'requests_total{code="408"}') == 1
+
+    def test_a_body_at_the_least_rate_keeps_its_connection(self, serve):
+        server = serve(max_connections=1, min_body_rate=500)
+        data = post({**BODY, "user": "x" * 2000})
+        steady = dial(server, data[:300])
+        time.sleep(0.1)
+        for at in range(300, len(data), 100):
+            assert read_all(dial(server, HEALTH)).startswith(b"HTTP/1.1 503 ")
+            steady.sendall(data[at : at + 100])
+            time.sleep(0.1)
+        assert read_one(steady)[0].startswith(b"HTTP/1.1 200 ")
 
 
 MALFORMED = [

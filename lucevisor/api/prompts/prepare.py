@@ -16,7 +16,7 @@ from aiohttp import web
 
 from lucevisor.api.access import check_content_type
 from lucevisor.api.context import BUFFERED_BODIES, PORTS, BufferedBodies
-from lucevisor.api.errors import ApiError
+from lucevisor.api.errors import ApiError, SlowBody
 from lucevisor.api.ports import ApiSettings, Ports
 from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
 from lucevisor.api.prompts.constraint import compiled, constrains
@@ -103,6 +103,8 @@ async def _read_body(request: web.Request, settings: ApiSettings, bodies: Buffer
                     raise _too_many(settings)
                 bodies.n_bytes += len(part)
                 body.append(part)
+    except SlowBody:
+        raise
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout_s:g} s", code="request_timeout"
