@@ -34,8 +34,8 @@ from records import RESULTS, conditions, write_json
 
 from lucevisor.app.run import open_model
 from lucevisor.deployment.service import Service
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.engine.speculation import Speculation
 from lucevisor.protocol.steps import Drafted, Sampling
 
 VERIFIED = (1, 4, 8, 16)  # rows
@@ -48,11 +48,11 @@ class FixedWidth(Speculation):
     width = 0
     ahead = 0
 
-    def n_ahead(self, record, n_decoding):
+    def n_ahead(self, own, n_decoding):
         return self.ahead
 
     def n_verify(self, drafts, n_decoding):
-        return {record.request.request_id: self.width for record, _ in drafts}
+        return {own.request_id: self.width for own, _ in drafts}
 
 
 class Knob:
@@ -70,7 +70,7 @@ class Knob:
         measured, answered = self.drafting.measured, self.drafting.answered
 
         def forced(one):
-            drafted, own = one.live.drafted, one.record.acceptance
+            drafted, own = one.live.drafted, one.record.drafts
             n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens) if drafted else 0
             last = one.record.tokens[-1]
             tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from lucevisor.api.ports import Ports, SnapshotMetrics
 from lucevisor.compression.compressor import CompressionStatistics
-from lucevisor.engine.draft_statistics import DraftStatistics
+from lucevisor.engine.drafting.statistics import DraftStatistics
 from lucevisor.engine.recovery.recovery import RecoveryStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space

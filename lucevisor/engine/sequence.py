@@ -9,8 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from lucevisor.engine.acceptance import RequestAcceptance
-from lucevisor.engine.lookup import NgramLookup
+from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.request import (
     TRANSITIONS,
     FinishedEvent,
@@ -168,10 +167,7 @@ class RequestRecord:
     n_losses: int = 0  # losses in a row without a token in between
     recovered: bool = False  # it went on after a loss
     lost_at: int = 0  # how many tokens it had at the last loss
-    lookup: NgramLookup | None = None  # n-grams of its tokens; None until drafts are looked up
-    acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)
-    n_drafts: int = 0  # drafts verified for it
-    n_accepted: int = 0  # of these, accepted
+    drafts: RequestDrafts = field(init=False)
     started_at: float | None = None
     first_token_at: float | None = None
 
@@ -182,6 +178,7 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         self.tokens = TokenBuffer(self.request.prompt)
+        self.drafts = RequestDrafts(self.request.request_id)
         self.n_tokens = len(self.tokens)
         self.uncached = self.wanted is not None or self.probe is not None
         stateless = self.request.constraint is None and self.request.sampling.stateless
@@ -238,7 +235,11 @@ class RequestRecord:
         return FinishedEvent(
             reason=reason,
             usage=Usage(
-                len(self.request.prompt), self.prefix.cached or 0, self.n_generated, self.n_drafts, self.n_accepted
+                len(self.request.prompt),
+                self.prefix.cached or 0,
+                self.n_generated,
+                self.drafts.n_verified,
+                self.drafts.n_accepted,
             ),
             timings=Timings(started - self.submitted_at, first - started, now - first),
             error=error,

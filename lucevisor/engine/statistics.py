@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lucevisor.engine.draft_statistics import DraftStatistics
-from lucevisor.engine.drafter_rest import RESTING
+from lucevisor.engine.drafting.rest import RESTING
+from lucevisor.engine.drafting.statistics import DraftStatistics
 from lucevisor.engine.pipeline.steps import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.recovery.recovery import Recovery, RecoveryStatistics

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lucevisor.engine.constraint import Constraint, MaskJob
+from lucevisor.engine.drafting.statistics import PrefixOrigin
 from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.request import RequestState, TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
@@ -117,6 +118,13 @@ class ScheduledSequence(NamedTuple):
     def drafts(self) -> list[int]:
         """The tokens of the slice that are verified."""
         return self.slice.tokens[len(self.slice.tokens) - self.slice.n_drafts :]
+
+    @property
+    def origin(self) -> PrefixOrigin:
+        """Where the state of its prefix comes from."""
+        if self.record.recovered:
+            return "recovered"
+        return "restored" if self.live.began_at else "fresh"
 
 
 @dataclass(frozen=True, slots=True)

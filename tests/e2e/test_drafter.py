@@ -22,8 +22,8 @@ from lucevisor.app.status import Address, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
-from lucevisor.engine import drafter_rest
-from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.drafting import rest
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
@@ -129,7 +129,7 @@ async def test_a_drafter_that_rests_and_wakes_beside_streams_changes_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     for name, n in {"AWAKE_STEPS": 5, "REST_STEPS": 7, "MOST_REST_STEPS": 7}.items():
-        monkeypatch.setattr(drafter_rest, name, n)
+        monkeypatch.setattr(rest, name, n)
     monkeypatch.setattr(Speculation, "no_drafts", "says the test")
     prompt, wanted = trace("dflash")
     prompts = [prompt[i:] for i in range(4)]
@@ -137,9 +137,9 @@ async def test_a_drafter_that_rests_and_wakes_beside_streams_changes_no_token(
     async with running(config, tmp_path) as service:
         await drafting(service)
         assert service.engine is not None
-        turns, rest = [], service.engine._scheduler.drafting._rest
-        turn = rest.turn
-        monkeypatch.setattr(rest, "turn", lambda: (turns.append(rest.resting), turn()))
+        turns, resting = [], service.engine._scheduler.drafting._rest
+        turn = resting.turn
+        monkeypatch.setattr(resting, "turn", lambda: (turns.append(resting.resting), turn()))
         alone = [await generate(service, one, N) for one in prompts]
         assert alone[0] == wanted
         first = asyncio.gather(*(generate(service, one, N) for one in prompts[:3]))

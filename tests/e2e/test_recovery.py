@@ -23,9 +23,9 @@ from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.service import Service
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.scheduling import batching
-from lucevisor.engine.speculation import Speculation
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State

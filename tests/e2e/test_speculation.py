@@ -27,8 +27,8 @@ import numpy as np
 import pytest
 
 from lucevisor.deployment.service import Service
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.engine.speculation import Speculation
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec

@@ -11,10 +11,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.drafting.request import RequestDrafts
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.protocol.steps import Drafted
-from tests.engine.toy_engine import request
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.records: list[RequestRecord] = []
+        self.requests: list[RequestDrafts] = []
         self.drafts: dict[str, tuple[Drafted, list[bool]]] = {}
         self.n_tokens: list[int] = []
         self.run = Run()
@@ -131,37 +130,37 @@ class Simulation:
 
     def replace(self, drafters: list[Drafter]) -> None:
         """The requests end, and as many others begin."""
-        self.records, self.n_tokens, self.drafters, self._ready_at = [], [], [], []
+        self.requests, self.n_tokens, self.drafters, self._ready_at = [], [], [], []
         self.drafts.clear()
         for drafter in drafters:
             self.join(drafter)
 
     def _join(self, drafter: Drafter) -> None:
         name = f"r{next(self._numbers)}"
-        self.records.append(RequestRecord(request(name, range(10), n=100), 0, 100, 0.0))
+        self.requests.append(RequestDrafts(name))
         self.n_tokens.append(0)
         self._ready_at.append(self._stage_free_at)
 
     def decode(self, n_tokens: int) -> Run:
         """Until every request has on average so many tokens more; returns what they came to."""
         self.run, began_at = Run(), self._stage_free_at
-        while self.run.n_tokens < n_tokens * len(self.records):
+        while self.run.n_tokens < n_tokens * len(self.requests):
             self._cycle()
         self.run.seconds = self._stage_free_at - began_at
         return self.run
 
     def _cycle(self) -> None:
         """One step, of the requests that were ready first, and the draft stage's work for it."""
-        m, run = len(self.records), self.run
+        m, run = len(self.requests), self.run
         n_groups = self.policy.n_groups = self.groups or self.policy.choose_groups(1)
         chosen = sorted(sorted(range(m), key=self._ready_at.__getitem__)[: -(-m // n_groups)])
-        records = [self.records[i] for i in chosen]
+        requests = [self.requests[i] for i in chosen]
         none = (Drafted(0, []), list[bool]())
-        drafts = [self.drafts.get(r.request.request_id, none) for r in records]
-        offered = [(r, self.policy.candidates(r, drafted)) for r, (drafted, _) in zip(records, drafts, strict=True)]
+        drafts = [self.drafts.get(r.request_id, none) for r in requests]
+        offered = [(r, self.policy.candidates(r, drafted)) for r, (drafted, _) in zip(requests, drafts, strict=True)]
         wanted = self.policy.n_verify(offered, m) if any(drafted.tokens for drafted, _ in drafts) else {}
-        widths = [wanted.get(r.request.request_id, 0) for r in records]
-        ahead = [self.policy.n_ahead(r, m) for r in records]
+        widths = [wanted.get(r.request_id, 0) for r in requests]
+        ahead = [self.policy.n_ahead(r, m) for r in requests]
         n, rows, uneven = len(chosen), len(chosen) + sum(widths), len(set(widths)) > 1
         true_s = self.machine.verify_s(rows, n) * (self.machine.uneven if uneven else 1.0)
         began_at = max(self._stage_free_at, *(self._ready_at[i] for i in chosen))
@@ -171,14 +170,14 @@ class Simulation:
         self.shapes.add(tuple(widths))
         self.policy.measured(rows, n, told_s)
         n_new = 0
-        for i, record, width, (_, accepted) in zip(chosen, records, widths, drafts, strict=True):
+        for i, one, width, (_, accepted) in zip(chosen, requests, widths, drafts, strict=True):
             right = accepted[:width]  # what lacks is padding
             n_accepted = [*right, False].index(False)
             if right:
-                self.policy.verified(record, len(right), n_accepted)
+                self.policy.verified(one, len(right), n_accepted)
             self.n_tokens[i] += 1 + n_accepted
             n_new += 1 + n_accepted
-            self.drafts.pop(record.request.request_id, None)
+            self.drafts.pop(one.request_id, None)
         run.n_tokens += n_new
         run.plain_s += n_new / m * self.machine.verify_s(m, m) * self.slowness
         drafted_at = self._work_of_drafter(chosen, ahead, done_at)
@@ -206,11 +205,11 @@ class Simulation:
         self.policy.measured_draft(m, most, told_s)
         for i, n in zip(chosen, ahead, strict=True):
             if n:
-                record = self.records[i]
+                one = self.requests[i]
                 probabilities, right = self.drafters[i].draft(n, self.n_tokens[i], self.rng)
                 drafted = Drafted(i, [1] * n, probabilities)
-                self.drafts[record.request.request_id] = drafted, right
-                self.policy.drafted(record, drafted)
+                self.drafts[one.request_id] = drafted, right
+                self.policy.drafted(one, drafted)
         return seconds
 
     def _timed(self, seconds: float, shape: tuple[object, ...]) -> tuple[float, float]:

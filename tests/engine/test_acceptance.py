@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.acceptance import FADED_WEIGHT, AcceptanceModel, PositionRates, Rate, expected_tokens
+from lucevisor.engine.drafting.acceptance import FADED_WEIGHT, AcceptanceModel, PositionRates, Rate, expected_tokens
 
 
 def taught(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.decode_times import DecodeTimes
+from lucevisor.engine.drafting.decode_times import DecodeTimes
 
 SHARE = 0.05
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.draft_statistics import ORIGINS, DraftCounts, DraftStatistics, PrefixOrigin, StepShare
+from lucevisor.engine.drafting.statistics import ORIGINS, DraftCounts, DraftStatistics, PrefixOrigin, StepShare
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.kv.prefix_records import PrefixSettings

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from lucevisor.engine import validation
-from lucevisor.engine.drafter_rest import AWAKE_STEPS, REST_STEPS, DrafterRest
+from lucevisor.engine.drafting.request import RequestDrafts
+from lucevisor.engine.drafting.rest import AWAKE_STEPS, REST_STEPS, DrafterRest
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduling.scheduler import Scheduler
-from lucevisor.engine.sequence import LiveSequence, RequestRecord
-from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import Space
@@ -534,15 +535,15 @@ class Recorder(Speculation):
         super().__init__(4, fixed=True)
         self.told: list[tuple[object, ...]] = []
 
-    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
         self.told.append(("verify", [len(drafted.tokens) for _, drafted in drafts], n_decoding))
-        return {record.request.request_id: 2 for record, _ in drafts}
+        return {own.request_id: 2 for own, _ in drafts}
 
-    def drafted(self, record: RequestRecord, drafted: Drafted) -> None:
-        self.told.append((record.request.request_id, len(drafted.tokens)))
+    def drafted(self, own: RequestDrafts, drafted: Drafted) -> None:
+        self.told.append((own.request_id, len(drafted.tokens)))
 
-    def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int) -> None:
-        self.told.append((record.request.request_id, n_drafts, n_accepted))
+    def verified(self, own: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
+        self.told.append((own.request_id, n_drafts, n_accepted))
 
     def measured(self, n_rows: int, n_slices: int, seconds: float, slowest_s: float | None = None) -> None:
         self.told.append(("step", n_rows, n_slices, seconds))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.lookup import (
+from lucevisor.engine.drafting.lookup import (
     INDEX_TOKENS,
     MAX_CANDIDATES,
     MAX_MATCH,

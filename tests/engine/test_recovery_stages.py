@@ -10,9 +10,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from lucevisor.engine.drafting.request import RequestDrafts
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.limits import SpeculationSettings
-from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.speculation import Speculation
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
@@ -60,12 +60,12 @@ class Idle(Speculation):
 
     n = 0
 
-    def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
+    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
         self.n += 1
         return 3 if self.n % 11 == 0 else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {record.request.request_id: len(drafted.tokens) for record, drafted in drafts}
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
+        return {own.request_id: len(drafted.tokens) for own, drafted in drafts}
 
 
 @pytest.mark.parametrize("with_output", [True, False])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.draft_costs import PRIORS, BatchCosts, DraftTimes
-from lucevisor.engine.round_gaps import RoundGaps
+from lucevisor.engine.drafting.costs import PRIORS, BatchCosts, DraftTimes
+from lucevisor.engine.scheduling.round_gaps import RoundGaps
 from lucevisor.engine.step import ScheduledSequence, ScheduledStep
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Slice

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from lucevisor.engine.drafting.request import RequestDrafts
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.scheduling.scheduler import Scheduler
-from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.speculation import Speculation
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -222,11 +222,11 @@ class Asked(Speculation):
         super().__init__(max_drafts)
         self.turns: list[int] = []
 
-    def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
+    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
         return self.turns.pop(0) if self.turns else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {record.request.request_id: len(drafted.tokens) for record, drafted in drafts}
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
+        return {own.request_id: len(drafted.tokens) for own, drafted in drafts}
 
 
 def test_drafts_that_the_text_itself_offers_end_the_run() -> None:

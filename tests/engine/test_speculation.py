@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.draft_budget import LOSS_SHARE, MOST_LOSS, Allowance
-from lucevisor.engine.draft_costs import BatchSchedule
-from lucevisor.engine.lookup import NgramLookup
-from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.drafting.budget import LOSS_SHARE, MOST_LOSS, Allowance
+from lucevisor.engine.drafting.costs import BatchSchedule
+from lucevisor.engine.drafting.lookup import NgramLookup
+from lucevisor.engine.drafting.request import RequestDrafts
+from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.loading import DraftKind
-from lucevisor.protocol.steps import Drafted, Sampled
+from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
 from tests.engine.draft_simulation import (
     Drafter,
@@ -26,7 +28,6 @@ from tests.engine.draft_simulation import (
     h200_mtp,
     overlapped_rate,
 )
-from tests.engine.toy_engine import request
 
 MAX = 7
 MACHINES = {
@@ -252,10 +253,6 @@ def test_losses_stay_within_the_budget(
 # ---- single decisions
 
 
-def record(name: str = "a", tokens: tuple[int, ...] = (1, 2, 3)) -> RequestRecord:
-    return RequestRecord(request(name, tokens, n=100), 0, 100, 0.0)
-
-
 def measured(policy: Speculation, n_slices: int = 1) -> Speculation:
     """A policy that knows steps to cost nothing for more rows, and drafts a twentieth; none was accepted yet."""
     for width in (*range(MAX + 1), 0):
@@ -267,7 +264,7 @@ def measured(policy: Speculation, n_slices: int = 1) -> Speculation:
 
 
 def test_the_first_step_of_all_is_a_plain_one() -> None:
-    policy, one = Speculation(MAX), record()
+    policy, one = Speculation(MAX), RequestDrafts("a")
     assert policy.n_ahead(one, 1) == 0
     assert policy.n_verify([(one, Drafted(0, [5, 6]))], 1) == {"a": 0}
     for _ in range(4):  # until the time of a plain step is known
@@ -277,7 +274,7 @@ def test_the_first_step_of_all_is_a_plain_one() -> None:
 
 
 def test_a_fixed_width_is_kept() -> None:
-    policy, one, other = Speculation(3, fixed=True), record("a"), record("b")
+    policy, one, other = Speculation(3, fixed=True), RequestDrafts("a"), RequestDrafts("b")
     assert policy.n_ahead(one, 2) == 3
     for _ in range(50):
         policy.measured(2, 2, 0.01)
@@ -289,7 +286,7 @@ def test_a_fixed_width_is_kept() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_no_more_than_the_most_is_asked_for_or_verified(n: int) -> None:
-    policy, one = measured(Speculation(n, DraftKind.DFLASH)), record()
+    policy, one = measured(Speculation(n, DraftKind.DFLASH)), RequestDrafts("a")
     for _ in range(40):
         assert 0 <= policy.n_ahead(one, 1) <= n
         policy.measured(1, 1, 0.01)
@@ -297,7 +294,7 @@ def test_no_more_than_the_most_is_asked_for_or_verified(n: int) -> None:
 
 
 def test_padding_makes_slices_equally_long_where_rows_cost_nothing() -> None:
-    policy, one, other = measured(Speculation(MAX), 2), record("a"), record("b")
+    policy, one, other = measured(Speculation(MAX), 2), RequestDrafts("a"), RequestDrafts("b")
     for _ in range(3):
         policy.measured(5, 2, 0.02)  # unequal ones take twice as long
     assert policy.n_verify([(one, Drafted(0, [5, 6, 7])), (other, Drafted(1, []))], 2) == {"a": 3, "b": 3}
@@ -306,7 +303,7 @@ def test_padding_makes_slices_equally_long_where_rows_cost_nothing() -> None:
 def test_micro_batches_are_told_apart_from_all_that_decode() -> None:
     policy = measured(Speculation(MAX), 2)
     policy.n_groups = 2
-    assert policy.n_ahead(record("a"), 4) > 0  # two slices a step, as measured
+    assert policy.n_ahead(RequestDrafts("a"), 4) > 0  # two slices a step, as measured
 
 
 def test_an_allowance_is_earned_and_spent() -> None:
@@ -326,24 +323,24 @@ def test_an_allowance_is_earned_and_spent() -> None:
 COPIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6)
 
 
-def looked_up(tokens: tuple[int, ...] = COPIED) -> RequestRecord:
-    one = record(tokens=tokens)
-    one.lookup = NgramLookup(one.tokens)
-    one.lookup.index()
-    return one
+def looked_up(tokens: Sequence[int] = COPIED) -> RequestDrafts:
+    lookup = NgramLookup(TokenBuffer.of(tokens))
+    lookup.index()
+    return RequestDrafts("a", lookup=lookup)
 
 
 def test_without_a_drafter_a_match_is_a_candidate() -> None:
     policy, one = Speculation(3), looked_up()
     assert policy.candidates(one, Drafted(4, [])) == Drafted(4, [7, 8, 9], [0.65] * 3)
     assert policy.candidates(looked_up((1, 2, 3, 4)), Drafted(4, [])) == Drafted(4, [])
-    assert policy.candidates(record(tokens=COPIED), Drafted(4, [])) == Drafted(4, [])  # nothing is looked up there
+    assert policy.candidates(RequestDrafts("b"), Drafted(4, [])) == Drafted(4, [])  # nothing is looked up there
 
 
 def test_tokens_that_wait_for_their_index_are_not_matched() -> None:
-    one = looked_up()
-    one.append(Sampled(0, 7))
-    one.append(Sampled(0, 8))
+    tokens = TokenBuffer(COPIED)
+    one = looked_up(tokens)
+    tokens.append(7)
+    tokens.append(8)
     assert Speculation(3).candidates(one, Drafted(0, [])).tokens == []
 
 
@@ -359,11 +356,12 @@ def test_the_source_that_promises_more_is_used() -> None:
 
 
 def test_a_copied_passage_asks_the_drafter_for_nothing() -> None:
-    policy, one = measured(Speculation(3)), looked_up()
+    policy, tokens = measured(Speculation(3)), TokenBuffer(COPIED)
+    one = looked_up(tokens)
     policy.candidates(one, Drafted(0, []))
     policy.verified(one, 3, 3)
     assert policy.n_ahead(one, 1) == 0
-    one.append(Sampled(0, 99))  # where the passage ends
+    tokens.append(99)  # where the passage ends
     assert one.lookup is not None
     one.lookup.index()
     policy.candidates(one, Drafted(0, []))

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine import drafting, validation
-from lucevisor.engine.drafter_rest import DrafterRest
+from lucevisor.engine import validation
+from lucevisor.engine.drafting.lookup import MAX_MATCH, NgramLookup, NgramMatch
+from lucevisor.engine.drafting.request import RequestDrafts
+from lucevisor.engine.drafting.rest import DrafterRest
+from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
-from lucevisor.engine.lookup import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.request import GenerationRequest, RequestState
-from lucevisor.engine.sequence import RequestRecord
-from lucevisor.engine.speculation import Speculation
+from lucevisor.engine.scheduling import drafts
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.pages import max_window_pages
@@ -44,14 +45,14 @@ class AnyWidth(Speculation):
     def no_drafts(self) -> str:
         return "says the test"
 
-    def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
+    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
         found = self._any()
         return found if mix(self.seed, self.n // 16) % 2 else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
         widths = [len(drafted.tokens) for _, drafted in drafts]
         chosen = [widths, [max(widths)] * len(widths), [min(widths)] * len(widths), [self._any() for _ in widths]]
-        names = [record.request.request_id for record, _ in drafts]
+        names = [own.request_id for own, _ in drafts]
         return dict(zip(names, chosen[self._any() % 4], strict=True))
 
 
@@ -86,7 +87,7 @@ def lookups(toy: ToyEngine, wrong: int) -> Iterator[None]:
             return [(t + 1) % VOCABULARY if mix(match.start, i) % wrong == 0 else t for i, t in enumerate(found)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "NgramLookup", Ngrams)
+        patch.setattr(drafts, "NgramLookup", Ngrams)
         yield
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.scheduling.backlog import Backlog
 from lucevisor.engine.scheduling.chunking import SharedChunks
+from lucevisor.engine.scheduling.drafts import Drafting
 from lucevisor.engine.scheduling.run_ahead import choose_ahead, n_microbatches
 from lucevisor.engine.scheduling.shares import KeyShares
 from lucevisor.engine.sequence import RequestRecord

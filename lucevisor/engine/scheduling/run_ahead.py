@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.request import RequestState
+from lucevisor.engine.scheduling.drafts import Drafting
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.step import ScheduledSlice, ScheduledStep
 

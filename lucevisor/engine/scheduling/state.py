@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.refill import Refills
@@ -17,6 +16,7 @@ from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.scheduling.admission import Admission
 from lucevisor.engine.scheduling.backlog import Backlog
 from lucevisor.engine.scheduling.chunking import SharedChunks
+from lucevisor.engine.scheduling.drafts import Drafting
 from lucevisor.engine.scheduling.preemption import Preemption
 from lucevisor.engine.scheduling.queue import RequestQueue
 from lucevisor.engine.scheduling.shares import KeyShares

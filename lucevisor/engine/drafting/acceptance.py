@@ -1,4 +1,4 @@
-"""How likely drafts are to be accepted: by position, and by the probability that the drafter gives them.
+"""Acceptance rates: how likely drafts are to be accepted, by position and by what the drafter says of them.
 
 Pure.  The chance of a draft is its probability of being accepted, given that those before it were.  Counts forget
 exponentially, so a text that becomes easier or harder shows within a few verifications.  What was not seen yet is
@@ -87,20 +87,6 @@ class PositionRates:
         likely *= self._run[1] if accepted == self._run[0] else 1.0
         self._run = accepted, 1.0 if likely < SURPRISE else likely
         return likely < SURPRISE
-
-
-@dataclass(slots=True)
-class RequestAcceptance:
-    """What was accepted of a request's drafts: ``rates[looked_up]``.
-
-    ``probabilities`` and ``looked_up`` describe the drafts that are offered or under verification.  ``copying``: the
-    last drafts were looked up, and all of them were accepted.
-    """
-
-    rates: tuple[PositionRates, PositionRates] = field(default_factory=lambda: (PositionRates(), PositionRates()))
-    probabilities: Sequence[float] = ()
-    looked_up: bool = False
-    copying: bool = False
 
 
 class AcceptanceModel:

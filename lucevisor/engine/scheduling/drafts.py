@@ -2,7 +2,7 @@
 
 Pure.  A drafter is asked with the slice behind whose token it drafts; the sequence then waits for the drafts
 (``LiveSequence.awaiting``) and its next slice verifies them.  Drafts take only what nobody else needs: pages and states
-that are free, or that prefix slots can give.  How many is decided in speculation.py.  docs/scheduling.md has the rules.
+that are free, or that prefix slots can give; drafting/speculation.py says how many.  docs/scheduling.md has the rules.
 
 A drafter that does not pay rests: it gets no steps at all, until it is woken and gets the sequences as a new one does.
 
@@ -17,15 +17,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lucevisor.engine.constraint import within_masks
-from lucevisor.engine.draft_statistics import DraftStatistics, PrefixOrigin, StepShare
-from lucevisor.engine.drafter_rest import DrafterRest
+from lucevisor.engine.drafting.lookup import INDEX_TOKENS, NgramLookup
+from lucevisor.engine.drafting.request import RequestDrafts
+from lucevisor.engine.drafting.rest import DrafterRest
+from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine.drafting.statistics import DraftStatistics, StepShare
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.lookup import INDEX_TOKENS, NgramLookup
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.round_gaps import RoundGaps
 from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.scheduling.round_gaps import RoundGaps
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
-from lucevisor.engine.speculation import Speculation
 from lucevisor.engine.step import (
     ScheduledSequence,
     ScheduledSlice,
@@ -278,7 +279,7 @@ class Drafting:
             part.live.awaiting = 0
             if (drafted := by_sequence.get(sequence)) is not None:
                 part.live.drafted = drafted
-                self.speculation.drafted(part.record, drafted)
+                self.speculation.drafted(part.record.drafts, drafted)
         self._count_drafts(expected, by_sequence, result.compute_s)
         self._gaps.drafted(expected, result.compute_s)
         pieces = [part.slice for part in expected.parts.values()]
@@ -294,19 +295,19 @@ class Drafting:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
         record, n_accepted = part.record, len(drawn) - 1
         if part.n_proposed:
-            self.speculation.verified(record, part.n_proposed, min(n_accepted, part.n_proposed))
+            self.speculation.verified(record.drafts, part.n_proposed, min(n_accepted, part.n_proposed))
         if record.ended or record.first_token_at is None or not is_decode(part.slice):
             return
         if not n_accepted and not part.n_proposed:
-            self.statistics.by_origin[_origin(part)].n_plain += 1
+            self.statistics.by_origin[part.origin].n_plain += 1
             return
         ends = [i for i, one in enumerate(drawn) if one.token in record.request.stop_ids]
         if ends:  # the request ends there
             n_accepted = min(n_accepted, ends[0] + 1)
-        looked_up = record.acceptance.looked_up
-        self.statistics.decoded(_origin(part), part.n_proposed, n_accepted, looked_up=looked_up)
-        record.n_drafts += max(part.n_proposed, n_accepted)
-        record.n_accepted += n_accepted
+        looked_up = record.drafts.looked_up
+        self.statistics.decoded(part.origin, part.n_proposed, n_accepted, looked_up=looked_up)
+        record.drafts.n_verified += max(part.n_proposed, n_accepted)
+        record.drafts.n_accepted += n_accepted
 
     def stepped(self, step: ScheduledStep, seconds: float) -> None:
         """Note how long the stages took for a step, one after the other."""
@@ -316,7 +317,7 @@ class Drafting:
         shares = []
         for part in step.parts.values():
             n_rows = len(part.slice.tokens)
-            shares.append(StepShare(_origin(part), n_rows, n_rows if part.slice.n_drafts else 0))
+            shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.n_drafts else 0))
         self.statistics.stepped(shares, seconds)
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
@@ -328,7 +329,7 @@ class Drafting:
 
     # ---- inside
 
-    def _offered(self, decodes: Sequence[ScheduledSlice]) -> list[tuple[RequestRecord, Drafted]]:
+    def _offered(self, decodes: Sequence[ScheduledSlice]) -> list[tuple[RequestDrafts, Drafted]]:
         """Return the drafts there are for decodes; none where drafts are off."""
         if not self._settings.max_drafts:
             return []
@@ -336,13 +337,13 @@ class Drafting:
         self._n_decoding = len(self._running) - self._n_prompts
         if self._settings.lookup:
             self._index(one.record for one in decodes)
-        return [(one.record, self._candidates(one)) for one in decodes]
+        return [(one.record.drafts, self._candidates(one)) for one in decodes]
 
     def _count_drafts(self, step: ScheduledStep, drafts: dict[int, Drafted], seconds: float) -> None:
         shares, n_drafted = [], []
         for sequence, part in step.parts.items():
             n_rows = len(part.slice.tokens) + part.slice.n_ahead
-            shares.append(StepShare(_origin(part), n_rows, n_rows if part.slice.n_ahead else 0))
+            shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.n_ahead else 0))
             n_drafted.append(len(drafts[sequence].tokens) if sequence in drafts else 0)
         self.statistics.drafted(shares, n_drafted, seconds)
 
@@ -370,14 +371,14 @@ class Drafting:
             record.max_tokens - record.n_generated - 2 - one.runs_ahead,  # the last token needs no draft
             self._max_context - (one.stop + n_drafts) - 1,
         )
-        wanted = min(most, self.speculation.n_ahead(record, self._n_decoding)) if most > 0 else 0
+        wanted = min(most, self.speculation.n_ahead(record.drafts, self._n_decoding)) if most > 0 else 0
         if wanted and self.speculation.probe is None:
             self._rest.asked()
         return wanted
 
     def _candidates(self, one: ScheduledSlice) -> Drafted:
         """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
-        found = self.speculation.candidates(one.record, one.live.drafted or Drafted(one.live.sequence, []))
+        found = self.speculation.candidates(one.record.drafts, one.live.drafted or Drafted(one.live.sequence, []))
         constraint = one.record.request.constraint
         if constraint is None or not found.tokens:
             return found
@@ -389,12 +390,6 @@ class Drafting:
         """Bring the n-grams of requests up to date, or nearer to it."""
         n_left = INDEX_TOKENS
         for record in records:
-            if record.lookup is None:
-                record.lookup = NgramLookup(record.tokens)
-            n_left -= record.lookup.index(n_left)
-
-
-def _origin(part: ScheduledSequence) -> PrefixOrigin:
-    if part.record.recovered:
-        return "recovered"
-    return "restored" if part.live.began_at else "fresh"
+            if record.drafts.lookup is None:
+                record.drafts.lookup = NgramLookup(record.tokens)
+            n_left -= record.drafts.lookup.index(n_left)

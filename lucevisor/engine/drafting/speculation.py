@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.engine.acceptance import AcceptanceModel, RequestAcceptance, expected_tokens
-from lucevisor.engine.draft_budget import (
+from lucevisor.engine.drafting.acceptance import AcceptanceModel, expected_tokens
+from lucevisor.engine.drafting.budget import (
     LOSS_SHARE,
     MOST_LOSS,
     MOST_PROBES,
@@ -23,7 +23,7 @@ from lucevisor.engine.draft_budget import (
     Allowance,
     WidthProbe,
 )
-from lucevisor.engine.draft_costs import (
+from lucevisor.engine.drafting.costs import (
     PRIORS,
     BatchCosts,
     BatchSchedule,
@@ -32,7 +32,7 @@ from lucevisor.engine.draft_costs import (
     own_widths,
     uneven,
 )
-from lucevisor.engine.sequence import RequestRecord
+from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
 
@@ -82,7 +82,7 @@ class Speculation:
         self._probes = Allowance(PROBE_SHARE, MOST_PROBES)
         self.probe: WidthProbe | None = None  # what drafts are asked for only to measure
         self._choices: dict[int, WidthChoice] = {}  # by number of slices
-        self._active: dict[str, tuple[int, RequestAcceptance]] = {}  # by request id; when drafts were last asked for
+        self._active: dict[str, tuple[int, RequestDrafts]] = {}  # by request id; when drafts were last asked for
         self._renew_at = 0  # older choices are made again
         self._n_measured = 0
         self._n_slices = self._n_decoding = 1  # slices of the last step; sequences that decode
@@ -92,14 +92,14 @@ class Speculation:
 
     # ---- what the scheduler asks
 
-    def n_ahead(self, record: RequestRecord, n_decoding: int) -> int:
+    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
         """Return how many drafts to ask for behind the next sampled token; 0: none."""
         if self._fixed:
             return self._max_drafts
-        self._active[record.request.request_id] = self._n_measured, record.acceptance
+        self._active[own.request_id] = self._n_measured, own
         self._n_decoding = n_decoding
         n_slices = max(1, -(-n_decoding // self.n_groups))
-        if record.acceptance.copying and n_slices == 1:
+        if own.copying and n_slices == 1:
             return 0  # its own tokens are drafts enough
         probe = self.probe
         if probe is not None and probe.n_slices == n_slices:
@@ -108,13 +108,13 @@ class Speculation:
         hold = CHOICE_STEPS if now > EAGER_STEPS else 1
         if choice is None or now >= choice.chosen_at + hold or choice.chosen_at < self._renew_at:
             choice = self._choices[n_slices] = self._choose(n_slices)
-        return choice.own.get(record.request.request_id, choice.width)
+        return choice.own.get(own.request_id, choice.width)
 
-    def candidates(self, record: RequestRecord, drafted: Drafted) -> Drafted:
+    def candidates(self, own: RequestDrafts, drafted: Drafted) -> Drafted:
         """Return the drafts to consider for the next slice: those of the draft stage, if any, or those found in the
         sequence's own tokens where more of them are likely to be accepted.
         """
-        own, lookup, own.looked_up = record.acceptance, record.lookup, False
+        lookup, own.looked_up = own.lookup, False
         match = lookup.match() if lookup is not None and not lookup.n_waiting else None
         if lookup is not None and match is not None:
             found = [LOOKUP_PROBABILITIES[match.length]] * self._max_drafts
@@ -126,14 +126,14 @@ class Speculation:
         own.probabilities = drafted.probabilities
         return drafted
 
-    def n_verify(self, drafts: Sequence[tuple[RequestRecord, Drafted]], n_decoding: int) -> dict[str, int]:
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
         """Return by request id how many drafts the next slices verify, all of one step.
 
         0: a plain decode.  More than there are: padding makes the slices of a step equally long.
         """
         self._n_slices, self._n_decoding = len(drafts), n_decoding
         widths = self._widths(drafts)
-        return {record.request.request_id: n for (record, _), n in zip(drafts, widths, strict=True)}
+        return {own.request_id: n for (own, _), n in zip(drafts, widths, strict=True)}
 
     @property
     def width(self) -> int:
@@ -161,13 +161,12 @@ class Speculation:
 
     # ---- what it is told
 
-    def drafted(self, record: RequestRecord, drafted: Drafted) -> None:
+    def drafted(self, own: RequestDrafts, drafted: Drafted) -> None:
         """Note drafts of the draft stage."""
-        self._models[False].drafted(record.acceptance.rates[False], drafted.probabilities)
+        self._models[False].drafted(own.rates[False], drafted.probabilities)
 
-    def verified(self, record: RequestRecord, n_drafts: int, n_accepted: int) -> None:
+    def verified(self, own: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
         """Note a verdict on candidates, padding left out."""
-        own = record.acceptance
         self._models[own.looked_up].verified(own.rates[own.looked_up], own.probabilities, n_drafts, n_accepted)
         own.copying = own.looked_up and n_accepted == n_drafts
         self._loss.gain(n_accepted / self._n_slices)
@@ -354,7 +353,7 @@ class Speculation:
 
     # ---- inside: drafts to verify
 
-    def _widths(self, drafts: Sequence[tuple[RequestRecord, Drafted]]) -> list[int]:
+    def _widths(self, drafts: Sequence[tuple[RequestDrafts, Drafted]]) -> list[int]:
         n_slices = len(drafts)
         counts = [min(self._max_drafts, len(drafted.tokens)) for _, drafted in drafts]
         most, costs = max(counts), self._costs(n_slices)
@@ -367,8 +366,8 @@ class Speculation:
         choice = self._choices.get(n_slices)
         rate = max(choice.rate if choice is not None else 0.0, n_slices / costs.round_s(0))
         tokens = [
-            self._tokens(record.acceptance, record.acceptance.looked_up, n, drafted.probabilities)
-            for (record, drafted), n in zip(drafts, counts, strict=True)
+            self._tokens(own, own.looked_up, n, drafted.probabilities)
+            for (own, drafted), n in zip(drafts, counts, strict=True)
         ]
         worth = [
             sum(each[min(width, len(each) - 1)] for each in tokens) - rate * costs.stages_s(n_slices * width)
@@ -383,11 +382,11 @@ class Speculation:
             least = 0.0 if self.times.uneven_known else (PROBE_GAIN - 1) * found
             if found - rate * ratio * costs.stages_s(sum(own_best)) > worth[best] + least:
                 return own_best
-        if not best and any(record.acceptance.looked_up for record, _ in drafts):
+        if not best and any(own.looked_up for own, _ in drafts):
             best = self._check_lookups(costs)
         return [best] * n_slices
 
-    def _tokens(self, own: RequestAcceptance, looked_up: bool, n: int, probabilities: Sequence[float]) -> list[float]:
+    def _tokens(self, own: RequestDrafts, looked_up: bool, n: int, probabilities: Sequence[float]) -> list[float]:
         """Return the tokens expected of a slice with 0, 1, ... n drafts."""
         return expected_tokens(self._models[looked_up].offered(own.rates[looked_up], n, probabilities))
 

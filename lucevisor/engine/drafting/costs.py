@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from lucevisor.engine.decode_times import WARM_STEPS, DecodeTimes, middle
+from lucevisor.engine.drafting.decode_times import WARM_STEPS, DecodeTimes, middle
 from lucevisor.protocol.loading import DraftKind
 
 ROW_SHARE: Final = 0.05
