@@ -35,6 +35,7 @@ from services import DEMO, groups_toml, running
 
 from lucevisor.config import load
 from lucevisor.deployment.journal_rows import JournalRows
+from lucevisor.deployment.orders import Orders
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.sequence import LiveSequence
@@ -160,8 +161,8 @@ async def move(service, path, prompts):
     moved = load(path, [f"placement.target_layer_split={','.join(map(str, shares))}"])
     found = {}
     for name, work in (
-        ("restart", lambda: service.restart(next(iter(service.groups)), now=False)),
-        ("reload", lambda: service.reload(moved)),
+        ("restart", lambda: Orders(service).restart(next(iter(service.groups)), now=False)),
+        ("reload", lambda: Orders(service).reload(moved)),
     ):
         before, told = service.engine.statistics().recovery, [0] * len(prompts)
 

@@ -53,6 +53,7 @@ from lucevisor.app.status import Address, status
 from lucevisor.app.succession import Succession, refuse_without_room
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
 from lucevisor.config import Config
+from lucevisor.deployment.orders import Orders
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
@@ -144,6 +145,7 @@ class Supervisor:
         self._stop_asked = asyncio.Event()
         self._progress = KeptProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
+        self._orders = Orders(self.service)
         self._app = create_app(self._ports)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._in_a_line)
@@ -273,7 +275,7 @@ class Supervisor:
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
-            await self.service.restart(group, now=now)
+            await self._orders.restart(group, now=now)
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = asyncio.create_task(self._reload(overrides), name="reload")
@@ -286,7 +288,7 @@ class Supervisor:
         with self._report.reload():
             found = await asyncio.to_thread(read_again, self.config, overrides)
             await asyncio.to_thread(check_before_start, found, self.model)
-            changed = await self.service.reload(found, keys_at_once(found, self._tls))
+            changed = await self._orders.reload(found, keys_at_once(found, self._tls))
             apply(self.config, found, self._ports, self._tls)
         self.config = found
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
@@ -294,14 +296,14 @@ class Supervisor:
 
     def _begin_restart(self, group: str, now: bool) -> None:
         """Restart a group in the background; raises OrderError if there is none of that name."""
-        self.service.check_group(group)
+        self._orders.check_group(group)
         task = asyncio.create_task(self._restart_one(group, now), name=f"restart {group}")
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
     async def _restart_one(self, group: str, now: bool) -> None:
         try:
-            await self.service.restart(group, now=now)
+            await self._orders.restart(group, now=now)
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
 

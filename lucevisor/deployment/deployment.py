@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -89,9 +90,9 @@ class Deployment:
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
         self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
-        needed = target_groups(config)
         self._sizes = sizes
-        self._placing = PlacementOnce(needed, self._place, config.groups.keys() - needed)
+        self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
+        self._placing = PlacementOnce(self.needed, self._place, config.groups.keys() - self.needed)
         self._links: dict[str, Link] = {}  # of READY groups
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
@@ -148,14 +149,15 @@ class Deployment:
     # ---- serving
 
     @property
-    def needed(self) -> Sequence[str]:
-        """The groups with layers, which serving needs."""
-        return target_groups(self._config)
-
-    @property
     def loaded(self) -> bool:
         """Whether every group with layers is READY."""
         return self._links.keys() >= set(self.needed)
+
+    @property
+    def failed(self) -> str | None:
+        """Which of the groups that serving needs is FAILED, and why; None if none is."""
+        failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
+        return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
     def serve(self, engine: Engine, kept: Kept | None = None) -> None:
         """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
@@ -216,7 +218,7 @@ class Deployment:
         if self._assembly is not None:
             self._assembly.detach_drafter(failure.message)
         group = self.draft_group
-        alone = group not in target_groups(self._config)
+        alone = group not in self.needed
         if alone and failure.code != "shard_lost":  # supervision notices a closed link
             asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 
@@ -351,7 +353,7 @@ class Deployment:
         task.add_done_callback(self._tasks.discard)
 
     async def _drain(self, group: str, child: int) -> None:
-        if group in target_groups(self._config):
+        if group in self.needed:
             frozen = await self._hooks.drain()
             if frozen is not None:
                 assert self.placement is not None

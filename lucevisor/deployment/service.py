@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import structlog
 
@@ -27,14 +27,13 @@ from lucevisor.config import Config
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.engine_limits import engine_limits
-from lucevisor.deployment.group_settings import target_groups
 from lucevisor.deployment.holding import watch_holds
 from lucevisor.deployment.journal_rows import journal_rows
-from lucevisor.deployment.orders import RESTART_S, STOP_S, Orders
 from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.served_weights import ServedWeights
-from lucevisor.deployment.swap_space import HostSwapSpace
+from lucevisor.deployment.state_memory import Kept
+from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
@@ -53,8 +52,14 @@ from lucevisor.supervision.states import State
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
-SAVE_S = 10.0
+SAVE_S: Final = 10.0
 """How long prefix slots may take to be saved at a stop or a restart."""
+STOP_S: Final = 2.0
+"""How long daemons have to exit before SIGKILL."""
+RESTART_S: Final = 30.0
+"""How long an orderly restart may take before the daemon is killed; requests have half of it to come to rest."""
+
+_MOVING: Final = RequestError("shard_lost", "the layers move to other daemons; send the request again later")
 
 log = structlog.get_logger("service")
 
@@ -67,7 +72,7 @@ class Observer(Protocol):
     def ready(self, service: Service) -> None: ...
 
 
-class Service(Orders):
+class Service:
     """Create it in a running loop.  ``on_engine`` is called once, when the model is placed.  ``limits``: deadlines of
     supervision; the configuration limits restarts."""
 
@@ -81,7 +86,6 @@ class Service(Orders):
         limits: SupervisionLimits | None = None,
     ) -> None:
         self.config, self.model = config, model
-        self._target_groups = target_groups(config)
         self.engine: Engine | None = None
         self.snapshots: SnapshotManager | None = None
         self.swap: HostSwapSpace | None = None
@@ -95,7 +99,6 @@ class Service(Orders):
         self._loaded = asyncio.Event()  # all groups together, once
         self._stopping: asyncio.Task[None] | None = None
         self._was_ready = False
-        self._restarting = asyncio.Lock()
         try:
             self._launcher = LocalLauncher(stage_packages(run_dir))
         except OSError as error:
@@ -103,9 +106,9 @@ class Service(Orders):
         self._limits = limits or SupervisionLimits()
         self._readiness = Readiness(self._limits)
         self._deployments: list[Deployment] = []  # those with processes
-        self.deployment = self._deploy(config)
+        self.deployment = self._make_deployment(config)
 
-    def _deploy(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
+    def _make_deployment(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
         """Make a deployment; what happens to it is told while it is the present one."""
         epoch = 1 if succeeds is None else succeeds.epoch + 1
         limit = config.recovery.restart_limit
@@ -153,10 +156,11 @@ class Service(Orders):
         """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._until(lambda: self.state in ("ready", "failed", "draining"))
+                await self.until(lambda: self.state in ("ready", "failed", "draining"))
         return self.state == "ready"
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition``, of what groups and deployments do, holds."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -218,13 +222,56 @@ class Service(Orders):
                     await self._saving
             self._saving = None
 
+    # ---- another deployment (orders.py)
+
+    def deploy(self, config: Config) -> Deployment:
+        """Make a deployment to succeed the present one; it does not serve yet."""
+        return self._make_deployment(config, self.deployment)
+
+    def switch(self, engine: Engine, config: Config, later: Deployment, kept: Kept) -> None:
+        """Serve with another deployment, whose daemons have the state that was ``kept``."""
+        self.deployment.retire()
+        self.deployment, self.config = later, config
+        for name, group in later.groups.items():
+            self.restart_reasons.setdefault(name, Counter())
+            self._on_state(name, group.state, "reloaded")
+        engine.part(_MOVING, None, 0)
+        if later.placement is not None:
+            self._take_over(engine, later, kept)
+
+    def leave(self, engine: Engine) -> None:
+        """Detach the present deployment from the engine, whose requests wait for another one."""
+        self.deployment.retire()
+        engine.part(_MOVING, None, 0)
+
+    async def end(self, deployment: Deployment) -> None:
+        """Stop a deployment that does not serve."""
+        await deployment.stop(STOP_S)
+        if self._stopping is None:
+            self._deployments.remove(deployment)
+            deployment.close()
+
+    def _take_over(self, engine: Engine, later: Deployment, kept: Kept | None = None) -> None:
+        """Attach the present deployment, which is placed, to the engine of the one before."""
+        assert later.placement is not None
+        rows = journal_rows(later.buffers, later.placement)
+        engine.part(_MOVING, rows, rows.n_pages if rows is not None else 0)
+        if self.snapshots is not None and later.transfers is not None:
+            self.snapshots.shards = later.transfers
+        later.serve(engine, kept)
+
     # ---- state
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the stop has begun."""
+        return self._stopping is not None
 
     @property
     def state(self) -> ServiceState:
         if self._stopping is not None:
             return "draining"
-        if any(self.groups[name].state is State.FAILED for name in self._target_groups):
+        if any(self.groups[name].state is State.FAILED for name in self.deployment.needed):
             return "failed"
         if self.deployment.complete and self._opening is None:
             return "ready"
@@ -238,7 +285,7 @@ class Service(Orders):
             return "the supervisor is stopping"
         parts = [
             f"group {name} is {g.state.name}" + (f": {g.reason}" if g.reason else "")
-            for name in self._target_groups
+            for name in self.deployment.needed
             if (g := self.groups[name]).state is not State.READY
         ]
         if not parts and self._opening is not None:
@@ -247,7 +294,7 @@ class Service(Orders):
 
     def ready_in_s(self) -> float | None:
         """Return in how many seconds requests are likely to be served, or None when that is unknown."""
-        return None if self._stopping is not None else self._readiness.wait_s(self._target_groups, time.monotonic())
+        return None if self._stopping is not None else self._readiness.wait_s(self.deployment.needed, time.monotonic())
 
     # ---- hooks of the deployment
 
@@ -268,7 +315,7 @@ class Service(Orders):
         )
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
-        self.swap = self._swap_space(self.engine, placement)
+        self.swap = swap_space(self.engine, self.model, placement, lambda: self.deployment.transfers)
         deployment.serve(self.engine)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
@@ -276,31 +323,17 @@ class Service(Orders):
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
         self._on_engine(self.engine)
 
-    def _swap_space(self, engine: Engine, placement: Placement) -> HostSwapSpace | None:
-        if not placement.swap_bytes:
-            return None
-        drafter = self.model.drafter.spec.model.layers if placement.draft is not None and self.model.drafter else ()
-        swap = HostSwapSpace(
-            engine,
-            self.model.spec.layers,
-            drafter,
-            placement.kv_dtype,
-            placement.swap_bytes,
-            lambda: self.deployment.transfers,
-        )
-        engine.use_swap_space(swap)
-        return swap
-
     def _on_placed_again(self, deployment: Deployment) -> None:
         """Serve with a later deployment if it is the present one: one that could not be placed until now."""
         if self.deployment is deployment:
-            self._take_over(deployment)
+            assert self.engine is not None
+            self._take_over(self.engine, deployment)
 
     def _on_state(self, group: str, state: State, reason: str) -> None:
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF:
             self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
-        if self.engine is not None and not self.deployment.complete and group in self._target_groups:
+        if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
             if state is State.FAILED:
                 self.engine.detach(away, permanent=True)

@@ -16,12 +16,14 @@ import psutil
 import structlog
 from msgspec.structs import replace
 
+from lucevisor.deployment.served_model import ServedModel
 from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.kv.prefix_records import Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.placement.result import Placement
 from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
 from lucevisor.snapshots.layout import slot_tensors
 from lucevisor.snapshots.shard_transfers import ShardTransfers
@@ -201,3 +203,15 @@ class HostSwapSpace:
 
     def _close(self, swapped: SwappedPrefix) -> None:
         os.close(self._copies.pop(swapped).fd)
+
+
+def swap_space(
+    engine: Engine, model: ServedModel, placement: Placement, transfers: Callable[[], ShardTransfers | None]
+) -> HostSwapSpace | None:
+    """Return the swap space that ``engine`` uses from now on; None if the placement has no room for one."""
+    if not placement.swap_bytes:
+        return None
+    drafter = model.drafter.spec.model.layers if placement.draft is not None and model.drafter else ()
+    swap = HostSwapSpace(engine, model.spec.layers, drafter, placement.kv_dtype, placement.swap_bytes, transfers)
+    engine.use_swap_space(swap)
+    return swap

@@ -16,6 +16,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment import service as service_module
+from lucevisor.deployment.orders import Orders
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
@@ -115,8 +116,9 @@ async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp
         left, right = service.groups.values()
         await left.wait(State.READY, timeout_s=60)
         await right.wait(State.READY, timeout_s=60)
-        first = asyncio.create_task(service.restart("right", now=True))
-        second = asyncio.create_task(service.restart("right", now=True))
+        orders = Orders(service)
+        first = asyncio.create_task(orders.restart("right", now=True))
+        second = asyncio.create_task(orders.restart("right", now=True))
         await right.wait(State.STARTING, timeout_s=20)
         await service.stop(0.0, 0.5)
         for asked in (first, second):
@@ -135,7 +137,7 @@ async def test_a_restart_during_a_pause_ends_when_the_warm_spare_serves(tmp_path
         os.kill(left.pid, signal.SIGKILL)
         await left.wait(State.BACKOFF, timeout_s=20)
         async with asyncio.timeout(30):
-            await service.restart("left", now=True)
+            await Orders(service).restart("left", now=True)
         assert service.state == "ready"
 
 
@@ -174,9 +176,9 @@ async def test_a_plan_that_did_not_fit_is_made_again_at_a_restart(tmp_path):
         for group in service.groups.values():
             await group.wait(State.FAILED, timeout_s=20)
             assert "short" in group.reason
-        await service.restart("left", now=True)
+        await Orders(service).restart("left", now=True)
         assert service.groups["left"].state is State.LOADING  # it waits for the other one
-        await service.restart("right", now=True)
+        await Orders(service).restart("right", now=True)
         assert service.state == "ready"
         assert service.groups["left"].restarts == 1
 
