@@ -8,7 +8,6 @@ and, while the link is up, a `Failed` with the reason.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
@@ -26,9 +25,8 @@ from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
 from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.parent import end_with_parent
 from lucevisor.protocol.states import Channel
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,12 +79,8 @@ def _send(link: BlockingLink, failed: Failed) -> None:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the supervisor's main thread ends; exit now if it already has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
-    if os.getppid() != parent_pid:
+    """End with the supervisor's main thread; exit now if it has ended."""
+    if not end_with_parent(parent_pid):
         print(
             f"the supervisor (process {parent_pid}) is not the parent of this daemon: it ended, or the group's python "
             "is a wrapper that forks instead of calling exec",

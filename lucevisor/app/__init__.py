@@ -4,5 +4,5 @@ supervisor  run (READ FIRST), run_options, rundir, endpoint, signals, reload, su
 reports     status, progress, group_metrics, logs, log_lines, log_reader, traces
 model       model_files, model_source, model_cards, compression
 commands    benchmark, bench_cases, llama_bench, logits, cache_operations
-process     collector, open_files, starter
+process     collector, open_files
 """

@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, runtime_root
-from lucevisor.app.starter import end_with
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, config_argument
 from lucevisor.cli.progress import SilentDisplay, StartDisplay
 from lucevisor.cli.watch import Watch
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
+from lucevisor.protocol.parent import end_with_parent
 
 
 @click.command()
@@ -70,8 +70,9 @@ def start(
                 f"a supervisor named {chosen!r} runs already: stop it, give this one another --name, or use --take-over"
             )
         return _in_background(config, overrides, chosen, timeout_s, more)
-    if starter_pid is not None:
-        end_with(starter_pid)
+    # SIGKILL, as for daemons: `chaos` may be killed while the supervisor is stopped, which would keep SIGTERM waiting.
+    if starter_pid is not None and not end_with_parent(starter_pid):
+        raise LucevisorError(f"process {starter_pid}, for which this supervisor was to run, has ended")
     from lucevisor.app.run import run  # imports the whole supervisor: only where it is needed
     from lucevisor.app.run_options import RunOptions, fault_limits
 

@@ -1,0 +1,22 @@
+"""Ties a process to its parent: a daemon to its supervisor, a supervisor to the command that started it for itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def end_with_parent(parent_pid: int) -> bool:
+    """Have the kernel kill this process when its parent's main thread ends.
+
+    Returns False if ``parent_pid`` is not the parent: it has ended before.  Raises OSError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    return os.getppid() == parent_pid
