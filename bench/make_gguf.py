@@ -18,12 +18,12 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from gguf_writing import aligned, finish_with_hole, new_file, tensor_bytes
 from model_shapes import SHAPES
 
 KINDS = gguf.GGMLQuantizationType
 POOL_BYTES = 48 << 20
 PIECE_BYTES = 16 << 20
-ALIGNMENT = 32
 ENDS = ("token_embd.weight", "output.weight")
 COUNTING_SCALE = 3000
 """Factor of the embedding of a counting model: what 64 layers add to the residual stream is a few per cent of it."""
@@ -49,10 +49,9 @@ def layout(model):
     rows, at = [], 0
     for name, shape in model.tensors.items():
         kind = kind_of(model, name, shape)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        n_bytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+        n_bytes = tensor_bytes(shape, kind)
         rows.append((name, shape, kind, at, n_bytes))
-        at += -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        at += aligned(n_bytes)
     return rows, at
 
 
@@ -74,7 +73,6 @@ def write(path, model, seed=1):
     pools = {kind: pool(kind, rng, total) for kind in {row[2] for row in rows} - {KINDS.F32}}
     fd = os.open(path, os.O_RDWR)
     try:
-        os.ftruncate(fd, header + total)
         jobs = []
         for name, shape, kind, at, n_bytes in rows:
             if kind == KINDS.F32:
@@ -112,12 +110,10 @@ def follow(fd, embedding, output):
 
 
 def write_header(path, model, rows):
-    """Write all but the data, aligned; returns where the data begin."""
-    writer = gguf.GGUFWriter(path, model.architecture)
+    """Write all but the data; returns where they begin."""
+    writer = new_file(path, model.architecture, model.metadata)
     writer.add_name(model.name)
     writer.add_quantization_version(2)
-    for key, value in model.metadata.items():
-        add(writer, f"{model.architecture}.{key}", value)
     tokens = [*byte_characters(), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     n_special, n_bytes = 3, len(tokens) - 3
     tokens += [f"[{i}]" for i in range(len(tokens), model.vocabulary)]
@@ -129,29 +125,7 @@ def write_header(path, model, rows):
     writer.add_eos_token_id(n_bytes + 2)
     if model.architecture == "dflash":
         writer.add_mask_token_id(model.vocabulary - 1)
-    for name, shape, kind, _, n_bytes in rows:
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    size = -(-Path(path).stat().st_size // ALIGNMENT) * ALIGNMENT
-    os.truncate(path, size)
-    return size
-
-
-def add(writer, key, value):
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)
+    return finish_with_hole(path, writer, [row[:3] for row in rows])
 
 
 def byte_characters():

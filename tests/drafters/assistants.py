@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from bench.gguf_writing import Value
 from tests.families.generate.gemma4 import NAMES
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, renamed
-from tests.model.gguf_writing import Value
 
 ROPE = {
     "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},

@@ -7,9 +7,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from bench.gguf_writing import Value, finish, new_file
 from lucevisor.model.families.gemma4 import Gemma4Params
 from lucevisor.model.spec import ModelSpec
-from tests.model.gguf_writing import Value, finish, new_file
 
 HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 16, 96
 BLOCK = 8

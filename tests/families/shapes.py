@@ -13,8 +13,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from bench.gguf_writing import Value, finish, finish_with_hole, new_file
 from tests.daemons.tiny_models import random_blocks
-from tests.model.gguf_writing import Value, finish, finish_with_hole, new_file
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,8 @@ def write(
     """Write the header of ``model`` and a hole of the size of its data; ``without`` leaves a tensor out."""
     writer = new_file(path, model.architecture, model.metadata | (changed or {}))
     infos = [(name, shape, kind_of(name, shape, kind)) for name, shape in model.tensors.items() if name != without]
-    return finish_with_hole(path, writer, infos)
+    finish_with_hole(path, writer, infos)
+    return path
 
 
 def write_data(path: Path, model: Model, kinds: list[str], *, expand: bool = False, seed: int = 0) -> Path:

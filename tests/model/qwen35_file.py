@@ -11,7 +11,7 @@ from typing import Literal
 
 import gguf
 
-from tests.model.gguf_writing import finish_with_hole, new_file
+from bench.gguf_writing import finish_with_hole, new_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,4 +207,5 @@ def write(path: Path, s: Shape, *, name: str = "synthetic", without: str = "", r
         shape = (written[0] + 1, *written[1:]) if tensor == reshape else written
         if tensor != without:
             infos.append((tensor, shape, kind_of(tensor, shape, s)))
-    return finish_with_hole(path, writer, infos)
+    finish_with_hole(path, writer, infos)
+    return path

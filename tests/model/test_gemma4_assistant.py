@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.gguf_writing import Value
 from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_draft_spec
 from lucevisor.model.drafters.gemma4_assistant import AssistantParams
 from lucevisor.model.families import open_spec
@@ -15,7 +16,6 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, Space
 from tests.e2e.drafters import write_random_assistant
 from tests.model.drafter_files import GOLDEN, TARGET
-from tests.model.gguf_writing import Value
 
 GEMMA = GOLDEN / "gemma4_e2b" / "model.gguf"
 

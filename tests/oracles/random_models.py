@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.gguf_writing import Value, finish, new_file
 from tests.families.generate.made import Made
 from tests.families.generate.qwen import divided
 from tests.families.shapes import SMALL_GEMMA4_EXPERTS, SMALL_GEMMA4_INPUTS, SMALL_LAGUNA, Model
 from tests.model import qwen35_file
-from tests.model.gguf_writing import Value, finish, new_file
 
 VOCABULARY = 320
 _DENSE = qwen35_file.Shape(n_layers=4, feed_forward=256, vocabulary=VOCABULARY)

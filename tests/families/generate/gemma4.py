@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import transformers
 
+from bench.gguf_writing import Value
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, renamed
 from tests.families.generate.qwen import ATTENTION, DENSE, HEAD_NORMS, divided
-from tests.model.gguf_writing import Value
 
 NAMES = (
     DENSE

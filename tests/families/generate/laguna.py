@@ -6,9 +6,9 @@ from typing import Any
 
 import transformers
 
+from bench.gguf_writing import Value
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, renamed
 from tests.families.generate.qwen import ATTENTION, DENSE, HEAD_NORMS, divided
-from tests.model.gguf_writing import Value
 
 
 # Long: one statement per hyperparameter, and splitting it would hide which depend on which.

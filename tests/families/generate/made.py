@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.model.gguf_writing import Value, finish, new_file
+from bench.gguf_writing import Value, finish, new_file
 from tests.numerics import RUNS, Bound, Exact
 
 T = TypeVar("T")

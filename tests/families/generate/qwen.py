@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from bench.gguf_writing import Value
 from tests.families.generate.made import PLAIN, Draw, Made, build, ends, renamed
-from tests.model.gguf_writing import Value
 
 DENSE = {"ffn_gate.weight": "mlp.gate_proj.weight", "ffn_up.weight": "mlp.up_proj.weight"}
 DENSE |= {"ffn_down.weight": "mlp.down_proj.weight"}

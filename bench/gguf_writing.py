@@ -1,4 +1,4 @@
-"""GGUF files that tests write: metadata under the architecture's prefix, and full-size files whose data are a hole."""
+"""Writing GGUF files, for tests and benchmarks: metadata under the architecture's prefix, and a hole for the data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 
 Value = int | float | bool | str | list[int] | list[bool]
+ALIGNMENT = 32
 TensorInfo = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]
 """Name, row-major shape and type."""
 
@@ -44,17 +45,31 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def finish_with_hole(path: Path, writer: gguf.GGUFWriter, tensors: Iterable[TensorInfo]) -> Path:
-    """Write the header with ``tensors``, and a hole of the size of their data: 16 GB take a few kilobytes of disk."""
+def tensor_bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
+    """Bytes of a tensor's data."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+
+
+def aligned(n_bytes: int) -> int:
+    """The offset at which data may begin behind so many bytes."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def finish_with_hole(path: Path, writer: gguf.GGUFWriter, tensors: Iterable[TensorInfo]) -> int:
+    """Write the header with ``tensors``, and a hole of the size of their data: 16 GB take a few kilobytes of disk.
+
+    Returns where the data begin.
+    """
     n_data = 0
     for name, shape, kind in tensors:
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        n_bytes = int(np.prod(shape, dtype=np.int64)) // block * block_bytes
+        n_bytes = tensor_bytes(shape, kind)
         writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
-        n_data += -(-n_bytes // 32) * 32
+        n_data += aligned(n_bytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    os.truncate(path, -(-path.stat().st_size // 32) * 32 + n_data)
-    return path
+    n_header = aligned(path.stat().st_size)
+    os.truncate(path, n_header + n_data)
+    return n_header
