@@ -150,7 +150,7 @@ class PipelineAssembly:
                     self._pipeline.fail(self._stage_groups.index(group), "protocol_error", text)
                 else:
                     text = f"group {group} answered for stage {result.stage}, which it does not run"
-                    self._pipeline.lose_drafter("protocol_error", text)
+                    self._pipeline.drafts.lose("protocol_error", text)
             case _:
                 pass
 

@@ -162,8 +162,8 @@ class Engine(Standstill):
             self.detach(RequestError("shard_lost", self._unavailable))
         self._pipeline = pipeline
         pipeline.on_first_stage_done = self._on_first_stage_done
-        pipeline.on_drafted = self._on_drafted
-        pipeline.on_drafter_lost = self._on_drafter_lost
+        pipeline.drafts.on_drafted = self._on_drafted
+        pipeline.drafts.on_lost = self._on_drafter_lost
         self._stages.attach(pipeline, lambda: self._proceed([]))
         self._scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
         self._paused = False
@@ -188,13 +188,13 @@ class Engine(Standstill):
         if self._pipeline is None:
             raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
         self._scheduler.attach_drafter(with_output=with_output, kept=kept)
-        self._pipeline.attach_drafter(link, with_output=with_output)
+        self._pipeline.drafts.attach(link, with_output=with_output)
         self._proceed([])
 
     def detach_drafter(self) -> None:
         """Go on without drafts.  Does nothing without a drafter; the pipeline takes its own along when it goes."""
         if self._pipeline is not None:
-            self._pipeline.detach_drafter()
+            self._pipeline.drafts.detach()
         self._scheduler.detach_drafter()
         self._proceed([])
 
@@ -381,7 +381,7 @@ class Engine(Standstill):
             if not self._scheduler.limits.stages_rank:
                 self.relevance.planned(self._scheduler.in_flight[-1])
             self._stages.sending(plan)
-            pipeline.drafter_rests = self._scheduler.drafting.resting
+            pipeline.drafts.resting = self._scheduler.drafting.resting
             pipeline.submit(plan.step, opening=plan.opening, lone=plan.lone)
             self._masks.planned(plan, pipeline)
             self._stages.planned(plan, lives)  # the shards work already

@@ -58,13 +58,13 @@ class Bench:
         self.pipeline = Pipeline(
             self.wires[:2], self._result, self.failures.append, clock=lambda: self.now, rings=rings
         )
-        self.pipeline.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
-        self.pipeline.on_drafter_lost = lambda failure: self.log.append(failure.message)
+        self.pipeline.drafts.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
+        self.pipeline.drafts.on_lost = lambda failure: self.log.append(failure.message)
         self.drafter = self.wires[1 if with_output else 2]
         self.with_output = with_output
 
     def attach(self) -> None:
-        self.pipeline.attach_drafter(self.drafter, with_output=self.with_output)
+        self.pipeline.drafts.attach(self.drafter, with_output=self.with_output)
 
     def _result(self, result: PipelineResult) -> None:
         self.log.append(f"result {result.step.step_id}")
@@ -108,7 +108,7 @@ def test_a_draft_stage_in_another_daemon_gets_the_tokens_of_a_step_that_ran_ahea
     pipeline = Pipeline([stage], lambda _: None, lambda failure: pytest.fail(failure.message))
     ahead = Step(2, 1, [], [Slice(2, 1, [PENDING], True), Slice(4, 2, [PENDING], True)])
     pipeline.submit(Step(1, 0, [], [Slice(4, 0, [7, 8], True), Slice(2, 0, [1], True)]))
-    pipeline.attach_drafter(drafter, with_output=False)
+    pipeline.drafts.attach(drafter, with_output=False)
     pipeline.submit(ahead)
     pipeline.receive(StepResult(1, 0, [Sampled(4, 42), Sampled(2, 10)]))
     pipeline.receive(StepResult(2, 0, [Sampled(2, 11), Sampled(4, 43)]))
@@ -212,7 +212,7 @@ def test_a_draft_stage_gets_only_steps_submitted_while_it_is_attached(*, with_ou
             bench.pipeline.receive(StepResult(step_id, stage, SAMPLED))
     sent = [message for _, message in bench.drafter.sent if isinstance(message, DraftStep)]
     assert [message.step for message in sent] == [Step(2, 0, [CloseSequence(5)], step(2).slices)]
-    bench.pipeline.detach_drafter()
+    bench.pipeline.drafts.detach()
     bench.pipeline.receive(StepResult(2, 2))  # too late, and no harm
     assert bench.log == ["result 3", "result 1", "result 2"]
     assert not bench.failures
@@ -223,7 +223,7 @@ def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_
     bench = Bench(with_output=with_output)
     bench.attach()
     bench.pipeline.submit(step(1))
-    bench.pipeline.drafter_rests = True
+    bench.pipeline.drafts.resting = True
     bench.pipeline.submit(step(2), opening=[CloseSequence(5)])
     bench.pipeline.submit(step(3))
     for stage in (0, 1):
@@ -274,7 +274,7 @@ def test_answers_of_a_drafter_that_is_not_attached_are_dropped() -> None:
     bench = Bench(with_output=False)
     bench.pipeline.submit(step(1))
     bench.pipeline.receive(StepResult(1, 2))
-    assert (bench.log, bench.failures, bench.pipeline.n_in_flight) == ([], [], 1)
+    assert (bench.log, bench.failures, len(bench.pipeline.in_flight)) == ([], [], 1)
 
 
 def test_there_is_one_drafter_at_a_time() -> None:

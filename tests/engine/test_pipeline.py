@@ -63,7 +63,7 @@ def test_a_step_goes_from_stage_to_stage_and_all_answers_come_out() -> None:
     bench.now = 5.0
     bench.pipeline.receive(results[1], payloads[1])
     assert bench.results == [PipelineResult(step(9), tuple(results), tuple(payloads), (0.0,), 5.0)]
-    assert bench.pipeline.n_in_flight == 0
+    assert len(bench.pipeline.in_flight) == 0
 
 
 def test_several_steps_are_under_way_at_once() -> None:
@@ -73,7 +73,7 @@ def test_several_steps_are_under_way_at_once() -> None:
     bench.pipeline.receive(StepResult(1, 0))
     bench.pipeline.receive(StepResult(2, 0))
     assert bench.ids(1) == [(1, 1), (1, 2)]
-    assert bench.pipeline.n_in_flight == 3
+    assert len(bench.pipeline.in_flight) == 3
     bench.pipeline.receive(StepResult(1, 1))
     assert [r.step.step_id for r in bench.results] == [1]
 
@@ -106,7 +106,7 @@ def test_an_answer_out_of_order_ends_the_pipeline(wrong: StepResult, words: str)
     bench.pipeline.submit(step(3))
     bench.pipeline.close()
     assert (len(bench.failures), bench.results, bench.ids(1)) == (1, [], [])
-    assert bench.pipeline.n_in_flight == 0
+    assert len(bench.pipeline.in_flight) == 0
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError("gone"), LinkClosed("end of file", "link left", "wait")])
@@ -132,7 +132,7 @@ def test_a_failure_is_passed_on_once_with_the_stage_it_is_blamed_on() -> None:
     for reason in ("it answered for a stage of another group", "again"):
         bench.pipeline.fail(1, "protocol_error", reason)
     assert bench.failures == [PipelineFailure(1, "protocol_error", "it answered for a stage of another group")]
-    assert bench.pipeline.n_in_flight == 0
+    assert len(bench.pipeline.in_flight) == 0
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -162,7 +162,7 @@ def test_a_step_that_starts_later_keeps_its_place_among_those_that_come_from_bef
 
 def test_only_answers_of_the_first_stage_say_that_it_is_free() -> None:
     bench, free = Bench([0, 1, 2]), []
-    bench.pipeline.on_first_stage_done = lambda: free.append(bench.pipeline.n_in_flight)
+    bench.pipeline.on_first_stage_done = lambda: free.append(len(bench.pipeline.in_flight))
     bench.pipeline.submit(step(1), first_stage=1)
     bench.pipeline.receive(StepResult(1, 1))
     assert free == []
@@ -176,7 +176,7 @@ def test_a_step_cannot_start_where_no_stage_is(first: int) -> None:
     bench = Bench([0, 1])
     with pytest.raises(ValueError, match=f"no stage {first}: the pipeline has 2"):
         bench.pipeline.submit(step(1), first_stage=first)
-    assert bench.pipeline.n_in_flight == 0
+    assert len(bench.pipeline.in_flight) == 0
 
 
 def test_the_oldest_step_is_the_one_a_daemon_has_worked_on_for_longest() -> None:
@@ -244,7 +244,7 @@ def test_a_link_that_dies_while_steps_are_at_every_stage(dead: int) -> None:
         bench.pipeline.receive(late)
     bench.pipeline.fail(1, "protocol_error", "too late")
     bench.pipeline.submit(step(5))
-    assert (len(bench.failures), bench.results, bench.pipeline.n_in_flight) == (1, [], 0)
+    assert (len(bench.failures), bench.results, len(bench.pipeline.in_flight)) == (1, [], 0)
     assert [len(wire.sent) for wire in bench.wires] == sent
     assert bench.pipeline.oldest_in_flight(100.0) is None
 

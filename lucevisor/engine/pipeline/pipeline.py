@@ -23,7 +23,6 @@ from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.pipeline.drafts import DraftRelay
 from lucevisor.engine.pipeline.steps import (
     Answer,
-    AttachedDrafter,
     PipelineFailure,
     PipelineResult,
     PipelineStep,
@@ -40,14 +39,13 @@ from lucevisor.protocol.steps import Operation, Recall, Recalled, Sampled, Step,
 _NO_PAYLOAD = memoryview(b"")
 
 
-class Pipeline(DraftRelay):
+class Pipeline:
     """Steps in flight through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
     run several).
 
     ``rings``: each stage has a daemon of its own and a doorbell to the next one.
     Made when every daemon is ready and holds no sequences.  ``on_result`` gets each step that the last stage answered,
-    in the order of the answers; ``on_failed`` is called at most once, and nothing after it.  ``on_drafted`` gets the
-    draft stage's answers; ``on_drafter_lost`` is told why it was detached.
+    in the order of the answers; ``on_failed`` is called at most once, and nothing after it.
     """
 
     def __init__(
@@ -73,21 +71,23 @@ class Pipeline(DraftRelay):
         self._open = True
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
-        self._draft: AttachedDrafter | None = None
-        self.drafter_rests = False
+        self.drafts = DraftRelay(len(stages), clock, self._is_in_flight)
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
-        self.on_drafted: Callable[[StepResult], None] = lambda _: None
-        self.on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
         self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
         self.on_recalled: Callable[[], None] = lambda: None  # a stage has given posted steps back
         self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
         self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage alone may be lost
 
     @property
-    def n_in_flight(self) -> int:
+    def n_stages(self) -> int:
+        """Stages, the draft stage not counted."""
+        return len(self._links)
+
+    @property
+    def in_flight(self) -> list[PipelineStep]:
         """Steps that the last stage has not answered."""
-        return sum(len(steps) for steps in self._at_stage)
+        return [entry for waiting in self._at_stage for entry in waiting]
 
     def submit(
         self,
@@ -106,7 +106,7 @@ class Pipeline(DraftRelay):
             raise ValueError(f"there is no stage {first_stage}: the pipeline has {self.n_stages}")
         if not self._open:
             return
-        draft = None if first_stage or (self.drafter_rests and opening is None) else self._draft
+        draft = None if first_stage or (self.drafts.resting and opening is None) else self.drafts.attached
         now = self._clock()
         entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening, lone=lone)
         self._at_stage[first_stage].append(entry)
@@ -143,7 +143,9 @@ class Pipeline(DraftRelay):
         now = self._clock()
         stage = result.stage
         if stage == self.n_stages:
-            self._receive_drafts(result, now)
+            if (link := self.drafts.receive(result)) is not None:
+                self._answered_at[id(link)] = now
+                self.drafts.pass_on()
             return
         if not 0 <= stage < self.n_stages:
             self.fail(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
@@ -201,19 +203,19 @@ class Pipeline(DraftRelay):
     def _finish(self, entry: PipelineStep, now: float) -> None:
         """All stages have answered a step."""
         if entry.draft is not None and not entry.draft.with_output:
-            self._send_draft(entry, entry.drawn())
+            self.drafts.send(entry, drawn=entry.drawn(), before=self._sampled)
         self._sampled = entry.answers[-1].result.sampled
         self._tell(entry)
         if not self._open:
             return
         results, payloads = zip(*entry.answers, strict=True)
         self._on_result(PipelineResult(entry.step, results, payloads, tuple(entry.hops_s), now - entry.started_at))
-        self._pass_drafts_on()
+        self.drafts.pass_on()
 
     def _tell(self, done: PipelineStep) -> None:
         """Give the tokens of a step to the steps that follow it and wait here for them."""
         sampled = done.answers[-1].result.sampled
-        for later in [later for waiting in self._at_stage for later in waiting if later.follows == done.step.step_id]:
+        for later in [later for later in self.in_flight if later.follows == done.step.step_id]:
             if later.step.follows:
                 later.step = filled(later.step, sampled)
             elif not starts_from(later.step, sampled):  # the output stage was lost since, and drew others again
@@ -249,7 +251,7 @@ class Pipeline(DraftRelay):
             for stage, waiting in enumerate(self._at_stage)
             if waiting and stage not in self.lost and not waiting[0].step.follows
         ]
-        if (draft := self._draft) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
+        if (draft := self.drafts.attached) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
             first.append((draft.link, self.n_stages, *draft.waiting[0]))
         first += [(link, *place, sent_at) for place, (link, sent_at) in self._rebuilding.items()]
         for link, stage, step_id, sent_at in first:
@@ -261,7 +263,7 @@ class Pipeline(DraftRelay):
     def close(self) -> None:
         """Forget all steps and the drafter; no callback comes after this."""
         self._open = False
-        self._draft = None
+        self.drafts.detach()
         self._rebuilding.clear()
         self._recalling.clear()
         for waiting in (*self._at_stage, *self._held):
@@ -272,8 +274,8 @@ class Pipeline(DraftRelay):
     @property
     def settled(self) -> bool:
         """Whether all steps in flight wait for lost stages or tokens of such steps, and no draft is being made."""
-        drafting = self._draft is not None and self._draft.waiting
-        under_way = any(entry.stage in entry.had for waiting in self._at_stage for entry in waiting)
+        drafting = self.drafts.attached is not None and self.drafts.attached.waiting
+        under_way = any(entry.stage in entry.had for entry in self.in_flight)
         return not (drafting or self._recalling or under_way)
 
     def lose(self, stages: Iterable[int]) -> None:
@@ -310,7 +312,7 @@ class Pipeline(DraftRelay):
         for entry in back:
             entry.lose(stage)
         if stage + 1 == self.n_stages:
-            self._take_drafts_back(message.step_ids)
+            self.drafts.take_back(message.step_ids)
         if message.operated and back:
             back[0].done.add(stage)
         for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.had]:
@@ -318,11 +320,6 @@ class Pipeline(DraftRelay):
                 return
         self._start()
         self.on_recalled()
-
-    @property
-    def in_flight(self) -> list[PipelineStep]:
-        """All steps on their way."""
-        return [entry for waiting in self._at_stage for entry in waiting]
 
     def rebuild(self, stage: int, step: Step, link: StageLink) -> None:
         """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` hears of its answer."""
@@ -372,15 +369,13 @@ class Pipeline(DraftRelay):
         entry.had.add(stage)
         if posted:
             entry.posted.add(stage)
-        if step.upkeep and entry.draft is not self._draft:  # it knows nothing of the sequences, or is gone
+        if step.upkeep and entry.draft is not self.drafts.attached:  # it knows nothing of the sequences, or is gone
             entry.step = step = replace(step, upkeep=False)
             entry.frames.clear()
         self._held[stage].append(entry)
         try:
             self._links[stage].send(entry.frames.pop(stage, b"") or entry.frame(stage, posted=posted))
-        except (
-            LocalProtocolError
-        ) as error:  # the step is not a message: a defect here, and no later step would be right
+        except LocalProtocolError as error:  # the step is no message: no later one would be right either
             self.fail(stage, "protocol_error", f"step {step.step_id} cannot be sent: {error}")
             return False
         except (ProtocolError, OSError) as error:
@@ -388,8 +383,11 @@ class Pipeline(DraftRelay):
             return False
         together = entry.draft is not None and entry.draft.with_output and not step.upkeep
         if stage + 1 == self.n_stages and together:
-            self._send_draft(entry, None)  # its daemon will know the tokens
+            self.drafts.send(entry)
         return True
+
+    def _is_in_flight(self, step_id: int) -> bool:
+        return any(entry.step.step_id == step_id for entry in self.in_flight)
 
     def _is_held(self, step_id: int) -> bool:
         """Whether the output stage has yet to answer a step, so that drafts behind it have not begun."""
