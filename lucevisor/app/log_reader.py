@@ -1,6 +1,6 @@
 """Follows the log file of a running supervisor across rotations.
 
-Knows lines, not records.  Invariants: every line comes whole and once, oldest first, as long as the reader keeps up
+Invariants: every line comes whole and once, oldest first, as long as the reader keeps up
 with the rotation; files are read in its own threads, so a disk that hangs stalls neither the event loop nor others.
 """
 
@@ -8,16 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from lucevisor.api.log_query import LogQuery
+from lucevisor.app.log_lines import wanted
 from lucevisor.app.logs import N_OLD_FILES
 
+_POLL_S: Final = 0.2  # between looks for later lines
 _READ_BYTES: Final = 64 * 2**10
 _LINE_BYTES: Final = 16 * 2**20  # longer lines are not ours and are skipped
 
 _threads = ThreadPoolExecutor(4, thread_name_prefix="log-reader")
+
+
+async def follow(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[str]:
+    """Yield the wanted lines of the log at ``path``, oldest first; with ``query.follow`` later ones until ``ended``."""
+    reader = LogReader(path)
+    newest: deque[str] | None = None if query.last is None else deque(maxlen=query.last)
+    try:
+        while True:
+            lines = await reader.lines()
+            found = [line for line in lines if wanted(line, query)]
+            if newest is not None:
+                newest.extend(found)  # until all that is there has been read
+                found, newest = ([], newest) if lines else (list(newest), None)
+            for line in found:
+                yield line
+            if not lines:
+                if not query.follow or ended():
+                    return
+                await asyncio.sleep(_POLL_S)
+    finally:
+        reader.close()
 
 
 class LogReader:

@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,32 +19,21 @@ import structlog
 import uvloop
 
 from lucevisor.api.context import ACTIVE
-from lucevisor.api.keys import ApiKeys
 from lucevisor.api.listening import adopt, listen
 from lucevisor.api.log_query import LogQuery
-from lucevisor.api.ports import (
-    ApiSettings,
-    ModelCard,
-    NotReadyPart,
-    Ports,
-    SamplingDefaults,
-    SnapshotMetrics,
-)
-from lucevisor.api.prompts.preprocessing import Preprocessor
+from lucevisor.api.ports import NotReadyPart, Ports, SnapshotMetrics
 from lucevisor.api.server import create_app
 from lucevisor.api.traces import no_trace
 from lucevisor.app import collector, logs, traces
+from lucevisor.app.api_ports import make_ports
 from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
-from lucevisor.app.log_lines import wanted
-from lucevisor.app.log_reader import LogReader
-from lucevisor.app.model_cards import FamilyCard, find_card
+from lucevisor.app.log_reader import follow
 from lucevisor.app.model_files import open_model, open_tokenizer
-from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.progress import KeptProgress
-from lucevisor.app.reload import apply, keys_at_once, keys_of, read_again, tls_of
+from lucevisor.app.reload import apply, keys_at_once, read_again, tls_of
 from lucevisor.app.run_options import RunOptions, refuse_faults
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.signals import EarlySignals, Hangup
@@ -63,7 +51,6 @@ from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.tools import check_directory
 from lucevisor.supervision.states import State
-from lucevisor.text.template import ChatTemplate
 
 FETCH_S = 6 * 3600.0
 """What systemd grants the download of a model file."""
@@ -139,13 +126,14 @@ class Supervisor:
         self._tls = tls_of(config.server)
         self._traces = traces.configured()
         self._tokenizer = open_tokenizer(config, model.spec)
-        self._ports = self._make_ports()
+        self._ports = make_ports(config, model, self._tokenizer, self._not_ready)
         self._ports.grammars.prepare()
         self._display = observer
         self._stop_asked = asyncio.Event()
         self._progress = KeptProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
         self._orders = Orders(self.service)
+        self._add_running(self._ports)
         self._app = create_app(self._ports)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._in_a_line)
@@ -307,73 +295,20 @@ class Supervisor:
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
 
-    async def follow_log(self, query: LogQuery) -> AsyncIterator[str]:
-        """Yield the lines of this run's log that are wanted, oldest first; with ``follow`` also later ones."""
-        reader = LogReader(self.run_dir.log / logs.FILE)
-        kept: deque[str] | None = None if query.last is None else deque(maxlen=query.last)
-        try:
-            while True:
-                lines = await reader.lines()
-                found = [line for line in lines if wanted(line, query)]
-                if kept is not None:
-                    kept.extend(found)  # until all that is there has been read
-                    found, kept = ([], kept) if lines else (list(kept), None)
-                for line in found:
-                    yield line
-                if not lines:
-                    if not query.follow or self._stop_asked.is_set():
-                        return
-                    await asyncio.sleep(0.2)
-        finally:
-            reader.close()
+    def follow_log(self, query: LogQuery) -> AsyncIterator[str]:
+        """The lines of this run's log that are wanted, oldest first; with ``follow`` also later ones."""
+        return follow(self.run_dir.log / logs.FILE, query, self._stop_asked.is_set)
 
     # ---- for clients
 
-    def _make_ports(self) -> Ports:
-        metadata = self.model.spec.files.metadata if self.model.spec.files is not None else {}
-        server = self.config.server
-        client_keys, admin_keys = keys_of(server)
-        most_connections = connections_within(raise_limit(), len(self.config.groups))
-        if most_connections < server.max_connections:
-            log.warning("fewer connections", max_connections=most_connections,
-                        reason="the limit of open files is low: raise it (`ulimit -Hn`, LimitNOFILE=)")  # fmt: skip
-        card = find_card(self.model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
-        direct = card.sampling_without_thinking
-        return Ports(
-            model=ModelCard(
-                name=self.model.name,
-                created_s=int(self.model.files[0].stat().st_mtime),
-                size_bytes=sum(file.stat().st_size for file in self.model.files),
-                path=str(self.model.files[0]),
-                architecture=self.model.spec.architecture,
-                quant=self.model.spec.quant,
-            ),
-            tokenizer=self._tokenizer,
-            template=ChatTemplate.from_gguf(metadata),
-            not_ready=self._not_ready,
-            preprocessor=Preprocessor(metadata),
-            ready_in_s=lambda: self.service.ready_in_s(),
-            defaults=SamplingDefaults.from_gguf(metadata, card.sampling.defaults()),
-            direct_defaults=None if direct is None else direct.defaults(),
-            efforts=dict(card.thinking_budgets.items()),
-            stop_ids=card.stop_ids(self._tokenizer),
-            keys=ApiKeys(client_keys),
-            admin_keys=ApiKeys(admin_keys),
-            settings=ApiSettings(
-                host=server.host,
-                allow_open=server.allow_open,
-                cors_origins=server.cors_origins,
-                normalise=self.config.cache.normalise,
-                max_connections=min(server.max_connections, most_connections),
-            ),
-            groups=lambda: group_metrics(self.service),
-            status=self.status,
-            restart=self._begin_restart,
-            snapshots=self._snapshot_figures,
-            trace=self._traces or no_trace,
-            log_drops=logs.dropped,
-            banned=tuple(range(self._tokenizer.n_vocab, self.model.spec.vocabulary)),
-        )
+    def _add_running(self, ports: Ports) -> None:
+        """Give the API what changes while the supervisor runs."""
+        ports.ready_in_s = self.service.ready_in_s
+        ports.groups = lambda: group_metrics(self.service)
+        ports.status = self.status
+        ports.restart = self._begin_restart
+        ports.snapshots = self._snapshot_figures
+        ports.trace = self._traces or no_trace
 
     def _on_engine(self, engine: Engine) -> None:
         placement = self.service.placement
