@@ -239,10 +239,8 @@ class HttpConnection(web.RequestHandler):
         n_unsent = self._link.get_write_buffer_size()
         if n_unsent != self._n_unsent or n_unsent == 0:
             self._n_unsent, self._stalled_s = n_unsent, now
-        elif (
-            now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _CHECK_S
-        ):  # streams have their own timeout
-            self._pool.count("write")
+        elif now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _CHECK_S:
+            self._pool.count("write")  # streams have their own timeout
             self.abort()
             return
         if waiting:

@@ -102,6 +102,10 @@ class Deployment:
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self.groups = self._make_groups(launcher)
+
+    def _make_groups(self, launcher: Launcher) -> dict[str, GroupSupervisor]:
+        config = self._config
         callbacks = Callbacks(
             make_load=self._make_load,
             check_loaded=self._check_loaded,
@@ -110,17 +114,17 @@ class Deployment:
             on_frame=self._on_frame,
             on_state=self._on_state,
             on_draining=self._on_draining,
-            on_progress=hooks.on_progress,
+            on_progress=self._hooks.on_progress,
             on_heartbeat=self._on_heartbeat,
         )
-        self.groups: dict[str, GroupSupervisor] = {
+        return {
             name: GroupSupervisor(
                 group,
                 group_threads(config, name),
                 launcher,
                 callbacks,
                 devices=group_devices(config, name),
-                limits=limits,
+                limits=self._limits,
                 n_spares=config.recovery.spares,
             )
             for name, group in config.groups.items()

@@ -115,9 +115,7 @@ class Server:
 
     def _record(self, record):
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(
-            error, HttpProcessingError
-        ):  # bytes that are no HTTP: how aiohttp logs them is tested elsewhere
+        if not isinstance(error, HttpProcessingError):  # of bytes that are no HTTP: tested elsewhere
             self.faults.append(f"{record.getMessage()} {error!r}"[:500])
 
     def _note(self, logger, method, event):

@@ -238,37 +238,45 @@ class StageRecovery:
         self._to_send.clear()
 
     def _begin(self, pipeline: Pipeline) -> None:
-        scheduler, index = self._scheduler, self._scheduler.reuse.index
+        """Plan what lost stages compute, now that all steps in flight wait for them.  Raises CannotRebuild."""
         lost = sorted(pipeline.lost)
         self.kept = self.kept and self.opening is not None
         self.n_tokens = self.n_done = self.n_kept = 0
         if self.kept:
             self._reopen(lost)
-            return
-        if self._journal is None:
+        elif self._journal is None:
             raise CannotRebuild("there is no journal")
-        if index.pinning:
+        elif self._scheduler.reuse.index.pinning:
             raise CannotRebuild("a prefix slot is being saved or restored")
-        self._output_lost = pipeline.n_stages - 1 in pipeline.lost
+        else:
+            self._output_lost = pipeline.n_stages - 1 in pipeline.lost
+            self._steps = self._without_ended(pipeline, self._journal)
+            self._plan(pipeline, self._journal, lost)
+
+    def _without_ended(self, pipeline: Pipeline, journal: Journal) -> dict[int, Step]:
+        """Take the slices of requests that have ended out of the steps in flight; return these by id."""
         self._drop_ended()
         ended: dict[int, set[int]] = {}
         for step_id, part in self._ended:
             ended.setdefault(step_id, set()).add(part.slice.sequence)
         for step_id, sequences in ended.items():
-            self._journal.without(step_id, sequences)
-        self._steps = {one.step.step_id: self._without(one.step, ended) for one in pipeline.in_flight}
+            journal.without(step_id, sequences)
+        return {one.step.step_id: self._without(one.step, ended) for one in pipeline.in_flight}
+
+    def _plan(self, pipeline: Pipeline, journal: Journal, lost: Sequence[int]) -> None:
+        """Plan the steps that lost stages run again, and those in flight that they run first."""
+        scheduler = self._scheduler
         waiting = {
             stage: [self._steps[one.step.step_id] for one in pipeline.in_flight if one.stage == stage] for stage in lost
         }
-        n_regions = scheduler.limits.n_regions(scheduler.n_stages)
         rebuilder = Rebuilder(
             scheduler.limits,
             scheduler.pools,
-            self._journal,
+            journal,
             [*scheduler.running],
             WaitingSteps(waiting),
-            n_regions,
-            index.slots,
+            scheduler.limits.n_regions(scheduler.n_stages),
+            scheduler.reuse.index.slots,
         )
         self._lose_slots(lost, rebuilder.kept, [part for _, part in self._ended])
         self._plans = {stage: rebuilder.plan(stage) for stage in lost}

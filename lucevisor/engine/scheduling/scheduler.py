@@ -169,16 +169,19 @@ class Scheduler(SchedulerState):
         step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
         budget = step_budget(step_id, self.n_stages, *measured, now, self.running, runs_ahead=ahead)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
-            n_ended = self.preemption.n_preempted + len(self.failed)
+            n_stopped = self._n_stopped
             if secured := self._secure(chosen, now):
                 return self._plan([self._fit(one) for one in secured], now)
-            if n_ended == self.preemption.n_preempted + len(
-                self.failed
-            ):  # else all that were chosen are gone: choose again
+            if self._n_stopped == n_stopped:  # else all that were chosen are gone: choose again
                 break
         if refills:
             return self._refill(now)
         return self.cut(now) if self._flushing else None
+
+    @property
+    def _n_stopped(self) -> int:
+        """Requests that a lack of pages preempted or ended."""
+        return self.preemption.n_preempted + len(self.failed)
 
     def _turn_drafter(self, now: float) -> StepPlan | None:
         """Let the drafter rest, with a step that closes its sequences, or wake it."""
