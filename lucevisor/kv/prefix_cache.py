@@ -162,31 +162,36 @@ class PrefixIndex(PrefixEviction):
         was evicted right away.  An existing slot is touched and returned.  ``pinned``: pin the returned slot.
         """
         packed = TokenBuffer.of(tokens)
-        slot = self._tree.find(packed, source.n_tokens) if self.worth_caching(source.n_tokens) else None
-        made = None
+        known = made = None
         if self.worth_caching(source.n_tokens):
-            self.version += repair(self._tree, self._pools, packed, source)
-        if slot is not None and not slot.pins and self.partial(slot):
-            self._remove(slot)
-            slot = None
-        if slot is not None:
-            self.touch(slot, now)
-            slot.pins += pinned
-        elif self.worth_caching(source.n_tokens):
-            slot = made = self._tree.add(packed, source, self._n_made)
-        if source.state != NO_STATE:
+            known = self._known_slot(packed, source)
+            made = self._tree.add(packed, source, self._n_made) if known is None else None
+        if source.state != NO_STATE:  # a slot that was made has a reference of its own
             self._pools[Space.RECURRENT].release([source.state])
-        if made is not None:
-            self._n_made += 1
-            self.version += 1
-            self._link(made, packed)
-            self._slots[made.number] = made
-            self.touch(made, now)
-            made.pins += pinned
-            self.trim()
-            if made.alive:
-                self.hooks.on_slot(made)
-        return slot if slot is not None and slot.alive else None
+        if known is not None:
+            self.touch(known, now)
+            known.pins += pinned
+        if made is None:
+            return known
+        self._n_made += 1
+        self.version += 1
+        self._link(made, packed)
+        self._slots[made.number] = made
+        self.touch(made, now)
+        made.pins += pinned
+        self.trim()
+        if made.alive:
+            self.hooks.on_slot(made)
+        return made if made.alive else None
+
+    def _known_slot(self, tokens: TokenBuffer, source: SlotSource) -> PrefixSlot | None:
+        """Return the slot of the source's tokens, repaired; one that stays partial is removed unless it is pinned."""
+        known = self._tree.find(tokens, source.n_tokens)
+        self.version += repair(self._tree, self._pools, tokens, source)
+        if known is None or known.pins or not self.partial(known):
+            return known
+        self._remove(known)
+        return None
 
     # ---- restoring
 
