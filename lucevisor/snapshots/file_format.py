@@ -297,14 +297,14 @@ class _Parser:
         text = self._get("next_token")
         try:
             return msgspec.json.decode(text, type=NextToken) if text else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._foreign("next_token", f"is not a token record: {error}") from error
 
     def _paged_out(self) -> PagedOut | None:
         text = self.metadata.get("paged_out", "")
         try:
             found = msgspec.json.decode(text, type=PagedOut) if text else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._foreign("paged_out", f"is not a record of pages: {error}") from error
         if found is None:
             return None

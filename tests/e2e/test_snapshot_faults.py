@@ -49,8 +49,28 @@ def change_states(file: Path) -> None:
 
 
 def flip_a_bit(file: Path) -> None:
+    flip(file, -5)
+
+
+def flip_in_the_length(file: Path) -> None:
+    flip(file, 0)
+
+
+def flip_in_the_json(file: Path) -> None:
+    data = file.read_bytes()
+    flip(file, data.index(b'"checksums":') + 40)
+
+
+def flip_in_each_tensor(file: Path) -> None:
+    fd, snapshot, _ = disk.open_snapshot(file)
+    os.close(fd)
+    for tensor in snapshot.tensors:
+        flip(file, tensor.offset + tensor.n_bytes // 2)
+
+
+def flip(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
-    data[-5] ^= 1
+    data[at] ^= 1
     file.write_bytes(data)
 
 
@@ -59,7 +79,7 @@ def cut(file: Path) -> None:
         opened.truncate(file.stat().st_size - 1)
 
 
-@pytest.mark.parametrize("damage", [change_states, flip_a_bit, cut])
+@pytest.mark.parametrize("damage", [change_states, flip_in_the_length, flip_in_the_json, flip_a_bit, cut])
 async def test_a_file_that_is_not_what_was_saved_is_set_aside_and_the_prompt_computed(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -76,6 +96,24 @@ async def test_a_file_that_is_not_what_was_saved_is_set_aside_and_the_prompt_com
         again, finished = await ask(service, PROMPT, [])
         assert (again, finished.usage.cached_tokens > 200) == (expected, True)
         await until(lambda: told_of(service)["saved"] > 0)
+    assert list(place.snapshots.glob("*.refused"))
+
+
+@pytest.mark.parametrize("damage", [flip_in_the_length, flip_in_the_json, flip_in_each_tensor, cut])
+async def test_a_file_that_is_damaged_while_a_supervisor_knows_it_is_set_aside_and_the_prompt_computed(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    place = Place(MODELS["qwen35"], tmp_path)
+    expected = await saved_prompt(place)
+    async with running(place.config(), place.directory) as service:
+        await until(lambda: len(snapshots_of(service).store.store.entries) == len(place.files()))
+        for file in place.files():
+            damage(file)
+        pids = {name: group.pid for name, group in service.groups.items()}
+        answer, finished = await ask(service, PROMPT, [])
+        assert (answer, finished.usage.cached_tokens) == (expected, 0)
+        assert told_of(service)["failed"] >= 1
+        assert {name: group.pid for name, group in service.groups.items()} == pids
     assert list(place.snapshots.glob("*.refused"))
 
 

@@ -20,6 +20,7 @@ from lucevisor.snapshots.file_format import (
     DATA_ALIGNMENT,
     FORMAT_VERSION,
     header_bytes,
+    header_check,
     lay_out,
     pack,
     parse,
@@ -35,7 +36,7 @@ from lucevisor.snapshots.layout import (
     holds_draft,
     slot_tensors,
 )
-from tests.snapshots.snapshot_bytes import rewritten
+from tests.snapshots.snapshot_bytes import CHECK_AT, rewritten
 
 FINGERPRINT = "ab" * 32
 RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
@@ -45,6 +46,9 @@ LAYERS = (
     LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=16),
     LayerSpec(3, Space.FULL, {}, (), shares_with=1),
 )
+
+
+NESTED = '{"x":' * 5000 + "1" + "}" * 5000
 
 
 def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32, draft=None):
@@ -208,6 +212,8 @@ def test_a_file_of_another_length_than_the_header_says(change):
             Fault.FOREIGN,
             "paged_out: names pages that are not among the 1 there are",
         ),
+        ({"next_token": NESTED}, Fault.FOREIGN, "next_token: is not a token record"),
+        ({"paged_out": NESTED}, Fault.FOREIGN, "paged_out: is not a record of pages"),
         ({"checksums": "{}"}, Fault.FOREIGN, "checksums: do not name"),
         ({"checksums": "["}, Fault.FOREIGN, "checksums: is not a JSON object"),
         ({"first_positions": '{"layers.2.k":"a"}'}, Fault.FOREIGN, "first_positions: is not a JSON object"),
@@ -220,6 +226,29 @@ def test_invalid_metadata_names_its_key(change, fault, text):
         parse(header, snapshot.file_bytes + len(header) - snapshot.data_start)
     assert caught.value.fault is fault
     assert text in str(caught.value)
+
+
+@settings(max_examples=500)
+@given(data=st.data())
+def test_a_header_that_a_program_made_wrong_is_refused_or_holds_what_it_says(data):
+    """Bytes changed anywhere behind the check, which is made to fit again: a SnapshotError, never another one."""
+    out = PagedOut("qk", 8, (1, 2), (0.5,))
+    snapshot = lay_out(model(), slot(200, next_token=NextToken(5, -0.25, [(5, -0.25)]), paged_out=out))
+    header = bytearray(pack(snapshot))
+    text = header.rstrip()
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(CHECK_AT + 65, len(text) - 1))
+        header[at] = data.draw(st.sampled_from([header[at] ^ 1, *b'0123456789-eE."{}[],:\\ ']) | st.integers(0, 255))
+    header[CHECK_AT : CHECK_AT + 64] = header_check(header).encode()
+    try:
+        found = read(header, snapshot.file_bytes)
+        check_fits(found, model())
+    except SnapshotError:
+        return
+    assert [(t.name, t.offset, t.shape) for t in found.tensors] == [
+        (t.name, t.offset, t.shape) for t in snapshot.tensors
+    ]
+    assert found.n_tokens == 200
 
 
 def test_a_decompression_bomb_is_refused():
