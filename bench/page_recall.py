@@ -19,7 +19,7 @@ from services import DEMO, ROOT
 
 from daemons.kv.batch import Batch, Layout
 from daemons.models.stage import LoadedStage
-from daemons.ops.page_scores import KeySketches
+from daemons.ops.page_scores import log_sums, queries_by_head, scores_of, sketches_of
 from daemons.ops.paged import Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
@@ -82,8 +82,8 @@ def shares_and_scores(layers):
         shares.append(by_page(torch.softmax(logits, dim=-1)))
         whole = (len(keys) - 2) // PAGE_TOKENS
         pages = keys[: whole * PAGE_TOKENS].view(whole, PAGE_TOKENS, *keys.shape[1:])
-        none = torch.zeros(0, dtype=torch.int64)
-        scores = scores + KeySketches(1, *keys.shape[1:], keys.device).scores(q[:-1], pages, none, scale)
+        sums = log_sums(queries_by_head(q[:-1], n_kv_heads, scale), sketches_of(pages))
+        scores = scores + scores_of(sums, len(q) - 1)
     return torch.stack(shares), scores.tolist()
 
 

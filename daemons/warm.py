@@ -20,11 +20,22 @@ from daemons.graphs import CAPTURE_AT, MAX_GRAPHS
 from daemons.kv.sequences import Sequences
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import MAX_DECODE_TOKENS
+from daemons.ops.page_scores import QUERIES
 from daemons.pulse import Reporter
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import (
+    CloseSequence,
+    OpenSequence,
+    Operation,
+    PageOut,
+    Sampling,
+    SetPages,
+    Slice,
+    Step,
+    ZeroState,
+)
 
 STEP_TOKENS = (1, 2, 16, 32, 64, 160, 512)
 """Tokens of the steps: every GEMV tile, and GEMMs with more than one chunk of a recurrent layer.  The longest possible
@@ -48,12 +59,15 @@ Report = Callable[[int, int], None]
 
 
 class WarmStep(NamedTuple):
-    """A slice of ``n`` tokens at ``start``, of which ``n_drafts`` are verified, and ``n_ahead`` drafts behind it."""
+    """A slice of ``n`` tokens at ``start``, of which ``n_drafts`` are verified, and ``n_ahead`` drafts behind it;
+    ``ranks``: it scores a page on the device and one in host memory.
+    """
 
     start: int
     n: int
     n_drafts: int = 0
     n_ahead: int = 0
+    ranks: bool = False
 
 
 def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftStage | None, reporter: Reporter) -> None:
@@ -79,6 +93,8 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> No
     )
     n_states = stage.sequences.sizes.device_states if sizes[Space.RECURRENT] else MAX_DECODE_TOKENS
     steps = [WarmStep(start, n) for start, n in _slices(pages * PAGE_TOKENS, stage.max_step_tokens)]
+    if stage.ranks_pages and sizes[Space.FULL] > 2:
+        steps += [WarmStep(2 * PAGE_TOKENS, n, ranks=True) for n in (1, QUERIES) if n <= stage.max_step_tokens]
     most = min(1 + stage.max_drafts, n_states, MAX_DECODE_TOKENS, stage.max_step_tokens)
     verifies = [WarmStep(0, n, n - 1) for n in range(1, most + 1)] if stage.max_drafts else []
 
@@ -89,7 +105,9 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> No
             rows = torch.zeros(one.n, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
         states = list(range(one.n)) if one.n_drafts and sizes[Space.RECURRENT] else []
         piece = Slice(0, one.start, [0] * one.n, sample=True, n_drafts=one.n_drafts, states=states)
-        out = stage.forward(Step(number, 0, [], [piece]), rows)
+        if one.ranks:
+            stage.apply([PageOut(0, [0], [sizes[Space.FULL]])])
+        out = stage.forward(Step(number, 0, [], [piece], rank_pages=[0] if one.ranks else []), rows)
         if stage.output:
             stage.logits(out.rows, range(max(0, one.n - MAX_DECODE_TOKENS), one.n))
         stage.apply([CloseSequence(0)])

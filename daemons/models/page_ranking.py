@@ -10,11 +10,13 @@ from torch import Tensor
 
 from daemons.kv.batch import Batch, Group, Layout
 from daemons.kv.slice_group import SliceGroup
+from daemons.ops.operations import PageSums
+from daemons.ops.page_scores import queries_by_head, scores_of
 from daemons.ops.paged import PagedTensor, Pages
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
-def rank_pages(batch: Batch, layout: Layout) -> dict[int, Tensor]:
+def rank_pages(batch: Batch, layout: Layout, page_sums: PageSums) -> dict[int, Tensor]:
     """Scores float32 [entries] of all whole pages before the slices that want them, by sequence.
 
     ``batch``: of a step of this shape, in whose groups the layers have left the queries of the step of ``layout``.
@@ -23,11 +25,11 @@ def rank_pages(batch: Batch, layout: Layout) -> dict[int, Tensor]:
     for group, of in zip(batch.groups, layout.groups, strict=True):
         for b in of.ranked:
             if of.starts[b] >= PAGE_TOKENS and group.queries:
-                found[of.sequences[b].id] = _scores(group, of, b)
+                found[of.sequences[b].id] = _scores(group, of, b, page_sums)
     return found
 
 
-def _scores(group: Group, of: SliceGroup, b: int) -> Tensor:
+def _scores(group: Group, of: SliceGroup, b: int, page_sums: PageSums) -> Tensor:
     """The sum over the layers for one slice."""
     sequence, table = of.sequences[b], of.sequences[b].pages[Space.FULL]
     n_entries, device = of.starts[b] // PAGE_TOKENS, group.starts.device
@@ -40,8 +42,9 @@ def _scores(group: Group, of: SliceGroup, b: int) -> Tensor:
     for keys, q, scale in group.queries:
         assert keys.sketches is not None
         _complete_sketches(keys, [sequence.hosts[entry] for entry in out])
-        k = keys.read(Pages(pages, len(resident), 0, PAGE_TOKENS), torch.float32)
-        total += keys.sketches.scores(q[b], k, rows, scale)
+        queries = queries_by_head(q[b], len(keys.sketches.kept.means), scale)
+        sums = page_sums.of_keys(queries, keys, pages), page_sums.of_sketches(queries, keys.sketches.kept, rows)
+        total += scores_of(torch.cat(sums, dim=-1), len(q[b]))
     return torch.zeros(n_entries, device=device).index_copy_(0, order, total)
 
 

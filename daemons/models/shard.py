@@ -69,6 +69,7 @@ class ShardModel:
         """``on_layer`` is called when a layer more can run; with it, how many bytes of weights are missing."""
         spec, layers = config.spec, config.plan.layers
         self.device, self.plan, self.selector = selector.device, config.plan, selector
+        self.page_sums = selector.operations.page_sums()
         self.pools = Pools(
             spec,
             layers,

@@ -53,6 +53,7 @@ class LoadedStage:
         self.first_device, self.device = shards[0].device, shards[-1].device
         self.dtype = torch_dtype(load.dtype)
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, load.max_drafts
+        self.ranks_pages = load.rank_pages
         self.sequences = Sequences(
             [s.pools for s in shards],
             load.pools,
@@ -201,11 +202,11 @@ class LoadedStage:
                     h = None if h is None else stream_dtype(h, self.dtype, device)
                     h, captured = shard.run(h, batch, hidden)
                     if layout.is_ranked:
-                        scores.append(rank_pages(batch, layout))
+                        scores.append(rank_pages(batch, layout, shard.page_sums))
                 else:
                     h, captured = graphs.run(h, layout, tables, await_rows)
                     if layout.is_ranked:
-                        scores.append(rank_pages(graphs.batch, layout))
+                        scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
             if captured is not None:
                 captures.append(captured.to(self.device, non_blocking=True))
         assert h is not None

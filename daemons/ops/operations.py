@@ -19,6 +19,8 @@ from daemons.ops import choices
 from daemons.ops.basic import RmsNorm, Rope, act_and_mul, block_convolution, rotate, shift_rows
 from daemons.ops.choices import Candidates
 from daemons.ops.host_pages import PageCopy
+from daemons.ops.page_scores import Sketches
+from daemons.ops.page_sums import TorchPageSums
 from daemons.ops.paged import PagedTensor
 from daemons.ops.partial_attention import Partial
 from daemons.ops.router import RouteFn, Router
@@ -73,6 +75,16 @@ PagedAttention = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery], Tensor
 
 PartialAttention = Callable[[Tensor, PagedTensor, PagedTensor, PagedQuery, bool], Partial]
 """Like PagedAttention, with the sums of the weights; the last argument: whether it is causal."""
+
+
+class PageSums(Protocol):
+    """Logs of the sums of the weights of n pages, float32 [K, r, n], for scaled queries [K, r, D], by sketches."""
+
+    def of_keys(self, q: Tensor, keys: PagedTensor, pages: Tensor) -> Tensor:
+        """Of ``pages`` int64 [n] on the device, whose sketches are made on the way."""
+
+    def of_sketches(self, q: Tensor, sketches: Sketches, rows: Tensor) -> Tensor:
+        """Of ``rows`` int64 [n] of sketches that were kept."""
 
 
 class GatedDeltaNetOp(Protocol):
@@ -180,6 +192,9 @@ class Operations(Protocol):
     def page_copy(self) -> PageCopy | None:
         """Copies of scattered pages in one launch, or None."""
 
+    def page_sums(self) -> PageSums:
+        """What KV Flash ranks pages by."""
+
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The fused gated delta net, or None."""
 
@@ -258,6 +273,9 @@ class TorchOperations:
 
     def page_copy(self) -> PageCopy | None:
         return None
+
+    def page_sums(self) -> PageSums:
+        return TorchPageSums()
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return None

@@ -19,12 +19,10 @@ from lucevisor.model.values import PAGE_TOKENS
 
 QUERIES = 16
 """Last rows of a slice that are asked: the end of a question, where it is short."""
-CHUNK_PAGES = 512
-"""Pages whose sketches are unpacked at a time."""
 
 
 class Sketches(NamedTuple):
-    """Of n pages: ``means`` bfloat16 [K, n, D], ``signs`` uint8 [K, n, 64, D / 8], ``factors`` bfloat16 [K, n, 64]."""
+    """Of n pages: ``means`` [K, n, D], ``signs`` uint8 [K, n, 64, D / 8], ``factors`` [K, n, 64]; bfloat16 if kept."""
 
     means: Tensor
     signs: Tensor
@@ -38,16 +36,16 @@ def sign_table(device: torch.device, dtype: torch.dtype) -> Tensor:
     return (2 * bits - 1).to(device=device, dtype=dtype)
 
 
-def sketches_of(keys: Tensor) -> Sketches:
-    """Sketches of the keys float32 [n, 64, K, D] of n pages."""
+def sketches_of(keys: Tensor, dtype: torch.dtype = torch.bfloat16) -> Sketches:
+    """Sketches of the keys float32 [n, 64, K, D] of n pages, with means and factors of ``dtype``."""
     by_head = keys.permute(2, 0, 1, 3)  # [K, n, 64, D]
-    means = by_head.mean(dim=2).to(torch.bfloat16)
+    means = by_head.mean(dim=2).to(dtype)
     rest = by_head - means.float().unsqueeze(2)
     # the factor with which products with signs are right for what lies in the key's own direction
     factors = rest.square().sum(dim=-1) / rest.abs().sum(dim=-1).clamp_(min=1e-30)
     bits = F.pad((rest > 0).to(torch.uint8), (0, -rest.shape[-1] % 8)).view(*rest.shape[:-1], -1, 8)
     signs = (bits << torch.arange(8, dtype=torch.uint8, device=keys.device)).sum(dim=-1, dtype=torch.uint8)
-    return Sketches(means, signs, factors.to(torch.bfloat16))
+    return Sketches(means, signs, factors.to(dtype))
 
 
 def log_sums(q: Tensor, sketches: Sketches) -> Tensor:
@@ -62,6 +60,19 @@ def log_sums(q: Tensor, sketches: Sketches) -> Tensor:
     products.mul_(factors.float().unsqueeze(1))
     products += torch.matmul(q.float(), means.float().transpose(1, 2)).unsqueeze(-1)
     return torch.logsumexp(products, dim=-1)
+
+
+def queries_by_head(q: Tensor, n_kv_heads: int, scale: float) -> Tensor:
+    """Scaled queries [K, H / K r, D] of the rows ``q`` [r, H, D]."""
+    dtype = torch.float32 if q.device.type == "cpu" else q.dtype
+    by_head = (q.float() * scale).to(dtype).view(len(q), n_kv_heads, -1, q.shape[-1])  # [r, K, G, D]
+    return by_head.permute(1, 2, 0, 3).reshape(n_kv_heads, -1, q.shape[-1])
+
+
+def scores_of(sums: Tensor, n_rows: int) -> Tensor:
+    """Scores [n] of all pages, from the logs of their sums [K, H / K r, n] for ``n_rows`` rows of queries."""
+    shares = torch.softmax(sums, dim=-1)
+    return shares.view(len(sums), -1, n_rows, sums.shape[-1]).amax(dim=2).mean(dim=(0, 1))
 
 
 class KeySketches:
@@ -79,18 +90,3 @@ class KeySketches:
         """Note the sketches of pages [n, 64, K, D] that go to rows of host memory."""
         for mine, new in zip(self.kept, sketches_of(keys), strict=True):
             mine.index_copy_(1, rows, new)
-
-    def scores(self, q: Tensor, keys: Tensor, rows: Tensor, scale: float) -> Tensor:
-        """Scores float32 of pages [n, 64, K, D] on the device, then of ``rows`` in host memory, for queries
-        [r, H, D].
-        """
-        n_rows, n_heads = len(q), len(self.kept.means)
-        dtype = torch.float32 if q.device.type == "cpu" else q.dtype
-        by_head = (q.float() * scale).to(dtype).view(n_rows, n_heads, -1, q.shape[-1])  # [r, K, G, D]
-        flat = by_head.permute(1, 2, 0, 3).reshape(n_heads, -1, q.shape[-1])
-        found = [log_sums(flat, sketches_of(keys))] if len(keys) else []
-        for first in range(0, len(rows), CHUNK_PAGES):
-            part = rows[first : first + CHUNK_PAGES]
-            found.append(log_sums(flat, Sketches(*(x.index_select(1, part) for x in self.kept))))
-        shares = torch.softmax(torch.cat(found, dim=-1), dim=-1)
-        return shares.view(n_heads, -1, n_rows, shares.shape[-1]).amax(dim=2).mean(dim=(0, 1))

@@ -19,6 +19,7 @@ from daemons.ops.operations import (
     Norm,
     PagedAttention,
     PagedQuery,
+    PageSums,
     PartialAttention,
 )
 from daemons.ops.paged import DensePages, PagedTensor
@@ -29,6 +30,7 @@ from daemons.ops.triton.block_convolution import block_convolution
 from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
 from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
 from daemons.ops.triton.page_copy import copy_pages
+from daemons.ops.triton.page_sums import TritonPageSums
 from daemons.ops.triton.paged_attention import paged_attention, paged_attention_splits
 from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
 
@@ -188,6 +190,9 @@ class TritonOperations:
 
     def page_copy(self) -> PageCopy | None:
         return copy_pages
+
+    def page_sums(self) -> PageSums:
+        return TritonPageSums()
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return TritonGatedDeltaNet(weights)

@@ -11,6 +11,7 @@ from daemons.draft.stage import DraftStage
 from daemons.graphs import CAPTURE_AT
 from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
+from daemons.ops.page_sums import TorchPageSums
 from daemons.runner import ModelRunner
 from daemons.warm import GRAPH_ENDS, STEP_TOKENS, WARM_GRAPHS, warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
@@ -20,7 +21,7 @@ from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice
 from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
 from tests.families.golden import FIXTURES, opened
-from tests.families.pipeline import Pipeline, load_stages, pools_of
+from tests.families.pipeline import How, Pipeline, load_stages, pools_of
 from tests.model.drafter_files import MTP, TARGET, UPSTREAM
 
 
@@ -44,6 +45,27 @@ def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     c = Pipeline(golden.spec, stages)
     c.open(0)
     golden.assert_logits(c.run((0, golden.ids)))
+
+
+def test_pages_are_scored_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For KV Flash, policy qk: one page on the device and one in host memory, for a decode and the end of a prompt."""
+    fixture, seen = opened(FIXTURES[0]), []
+
+    class Watched(TorchPageSums):
+        def of_keys(self, q, keys, pages):
+            seen.append(("device", len(pages)))
+            return super().of_keys(q, keys, pages)
+
+        def of_sketches(self, q, sketches, rows):
+            seen.append(("host", len(rows)))
+            return super().of_sketches(q, sketches, rows)
+
+    monkeypatch.setattr("daemons.ops.operations.TorchPageSums", Watched)
+    [stage] = load_stages(fixture.spec, how=How(host_pages=4, rank_pages=True))
+    warm_up(stage)
+    n_layers = sum(layer.space is Space.FULL for layer in fixture.spec.layers)
+    assert seen == [("device", 1), ("host", 1)] * 2 * n_layers
+    assert not stage.sequences.by_id
 
 
 def test_a_small_pool_is_warmed_as_far_as_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +111,8 @@ def test_verify_slices_run_until_they_are_captured(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("bound", "value", "n"), [("GRAPH_SECONDS", -1.0, 0), ("GRAPH_MEMORY", 1 << 60, 0), ("", 0, WARM_GRAPHS)]
+    ("bound", "value", "n"),
+    [("GRAPH_SECONDS", -1.0, 0), ("GRAPH_MEMORY", 1 << 60, 0), ("GRAPH_SECONDS", 1e9, WARM_GRAPHS)],
 )
 def test_capturing_is_bounded(bound: str, value: float, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = opened("qwen35")

@@ -44,7 +44,7 @@ _GROUP = tl.constexpr(Q8_GROUP)
 
 
 @triton.jit
-def _load_tile(pages, scales, base, inside, K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+def load_tile(pages, scales, base, inside, K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
     """Rows ``base``, ``base + K``, ... of a pool seen as [rows, D], as [N, WIDTH]; zeros where not ``inside`` [N]."""
     row, d = tl.arange(0, N)[:, None] * K, tl.arange(0, WIDTH)[None, :]
     mask = inside[:, None] if WIDTH == D else inside[:, None] & (d < D)
@@ -110,7 +110,7 @@ def paged_attention_kernel(
         page = tl.load(table + (block + 1) * N // _PAGE, mask=block + 1 < stop, other=0)  # prefetch the next one
         key = at + tl.arange(0, N)
         inside = (key >= low) & (key < end)  # the rest of a page may hold anything, NaN too
-        k = _load_tile(keys, key_scales, base, inside, K, DK_STORED, N, WIDTH).to(queries.dtype)
+        k = load_tile(keys, key_scales, base, inside, K, DK_STORED, N, WIDTH).to(queries.dtype)
         s = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             s = softcap - 2.0 * softcap / (tl.exp2(s * (2.0 * to_log2 / softcap)) + 1.0)  # softcap tanh(s / softcap)
@@ -122,7 +122,7 @@ def paged_attention_kernel(
         weight = tl.exp2(s - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weight, 1)
-        v = _load_tile(values, value_scales, base, inside, K, DV_STORED, N, VALUE_WIDTH).to(queries.dtype)
+        v = load_tile(values, value_scales, base, inside, K, DV_STORED, N, VALUE_WIDTH).to(queries.dtype)
         acc = tl.dot(weight.to(queries.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = higher
 
@@ -208,12 +208,12 @@ def attention_tile(n_query_rows: int, width: int, itemsize: int, device: DeviceL
     return AttentionTile(rows, tokens, n_warps, 3 if device.shared_bytes > 1 << 17 else 2)
 
 
-def _numbers(pages: PagedTensor) -> Tensor:
+def numbers_of(pages: PagedTensor) -> Tensor:
     """[pages, 64, K, D], the last padded to whole groups in q8_0."""
     return pages.codes if isinstance(pages, Q8Pages) else pages.pages
 
 
-def _scales(pages: PagedTensor) -> Tensor | None:
+def scales_of(pages: PagedTensor) -> Tensor | None:
     return pages.scales if isinstance(pages, Q8Pages) else None
 
 
@@ -221,9 +221,9 @@ def _width(pages: PagedTensor) -> int:
     return pages.width if isinstance(pages, Q8Pages) else pages.pages.shape[3]
 
 
-def _tile_width(pages: PagedTensor) -> int:
+def tile_width(pages: PagedTensor) -> int:
     """A power of two >= 16, the least inner dimension of a product, that holds a row."""
-    return max(16, int(triton.next_power_of_2(_numbers(pages).shape[3])))
+    return max(16, int(triton.next_power_of_2(numbers_of(pages).shape[3])))
 
 
 def choose_n_splits(n_programs: int, n_tokens: int, n_processors: int) -> int:
@@ -239,10 +239,10 @@ def _check_layout(
     assert starts.is_contiguous()
     assert table_rows.is_contiguous()
     assert tables.stride(1) == 1
-    assert _numbers(keys).shape[:3] == _numbers(values).shape[:3]
+    assert numbers_of(keys).shape[:3] == numbers_of(values).shape[:3]
     assert _width(keys) == q.shape[2]
-    assert _numbers(keys).is_contiguous()
-    assert _numbers(values).is_contiguous()
+    assert numbers_of(keys).is_contiguous()
+    assert numbers_of(values).is_contiguous()
 
 
 def paged_attention_splits(
@@ -267,7 +267,7 @@ def paged_attention_splits(
     the sums of their weights, float32 [S, B n, H].  ``dtype``: of the outputs where there is one split, else float32.
     """
     n_rows, n_heads, d = q.shape
-    n_slices, n_kv_heads, dv = n_rows // n, _numbers(keys).shape[2], _width(values)
+    n_slices, n_kv_heads, dv = n_rows // n, numbers_of(keys).shape[2], _width(values)
     group = n_heads // n_kv_heads
     assert n_rows == n_slices * n
     assert n_heads == group * n_kv_heads
@@ -284,11 +284,12 @@ def paged_attention_splits(
     kind = dtype if n_splits == 1 else torch.float32
     partials = torch.empty(n_splits, n_rows, n_heads, dv, dtype=kind, device=q.device)
     paged_attention_kernel[n_row_blocks, n_splits, n_slices * n_kv_heads](
-        q, _numbers(keys), _scales(keys), _numbers(values), _scales(values), tables, table_rows, starts, lows, partials,
-        sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows, tables.stride(0), q.stride(0), q.stride(1),
-        K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=_numbers(keys).shape[3], DV_STORED=_numbers(values).shape[3],
-        CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=_tile_width(keys),
-        VALUE_WIDTH=_tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages, **dependent_launch(q.device),
+        q, numbers_of(keys), scales_of(keys), numbers_of(values), scales_of(values), tables, table_rows, starts, lows,
+        partials, sums, scale, softcap, window or 1 << 30, n, n_splits, n_rows,
+        tables.stride(0), q.stride(0), q.stride(1),
+        K=n_kv_heads, G=group, D=d, DV=dv, DK_STORED=numbers_of(keys).shape[3], DV_STORED=numbers_of(values).shape[3],
+        CAPPED=softcap > 0.0, CAUSAL=causal, M=tile.rows, N=tile.tokens, WIDTH=tile_width(keys),
+        VALUE_WIDTH=tile_width(values), num_warps=tile.n_warps, num_stages=tile.n_stages, **dependent_launch(q.device),
     )  # fmt: skip
     return partials, sums
 
