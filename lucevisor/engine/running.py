@@ -137,14 +137,16 @@ class RunningRequests(Collection[RequestRecord]):
                 n_needed += max(0, promised - len(other.live.table.hosts))
         if n_needed <= self._pools.host_pages.n_free:
             return True
-        shared = [page for page in match.full if page in self._pools.host_pages.ids]
+        ids = self._pools.host_pages.ids
+        shared = [page for page in match.full if page in ids]
         return self._reuse.index.can_reclaim_host(n_needed - len(shared), shared)
 
     def fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
         """Whether there is room for a request beside what the running ones still need."""
         needs = self._limits.pages_needed(len(record.tokens))
         if Space.FULL in needs:
-            needs[Space.FULL] -= sum(page in self._pools[Space.FULL].ids for page in match.full)
+            ids = self._pools[Space.FULL].ids
+            needs[Space.FULL] -= sum(page in ids for page in match.full)
         for other in self._records.values():
             for space, n in self._limits.pages_needed(len(other.tokens) + PAGE_TOKENS).items():
                 held = 0 if other.live is None else len(other.live.table.held(space))

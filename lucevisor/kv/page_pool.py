@@ -115,7 +115,8 @@ class PageAllocator:
 
     def n_evictable_of(self, ids: Iterable[int]) -> int:
         """Return how many of the ids, those of other allocators left out, the prefix index alone holds."""
-        return sum(self.evictable(page) for page in ids if page in self.ids)
+        own = self.ids
+        return sum(self.evictable(page) for page in ids if page in own)
 
     def generation_of(self, page: int) -> int:
         """Return how often an id was allocated: what is filed under an earlier generation is not its content."""
@@ -268,8 +269,9 @@ class PagePools:
         if space is not Space.FULL or not in_host.n_total:
             return [(device, [*ids])]
         found: tuple[list[int], list[int]] = [], []
+        host_ids = in_host.ids
         for page in ids:
-            found[page in in_host.ids].append(page)
+            found[page in host_ids].append(page)
         return [(device, found[0]), (in_host, found[1])]
 
     def allocator_of(self, space: Space, unit: int) -> PageAllocator:

@@ -87,7 +87,7 @@ def dropped(server, reason):
     return metric(server, f'connections_dropped_total{{reason="{reason}"}}')
 
 
-def until(condition, seconds=8.0):
+def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

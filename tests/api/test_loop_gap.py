@@ -1,4 +1,4 @@
-"""No body, however long or odd, keeps the event loop from running for more than 20 ms.
+"""No body, however long or odd, keeps the event loop from running for more than 20 ms (on a slower machine: more).
 
 The server runs in a process of its own (watched_server.py) and its clients here, so that no client's work counts.
 """
@@ -19,8 +19,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-MOST_MS = 20.0  # of 99.9 % of all times that the loop is late
+from tests.costs import loop_s
+
+MOST_MS = 20.0  # of 99.9 % of all times that the loop is late, where USUAL_LOOP_MS holds
 WORST_MS = 60.0  # of all: bodies of 16 MB took 6,500
+N_LOOP = 262_144
+USUAL_LOOP_MS = 8.0  # of a plain Python loop over as many numbers; slower machines, and busy ones, get more time
 TRIES = 5  # a machine with other work has its own pauses
 FRESH_PAGES_MS = 500.0  # see test_bodies_at_once_wait_their_turn
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
@@ -89,13 +93,15 @@ async def watched(server: Server, work: Callable[[], Awaitable[None]], most_ms: 
     """Do the work until the loop was never late for long, at most TRIES times."""
     seen = []
     for _ in range(TRIES):
+        before_s = loop_s(range(N_LOOP))
         server.gaps()
         await work()
         gaps = sorted(server.gaps())
-        seen.append((gaps[-1 - len(gaps) // 1000], gaps[-1], len(gaps)))
-        if seen[-1][0] <= most_ms and seen[-1][1] <= max(most_ms, WORST_MS):
+        slower = max(1.0, 1000 * max(before_s, loop_s(range(N_LOOP))) / USUAL_LOOP_MS)
+        seen.append((gaps[-1 - len(gaps) // 1000], gaps[-1], len(gaps), slower))
+        if seen[-1][0] <= slower * most_ms and seen[-1][1] <= slower * max(most_ms, WORST_MS):
             return
-    raise AssertionError(f"p99.9 and longest gap of the loop in ms, and how many were looked at: {seen}")
+    raise AssertionError(f"p99.9 and longest gap of the loop in ms, of how many, on a machine how slow: {seen}")
 
 
 def chat(text: str = "Hi", **more: object) -> bytes:

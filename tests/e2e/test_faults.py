@@ -62,7 +62,7 @@ def test_a_daemon_killed_while_idle_comes_back_and_the_next_answer_is_right(shar
     other = next(g for g in status["groups"] if g["name"] != victim)
     os.kill(group(status, victim)["pid"], signal.SIGKILL)
     n_restarts = group(status, victim)["restarts"]
-    wait_until(lambda: group(shared.status(), victim)["restarts"] == n_restarts + 1, 10, "a restart")
+    wait_until(lambda: group(shared.status(), victim)["restarts"] == n_restarts + 1, 30, "a restart")
     wait_until(lambda: shared.status()["state"] == "ready", 30, "ready again")
     now = shared.status()
     assert group(now, victim)["pid"] != group(status, victim)["pid"]
@@ -82,9 +82,9 @@ def test_a_daemon_killed_while_requests_run_costs_them_a_pause(shared: Cli) -> N
         plain = pool.submit(post, url, LONG)
         lines = pool.submit(stream, url, LONG | {"stream": True}, begun := threading.Event())
         assert begun.wait(10), "the stream has begun"
-        wait_until(lambda: shared.status()["engine"]["running"] == 2, 10, "both requests run")
+        wait_until(lambda: shared.status()["engine"]["running"] == 2, 30, "both requests run")
         os.kill(group(status, "right")["pid"], signal.SIGKILL)
-        wait_until(lambda: shared.status()["engine"]["held"] == 2, 5, "both requests are held")
+        wait_until(lambda: shared.status()["engine"]["held"] == 2, 20, "both requests are held")
         code, body = plain.result(timeout=60)
         streamed = lines.result(timeout=60)
     assert code == 200
@@ -114,7 +114,7 @@ def stream(url: str, body: dict[str, Any], begun: threading.Event) -> list[str]:
 def unready(status: dict[str, Any]) -> str:
     """What /ready says while it is 503."""
     try:
-        with urllib.request.urlopen(f"{status['url']}/ready", timeout=5):
+        with urllib.request.urlopen(f"{status['url']}/ready", timeout=20):
             return ""
     except urllib.error.HTTPError as refused:
         with refused:
@@ -125,17 +125,17 @@ def test_while_a_shard_is_away_new_requests_wait_and_ready_says_why(shared: Cli)
     status = shared.status()
     before = answer(status)
     os.kill(group(status, "left")["pid"], signal.SIGKILL)
-    wait_until(lambda: shared.status()["state"] == "degraded", 5, "degraded")
+    wait_until(lambda: shared.status()["state"] == "degraded", 20, "degraded")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{status['url']}/ready", timeout=5)
+        urllib.request.urlopen(f"{status['url']}/ready", timeout=20)
     assert refused.value.code == 503
     assert "left" in refused.value.read().decode()
     refused.value.close()
     wait_until(
-        lambda: "restarting after: process" in unready(status), 10, "the cause, in the state of the next process"
+        lambda: "restarting after: process" in unready(status), 30, "the cause, in the state of the next process"
     )
     assert "killed by signal 9 (SIGKILL)" in unready(status) or shared.status()["state"] == "ready"
-    with urllib.request.urlopen(f"{status['url']}/health", timeout=5) as health:
+    with urllib.request.urlopen(f"{status['url']}/health", timeout=20) as health:
         assert health.status == 200
     assert answer(status) == before, "it waited for the group"
     assert shared.status()["state"] == "ready"
@@ -145,7 +145,7 @@ def test_a_killed_supervisor_leaves_no_daemon(cli: Cli) -> None:
     status = cli.start()
     daemons = [g["pid"] for g in status["groups"]]
     os.kill(status["pid"], signal.SIGKILL)
-    wait_until(lambda: not any(alive(pid) for pid in daemons), 2, "daemons gone")
+    wait_until(lambda: not any(alive(pid) for pid in daemons), 10, "daemons gone")
     again = cli.start()  # the stale run directory is no obstacle
     assert again["state"] == "ready"
     cli.stop()
@@ -157,7 +157,7 @@ def test_fifty_stops_at_once_are_one_clean_stop(cli: Cli) -> None:
     socket = cli.runtime / "lucevisor" / "t" / "admin.sock"
     with concurrent.futures.ThreadPoolExecutor(50) as pool:
         list(pool.map(lambda _: ask_stop(socket), range(50)))
-    wait_until(lambda: not any(alive(pid) for pid in pids), 5, "everything gone")
+    wait_until(lambda: not any(alive(pid) for pid in pids), 20, "everything gone")
     assert not socket.parent.exists()
 
 
@@ -170,7 +170,7 @@ def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops
         whole = pool.submit(post, url, body)
         lines = pool.submit(stream, url, body | {"stream": True}, begun := threading.Event())
         assert begun.wait(10), "the stream has begun"
-        wait_until(lambda: cli.status()["engine"]["running"] == 2, 10, "both requests run")
+        wait_until(lambda: cli.status()["engine"]["running"] == 2, 30, "both requests run")
         for _ in range(n_stops):
             os.kill(status["pid"], signal.SIGINT)
             time.sleep(0.05)
@@ -178,7 +178,7 @@ def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops
         streamed = lines.result(timeout=30)
     assert (code, answer["error"]["code"]) == (503, "shutting_down")
     assert json.loads(streamed[-1])["error"]["code"] == "shutting_down"
-    wait_until(lambda: not alive(status["pid"]), 10, "the supervisor is gone")
+    wait_until(lambda: not alive(status["pid"]), 30, "the supervisor is gone")
 
 
 def ask_stop(socket: Path) -> None:
@@ -195,7 +195,7 @@ def ask_stop(socket: Path) -> None:
 def test_a_stop_in_each_phase_of_the_start_is_clean(cli: Cli, delay_s: float) -> None:
     process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
     pid_file = cli.runtime / "lucevisor" / "t" / "pid"
-    wait_until(pid_file.exists, 10, "the supervisor is there")
+    wait_until(pid_file.exists, 30, "the supervisor is there")
     time.sleep(delay_s)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
@@ -204,5 +204,5 @@ def test_a_stop_in_each_phase_of_the_start_is_clean(cli: Cli, delay_s: float) ->
     assert time.monotonic() - began < 5, output
     assert process.returncode == 0, output
     assert "Traceback" not in output, output
-    wait_until(lambda: not any(alive(c.pid) for c in children), 1, "no daemon left")
+    wait_until(lambda: not any(alive(c.pid) for c in children), 10, "no daemon left")
     assert not pid_file.parent.exists()

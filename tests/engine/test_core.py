@@ -32,7 +32,7 @@ async def test_a_request_streams_its_tokens_and_ends() -> None:
     with toy.engine.submit(one) as handle:
         reader = asyncio.create_task(collect(handle))
         await toy.play()
-        events = await asyncio.wait_for(reader, 5)
+        events = await asyncio.wait_for(reader, 30)
     ids, finished = told(events)
     assert ids == toy.alone(one)
     assert finished.reason == "length"
@@ -321,7 +321,7 @@ async def test_rows_of_every_position_come_back_in_order_beside_other_requests(n
     running = asyncio.create_task(toy.engine.run_ids(ids, want_hidden=True, rows_per_step=40))
     await asyncio.sleep(0)
     toy.run()
-    output = await asyncio.wait_for(running, 5)
+    output = await asyncio.wait_for(running, 30)
     assert output.hidden is not None
     assert output.logits.shape == (90, 3)
     assert output.hidden.shape == (n_stages + 1, 90, 2)
@@ -332,7 +332,7 @@ async def test_rows_of_every_position_come_back_in_order_beside_other_requests(n
     running = asyncio.create_task(again.engine.run_ids(ids, want_hidden=False, rows_per_step=1000))
     await asyncio.sleep(0)
     again.run()
-    whole = await asyncio.wait_for(running, 5)
+    whole = await asyncio.wait_for(running, 30)
     assert whole.hidden is None
     assert np.array_equal(whole.logits, output.logits)
     assert other.finished is not None

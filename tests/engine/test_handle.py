@@ -14,7 +14,7 @@ END = FinishedEvent("length", Usage(1, 0, 1), Timings(0, 0, 0))
 
 async def test_events_come_in_order_and_the_iteration_ends_after_the_last() -> None:
     handle = RequestHandle("r", lambda _: None)
-    reader = asyncio.create_task(asyncio.wait_for(collect(handle), 5))
+    reader = asyncio.create_task(asyncio.wait_for(collect(handle), 30))
     await asyncio.sleep(0)
     handle.push(TokenEvent(5))
     await asyncio.sleep(0)

@@ -111,7 +111,7 @@ async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_star
         await ready(group)
         began = time.monotonic()
         assert await group.stop(0.5) is State.FAILED
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 8.0  # less than reap_s is otherwise
         assert group.quarantined
         assert "quarantine" in group.reason
         with pytest.raises(RefusedError, match="quarantine"):

@@ -57,7 +57,7 @@ def open_fds():
 
 def read_all(sock):
     data = b""
-    sock.settimeout(5)
+    sock.settimeout(30)
     while piece := sock.recv(1 << 20):
         data += piece
     return data

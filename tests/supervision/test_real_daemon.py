@@ -49,8 +49,8 @@ async def test_a_stop_while_torch_is_imported_is_clean(tmp_path):
     await asyncio.sleep(0.6)
     assert group.state is State.STARTING
     began = time.monotonic()
-    assert await group.stop(10.0) is State.STOPPED
-    assert time.monotonic() - began < 9.0
+    assert await group.stop(60.0) is State.STOPPED
+    assert time.monotonic() - began < 50.0
     assert not exists(pid)
 
 
