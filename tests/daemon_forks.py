@@ -7,13 +7,19 @@ process of its own, a fork as well, since only a descendant's forks can become i
 (tests/supervision, tests/deployment, some of tests/e2e/test_cli.py) start interpreters; so does a group with a
 ``python`` of its own.
 
+A command that is ``lucevisor`` itself (tests/forked_command.py) is a fork, too, of the process that has imported the
+command line and the supervisor by then, which is another second and a half; so are its preprocessing workers.
+
 As a script: the process that forks. It serves requests on its standard input until that closes.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
+import gc
+import importlib
 import json
 import os
 import select
@@ -22,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +45,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their places
 _START_S = 60.0
 _CHANNEL = "LUCEVISOR_FORKER"  # descriptor that a command of `Forker.command` finds its forking process by
+_FORKED = ["-m", "tests.forked_command", "lucevisor"]
+_COMMANDS = ("start", "plan", "doctor", "logits", "bench", "demo", "operate", "cache", "logs")
 
 
 class Forker:
@@ -47,6 +56,7 @@ class Forker:
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         self._channel = channel
+        self._asking = threading.Lock()
 
     @classmethod
     def inherited(cls) -> Forker:
@@ -86,6 +96,17 @@ class Forker:
         finally:
             os.close(their_out)
             os.close(their_err)
+
+    def worker(self, argv: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
+        """Fork a preprocessing worker; ``options`` as ``prompts.preprocessing`` gives them. Of a command's forking
+        process only: others have not imported it.
+        """
+        null = subprocess.DEVNULL
+        assert options == {"stdin": null, "stdout": null, "stderr": null, "start_new_session": True}, options
+        assert argv[1:3] == ["-m", "lucevisor.api.prompts.worker"]
+        with open(os.devnull, "wb") as nowhere:
+            request = {"worker": list(argv[3:]), "env": env, "directory": os.getcwd(), "fds": [1, 2, *pass_fds]}
+            return Fork(self._fork(request, [nowhere.fileno(), nowhere.fileno(), *pass_fds]))
 
     def command(self, argv: Sequence[str], *, env: dict[str, str], cwd: Path, output: int, errors: int) -> int:
         """Execute a command as a child of this process, with ``output`` and ``errors`` as its standard output and
@@ -133,13 +154,14 @@ class Forker:
 
     def _fork(self, request: dict[str, Any], fds: Sequence[int]) -> int:
         """The fork's pid. ``request["fds"]``: the numbers that it has ``fds`` under."""
-        self._become_subreaper(True)  # the fork is orphaned at once, and so ours
-        try:
-            channel = self._start()
-            socket.send_fds(channel, [json.dumps(request | {"parent": os.getpid()}).encode()], fds)
-            return int(channel.recv(32))
-        finally:
-            self._become_subreaper(False)  # supervisors that leave their starter go to init as ever
+        with self._asking:
+            self._become_subreaper(True)  # the fork is orphaned at once, and so ours
+            try:
+                channel = self._start()
+                socket.send_fds(channel, [json.dumps(request | {"parent": os.getpid()}).encode()], fds)
+                return int(channel.recv(32))
+            finally:
+                self._become_subreaper(False)  # supervisors that leave their starter go to init as ever
 
     @staticmethod
     def _become_subreaper(on: bool) -> None:
@@ -149,14 +171,20 @@ class Forker:
 class Fork:
     """What ``supervision.child`` uses of a Popen."""
 
-    def __init__(self, pid: int, out: int, err: int) -> None:
+    def __init__(self, pid: int, *output: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdout = open(out, "rb", buffering=0)  # noqa: SIM115 - its owner closes it
-        self.stderr = open(err, "rb", buffering=0)  # noqa: SIM115
+        for name, fd in zip(("stdout", "stderr"), output, strict=False):
+            setattr(self, name, open(fd, "rb", buffering=0))  # noqa: SIM115 - its owner closes it
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
 
     def __enter__(self) -> Fork:
         return self
@@ -173,16 +201,22 @@ def _serve(channel: socket.socket) -> list[str]:
         data, fds, _, _ = socket.recv_fds(channel, 1 << 20, 8)
         if not data:
             sys.exit(0)
+        request = json.loads(data)
+        if request.get("command", [])[1:4] == _FORKED:
+            _import_commands()
         reading, writing = os.pipe()
         between = os.fork()
         if not between:
             pid = os.fork()
             if not pid:
                 channel.detach()  # _take_over closes it, or gives its number to standard input
-                request = json.loads(data)
                 _take_over(request, fds)
                 if "command" in request:
                     return _execute(request["command"])
+                if "worker" in request:
+                    from lucevisor.api.prompts import worker
+
+                    sys.exit(worker.main(*map(int, request["worker"])))  # type: ignore[func-returns-value]
                 arguments: list[str] = request["arguments"]
                 return arguments
             os.write(writing, str(pid).encode())
@@ -194,7 +228,7 @@ def _serve(channel: socket.socket) -> list[str]:
         channel.send(pid_text)
 
 
-def _execute(command: Sequence[str]) -> list[str]:  # noqa: RET503 - execv does not return
+def _execute(command: Sequence[str]) -> list[str]:
     """Execute the command beside a forking process of its own; returns in that one's forks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
@@ -202,7 +236,36 @@ def _execute(command: Sequence[str]) -> list[str]:  # noqa: RET503 - execv does 
         return _serve(theirs)
     ours.set_inheritable(True)
     os.environ[_CHANNEL] = str(ours.fileno())
-    os.execv(command[0], command)
+    if command[1:4] != _FORKED:
+        os.execv(command[0], command)
+    from tests import forked_command
+
+    try:
+        sys.exit(forked_command.run(command[3:]))  # type: ignore[func-returns-value]
+    finally:  # as an interpreter ends
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _import_commands() -> None:
+    """The command line and all that it runs here, from the repository: a daemon's view of it has no more than daemons
+    need.
+    """
+    import lucevisor
+
+    own = Path(__file__).resolve().parents[1]
+    if str(own) in sys.path:
+        return
+    sys.path.insert(1, str(own))
+    lucevisor.__path__ = [str(own / "lucevisor")]
+    import lucevisor.api.prompts.worker
+    import lucevisor.app.run
+
+    for name in _COMMANDS:
+        importlib.import_module(f"lucevisor.cli.{name}")
+    importlib.import_module("tests.forked_command")
+    gc.collect()
+    gc.freeze()  # a collection would copy what forks share
 
 
 def _take_over(request: dict[str, Any], fds: Sequence[int]) -> None:

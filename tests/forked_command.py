@@ -5,11 +5,28 @@ Daemons that it starts are forked.
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from lucevisor.cli import main
 from tests.daemon_forks import Forker
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command line, as a fork that has it imported."""
+    from lucevisor.api.prompts import preprocessing
+
+    sys.argv = list(arguments)
+    forker = Forker.inherited()
+    preprocessing.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=forker.worker, DEVNULL=subprocess.DEVNULL
+    )
+    with forker.installed():
+        main()
+
 
 if __name__ == "__main__":
     del sys.argv[0]

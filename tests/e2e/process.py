@@ -23,7 +23,6 @@ from tests.daemon_forks import Forker
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "etc" / "demo.toml"
 FORKED = (sys.executable, "-m", "tests.forked_command", "lucevisor")
-STARTS_DAEMONS = ("start", "plan", "doctor", "logits", "demo")
 
 
 def wait_until(condition: Any, seconds: float, what: str) -> None:
@@ -36,8 +35,8 @@ def wait_until(condition: Any, seconds: float, what: str) -> None:
 class Cli:
     """Runs commands with a run directory of its own (short: socket paths are limited to 107 bytes).
 
-    With a ``forker`` the daemons of :meth:`run` and :meth:`start` are forked, and :meth:`start` runs what ``--daemon``
-    does, without the command that starts it and waits.
+    With a ``forker`` the commands of :meth:`run` and :meth:`start` and their daemons are forks, and :meth:`start` runs
+    what ``--daemon`` does, without the command that starts it and waits.
     """
 
     def __init__(self, forker: Forker | None = None) -> None:
@@ -48,7 +47,7 @@ class Cli:
         self._forked: list[int] = []
 
     def run(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> subprocess.CompletedProcess[str]:
-        if self._forker is not None and arguments[0] in STARTS_DAEMONS:
+        if self._forker is not None:
             done = self._forker.run([*FORKED, *arguments], env=self.env, cwd=ROOT, timeout_s=timeout_s)
         else:
             done = subprocess.run(
@@ -115,6 +114,8 @@ class Cli:
         for process in psutil.process_iter(["pid", "environ"]):
             if (process.info["environ"] or {}).get("XDG_RUNTIME_DIR") == str(self.runtime):
                 process.send_signal(signal.SIGKILL)
+        for pid in self._forked:  # they have the environment of what they are forks of
+            os.kill(pid, signal.SIGKILL)
         for started in self._started:  # a zombie or an open pipe would be found by another test
             started.communicate(timeout=10)
         for pid in self._forked:
