@@ -30,7 +30,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 DEEP = 10
-LEAST = 50
+LEAST = 30
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -40,6 +40,7 @@ if __name__ != "__main__":  # the process that forks holds what a daemon imports
     import lucevisor
     from lucevisor.supervision import child
     from lucevisor.supervision.staging import stage_packages
+    from tests import cpu_library
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE_ALL = 512  # descriptor numbers while the inherited ones are put in their places
@@ -141,6 +142,7 @@ class Forker:
     def _start(self) -> socket.socket:
         if self._channel is not None:
             return self._channel
+        cpu_library.share()
         self._directory.mkdir(exist_ok=True)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         staging = stage_packages(self._directory).directory

@@ -4,9 +4,11 @@ import pytest
 
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import cpu_kernels
+from tests.cpu_library import share
 
 
 def _reason() -> str:
+    share()
     try:
         cpu_kernels()
     except CpuCompileError as error:

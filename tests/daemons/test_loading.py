@@ -23,6 +23,7 @@ from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice, Step
+from tests.combinations import combinations
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import Tiny, write
 from tests.families.pipeline import How, Pipeline, load_stages, pools_of
@@ -77,10 +78,12 @@ def logits(spec, stages: list[LoadedStage] | None = None) -> torch.Tensor:
     return torch.cat((c.run((0, IDS[:70])), c.run_in_chunks(0, IDS[70:], 1)))
 
 
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
-@pytest.mark.parametrize("backend", list(Backend))
-@pytest.mark.parametrize("kinds", [["F32"], ["F16", "BF16"], NATIVE, ["IQ3_S", "IQ2_XXS", "Q4_K"]])
-@pytest.mark.parametrize("tied", [True, False])
+@combinations(
+    dtype=[Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16],
+    backend=list(Backend),
+    kinds=[("F32",), ("F16", "BF16"), tuple(NATIVE), ("IQ3_S", "IQ2_XXS", "Q4_K")],
+    tied=[True, False],
+)
 def test_loaded_bytes_are_the_planned_bytes(files, kinds, backend, dtype, tied):
     spec = open_spec(files(kinds, tied=tied))
     for layers, embedding, output in (
@@ -113,8 +116,9 @@ def test_a_tied_table_of_another_form_than_the_head(files):
     assert error <= explained(spec, IDS, exact, Formats(Dtype.BFLOAT16, packed=True))
 
 
-@pytest.mark.parametrize("kinds", [["F32"], ["BF16"], NATIVE, ["Q4_0"], ["Q8_0"], ["IQ3_S", "IQ2_XXS"]])
-@pytest.mark.parametrize("tied", [True, False])
+@combinations(
+    kinds=[("F32",), ("BF16",), tuple(NATIVE), ("Q4_0",), ("Q8_0",), ("IQ3_S", "IQ2_XXS")], tied=[True, False]
+)
 def test_accelerator_forms_compute_the_same(files, kinds, tied):
     """What a GPU would hold (blocks, expanded at each call), run here in float32."""
     spec = open_spec(files(kinds, tied=tied))

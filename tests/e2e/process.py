@@ -29,7 +29,7 @@ def wait_until(condition: Any, seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)  # status costs the supervisor some milliseconds
 
 
 class Cli:

@@ -18,6 +18,7 @@ from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Drafted
+from tests.combinations import combinations
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY
@@ -68,9 +69,7 @@ class Idle(Speculation):
         return {own.request_id: len(drafted.tokens) for own, drafted in drafts}
 
 
-@pytest.mark.parametrize("with_output", [True, False])
-@pytest.mark.parametrize("lost", [0, 1, 2])
-@pytest.mark.parametrize("n_streams", [1, 3])
+@combinations(with_output=[True, False], lost=[0, 1, 2], n_streams=[1, 3])
 async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     *, with_output: bool, lost: int, n_streams: int
 ) -> None:
@@ -159,8 +158,7 @@ async def test_a_loss_that_delivers_results_does_not_go_on_with_an_earlier_rebui
     assert n_delivered
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
-@pytest.mark.parametrize("again", [0, 1, 2])
+@combinations(lost=[0, 1, 2], again=[0, 1, 2])
 async def test_slices_of_a_request_that_ended_stay_out_when_a_stage_is_lost_again(lost: int, again: int) -> None:
     """The first rebuild has taken them out of the steps that wait; the second one finds the same steps."""
     n_waiting = 0
@@ -186,9 +184,7 @@ async def test_slices_of_a_request_that_ended_stay_out_when_a_stage_is_lost_agai
     assert n_waiting
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
-@pytest.mark.parametrize("spaces", [HYBRID, frozenset({Space.FULL})])
-@pytest.mark.parametrize("n_host", [0, 8])
+@combinations(lost=[0, 1, 2], spaces=[HYBRID, frozenset({Space.FULL})], n_host=[0, 8])
 async def test_slots_that_running_sequences_begin_with_come_back(
     lost: int, spaces: frozenset[Space], n_host: int
 ) -> None:

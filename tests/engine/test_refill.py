@@ -142,11 +142,12 @@ def test_what_was_in_host_memory(spaces: frozenset[Space], policy: ResidencyPoli
 
 
 @pytest.mark.parametrize("spaces", SPACES)
-def test_a_loss_during_a_refill(spaces: frozenset[Space]) -> None:
-    """At every moment, of every stage; streams run meanwhile."""
+@pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.slow), 6])
+def test_a_loss_during_a_refill(spaces: frozenset[Space], every: int) -> None:
+    """At every moment, or one in three, of every stage; streams run meanwhile."""
     n_refilled = 0
     for lost in range(3):
-        for n_steps in range(1, 40, 2):
+        for n_steps in range(1 + (2 * lost) % every, 40, every):
             toy = ready(spaces)
             first, _ = answer(toy, request("one", range(190), n=9, turn_boundaries=(70,)))
             assert toy.crash(1)

@@ -168,9 +168,7 @@ def beside(draft_s: float, row_share: float = 0.015) -> Machine:
     )
 
 
-@pytest.mark.parametrize("row_share", [0.015, 0.5])
-@pytest.mark.parametrize("draft_s", [0.006, 0.012])
-@pytest.mark.parametrize("n_slices", [1, 4])
+@combinations(row_share=[0.015, 0.5], draft_s=[0.006, 0.012], n_slices=[1, 4])
 def test_a_drafter_beside_the_stages_is_used_as_far_as_it_pays(n_slices: int, draft_s: float, row_share: float) -> None:
     """Where steps of half the sequences are no cheaper, micro-batches gain nothing; where they are, drafting hides."""
     machine, drafters = beside(draft_s, row_share), [Drafter(CODE) for _ in range(n_slices)]

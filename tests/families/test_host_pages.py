@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lucevisor.kv.residency import Residency
-from tests.families.golden import Golden
+from tests.combinations import combinations
+from tests.families.golden import FIXTURES, Golden
 from tests.families.paged_texts import Texts, run, tokens_at
 from tests.families.pipeline import How, load_stages
 
@@ -18,7 +17,7 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("how", CHUNKS)
+@combinations(indirect=["golden"], golden=FIXTURES, how=CHUNKS)
 def test_logits_are_those_without_kv_flash(golden: Golden, how: str) -> None:
     splits = golden.layer_splits()[: list(CHUNKS).index(how)]  # one to three stages
     found = run(golden.spec, load_stages(golden.spec, splits, EXACT), CHUNKS[how], POOL)

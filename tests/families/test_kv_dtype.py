@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from daemons.ops.paged import Pages, Q8Pages
 from lucevisor.model.values import Q8_GROUP, Dtype, Space, q8_groups
+from tests.combinations import combinations
 from tests.families.golden import opened
 from tests.families.pipeline import How, load_stages, pools_of
 from tests.families.rounding import Formats, middle_error
@@ -25,8 +26,7 @@ NAMES = ("qwen3", "qwen35", "qwen35moe", "laguna", "gemma4_e2b", "gemma4_moe")
 BITS = {Dtype.FLOAT16: 16, Dtype.BFLOAT16: 16, Dtype.Q8_0: 8.5}
 
 
-@pytest.mark.parametrize("kv_dtype", BITS)
-@pytest.mark.parametrize("name", NAMES)
+@combinations(kv_dtype=BITS, name=NAMES)
 def test_accuracy_and_memory_of_smaller_keys_and_values(name, kv_dtype):
     golden, formats = opened(name), Formats(kv=kv_dtype)
     stages = load_stages(golden.spec, how=How(kv_dtype=kv_dtype))

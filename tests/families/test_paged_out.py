@@ -11,7 +11,8 @@ from daemons.ops.paged import Pages
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import HEAD_PAGES
 from lucevisor.model.values import PAGE_TOKENS, Space
-from tests.families.golden import Golden
+from tests.combinations import combinations
+from tests.families.golden import FIXTURES, Golden
 from tests.families.paged_texts import Texts, run, tokens_at
 from tests.families.pipeline import load_stages
 
@@ -51,7 +52,7 @@ def masked(n_out: dict[int, int]) -> object:
     return keys
 
 
-@pytest.mark.parametrize("how", CHUNKS)
+@combinations(indirect=["golden"], golden=FIXTURES, how=CHUNKS)
 def test_resident_pages_are_what_is_attended_to(golden: Golden, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = CHUNKS[how]
     splits = golden.layer_splits()[: list(CHUNKS).index(how)]  # one to three stages
