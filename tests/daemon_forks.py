@@ -256,9 +256,9 @@ def _import_commands() -> None:
     import lucevisor
 
     own = Path(__file__).resolve().parents[1]
-    if str(own) in sys.path:
+    if lucevisor.__path__ == [str(own / "lucevisor")]:
         return
-    sys.path.insert(1, str(own))
+    sys.path.insert(1, str(own))  # perhaps again: an installation may have put it behind other packages
     lucevisor.__path__ = [str(own / "lucevisor")]
     import lucevisor.api.prompts.worker
     import lucevisor.app.run
