@@ -25,8 +25,10 @@ class TorchPageSums:
     def of_sketches(self, q: Tensor, sketches: Sketches, rows: Tensor) -> Tensor:
         if not len(rows):
             return _none(q)
-        parts = (Sketches(*(x.index_select(1, part) for x in sketches)) for part in rows.split(CHUNK_PAGES))
-        return torch.cat([log_sums(q, part) for part in parts], dim=-1)
+        parts = (rows[first : first + CHUNK_PAGES] for first in range(0, len(rows), CHUNK_PAGES))
+        return torch.cat(
+            [log_sums(q, Sketches(*(x.index_select(1, part) for x in sketches))) for part in parts], dim=-1
+        )
 
 
 def _none(q: Tensor) -> Tensor:
