@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from lucevisor.api.ports import DeviceMetrics, GroupMetrics
 from lucevisor.app.status import devices
 from lucevisor.deployment.service import Service
 from lucevisor.supervision.group import GroupSupervisor
+
+_RESTART_REASONS: Final = ("failure", "lack", "operator")
+"""All there are: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
 
 
 def group_metrics(service: Service) -> list[GroupMetrics]:
@@ -14,7 +19,7 @@ def group_metrics(service: Service) -> list[GroupMetrics]:
         GroupMetrics(
             name=name,
             state=group.state.name.lower(),
-            restarts=dict(service.restart_reasons[name]),
+            restarts={reason: service.restart_reasons[name][reason] for reason in _RESTART_REASONS},
             spare_bytes=[spare.rss_bytes for spare in group.spares if spare.warm],
             rss_bytes=group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
             devices=_device_metrics(group),

@@ -17,16 +17,19 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
 from rich.console import Console
 
+from lucevisor.app.status import _engine as engine_status
 from lucevisor.cli.status_view import status_view
 from lucevisor.cli.top import screen
 from lucevisor.errors import ExitCode
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
+from tests.e2e.promised_status import Engine, Status
 from tests.e2e.service import GOLDEN, write_config
 from tests.families.golden import opened
 
@@ -71,6 +74,44 @@ def test_status_shows_groups_ranges_and_memory(demo_status: dict[str, Any]) -> N
             assert d["free_bytes"] > 0
     assert demo_status["model"] == demo_status["model"] | {"architecture": "qwen35", "layers": 8, "quant": "Q4_K"}
     assert demo_status["engine"]["tokens_per_s"] == 0
+
+
+def test_status_has_what_scripts_rely_on(demo_status: dict[str, Any]) -> None:
+    """The admin socket's, which `status --json` prints, and the HTTP API's, with all types."""
+    found = msgspec.convert(demo_status, Status)
+    with urllib.request.urlopen(f"{found.url}/status") as answer:
+        over_http = msgspec.json.decode(answer.read(), type=Status)
+    for one in (found, over_http):
+        assert (one.name, one.pid, one.url, one.state) == ("t", demo_status["pid"], demo_status["url"], "ready")
+        assert [group.stages for group in one.groups] == [[0], [1]]
+        assert [group.spare for group in one.groups] == [False, False]
+
+
+def test_restarts_are_counted_from_the_start(demo_status: dict[str, Any]) -> None:
+    with urllib.request.urlopen(f"{demo_status['url']}/metrics") as answer:
+        samples = re.findall(r"^lucevisor_daemon_restarts_total(\S+) (\S+)$", answer.read().decode(), re.MULTILINE)
+    reasons = ("failure", "lack", "operator")
+    assert dict(samples) == {f'{{group="{g}",reason="{r}"}}': "0.0" for g in ("left", "right") for r in reasons}
+
+
+def test_status_has_what_scripts_rely_on_while_a_daemon_is_lost(cli: Cli) -> None:
+    os.kill(cli.start(DEMO, "engine.dtype=float32")["groups"][0]["pid"], signal.SIGKILL)
+    seen = set()
+
+    def is_back() -> bool:
+        found = msgspec.convert(cli.status(), Status)
+        seen.add((found.state, found.groups[0].state))
+        return found.state == "ready" and found.groups[0].restarts == 1
+
+    wait_until(is_back, 60, "a restart")
+    assert {state for state, _ in seen} == {"ready", "degraded"}
+    assert {"loading", "ready"} <= {state for _, state in seen}
+    cli.stop()
+
+
+def test_status_has_the_same_before_there_is_an_engine() -> None:
+    found = msgspec.convert(engine_status(None), Engine)
+    assert (found.running, found.tokens_per_s, found.pages.total) == (0, 0.0, 0)
 
 
 def test_page_counts_are_those_of_plan_and_metrics(demo_status: dict[str, Any], cli: Cli) -> None:
