@@ -42,7 +42,7 @@ def _scores(group: Group, of: SliceGroup, b: int, page_sums: PageSums) -> Tensor
     for keys, q, scale in group.queries:
         assert keys.sketches is not None
         _complete_sketches(keys, [sequence.hosts[entry] for entry in out])
-        queries = queries_by_head(q[b], len(keys.sketches.kept.means), scale)
+        queries = queries_by_head(q[b], len(keys.sketches.kept.means), scale).contiguous()  # a view without groups
         sums = page_sums.of_keys(queries, keys, pages), page_sums.of_sketches(queries, keys.sketches.kept, rows)
         total += scores_of(torch.cat(sums, dim=-1), len(q[b]))
     return torch.zeros(n_entries, device=device).index_copy_(0, order, total)
