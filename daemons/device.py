@@ -93,6 +93,13 @@ def visible_devices(backend: Backend) -> list[DeviceInfo]:
     return [_accelerator_info(i) for i in range(torch.cuda.device_count())]
 
 
+def accelerators(backend: Backend) -> list[torch.device]:
+    """The devices of ``backend`` that kernels can run on: none of a cpu, or of torch built for another backend."""
+    if backend is Backend.CPU or seen_backend() is not backend:
+        return []
+    return [torch_device(backend, i) for i in range(torch.cuda.device_count())]
+
+
 def _require(backend: Backend) -> None:
     built = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
     wanted = "rocm" if backend is Backend.HIP else "cuda"

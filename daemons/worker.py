@@ -22,6 +22,7 @@ from daemons import device as devices
 from daemons.check import run_check
 from daemons.errors import DaemonError, describe
 from daemons.inbox import Inbox, StepRecalled
+from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
 from daemons.pulse import Reporter
 from daemons.runner import ModelRunner
@@ -51,6 +52,8 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
     reporter.phase("start")
     devices.prepare(options.backend, options.threads)
     link.send(hello(options))
+    for device in devices.accelerators(options.backend):
+        triton_reject_reason(device, torch.bfloat16)  # imports Triton: half a second that the load need not take
     reporter.phase("idle")
     try:
         return _MessageLoop(link, reporter, options).run()

@@ -5,6 +5,7 @@ Layers leave their queries in the batch (``Group.ask``), also in a CUDA graph's;
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,13 +36,15 @@ def _scores(group: Group, of: SliceGroup, b: int, page_sums: PageSums) -> Tensor
     n_entries, device = of.starts[b] // PAGE_TOKENS, group.starts.device
     out = sorted(entry for entry in sequence.hosts if entry < n_entries)
     resident = sorted({*range(n_entries)}.difference(sequence.out))
-    on_host = torch.tensor([*table[: len(resident)], *(sequence.hosts[entry] for entry in out), *resident, *out])
+    host_rows = [sequence.hosts[entry] for entry in out]
+    on_host = torch.from_numpy(np.array([*table[: len(resident)], *host_rows, *resident, *out], dtype=np.int64))
     index = on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
     pages, rows, order = index.split_with_sizes([len(resident), len(out), len(resident) + len(out)])
     total = torch.zeros(len(order), device=device)
     for keys, q, scale in group.queries:
         assert keys.sketches is not None
-        _complete_sketches(keys, [sequence.hosts[entry] for entry in out])
+        if keys.sketches.missing:
+            _complete_sketches(keys, host_rows)
         queries = queries_by_head(q[b], len(keys.sketches.kept.means), scale).contiguous()  # a view without groups
         sums = page_sums.of_keys(queries, keys, pages), page_sums.of_sketches(queries, keys.sketches.kept, rows)
         total += scores_of(torch.cat(sums, dim=-1), len(q[b]))
@@ -52,7 +55,7 @@ def _complete_sketches(keys: PagedTensor, rows: list[int]) -> None:
     """Make the sketches of pages in host memory that were restored there, and not paged out."""
     assert keys.sketches is not None
     assert keys.host is not None
-    missing = [row for row in rows if row in keys.sketches.missing] if keys.sketches.missing else []
+    missing = [row for row in rows if row in keys.sketches.missing]
     first = 0
     for [parts], index in keys.host.pages.chunks([keys.host], missing):
         k = keys.over(parts).read(Pages(index, len(index), 0, PAGE_TOKENS), torch.float32)

@@ -2,15 +2,20 @@
 weights.
 
 All rows wait before each layer, in device memory that holds them beside the weights to come, or nothing is replayed.
+On a GPU a thread of its own computes them, while the next layer is read.
 Knows no links.  Invariant: pages, states and tables are as if the steps had run one after the other.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,6 +26,7 @@ from daemons.device import CPU, launching, memory_free, synchronize, torch_dtype
 from daemons.errors import StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
+from daemons.models.blocks import Block
 from daemons.models.shard import ShardModel
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
@@ -31,10 +37,17 @@ WORK_BYTES = 1 << 30
 """Device memory left beside rows and weights to layers that compute as many rows as a step has."""
 MAX_STEPS_AT_ONCE = 4
 """Steps of different sequences that a GPU with room for it computes together: fewer launches, and longer products."""
+SWITCH_S = 5e-4
+"""How long the thread that loads waits at most for the interpreter while the other one computes, and the other way."""
+POLL_S = 1e-3
+"""How often one looks for rows that are still being written."""
 
 
 class RowFile:
-    """Boundary rows ``[n, width]`` in a file, by index of the first one."""
+    """Boundary rows ``[n, width]`` in a memfd, by index of the first one.
+
+    They may still be written, one after the other: it is complete once it is sealed against growth, or cannot be.
+    """
 
     def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
         """``fd`` is closed with this object."""
@@ -43,19 +56,25 @@ class RowFile:
         weakref.finalize(self, os.close, fd)
 
     def read(self, first: int, n: int, device: torch.device) -> Tensor:
-        """``[n, width]`` on a device.  Raises OSError if the file is shorter."""
+        """``[n, width]`` on a device, when they are there.  Raises OSError if the file is complete without them."""
         row_bytes = self._width * self._dtype.itemsize
         if self._buffer.numel() < n * row_bytes:
             self._buffer = torch.empty(n * row_bytes, dtype=torch.uint8)
         rows = self._buffer[: n * row_bytes]
         view, at = memoryview(rows.numpy()), first * row_bytes  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
         while view:
+            complete = self._is_complete()
             n_read = os.preadv(self._fd, [view], at)
-            if not n_read:
+            if not n_read and complete:
                 raise OSError(f"the file of rows ends before row {first + n}")
+            if not n_read:
+                time.sleep(POLL_S)
             view, at = view[n_read:], at + n_read
         found = rows.view(self._dtype).view(n, self._width)
         return found.clone() if device == CPU else found.to(device)
+
+    def _is_complete(self) -> bool:
+        return bool(fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL))
 
 
 @dataclass(slots=True)
@@ -89,8 +108,8 @@ class LayerwiseReplay:
         self.max_rows = 0  # that are computed together; 0: those of a step
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
         self._chunks: list[_Chunk] = []
-        self._layer = -1
-        self._loading: torch.cuda.Stream | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None  # on which weights are loaded
         if len(plan.shards) > 1:
             self.problem = "the stage runs on several devices"
         elif Space.WINDOW in spec.spaces():
@@ -98,25 +117,42 @@ class LayerwiseReplay:
 
     @contextmanager
     def loading(self, device: torch.device) -> Iterator[None]:
-        """Load weights beside what is computed meanwhile, on a stream of their own."""
+        """Load weights beside what is computed meanwhile, on a stream of their own, which goes first."""
         if device.type == "cpu" or self.problem:
             yield
             return
-        stream = self._loading = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
+        try:
+            with torch.cuda.stream(stream):
+                yield
+            self._thread.shutdown()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+            sys.setswitchinterval(interval)
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.empty_cache()  # what loading took for a while belongs to its stream
 
     def layer_loaded(self, shard: ShardModel, missing_bytes: int) -> None:
         """The shard has one layer more; ``missing_bytes`` of its weights are still to be loaded."""
-        if self.problem:
+        layer, at = shard.layers[-1], len(shard.layers) - 1
+        if self._thread is None or self._stream is None:
+            self._try(shard, layer, at, missing_bytes)
             return
-        try:
-            self._computing(shard, lambda: self._advance(shard, missing_bytes))
-        except (torch.OutOfMemoryError, MemoryError, OSError, StateError) as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+        loaded = self._stream.record_event()
+
+        @torch.inference_mode()
+        def compute() -> None:
+            """On the stream of steps, behind the layer's weights."""
+            steps = torch.cuda.default_stream(shard.device)
+            steps.wait_event(loaded)
+            with torch.cuda.stream(steps), launching(shard.device):
+                self._try(shard, layer, at, missing_bytes)
+
+        self._thread.submit(compute).add_done_callback(self._note)
 
     def finish(self, shard: ShardModel) -> Sequences | None:
         """Wait until all is computed; the open sequences, or None with a ``problem``."""
@@ -128,31 +164,28 @@ class LayerwiseReplay:
 
     # ---- inside
 
-    def _computing(self, shard: ShardModel, work: Callable[[], None]) -> None:
-        """Do ``work`` on the stream of steps, behind the weights that are there."""
-        if self._loading is None:
-            work()
-            return
-        steps = torch.cuda.default_stream(shard.device)
-        steps.wait_stream(self._loading)
-        with torch.cuda.stream(steps), launching(shard.device):
-            work()
+    def _note(self, computed: Future[None]) -> None:
+        if (error := computed.exception()) is not None:
+            self._give_up(f"{type(error).__name__}: {error}")
 
-    def _advance(self, shard: ShardModel, missing_bytes: int) -> None:
-        self._layer += 1
-        first = self._layer == 0
-        if first:
-            self._begin(shard, missing_bytes)
-        if self.problem:
-            return
+    def _try(self, shard: ShardModel, layer: Block, at: int, missing_bytes: int) -> None:
+        """Compute all rows of the shard's layer ``at``, if it was possible so far."""
+        try:
+            if at == 0 and not self.problem:
+                self._begin(shard, missing_bytes)
+            if not self.problem:
+                self._advance(shard, layer, at)
+        except (torch.OutOfMemoryError, MemoryError, OSError, StateError) as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _advance(self, shard: ShardModel, layer: Block, at: int) -> None:
         assert self.sequences is not None
-        layer, tables = shard.layers[-1], self.sequences.tables(shard.device)
-        index = shard.plan.layers.start + self._layer
+        tables, index = self.sequences.tables(shard.device), shard.plan.layers.start + at
         for chunk in self._chunks:
             assert chunk.arranged is not None
             layout, metadata = chunk.arranged
             batch = Batch(layout, tables, metadata)
-            if first:
+            if at == 0:
                 chunk.rows = self._first_rows(shard, chunk, batch)
             assert chunk.rows is not None
             chunk.rows = layer(chunk.rows, batch)

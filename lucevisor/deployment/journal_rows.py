@@ -7,6 +7,7 @@ Invariants: never more than ``Placement.journal_bytes``; copies happen in the or
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections import deque
@@ -75,22 +76,31 @@ class JournalRows:
         """Copy the first rows of a block to another."""
         self._in_order(-1, n_rows * self._row_bytes, partial(self._copy, source, target, n_rows))
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
-        """Write rows to a new memfd, one after the other; the future has its descriptor or OSError."""
-        return self._submit(partial(self._gather, steps))
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
+        """Return the descriptor of a new memfd, to which rows are written one after the other from now on.  It is
+        sealed when all are there, or no more will come.  Raises OSError.
+        """
+        fd = os.memfd_create("lucevisor-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self._submit(partial(self._gather, steps, os.dup(fd)))  # the caller may close its own meanwhile
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
 
-    def _gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
-        fd, at = os.memfd_create("lucevisor-rows", os.MFD_CLOEXEC), 0
+    def _gather(self, steps: Sequence[Sequence[RowCopy]], fd: int) -> None:
+        at = 0
         try:
             for block, offset, _, n in (one for copies in steps for one in copies):
                 rows = self._blocks[block, offset : offset + n].data.cast("B")
                 while rows:
                     n_written = os.pwrite(fd, rows, at)
                     rows, at = rows[n_written:], at + n_written
-        except OSError:
+        except OSError as error:  # whoever reads finds that rows are missing
+            log.warning("rows to be replayed are not written", reason=str(error))
+        finally:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
             os.close(fd)
-            raise
-        return fd
 
     def _copy(self, source: int, target: int, n_rows: int) -> None:
         self._blocks[target, :n_rows] = self._blocks[source, :n_rows]

@@ -10,7 +10,6 @@ the journal never holds more than ``n_blocks`` pages of rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -48,9 +47,9 @@ class RowStore(Protocol):
     def copy(self, source: int, target: int, n_rows: int) -> None:
         """Copy the first rows of a block to another."""
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
-        """Write the rows of steps to a new file in memory, one behind the other, after all copies so far; the future
-        has its descriptor, or OSError."""
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
+        """Return the descriptor of a new memfd, to which the rows of steps are written one behind the other, after all
+        copies so far, and which is then sealed.  Raises OSError."""
 
 
 @dataclass(slots=True)
@@ -178,7 +177,7 @@ class Journal:
         """Write rows to where the next stage reads them."""
         self._store.place(boundary, region, copies)
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
         """Write the rows of steps to a new file, as the store does."""
         return self._store.gather(steps)
 

@@ -7,10 +7,8 @@ Invariant: what a FrozenState names keeps its bytes in every daemon that lives o
 from __future__ import annotations
 
 import asyncio
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,7 +45,9 @@ class FrozenState:
 
 @dataclass(frozen=True, slots=True)
 class StateReplay:
-    """What lost stages have computed: the steps of each, and the ``file`` of their boundary rows, a descriptor."""
+    """What lost stages have computed: the steps of each, and the ``file`` of their boundary rows, a descriptor.  Rows
+    are still being written to it; it is sealed behind the last one.
+    """
 
     stages: Sequence[StageReplay]
     file: int
@@ -141,14 +141,10 @@ class Standstill(ABC):
         for stage, plan in plans.items():
             replays.append(StageReplay(stage, [one.step for one in plan.steps], n_rows))
             n_rows += sum(copy.n for one in plan.steps for copy in one.rows)
-        rows = self._stages.gather(plans.values())
         try:
-            return StateReplay(replays, await asyncio.wrap_future(rows))
+            return StateReplay(replays, self._stages.gather(plans.values()))
         except OSError:
             return None
-        except asyncio.CancelledError:  # the daemon is gone, and the rows are still being written
-            rows.add_done_callback(_close)
-            raise
 
     async def quiesce(self, timeout_s: float) -> bool:
         """Start no queued request until the next attach; return whether the running ones ended in time.
@@ -176,11 +172,6 @@ class Standstill(ABC):
     @abstractmethod
     def _proceed(self, events: Events) -> None:
         """Send the steps that have become possible, then deliver events."""
-
-
-def _close(file: Future[int]) -> None:
-    if not file.cancelled() and file.exception() is None:
-        os.close(file.result())
 
 
 def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -56,8 +59,8 @@ def load_of(pools=POOLS, stages=(), **more) -> Load:
     return Load([], Dtype.FLOAT32, Dtype.FLOAT32, [*stages], [], pools, 4, 512, **more)
 
 
-def loaded(spec, plan, load, replay=None) -> LoadedStage:
-    return LoadedStage.load(spec, plan, load, Backend.CPU, lambda _: None, replay)
+def loaded(spec, plan, load, replay=None, backend=Backend.CPU) -> LoadedStage:
+    return LoadedStage.load(spec, plan, load, backend, lambda _: None, replay)
 
 
 def pools_for(spec) -> PoolSizes:
@@ -65,9 +68,9 @@ def pools_for(spec) -> PoolSizes:
     return POOLS if recurrent else PoolSizes(full_pages=9, window_pages=0, states=0)
 
 
-def one_after_the_other(spec, plan, rows):
+def one_after_the_other(spec, plan, rows, backend=Backend.CPU):
     """The stage after all steps, and what it hands on."""
-    stage, out, at = loaded(spec, plan, load_of(pools_for(spec))), [], 0
+    stage, out, at = loaded(spec, plan, load_of(pools_for(spec)), backend=backend), [], 0
     for step in steps_of(spec):
         stage.apply(step.operations)
         if step.slices:
@@ -156,3 +159,23 @@ def test_rows_come_from_where_they_lie():
     assert torch.equal(file.read(5, 4, torch.device("cpu")), rows[3:7])
     with pytest.raises(OSError, match="before row 13"):
         file.read(11, 2, torch.device("cpu"))
+
+
+def test_rows_that_are_being_written_are_waited_for():
+    rows = torch.arange(40.0).view(10, 4)
+    fd = os.memfd_create("rows", os.MFD_ALLOW_SEALING)
+    file, written = RowFile(os.dup(fd), 4, torch.float32), rows.numpy().tobytes()
+
+    def write():
+        for at in range(0, len(written) - 16, 24):  # one and a half rows; the last row never comes
+            os.pwrite(fd, written[at : min(at + 24, len(written) - 16)], at)
+            time.sleep(0.002)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert torch.equal(file.read(0, 9, torch.device("cpu")), rows[:9])
+    with pytest.raises(OSError, match="before row 10"):
+        file.read(0, 10, torch.device("cpu"))
+    writer.join()
+    os.close(fd)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-from concurrent.futures import Future
-
 import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -93,28 +89,6 @@ def test_a_replay_is_out_of_date_when_another_daemon_is_lost() -> None:
     assert process.resets == 1
     tokens = [event.token for event in handle._events if hasattr(event, "token")]
     assert tokens == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
-
-
-async def test_rows_for_a_daemon_that_died_before_they_were_written_are_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    groups = serving("left", "right")
-    groups.engine.submit(request("a", range(100), n=30))
-    compute(groups, 13)
-    groups.lost("left")
-    groups.work()
-    rows: Future[int] = Future()
-    rows.set_running_or_notify_cancel()
-    monkeypatch.setattr(groups.rows, "gather", lambda steps: rows)
-    load = asyncio.create_task(groups.assembly.replay("left", 0.0))
-    await asyncio.sleep(0)
-    load.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await load
-    reading, writing = os.pipe()
-    rows.set_result(writing)
-    assert os.read(reading, 1) == b"", "the other end is closed"
-    os.close(reading)
 
 
 async def test_a_group_of_two_stages_is_rebuilt_at_both() -> None:

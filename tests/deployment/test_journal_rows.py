@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
+
 import numpy as np
 
 from lucevisor.deployment.journal_rows import JournalRows
@@ -57,8 +60,9 @@ def test_rows_of_steps_are_gathered_in_a_file_behind_copies_on_their_way() -> No
     arena.region(0)[:] = numbers.tobytes()
     rows.file(0, 0, [RowCopy(1, 0, 0, 64)])  # long: in the thread
     rows.file(0, 0, [RowCopy(2, 5, 9, 2)])
-    fd = rows.gather([[RowCopy(1, 3, 0, 2), RowCopy(2, 5, 2, 2)], [], [RowCopy(1, 60, 0, 1)]]).result(10)
-    with open(fd, "rb") as file:
+    with open(rows.gather([[RowCopy(1, 3, 0, 2), RowCopy(2, 5, 2, 2)], [], [RowCopy(1, 60, 0, 1)]]), "rb") as file:
+        while not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
+            time.sleep(0.001)
         found = np.frombuffer(file.read(), dtype=np.uint8).reshape(-1, row_bytes)
     assert found[:, 0].tolist() == [3, 4, 9, 10, 60]
     assert (found == found[:, :1]).all()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -640,13 +639,11 @@ class ToyRows:
     def copy(self, source: int, target: int, n_rows: int) -> None:
         self._block(target)[:n_rows] = self._block(source)[:n_rows]
 
-    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> Future[int]:
+    def gather(self, steps: Sequence[Sequence[RowCopy]]) -> int:
         """``gathered``: the rows, for whatever reads them by the descriptor."""
         blocks = [(self._block(one.block), one.offset, one.n) for copies in steps for one in copies]
         self.gathered = [row for block, offset, n in blocks for row in block[offset : offset + n]]
-        done: Future[int] = Future()
-        done.set_result(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        return done
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(frozen=True)

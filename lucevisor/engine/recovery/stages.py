@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Final
 
 from msgspec.structs import replace
@@ -168,8 +167,8 @@ class StageRecovery:
             self._begin(pipeline)
         return {stage: self._plans[stage] for stage in stages}
 
-    def gather(self, plans: Iterable[RebuildPlan]) -> Future[int]:
-        """Write the rows of plans to a new file; the future has its descriptor, or OSError."""
+    def gather(self, plans: Iterable[RebuildPlan]) -> int:
+        """Return the descriptor of a new file, to which the rows of plans are written.  Raises OSError."""
         assert self._journal is not None
         return self._journal.gather([one.rows for plan in plans for one in plan.steps])
 
