@@ -12,7 +12,10 @@ from lucevisor.protocol.steps import Slice, Step
 from tests.daemons.snapshot_pipeline import golden_spec
 from tests.daemons.test_replay import file_of, load_of, loaded, one_after_the_other, plans_of, pools_for, steps_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device"),
+]
 
 
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen3", "qwen35moe"])
