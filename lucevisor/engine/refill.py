@@ -203,7 +203,7 @@ class Refills:
             self._index.pools.retain(space, ids)
         if wanted.slot is not None:
             self._index.pin(wanted.slot)
-        taken = self._pools.allocate(needs) if self._index.reclaim(needs) else None
+        taken = self._pools.allocate(needs) if self._index.evictor.reclaim(needs) else None
         if wanted.slot is not None:
             self._index.unpin(wanted.slot)
         sequence = self._sequence_ids.allocate(1) if taken is not None else None
@@ -226,7 +226,7 @@ class Refills:
     def _release(self, refill: _Refill) -> None:
         for space, ids in refill.units.items():
             self._index.pools.release(space, ids)
-        self._index.trim()
+        self._index.evictor.trim()
 
 
 class _Planner:

@@ -1,9 +1,9 @@
-"""The prefix cache: lookup, publication and eviction of cached prompt prefixes.
+"""The prefix cache: lookup and publication of cached prompt prefixes.
 
 Pure: tokens, page ids and ``now`` (seconds) in, page ids out; the caller makes the operations that fill pages and copy
 states.  Knows no requests.  Models with recurrent layers resume only at the end of a slot, where their states were
 checkpointed; others at any cached page whose window is complete.
-Which slots go first: prefix_eviction.py.
+Its ``evictor`` decides which slots go first (prefix_eviction.py).
 Invariant: slots and bytes stay within the settings, as far as unpinned slots allow; the index owns every id that a slot
 needs.
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.prefix_eviction import PrefixEviction
+from lucevisor.kv.prefix_eviction import PrefixEvictor
 from lucevisor.kv.prefix_losses import is_partial, lose_units, lost_in, n_whole_pages, repair
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
+from lucevisor.kv.prefix_slots import PrefixSlots
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
 from lucevisor.kv.residency import PagedOut, Residency
 from lucevisor.kv.tokens import TokenBuffer
@@ -24,26 +26,30 @@ from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
-class PrefixIndex(PrefixEviction):
+class PrefixIndex:
     """Prefix slots over the pools of a model."""
 
     def __init__(
         self, pools: PagePools, settings: PrefixSettings, window_tokens: int | None, residency: Residency | None = None
     ) -> None:
-        self.settings = settings
+        self.settings: Final = settings
         self.hooks = PrefixHooks()
         self.recurrent = Space.RECURRENT in pools
         self.block_granular = not self.recurrent and window_tokens is None  # a prompt can resume at any cached page
         self._residency = residency
-        self.version = 0  # changes whenever the result of a match may
-        self.n_evictions = 0
-        self._sequence_pools = pools
         self._pools = pools.slot_pools
         self._tree = PrefixTree(self._pools, window_tokens)
-        self._slots: dict[int, PrefixSlot] = {}
+        self._slots = PrefixSlots(self._tree)
         self._reservations: set[Reservation] = set()
-        self._tick = 0
-        self._n_made = 0
+        self._n_lost_or_filled = 0  # changes of what stages have of slots
+        self.evictor = PrefixEvictor(
+            pools,
+            self._tree,
+            self._slots,
+            settings,
+            on_evict=lambda slot: self.hooks.on_evict(slot),
+            block_granular=self.block_granular,
+        )
 
     # ---- state and lookup
 
@@ -56,6 +62,11 @@ class PrefixIndex(PrefixEviction):
     def pools(self) -> PagePools:
         """Where slots have their ids."""
         return self._pools
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the result of a match may."""
+        return self._slots.n_changes + self._n_lost_or_filled
 
     @property
     def reservations(self) -> Collection[Reservation]:
@@ -71,12 +82,12 @@ class PrefixIndex(PrefixEviction):
     @property
     def slots(self) -> list[PrefixSlot]:
         """All slots, oldest first."""
-        return list(self._slots.values())
+        return list(self._slots)
 
     @property
     def pinning(self) -> bool:
         """Whether pins or reservations keep ids from sequences for now."""
-        return bool(self._reservations) or any(slot.pins for slot in self._slots.values())
+        return bool(self._reservations) or any(slot.pins for slot in self._slots)
 
     def find(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
@@ -121,14 +132,14 @@ class PrefixIndex(PrefixEviction):
 
     def use(self, match: PrefixMatch, now: float) -> None:
         """Count the use of a match.  Call once per prompt, with or without a hit."""
-        self._tick += 1
+        self._slots.n_prompts += 1
         if match.slot is not None and match.slot.alive:
             self.touch(match.slot, now)
             match.slot.n_uses += 1
 
     def touch(self, slot: PrefixSlot, now: float) -> None:
         """Make a slot the most recently used."""
-        slot.last_use, slot.used_at, slot.evict_on_unpin = self._tick, now, False
+        self._slots.touch(slot, now)
 
     # ---- making slots
 
@@ -138,13 +149,9 @@ class PrefixIndex(PrefixEviction):
 
     def allocate_state(self, n_tokens_saved: int) -> int | None:
         """Allocate a state for a checkpoint that saves so many tokens, if need be by evicting a slot worth less."""
-        states = self._pools[Space.RECURRENT]
-        if not states.n_free:
-            victim = self._next_victim([states])
-            if victim is None or self._value(victim) >= n_tokens_saved:
-                return None
-            self._evict(victim)
-        taken = states.allocate(1)
+        if not self.evictor.reclaim_checkpoint(n_tokens_saved):
+            return None
+        taken = self._pools[Space.RECURRENT].allocate(1)
         return None if taken is None else taken[0]
 
     def n_saved(self, tokens: Sequence[int], n_tokens: int) -> int:
@@ -165,7 +172,7 @@ class PrefixIndex(PrefixEviction):
         known = made = None
         if self.worth_caching(source.n_tokens):
             known = self._known_slot(packed, source)
-            made = self._tree.add(packed, source, self._n_made) if known is None else None
+            made = self._slots.add(packed, source, now) if known is None else None
         if source.state != NO_STATE:  # a slot that was made has a reference of its own
             self._pools[Space.RECURRENT].release([source.state])
         if known is not None:
@@ -173,13 +180,8 @@ class PrefixIndex(PrefixEviction):
             known.pins += pinned
         if made is None:
             return known
-        self._n_made += 1
-        self.version += 1
-        self._link(made, packed)
-        self._slots[made.number] = made
-        self.touch(made, now)
         made.pins += pinned
-        self.trim()
+        self.evictor.trim()
         if made.alive:
             self.hooks.on_slot(made)
         return made if made.alive else None
@@ -187,10 +189,10 @@ class PrefixIndex(PrefixEviction):
     def _known_slot(self, tokens: TokenBuffer, source: SlotSource) -> PrefixSlot | None:
         """Return the slot of the source's tokens, repaired; one that stays partial is removed unless it is pinned."""
         known = self._tree.find(tokens, source.n_tokens)
-        self.version += repair(self._tree, self._pools, tokens, source)
+        self._n_lost_or_filled += repair(self._tree, self._pools, tokens, source)
         if known is None or known.pins or not self.partial(known):
             return known
-        self._remove(known)
+        self._slots.remove(known)
         return None
 
     # ---- restoring
@@ -205,9 +207,9 @@ class PrefixIndex(PrefixEviction):
         first, needs = self._tree.first_window(n_tokens), {Space.FULL: n_device, Space.RECURRENT: 1}
         needs[Space.WINDOW] = pages_of(n_tokens) - first
         needs = {space: n for space, n in needs.items() if space in self._pools}
-        if not self.worth_caching(n_tokens) or not self.reclaim_host(len(leaving)):
+        if not self.worth_caching(n_tokens) or not self.evictor.reclaim_host(len(leaving)):
             return None
-        if not self._reclaim(self._pools, needs):
+        if not self.evictor.reclaim_for_slot(needs):
             return None
         ids, hosts = self._pools.allocate(needs), self._pools.host_pages.allocate(len(leaving))
         if ids is None or hosts is None:
@@ -245,7 +247,7 @@ class PrefixIndex(PrefixEviction):
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
         slot = self.publish(tokens, source, now, pinned=True)
         self._release(reservation)
-        self.trim()
+        self.evictor.trim()
         return slot
 
     def drafted(self, slot: PrefixSlot) -> bool:
@@ -272,23 +274,23 @@ class PrefixIndex(PrefixEviction):
         slot.pins -= 1
         if slot.alive and not slot.pins:
             if slot.evict_on_unpin:
-                self._remove(slot)
-            self.trim()
+                self._slots.remove(slot)
+            self.evictor.trim()
 
     def lose(self, stages: Collection[int], kept: Mapping[Space, Collection[int]]) -> None:
         """Note that stages have lost what slots hold, but for the ids ``kept``."""
-        self.version += 1
+        self._n_lost_or_filled += 1
         lose_units(self._tree, self._pools, stages, kept)
 
     def fill(self, space: Space, unit: int, n_tokens: int = PAGE_TOKENS) -> None:
         """Note that all stages have a state, or the first ``n_tokens`` positions of a page."""
-        self.version += 1
+        self._n_lost_or_filled += 1
         self._pools.allocator_of(space, unit).fill(unit, n_tokens)
 
     def drop(self, slot: PrefixSlot) -> bool:
         """Evict a slot without telling the hook; False if it is pinned."""
         if slot.alive and not slot.pins:
-            self._remove(slot)
+            self._slots.remove(slot)
         return not slot.alive
 
     def drop_partial(self) -> None:
@@ -299,8 +301,8 @@ class PrefixIndex(PrefixEviction):
 
     def clear(self) -> None:
         """Drop everything, pins and reservations included: the shards lost their state."""
-        for slot in list(self._slots.values()):
-            self._remove(slot)
+        for slot in list(self._slots):
+            self._slots.remove(slot)
         for reservation in self._reservations:
             self._release(reservation)
         self._reservations.clear()
@@ -322,14 +324,6 @@ class PrefixIndex(PrefixEviction):
         )
         lacking = lost_in(self._pools, found)
         return replace(found, lost_in=lacking) if lacking else found
-
-    def _link(self, slot: PrefixSlot, tokens: TokenBuffer) -> None:
-        """Find a new slot's parent, and make it the parent of the slots that begin with it."""
-        slot.parent = self._tree.longest_slot(tokens, slot.n_tokens - 1)
-        if slot.node.n_slots > 1:
-            for other in self._slots.values():
-                if other.parent is slot.parent and other.begins_with(slot):
-                    other.parent = slot
 
     def _release(self, reservation: Reservation) -> None:
         for space, ids in reservation.ids.items():

@@ -1,40 +1,50 @@
 """Which prefix slots go first: eviction for requests that need ids, and to keep number and bytes within the settings.
 
-A part of the index (prefix_cache.py), which gives it what it lacks.  A slot is worth the tokens that would have to be
-recomputed without it, divided by the prompts since its last use.  The least valuable goes first, among those that free
-what is needed.  Why freed ids can be reused at once: engine/scheduling/scheduler.py.
+A slot is worth the tokens that would have to be recomputed without it, divided by the prompts since its last use.  The
+least valuable goes first, among those that free what is needed.  Knows neither lookup nor publication
+(prefix_cache.py).  Why freed ids can be reused at once: engine/scheduling/scheduler.py.
 Invariant: pinned slots stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from lucevisor.kv.page_pool import PageAllocator, PagePools
-from lucevisor.kv.prefix_records import PrefixHooks, PrefixSettings
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_slots import PrefixSlots
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, PrefixTree
 from lucevisor.model.values import PAGE_TOKENS, Space
 
 
-class PrefixEviction:
-    """The index's side of eviction."""
+class PrefixEvictor:
+    """Evicts slots, which allocate in the ``slot_pools`` of ``pools``; ``on_evict`` is called before each, and may pin
+    it.
 
-    settings: PrefixSettings
-    hooks: PrefixHooks
-    version: int
-    n_evictions: int
-    block_granular: bool
-    _sequence_pools: PagePools
-    _pools: PagePools
-    _tree: PrefixTree
-    _slots: dict[int, PrefixSlot]
-    _tick: int
+    ``block_granular``: a prompt can resume at any cached page.
+    """
+
+    def __init__(
+        self,
+        pools: PagePools,
+        tree: PrefixTree,
+        slots: PrefixSlots,
+        settings: PrefixSettings,
+        on_evict: Callable[[PrefixSlot], None],
+        *,
+        block_granular: bool,
+    ) -> None:
+        self._sequence_pools, self._pools = pools, pools.slot_pools
+        self._tree, self._slots, self._settings = tree, slots, settings
+        self._on_evict = on_evict
+        self._block_granular = block_granular
+        self.n_evictions = 0
 
     @property
     def n_bytes(self) -> int:
         """Bytes of pages and states that only slots hold."""
         return sum(
-            self._pools[space].n_evictable * self.settings.unit_bytes.get(space, 0) for space in self._pools.spaces
+            self._pools[space].n_evictable * self._settings.unit_bytes.get(space, 0) for space in self._pools.spaces
         )
 
     def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
@@ -45,7 +55,7 @@ class PrefixEviction:
         for space, n in needs.items():
             allocator = self._sequence_pools[space]
             if n > allocator.n_free:
-                pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, space)}
+                pinned = {page for slot in self._slots if slot.pins for page in self._ids(slot, space)}
                 staying = allocator.n_evictable_of(pinned.union(shared.get(space, ())))
                 if n > allocator.n_free + allocator.n_evictable - staying:
                     return False
@@ -56,7 +66,7 @@ class PrefixEviction:
         hosts = self._pools.host_pages
         if n <= hosts.n_free:
             return True
-        pinned = {page for slot in self._slots.values() if slot.pins for page in self._ids(slot, Space.FULL)}
+        pinned = {page for slot in self._slots if slot.pins for page in self._ids(slot, Space.FULL)}
         return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
 
     def reclaim_host(self, n: int) -> bool:
@@ -73,12 +83,29 @@ class PrefixEviction:
         """Evict slots until so many ids of each space are free for a sequence; False if that is not enough."""
         return self._reclaim(self._sequence_pools, needs)
 
+    def reclaim_for_slot(self, needs: Mapping[Space, int]) -> bool:
+        """The same for a slot."""
+        return self._reclaim(self._pools, needs)
+
+    def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
+        """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
+        more.
+        """
+        states = self._pools[Space.RECURRENT]
+        if states.n_free:
+            return True
+        victim = self._next_victim([states])
+        if victim is None or self._value(victim) >= n_tokens_saved:
+            return False
+        self._evict(victim)
+        return True
+
     def trim(self) -> None:
         """Evict slots until number and bytes are within the settings.  Call it after a sequence ended, too: pages that
         it shared now count for the slots alone.
         """
-        while len(self._slots) > self.settings.max_slots or self.n_bytes > self.settings.memory_bytes:
-            spaces = self._pools.spaces if self.n_bytes > self.settings.memory_bytes else ()
+        while len(self._slots) > self._settings.max_slots or self.n_bytes > self._settings.memory_bytes:
+            spaces = self._pools.spaces if self.n_bytes > self._settings.memory_bytes else ()
             victim = self._next_victim([self._pools[space] for space in spaces])
             if victim is None:
                 return
@@ -87,12 +114,12 @@ class PrefixEviction:
     # ---- inside
 
     def _value(self, slot: PrefixSlot) -> float:
-        return self._n_lost(slot) / (self._tick - slot.last_use + 1)
+        return self._n_lost(slot) / (self._slots.n_prompts - slot.last_use + 1)
 
     def _n_lost(self, slot: PrefixSlot) -> int:
         """Return how many tokens would have to be recomputed without the slot."""
         known = slot.parent.n_tokens if slot.parent is not None else 0
-        if self.block_granular:
+        if self._block_granular:
             node = slot.node  # pages shared with other slots stay
             while node.n_slots == 1 and node.parent is not None:
                 node = node.parent
@@ -101,7 +128,7 @@ class PrefixEviction:
 
     def _next_victim(self, lacking: Collection[PageAllocator]) -> PrefixSlot | None:
         """Return the next slot to evict: one that frees an id of ``lacking`` if any does, then by value and use."""
-        slots = [slot for slot in self._slots.values() if not slot.pins]
+        slots = [slot for slot in self._slots if not slot.pins]
         return min(
             slots,
             key=lambda s: (bool(lacking) and not self._frees(s, lacking), self._value(s), s.last_use, s.number),
@@ -109,20 +136,12 @@ class PrefixEviction:
         )
 
     def _evict(self, slot: PrefixSlot) -> None:
-        self.hooks.on_evict(slot)
+        self._on_evict(slot)
         if slot.pins:
             slot.evict_on_unpin = True
         elif slot.alive:
             self.n_evictions += 1
-            self._remove(slot)
-
-    def _remove(self, slot: PrefixSlot) -> None:
-        self.version += 1
-        self._tree.remove(slot)
-        del self._slots[slot.number]
-        for other in self._slots.values():
-            if other.parent is slot:
-                other.parent = slot.parent
+            self._slots.remove(slot)
 
     def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
         while not pools.fits(needs):

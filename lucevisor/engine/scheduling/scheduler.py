@@ -263,7 +263,7 @@ class Scheduler(SchedulerState):
                     secured.append(one)
                 if operations is not None or one.runs_ahead:  # which is not worth another request's pages
                     break
-                if self.reuse.index.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
+                if self.reuse.index.evictor.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
                     continue
                 if self.preemption.pages_come:
                     break
