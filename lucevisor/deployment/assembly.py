@@ -18,8 +18,8 @@ from lucevisor.deployment.draft_assembly import DraftAssembly
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.pipeline.steps import PipelineFailure
+from lucevisor.engine.recovery.replay import StateReplay
 from lucevisor.engine.request import RequestError
-from lucevisor.engine.standstill import StateReplay
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.doorbell import ORDERED
 from lucevisor.protocol.errors import ProtocolError
@@ -82,7 +82,7 @@ class PipelineAssembly:
             return None
         self._replaying.add(group)
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
-        return await self._engine.replay(stages, timeout_s)
+        return await self._engine.replays.make(stages, timeout_s)
 
     def ready(
         self,

@@ -29,9 +29,9 @@ from lucevisor.deployment.state_memory import Kept, StateMemory
 from lucevisor.deployment.successors import Successors, take_over
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
+from lucevisor.engine.freezer import FrozenState
 from lucevisor.engine.pipeline.steps import PipelineFailure
 from lucevisor.engine.request import RequestError
-from lucevisor.engine.standstill import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.placement.planner import plan

@@ -58,9 +58,9 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
     assert earlier.placement is not None
     assert earlier.transfers is not None
     try:
-        frozen = await engine.freeze(FREEZE_S, "reload")
+        frozen = await engine.freezer.freeze(FREEZE_S, "reload")
         while frozen is None and engine.ready:  # a daemon was lost, and came back
-            frozen = await engine.freeze(FREEZE_S, "reload")
+            frozen = await engine.freezer.freeze(FREEZE_S, "reload")
         if frozen is None:
             raise LucevisorError("requests did not come to rest; try again")
         groups = {stage.group for stage in earlier.placement.stages}
@@ -75,7 +75,7 @@ def go_on(engine: Engine, earlier: Deployment) -> None:
     """Resume requests where they stopped."""
     if earlier.transfers is not None:
         earlier.transfers.resume()
-    engine.thaw()
+    engine.freezer.thaw()
 
 
 async def give_state(memory: StateMemory, later: Deployment) -> Kept:

@@ -35,10 +35,10 @@ from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.state_memory import Kept
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.engine.core import Engine
+from lucevisor.engine.freezer import FrozenState
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import EngineSettings
-from lucevisor.engine.standstill import FrozenState
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.placement.result import Placement
@@ -347,8 +347,8 @@ class Service:
             return None
         if self.config.recovery.hold_s:
             await self.save_prefixes(SAVE_S)
-            return await self.engine.freeze(RESTART_S / 2)
-        if await self.engine.quiesce(RESTART_S / 2):
+            return await self.engine.freezer.freeze(RESTART_S / 2)
+        if await self.engine.freezer.quiesce(RESTART_S / 2):
             await self.save_prefixes(SAVE_S)
         return None
 

@@ -18,7 +18,7 @@ import psutil
 import structlog
 from msgspec.structs import replace
 
-from lucevisor.engine.standstill import FrozenState
+from lucevisor.engine.freezer import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space

@@ -1,6 +1,6 @@
 """Requests, scheduler, pipeline, and the engine that joins them.  Knows token and page ids: no text, no tensors.
 
-engine      core (READ FIRST) with its base standstill, slot_access; limits, settings, statistics, validation
+engine      core (READ FIRST) with its parts freezer and slot_access, changes; limits, settings, statistics, validation
 requests    request, handle, sequence, running, rows
 scheduling  scheduling/: who starts (queue, shares, admission, preemption, waits), what the next step computes
             (scheduler, state, batching, chunking, step_times, backlog, run_ahead, drafts, round_gaps); step
@@ -8,7 +8,7 @@ pipeline    pipeline/: pipeline, steps, drafts
 prefixes    prefix_reuse, checkpoints, refill, lone_work
 drafts      drafting/: how many, from which source, and what they cost (speculation, budget, rest; acceptance, costs,
             decode_times; lookup; request, statistics)
-losses      recovery/: recovery, stages, rebuild; journal
+losses      recovery/: recovery, stages, rebuild, replay; journal
 masks       constraint, masking
 KV Flash    ranking, relevance
 """

@@ -13,12 +13,13 @@ closed.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lucevisor.engine import validation
+from lucevisor.engine.changes import Changes
+from lucevisor.engine.freezer import Freezer
 from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.journal import make_journal
+from lucevisor.engine.journal import RowStore, make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.pipeline.pipeline import Pipeline
@@ -26,6 +27,7 @@ from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult, Sta
 from lucevisor.engine.ranking import note_rankings
 from lucevisor.engine.recovery.rebuild import CannotRebuild
 from lucevisor.engine.recovery.recovery import Recovery
+from lucevisor.engine.recovery.replay import StageReplays
 from lucevisor.engine.recovery.stages import StageRecovery
 from lucevisor.engine.relevance import PageRelevance
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady, QueueFull, RequestError
@@ -37,7 +39,6 @@ from lucevisor.engine.scheduling.waits import RetryAfter
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.slot_access import SlotAccess
-from lucevisor.engine.standstill import Standstill
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
 from lucevisor.kv.prefix_cache import PrefixIndex
@@ -46,7 +47,7 @@ from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Sampling, StepResult
 
 
-class Engine(Standstill):
+class Engine:
     """Requests in, events out, over the attached pipeline."""
 
     def __init__(self, limits: EngineLimits, settings: EngineSettings) -> None:
@@ -57,7 +58,6 @@ class Engine(Standstill):
         self._pipeline: Pipeline | None = None
         journal = make_journal(settings.rows, self._scheduler.pools, settings.journal_pages)
         self._stages = StageRecovery(self._scheduler, journal)
-        self._paused = False
         self.recovery = Recovery(settings.hold_s, settings.max_losses)
         self.recovery.progress = lambda: self._stages.progress
         self._unavailable = "the model is being loaded"
@@ -67,16 +67,26 @@ class Engine(Standstill):
         self.relevance = PageRelevance(lambda: self._proceed([]))
         self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
         self._outbox: Events = []
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._n_ids_runs = 0
         self.slots = SlotAccess(
             self._scheduler,
             self._clock,
-            self._changed,
+            self._changes,
             pipeline=lambda: self._pipeline,
             proceed=lambda: self._proceed([]),
             probe=lambda request, match: self._submit(request, None, probe=match),
         )
+        self.freezer = Freezer(
+            self._scheduler,
+            self._stages,
+            self.recovery,
+            self._changes,
+            self._clock,
+            pipeline=lambda: self._pipeline,
+            proceed=lambda: self._proceed([]),
+        )
+        self.replays = StageReplays(self._stages, self._changes, self._clock)
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
@@ -166,10 +176,9 @@ class Engine(Standstill):
         pipeline.drafts.on_lost = self._on_drafter_lost
         self._stages.attach(pipeline, lambda: self._proceed([]))
         self._scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
-        self._paused = False
         if opening is not None:
             self.recovery.rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
-        self.recovery.end(self._clock())
+        self.freezer.end()
         before_steps(opening is not None)
         self._proceed([])
 
@@ -210,7 +219,7 @@ class Engine(Standstill):
             self._pipeline.close()
             self._pipeline = None
             if not self._stages.active:
-                self.recovery.begin(now, "restart" if self._paused else "loss")
+                self.recovery.begin(now, "restart" if self.freezer.paused else "loss")
         self._stages.detach()
         if permanent:
             self.recovery.give_up()
@@ -220,6 +229,20 @@ class Engine(Standstill):
         if permanent:
             events += self._scheduler.fail(self._scheduler.queued, error, now)
         self._proceed(events)
+
+    def part(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
+        """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``).
+
+        ``error``: says meanwhile why requests are not served.  ``rows``, ``journal_pages``: the memory of the journal
+        over the next pipeline's boundaries.
+        """
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+        self._scheduler.detach_drafter()
+        self._scheduler.reuse.index.drop_partial()  # stages are others then
+        self._stages.part(make_journal(rows, self._scheduler.pools, journal_pages))
+        self._unavailable = error.message
 
     def away(self, error: RequestError) -> None:
         """Set the reason why requests are not served: ``error``'s message."""
@@ -234,7 +257,7 @@ class Engine(Standstill):
             self.detach(error)
             return False
         now = self._clock()
-        self.recovery.begin(now, "restart" if self._paused else "loss")
+        self.recovery.begin(now, "restart" if self.freezer.paused else "loss")
         self._unavailable = error.message
         lost = [record for record in self._scheduler.running if not self.recovery.survives(record)]
         self._proceed(self._scheduler.fail(lost, error, now))
@@ -251,7 +274,7 @@ class Engine(Standstill):
         """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
 
         ``kept``: they have the bytes of what was frozen before the loss, so nothing is computed again.  ``replayed``:
-        stages whose daemons computed what ``replay`` returned since the last loss.  ``on_end`` hears whether that
+        stages whose daemons computed what ``replays`` made since the last loss.  ``on_end`` hears whether that
         worked; if not, the pipeline is detached by then.  False: no stage is lost.
         """
         any_lost = self._stages.restore(links, on_end, kept=kept, replayed=replayed)
@@ -267,8 +290,7 @@ class Engine(Standstill):
                     if self._pipeline is not None:
                         self._masks.planned(plan, self._pipeline)
                 if not self._stages.active:  # a new daemon may be lost again already
-                    self._paused = False
-                    self.recovery.end(self._clock())
+                    self.freezer.end()
                     self._stages.end(rebuilt=True)
         except CannotRebuild as error:
             self.detach(RequestError("shard_lost", f"{self._unavailable}; {error}"))
@@ -326,6 +348,11 @@ class Engine(Standstill):
 
     # ---- the end
 
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests; return whether all accepted ones ended in time."""
+        self._refusal = self._refusal or "the server is shutting down"
+        return await self._changes.holds_within(lambda: self._scheduler.idle, timeout_s)
+
     def close(self, error: RequestError) -> None:
         """End all requests with ``error`` and refuse new ones from now on."""
         self._refusal = self._refusal or error.message
@@ -344,7 +371,7 @@ class Engine(Standstill):
 
     @property
     def _planning(self) -> bool:
-        return not self._paused and not self._stages.active
+        return not self.freezer.paused and not self._stages.active
 
     def _check_taking(self) -> None:
         if self._refusal or not (self.ready or self.recovery.holding):
@@ -395,6 +422,6 @@ class Engine(Standstill):
             self._handles[request_id].push(event)
             if isinstance(event, FinishedEvent):
                 del self._handles[request_id]
-        self._changed.set()
+        self._changes.notify()
         if self._settings.validate and self._scheduler.idle:
             validation.check(self._scheduler)

@@ -6,10 +6,10 @@ Invariant: nothing writes to a place that was handed out until it is released, a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+from lucevisor.engine.changes import Changes
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, TokenEvent
@@ -26,21 +26,21 @@ from lucevisor.protocol.transfers import SlotPlace
 class SlotAccess:
     """Prefix slots of an engine, for those who copy their bytes.
 
-    ``changed``: set by the engine after every entry.  ``pipeline``: the one attached now.  ``proceed`` sends the steps
-    that have become possible.  ``probe`` starts a request from a match, whose pages the caller keeps.
+    ``pipeline``: the one attached now.  ``proceed`` sends the steps that have become possible.  ``probe`` starts a
+    request from a match, whose pages the caller keeps.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         clock: Callable[[], float],
-        changed: asyncio.Event,
+        changes: Changes,
         *,
         pipeline: Callable[[], Pipeline | None],
         proceed: Callable[[], None],
         probe: Callable[[GenerationRequest, PrefixMatch], RequestHandle],
     ) -> None:
-        self._scheduler, self._clock, self._changed = scheduler, clock, changed
+        self._scheduler, self._clock, self._changes = scheduler, clock, changes
         self._pipeline, self._proceed, self._probe = pipeline, proceed, probe
         self._index = scheduler.reuse.index
         self._n_probes = 0
@@ -49,10 +49,10 @@ class SlotAccess:
         """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
         pipeline, goal = self._pipeline(), self._scheduler.flush()
         self._proceed()
-        while pipeline is not None and pipeline is self._pipeline() and self._scheduler.last_finished < goal:
-            self._changed.clear()
-            await self._changed.wait()
-        return pipeline is not None and pipeline is self._pipeline()
+        if pipeline is None:
+            return False
+        await self._changes.wait_for(lambda: pipeline is not self._pipeline() or self._scheduler.last_finished >= goal)
+        return pipeline is self._pipeline()
 
     async def export(self, slot: PrefixSlot) -> SlotPlace | None:
         """Pin a slot and return its place once its bytes are there in every stage.
@@ -143,6 +143,7 @@ class SlotAccess:
     async def wait_for_capacity(self) -> None:
         """Wait until the queue is empty and another sequence could start."""
         scheduler = self._scheduler
-        while self._pipeline() is None or scheduler.n_queued or scheduler.n_running >= scheduler.limits.max_sequences:
-            self._changed.clear()
-            await self._changed.wait()
+        n_most = scheduler.limits.max_sequences
+        await self._changes.wait_for(
+            lambda: self._pipeline() is not None and not scheduler.n_queued and scheduler.n_running < n_most
+        )

@@ -20,9 +20,9 @@ from lucevisor.engine.core import Engine
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.pipeline.steps import PipelineFailure
+from lucevisor.engine.recovery.replay import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.engine.settings import EngineSettings
-from lucevisor.engine.standstill import StateReplay
 from lucevisor.protocol.codec import KIND_OF
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame

@@ -52,7 +52,7 @@ async def test_a_later_epoch_loads_beside_the_one_that_serves_and_takes_its_engi
             assert not later.complete
             assert len({group.pid for group in (*earlier.groups.values(), *later.groups.values())}) == 4
 
-            assert await service.engine.quiesce(10.0)
+            assert await service.engine.freezer.quiesce(10.0)
             earlier.release(MOVED)
             service.deployment = later
             later.serve(service.engine)

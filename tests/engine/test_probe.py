@@ -76,7 +76,7 @@ async def test_a_probe_goes_before_waiting_requests_and_needs_no_admission() -> 
     running = toy.engine.submit(request("running", [5], n=3))
     waiting = toy.engine.submit(request("waiting", [6], n=3))
     asking = asked(toy, slot)
-    quiet = asyncio.ensure_future(toy.engine.quiesce(60.0))
+    quiet = asyncio.ensure_future(toy.engine.freezer.quiesce(60.0))
     await asyncio.sleep(0)
     await toy.play()
     assert running.finished is not None

@@ -242,7 +242,7 @@ async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() 
 
 async def ask_replay(toy: ToyEngine, stage: int) -> None:
     """Ask what a lost stage may compute while its daemon loads, and make no use of it."""
-    asked = asyncio.create_task(toy.engine.replay([stage], 60.0))
+    asked = asyncio.create_task(toy.engine.replays.make([stage], 60.0))
     await asyncio.sleep(0)
     await toy.play()
     replay = await asked

@@ -9,13 +9,13 @@ from dataclasses import replace
 from msgspec import structs
 
 from lucevisor.engine.core import Engine
+from lucevisor.engine.freezer import FrozenState
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
 from lucevisor.engine.settings import EngineSettings
-from lucevisor.engine.standstill import FrozenState
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Recalled, Sampling, Step, StepResult

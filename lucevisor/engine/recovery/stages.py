@@ -45,8 +45,8 @@ class StageRecovery:
     """Lost stages of the pipeline that is attached.  Without a ``journal`` only frozen state brings one back."""
 
     def __init__(self, scheduler: Scheduler, journal: Journal | None) -> None:
-        self._scheduler, self._journal = scheduler, journal
-        scheduler.refills.journal = journal
+        self._scheduler = scheduler
+        self._use(journal)
         self._pipeline: Pipeline | None = None  # while stages of it are lost
         self._links: dict[int, StageLink] = {}
         self._plans: dict[int, RebuildPlan] = {}  # of the lost stages, as of now
@@ -101,6 +101,13 @@ class StageRecovery:
         self._forget_plans()
         if self._journal is not None:
             self._journal.forget()
+
+    def part(self, journal: Journal | None) -> None:
+        """The pipeline is left for one with another journal; what was frozen stays so."""
+        opening = self.opening or ()
+        self._use(journal)
+        self.detach()
+        self.opening = [*opening]
 
     def freeze(self, opening: Sequence[Operation], n_tokens: int) -> None:
         """All stages have done all that was decided; ``opening`` opens the running sequences, of ``n_tokens``, in a
@@ -224,6 +231,9 @@ class StageRecovery:
         on_end(rebuilt)
 
     # ---- inside
+
+    def _use(self, journal: Journal | None) -> None:
+        self._journal = self._scheduler.refills.journal = journal
 
     def _settle(self, pipeline: Pipeline, now: float) -> bool:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""

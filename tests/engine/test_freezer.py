@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import event, given, settings
 
-from lucevisor.engine.standstill import FrozenState
+from lucevisor.engine.freezer import FrozenState
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy
@@ -20,7 +20,7 @@ SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
 
 async def freeze(toy: ToyEngine) -> FrozenState:
     """Let the daemons work until the engine is at rest."""
-    frozen = asyncio.create_task(toy.engine.freeze(60.0))
+    frozen = asyncio.create_task(toy.engine.freezer.freeze(60.0))
     while not frozen.done():
         await asyncio.sleep(0)
         toy.work(0)
@@ -190,8 +190,8 @@ async def test_a_freeze_that_is_over_changes_nothing() -> None:
         toy.work(i)
     await freeze(toy)
     assert not toy.engine.ready
-    toy.engine.thaw()
-    toy.engine.thaw()
+    toy.engine.freezer.thaw()
+    toy.engine.freezer.thaw()
     assert toy.engine.ready
     toy.run()
     assert told(await events_of(handle))[0] == toy.alone(one)
@@ -232,7 +232,7 @@ async def test_a_single_stage_that_cannot_take_over_computes_again() -> None:
 async def test_a_pipeline_that_is_lost_meanwhile_freezes_nothing() -> None:
     toy = ready(2)
     handle = toy.engine.submit(request("a", range(100)))
-    frozen = asyncio.create_task(toy.engine.freeze(60.0))
+    frozen = asyncio.create_task(toy.engine.freezer.freeze(60.0))
     await asyncio.sleep(0)
     toy.lose()
     assert await frozen is None
@@ -258,7 +258,7 @@ class Restarts(Play):
         frozen = self._loop.run_until_complete(freeze(toy))
         self._meanwhile(index)
         if index % 5 == 0:
-            toy.engine.thaw()
+            toy.engine.freezer.thaw()
             return
         if index % 5 == 1:
             toy.move(frozen if index % 2 else None)
