@@ -57,7 +57,7 @@ class DraftAssembly:
         if self.attached:
             self.attached = False
             log.warning("drafter detached", group=self.group, reason=reason)
-            self._engine.detach_drafter()
+            self._engine.drafter.detach()
             self._on_change()
 
     def pipeline_attached(self, *, kept: bool = False) -> None:
@@ -95,5 +95,5 @@ class DraftAssembly:
         assert self._link is not None
         self.attached = True
         log.info("drafter attached", group=self.group, kept=kept)
-        self._engine.attach_drafter(self._link, with_output=self._with_output, kept=kept)
+        self._engine.drafter.attach(self._link, with_output=self._with_output, kept=kept)
         self._on_change()

@@ -1,6 +1,7 @@
 """Requests, scheduler, pipeline, and the engine that joins them.  Knows token and page ids: no text, no tensors.
 
-engine      core (READ FIRST) with its parts freezer and slot_access, changes; limits, settings, statistics, validation
+engine      core (READ FIRST) with its parts drafter, freezer, slot_access; changes, limits, settings, statistics,
+            validation
 requests    request, handle, sequence, running, rows
 scheduling  scheduling/: who starts (queue, shares, admission, preemption, waits), what the next step computes
             (scheduler, state, batching, chunking, step_times, backlog, run_ahead, drafts, round_gaps); step

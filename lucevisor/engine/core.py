@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lucevisor.engine import validation
 from lucevisor.engine.changes import Changes
+from lucevisor.engine.drafter import DrafterAttachment
 from lucevisor.engine.freezer import Freezer
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.journal import RowStore, make_journal
@@ -44,7 +45,7 @@ from lucevisor.engine.step import WrongResult
 from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.protocol.steps import Sampling, StepResult
+from lucevisor.protocol.steps import Sampling
 
 
 class Engine:
@@ -76,6 +77,12 @@ class Engine:
             pipeline=lambda: self._pipeline,
             proceed=lambda: self._proceed([]),
             probe=lambda request, match: self._submit(request, None, probe=match),
+        )
+        self.drafter = DrafterAttachment(
+            self._scheduler,
+            settings.on_drafter_lost,
+            pipeline=lambda: self._pipeline,
+            proceed=lambda: self._proceed([]),
         )
         self.freezer = Freezer(
             self._scheduler,
@@ -172,8 +179,7 @@ class Engine:
             self.detach(RequestError("shard_lost", self._unavailable))
         self._pipeline = pipeline
         pipeline.on_first_stage_done = self._on_first_stage_done
-        pipeline.drafts.on_drafted = self._on_drafted
-        pipeline.drafts.on_lost = self._on_drafter_lost
+        self.drafter.listen(pipeline)
         self._stages.attach(pipeline, lambda: self._proceed([]))
         self._scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
         if opening is not None:
@@ -186,26 +192,6 @@ class Engine:
     def state_kept(self) -> bool:
         """Whether the stages that were restored last had the bytes of what was frozen."""
         return self._stages.kept
-
-    def attach_drafter(self, link: StageLink, *, with_output: bool, kept: bool = False) -> None:
-        """Draft with the draft stage behind ``link``, whose daemon holds no sequences yet.
-
-        ``with_output``: it is the output stage's daemon.  ``kept``: it has the state of the drafter before, and no step
-        was planned since that was detached.  Raises RuntimeError without a pipeline or with a drafter,
-        ValueError if the limits have no room for one.
-        """
-        if self._pipeline is None:
-            raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
-        self._scheduler.attach_drafter(with_output=with_output, kept=kept)
-        self._pipeline.drafts.attach(link, with_output=with_output)
-        self._proceed([])
-
-    def detach_drafter(self) -> None:
-        """Go on without drafts.  Does nothing without a drafter; the pipeline takes its own along when it goes."""
-        if self._pipeline is not None:
-            self._pipeline.drafts.detach()
-        self._scheduler.detach_drafter()
-        self._proceed([])
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
         """Drop the pipeline, and hold requests until the next attach; without a hold, end running ones with ``error``
@@ -322,20 +308,6 @@ class Engine:
         """Send what waited for the first stage."""
         if self._scheduler.first_stage_done(self._clock()):
             self._proceed([])
-
-    def _on_drafted(self, result: StepResult) -> None:
-        """Let the sequences go on that waited for these drafts."""
-        try:
-            self._scheduler.drafting.answered(result)
-        except WrongResult as error:
-            text = f"the draft stage sent a wrong result: {error}"
-            self._on_drafter_lost(PipelineFailure(result.stage, "protocol_error", text))
-        else:
-            self._proceed([])
-
-    def _on_drafter_lost(self, failure: PipelineFailure) -> None:
-        self.detach_drafter()
-        self._settings.on_drafter_lost(failure)
 
     def on_failed(self, failure: PipelineFailure) -> None:
         """Detach a failed pipeline and pass the failure on; the pipeline's ``on_failed``."""

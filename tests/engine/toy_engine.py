@@ -143,7 +143,7 @@ class ToyEngine:
         else:
             home = drafter_daemon(self.drafter, self._told)
             self.daemons.append(home)
-        self.engine.attach_drafter(home, with_output=with_output)
+        self.engine.drafter.attach(home, with_output=with_output)
 
     def lose_drafter(self) -> None:
         """The drafter's daemon dies, if it has one of its own; else it is detached and forgets its steps.  What it
@@ -158,7 +158,7 @@ class ToyEngine:
                 home.inbox.extend(kept)
             else:
                 self.daemons.remove(home)
-        self.engine.detach_drafter()
+        self.engine.drafter.detach()
 
     def crash(self, index: int) -> bool:
         """A daemon with stages dies; return whether its stages can be rebuilt."""
@@ -167,7 +167,7 @@ class ToyEngine:
         self.dead |= home.stages
         if home.drafter is not None:
             home.drafter = None
-            self.engine.detach_drafter()
+            self.engine.drafter.detach()
         return self.engine.lose_stages(home.stages.keys(), LOST)
 
     def come_back(self, kept: FrozenState | None = None) -> None:
