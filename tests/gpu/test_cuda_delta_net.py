@@ -20,6 +20,7 @@ pytestmark = [
     ),
 ]
 
+from daemons.ops.cuda import delta_net  # noqa: E402
 from daemons.ops.cuda.delta_net import CudaDeltaNet  # noqa: E402
 
 
@@ -54,3 +55,18 @@ def test_several_tokens_give_the_bits_of_single_ones():
     for ours, theirs in ((5, 5), (2, 3), (1, 1), (4, 4)):
         assert torch.equal(a.states[ours], b.states[theirs])
         assert torch.equal(a.conv_states[ours], b.conv_states[theirs])
+
+
+@pytest.mark.parametrize(("n_key", "n_value"), [(16, 48), (16, 32), (4, 4)])
+@pytest.mark.parametrize("n_slices", [6, 16, 33])
+def test_many_slices_give_the_bits_of_few(n_key, n_value, n_slices, monkeypatch):
+    a = Layer.random(n_key, n_value, 128, 4, (0.1, 8.0), n_slices + 2)
+    b, y, kernel = a.twin(), a.inputs(n_slices).bfloat16(), kernel_of(a, torch.bfloat16)
+    ids = torch.randperm(n_slices).tolist()
+    rows = torch.tensor([[state] for state in ids], device=DEVICE)
+    rows[0], rows[-1] = n_slices + 1, -1
+    found = run(kernel, a, y, ids, rows)
+    monkeypatch.setattr(delta_net, "MIN_BATCH", n_slices + 1)
+    assert torch.equal(found, run(kernel, b, y, ids, rows))
+    assert torch.equal(a.states, b.states)
+    assert torch.equal(a.conv_states, b.conv_states)

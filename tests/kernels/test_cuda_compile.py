@@ -10,7 +10,7 @@ import torch
 from daemons.ops.code_cache import kept
 from daemons.ops.cuda import compiler as compilation
 from daemons.ops.cuda.compiler import CompileError, nvrtc
-from daemons.ops.cuda.delta_net import compile_delta_net
+from daemons.ops.cuda.delta_net import compile_delta_net, compile_delta_net_batch
 from daemons.ops.cuda.experts import compile_experts, experts_shape
 from daemons.ops.cuda.gemv import (
     KINDS,
@@ -86,7 +86,8 @@ def test_streamed_rows_and_the_delta_net_compile(architecture):
         assert shape is not None
         assert compile_streamed(architecture, kind, shape, dtype).startswith(b"\x7fELF")
     params = Layer.random(2, 6, 128, 4, (0.1, 8.0), 1).params
-    assert compile_delta_net(architecture, params, torch.bfloat16).startswith(b"\x7fELF")
+    for compiled in (compile_delta_net, compile_delta_net_batch):
+        assert compiled(architecture, params, torch.bfloat16).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -20,7 +20,7 @@ from torch import Tensor
 from daemons.ops.basic import l2_scale
 from daemons.ops.cuda import gemv
 from daemons.ops.cuda.compiler import SOURCES
-from daemons.ops.cuda.delta_net import constants
+from daemons.ops.cuda.delta_net import batch_constants, constants
 from daemons.ops.cuda.experts import ExpertsShape
 from daemons.ops.cuda.limits import eight_rows_bytes
 from daemons.ops.cuda.streamed import StreamedShape
@@ -204,22 +204,39 @@ def delta_net(library: Library, a: Layer, y: Tensor, ids: list[int], kept: Tenso
     m, n = a.params, len(y) // len(ids)
     out = torch.full((len(y), m.n_value * m.dim), torch.nan, dtype=y.dtype)
     rows = only_last(ids, n) if kept is None else kept
-    tensors = (
-        y,
-        out,
-        a.conv_states,
-        a.states,
-        torch.tensor(ids),
-        rows,
-        m.conv_weight,
-        m.decay_rates,
-        m.dt_bias,
-        m.norm.weight,
-    )
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
-    numbers = (ctypes.c_float(v) for v in (m.norm.epsilon, L2_EPS / m.dim, l2_scale(m.dim)))
-    library("delta_net", constants(m)).run_delta_net(len(ids), n, *pointers, n, y.stride(0), *numbers)
+    call_delta_net(library("delta_net", constants(m)).run_delta_net, (len(ids), n), a, (y, out), ids, rows, n)
     return out
+
+
+def call_delta_net(
+    function: Callable[..., None], first: tuple[int, int], a: Layer, y_out: tuple[Tensor, Tensor],
+    ids: list[int], rows: Tensor, n: int,
+) -> None:  # fmt: skip
+    m, states = a.params, torch.tensor(ids)
+    tensors = (*y_out, a.conv_states, a.states, states, rows, m.conv_weight, m.decay_rates, m.dt_bias, m.norm.weight)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+    numbers = [ctypes.c_float(v) for v in (m.norm.epsilon, L2_EPS / m.dim, l2_scale(m.dim))]
+    function(*first, *pointers, n, y_out[0].stride(0), *numbers)
+
+
+@pytest.mark.parametrize(
+    ("n_key", "n_value", "ids", "n_blocks"), [(2, 6, [6, 1, 4], 4), (1, 2, [3, 0], 1), (2, 2, [5, 2, 1, 0, 3], 2)]
+)
+def test_the_delta_net_of_many_slices_gives_the_bits_of_few(n_key, n_value, ids, n_blocks, library):
+    """Also where a state goes to another row, or nowhere."""
+    a = Layer.random(n_key, n_value, 128, 4, (0.1, 8.0), 9)
+    b, y = a.twin(), a.inputs(len(ids)).bfloat16()
+    rows = torch.tensor([[state] for state in ids])
+    rows[0], rows[-1] = 8, -1
+    expected = delta_net(library, b, y, ids, rows)
+    m, out = a.params, torch.full((len(y), n_value * 128), torch.nan, dtype=y.dtype)
+    for seed in range(2):
+        fresh = a.twin()
+        run = library("delta_net_batch", batch_constants(m)).run_delta_net_batch
+        call_delta_net(run, (n_blocks, seed), fresh, (y, out), ids, rows, len(ids))
+        assert torch.equal(out, expected)
+        assert torch.equal(fresh.states, b.states)
+        assert torch.equal(fresh.conv_states, b.conv_states)
 
 
 @pytest.mark.parametrize(("n_key", "n_value", "n", "ids"), [(1, 3, 1, [6, 1]), (2, 4, 3, [1, 0]), (1, 1, 5, [3])])

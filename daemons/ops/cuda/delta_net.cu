@@ -5,23 +5,9 @@
 // Formulas: daemons/ops/triton/recurrent_delta_rule.py, whose sums differ in order only.  S is read before the kernels ahead are
 // waited for: between two steps there is a launch that waits for all.  Compiled with HEADS, N_KEY, TAPS of the convolution and WARPS.
 
-#include "activations.cuh"
+#include "delta_net_math.cuh"
 
-constexpr int DIM = 128, LINES = DIM / WARPS, N_VALUE = N_KEY * HEADS, CHANNELS = (2 * N_KEY + N_VALUE) * DIM;
 constexpr int THREADS = WARPS * 32, MINE = (3 * DIM + THREADS - 1) / THREADS;
-
-DEVICE float4 operator*(const float4& a, float b) { return make_float4(a.x * b, a.y * b, a.z * b, a.w * b); }
-DEVICE float4 operator+(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-DEVICE float dot(const float4& a, const float4& b) { return (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w); }
-
-DEVICE float sum_of_warp(float v) {
-#pragma unroll
-  for (int mask = 16; mask; mask /= 2) v += __shfl_xor_sync(~0u, v, mask);
-  return v;
-}
-
-DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-DEVICE float number(const u16* y) { return from_activation(*y); }
 
 // What a slice's tokens find in front of them: the window of the state that they start from, then inputs
 struct Inputs {
@@ -90,45 +76,17 @@ extern "C" __global__ void
       mine[c] = x * sigmoid(x);
     }
     if (target == state) n_moved = i + 1;
-    float alpha = number(row + CHANNELS + N_VALUE * DIM + head) + bias, beta = sigmoid(number(row + CHANNELS + N_VALUE * (DIM + 1) + head));
-    float decay = expf((alpha > 20.f ? alpha : log1pf(expf(alpha))) * rate);
+    Gates gates = gates_of(row, head, rate, bias);
     __syncthreads();
-    float4 q = *(const float4*)(mine + lane * 4), k = *(const float4*)(mine + DIM + lane * 4);
-    float q_scale = rsqrtf(sum_of_warp(dot(q, q)) / DIM + l2_eps) * (scale * scale);
-    float k_scale = rsqrtf(sum_of_warp(dot(k, k)) / DIM + l2_eps) * scale;
-    float both = sum_of_warp(dot(q, k)) * q_scale * k_scale;
-    float4 with_k = {}, with_q = {};
+    const float* k = mine + DIM;
+    Token token(s, mine, k, mine + 2 * DIM, parts, gates, l2_eps, scale, warp, lane, [] { __syncthreads(); });
 #pragma unroll
     for (int r = 0; r < LINES; r++) {
-      with_k = with_k + s[r] * (mine[DIM + warp * LINES + r] * k_scale);
-      with_q = with_q + s[r] * (mine[warp * LINES + r] * q_scale);
-    }
-    *(float4*)(parts + warp * 2 * DIM + lane * 4) = with_k;
-    *(float4*)(parts + warp * 2 * DIM + DIM + lane * 4) = with_q;
-    __syncthreads();
-    with_k = with_q = {};
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      with_k = with_k + *(const float4*)(parts + w * 2 * DIM + lane * 4);
-      with_q = with_q + *(const float4*)(parts + w * 2 * DIM + DIM + lane * 4);
-    }
-    float4 error = (*(const float4*)(mine + 2 * DIM + lane * 4) + with_k * -decay) * beta;
-#pragma unroll
-    for (int r = 0; r < LINES; r++) {
-      s[r] = s[r] * decay + error * (mine[DIM + warp * LINES + r] * k_scale);
+      s[r] = token.updated(s[r], k, warp * LINES + r, gates);
       if (target >= 0) *(float4*)(matrix + target * STATE + r * DIM) = s[r];
     }
-    if (warp == 0) {
-      float4 o = with_q * decay + error * both;
-      o = o * rsqrtf(sum_of_warp(dot(o, o)) / DIM + norm_eps);
-      float values[4] = {o.x, o.y, o.z, o.w};
-#pragma unroll
-      for (int c = 0; c < 4; c++) {
-        float z = number(row + CHANNELS + head * DIM + lane * 4 + c);
-        float value = values[c] * norm[lane * 4 + c] * (z * sigmoid(z));
-        out[((first + i) * N_VALUE + head) * DIM + lane * 4 + c] = to_activation(value);
-      }
-    }
+    if (warp == 0)
+      token.store(out + ((first + i) * N_VALUE + head) * DIM, row + CHANNELS + head * DIM, norm, gates, norm_eps, lane);
   }
 #if HEADS > 1
   arrive_in_cluster();

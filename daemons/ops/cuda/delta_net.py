@@ -1,4 +1,4 @@
-"""The recurrent gated delta net in CUDA C++, for short slices; delta_net.cu has the kernel."""
+"""The recurrent gated delta net in CUDA C++: short slices (delta_net.cu), one token of many (delta_net_batch.cu)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from daemons.ops.basic import l2_scale
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel
-from daemons.ops.cuda.limits import DTYPES
+from daemons.ops.cuda.limits import DTYPES, SharedMemory
 from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams
 from daemons.ops.triton.recurrent_delta_rule import L2_EPS
 
@@ -17,7 +17,11 @@ DIM = 128
 MAX_HEADS = 8
 """Value heads of a key head: blocks of a cluster."""
 WARPS = 8
-"""Warps of a block."""
+"""Warps that compute a state."""
+TEAMS, SLOTS = 2, 3
+"""Of a block with many slices: states that are computed at once, and states in shared memory."""
+MIN_BATCH = 6
+"""Slices of one token from which on states pass through shared memory."""
 
 
 def fits(params: GatedDeltaNetParams) -> bool:
@@ -31,13 +35,30 @@ def constants(params: GatedDeltaNetParams) -> tuple[str, ...]:
     return (f"HEADS={heads}", f"N_KEY={params.n_key}", f"TAPS={taps}", f"WARPS={WARPS}")
 
 
+def batch_constants(params: GatedDeltaNetParams) -> tuple[str, ...]:
+    """What delta_net_batch.cu is compiled with."""
+    return (*constants(params), f"TEAMS={TEAMS}", f"SLOTS={SLOTS}")
+
+
+def batch_bytes(params: GatedDeltaNetParams, n_pairs: int) -> int:
+    """Shared bytes of a block of delta_net_batch.cu with so many pairs of a slice and a key head."""
+    heads = params.n_value // params.n_key
+    pair = (2 + heads) * DIM * 4 + heads * 8
+    return SLOTS * (DIM * DIM * 4 + 2 * 8) + TEAMS * WARPS * 2 * DIM * 4 + n_pairs * pair
+
+
 def compile_delta_net(architecture: str, params: GatedDeltaNetParams, dtype: torch.dtype) -> bytes:
-    """Machine code of the kernel.  Raises CompileError."""
+    """Machine code of delta_net.cu.  Raises CompileError."""
     return compile_kernel("delta_net.cu", architecture, (*constants(params), *DTYPES[dtype]))
 
 
+def compile_delta_net_batch(architecture: str, params: GatedDeltaNetParams, dtype: torch.dtype) -> bytes:
+    """Machine code of delta_net_batch.cu.  Raises CompileError."""
+    return compile_kernel("delta_net_batch.cu", architecture, (*batch_constants(params), *DTYPES[dtype]))
+
+
 class CudaDeltaNet:
-    """The kernel for the layers of one shape on a device.  Raises CompileError or DriverError."""
+    """The kernels for the layers of one shape on a device.  Raises CompileError or DriverError."""
 
     def __init__(
         self, params: GatedDeltaNetParams, device: torch.device, dtype: torch.dtype, architecture: str
@@ -46,6 +67,12 @@ class CudaDeltaNet:
         heads = params.n_value // params.n_key
         self.shared_bytes = (2 * 3 + 2 * WARPS) * DIM * 4
         self.kernel = Kernel(code, "delta_net", device, self.shared_bytes, dependent=True, cluster=heads)
+        self.limits = SharedMemory.of(device)
+        self.batch_kernel: Kernel | None = None
+        if batch_bytes(params, 1) <= self.limits.block_shared_bytes:
+            code = compile_delta_net_batch(architecture, params, dtype)
+            limit = self.limits.block_shared_bytes
+            self.batch_kernel = Kernel(code, "delta_net_batch", device, limit, dependent=True)
 
     def __call__(
         self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams
@@ -62,6 +89,12 @@ class CudaDeltaNet:
         assert m.norm.weight is not None
         out = torch.empty(y.shape[0], m.n_value * m.dim, dtype=y.dtype, device=y.device)
         tensors = (y, out, conv_states, states, ids, kept, m.conv_weight, m.decay_rates, m.dt_bias, m.norm.weight)
-        sizes = (n, y.stride(0), float(m.norm.epsilon), L2_EPS / m.dim, l2_scale(m.dim))
-        self.kernel((m.n_value, n_slices), 32 * WARPS, self.shared_bytes, (*tensors, *sizes))
+        numbers = (y.stride(0), float(m.norm.epsilon), L2_EPS / m.dim, l2_scale(m.dim))
+        n_pairs = n_slices * m.n_key
+        n_blocks = min(self.limits.n_processors, n_pairs)
+        n_bytes = batch_bytes(m, -(-n_pairs // n_blocks))
+        if n == 1 and n_slices >= MIN_BATCH and self.batch_kernel and n_bytes <= self.limits.block_shared_bytes:
+            self.batch_kernel((n_blocks, 1), 32 * (TEAMS * WARPS + 1), n_bytes, (*tensors, n_slices, *numbers))
+        else:
+            self.kernel((m.n_value, n_slices), 32 * WARPS, self.shared_bytes, (*tensors, n, *numbers))
         return out

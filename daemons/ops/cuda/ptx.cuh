@@ -153,6 +153,19 @@ template <int BYTES> DEVICE void copy_bulk(u32 to, const u8* from, u32 barrier) 
                : "memory");
 }
 
+// This thread's writes to shared memory are seen by the copy engine.
+DEVICE void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Starts to copy from shared to global memory.
+template <int BYTES> DEVICE void store_bulk(u8* to, u32 from) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "n"(BYTES) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until shared memory that this thread's stores read may be written, and until all that they write is there.
+DEVICE void wait_until_stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 DEVICE void wait_for_barrier(u32 barrier, u32 parity) {
   asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(
                    barrier),

@@ -45,6 +45,7 @@ alignas(128) u8 memory[1 << 18];  // shared memory of the block that runs
 
 constexpr int STACK_BYTES = 1 << 16;
 struct Copy { u32 to; const u8* from; u32 n_bytes; };
+struct Store { u8* to; u32 from, n_bytes; bool read; std::vector<u8> bytes; };
 struct Meeting { int arrived = 0, generation = 0; };
 struct Barrier { u32 parity, n_arrivals, missing; bool pending; Copy copy; };
 struct Fiber {
@@ -52,6 +53,7 @@ struct Fiber {
   std::vector<u8> stack;
   bool done;
   std::vector<std::vector<Copy>> groups;  // copies that are not there yet, the last group still open
+  std::vector<Store> stores;              // that are not read or not there yet
   int cluster_generation;
 };
 struct Block {
@@ -255,6 +257,28 @@ static void wait_for_barrier(u32 barrier, u32 parity) {
   }
 }
 
+static void publish_writes() {}
+static void read(Store& s) {
+  if (!s.read) s.bytes.assign(memory + s.from, memory + s.from + s.n_bytes);
+  s.read = true;
+  moves++;
+}
+static void write(Store& s) {
+  read(s);
+  memcpy(s.to, s.bytes.data(), s.n_bytes);
+}
+template <int BYTES> static void store_bulk(u8* to, u32 from) {
+  block->fibers[running].stores.push_back({to, from, BYTES, false, {}});
+  if (random_bits() % 2) read(block->fibers[running].stores.back());
+}
+static void wait_until_stores_have_read() {
+  for (auto& s : block->fibers[running].stores) read(s);
+}
+static void wait_for_stores() {
+  for (auto& s : block->fibers[running].stores) write(s);
+  block->fibers[running].stores.clear();
+}
+
 template <class T> static void store_in_cluster(u32 at, u32 rank, T value) {
   memcpy((block == &blocks[rank] ? memory : blocks[rank].memory.data()) + at, &value, sizeof(T));
 }
@@ -283,6 +307,7 @@ static void prepare_block(Block& b, int n_threads) {
     f.stack.resize(STACK_BYTES);
     f.done = false;
     f.groups.clear();
+    f.stores.clear();
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.data();
     f.context.uc_stack.ss_size = STACK_BYTES;

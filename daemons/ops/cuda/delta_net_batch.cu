@@ -1,0 +1,130 @@
+// The recurrent gated delta net of one token of each of many slices (delta_net.cu has it for few slices or several tokens).
+//
+// A block has pairs of a slice and a key head in turn, and of each its HEADS value heads: an item is one state S [128, 128].
+// A warp of its own copies items to a ring in shared memory and back, while TEAMS teams of WARPS warps compute items in turn; so memory
+// is read and written all the time, where blocks that hold a state in registers do either at once.  The convolution of all
+// pairs comes first.  The numbers are those of delta_net.cu, bit for bit.  States are read before the kernels ahead are waited for, as there.
+// Compiled with HEADS, N_KEY, TAPS of the convolution, WARPS, TEAMS and SLOTS of the ring.
+
+#include "delta_net_math.cuh"
+
+constexpr int STATE_BYTES = DIM * DIM * 4, TEAM_THREADS = WARPS * 32, THREADS = TEAMS * TEAM_THREADS;
+constexpr int ROW = (2 + HEADS) * DIM;  // q, k and the values of a pair
+
+// What a block keeps in shared memory, in this order
+struct Shared {
+  float* slots;   // [SLOTS] states
+  float* parts;   // [TEAMS, WARPS, 2, DIM]: sums of S with k and with q
+  float* inputs;  // [pairs, ROW]
+  Gates* gates;   // [pairs, HEADS]
+  u32 full, empty;  // barriers [SLOTS]: a state is there; it may be copied back
+
+  DEVICE Shared(u8* start, int n_pairs) {
+    slots = (float*)start;
+    parts = slots + SLOTS * DIM * DIM;
+    inputs = parts + TEAMS * WARPS * 2 * DIM;
+    gates = (Gates*)(inputs + n_pairs * ROW);
+    full = shared_address(gates + n_pairs * HEADS);
+    empty = full + 8 * SLOTS;
+  }
+};
+
+// The pairs of a block, and the value heads of each
+struct Items {
+  const long long *ids, *kept;
+
+  DEVICE int pair(int i) const { return (int)blockIdx.x + i / HEADS * (int)gridDim.x; }
+  DEVICE int slice(int i) const { return pair(i) / N_KEY; }
+  DEVICE int head(int i) const { return i % HEADS * N_KEY + pair(i) % N_KEY; }
+  DEVICE long long offset(int i, long long state) const { return (state * N_VALUE + head(i)) * (DIM * DIM); }
+};
+
+// Of one thread: all copies of a block
+DEVICE void copy_states(const Items& items, int n_items, const Shared& s, float* states) {
+  u32 slots = shared_address(s.slots);
+  for (int i = 0; i < SLOTS && i < n_items; i++)
+    copy_bulk<STATE_BYTES>(slots + i * STATE_BYTES, (const u8*)(states + items.offset(i, items.ids[items.slice(i)])), s.full + 8 * i);
+  for (int i = 0; i < n_items; i++) {
+    int slot = i % SLOTS, next = i + SLOTS;
+    long long target = items.kept[items.slice(i)];
+    wait_for_barrier(s.empty + 8 * slot, i / SLOTS % 2);
+    if (target >= 0) {
+      store_bulk<STATE_BYTES>((u8*)(states + items.offset(i, target)), slots + slot * STATE_BYTES);
+      wait_until_stores_have_read();
+    }
+    if (next < n_items)
+      copy_bulk<STATE_BYTES>(slots + slot * STATE_BYTES, (const u8*)(states + items.offset(next, items.ids[items.slice(next)])),
+                             s.full + 8 * slot);
+  }
+  wait_for_stores();
+}
+
+// Grid (blocks).  y [n_slices, columns] with y_stride from row to row; out [n_slices, N_VALUE DIM]; pools conv_states [states,
+// TAPS - 1, CHANNELS] and states [states, N_VALUE, DIM, DIM]; ids, kept [n_slices]: the row of a slice's state, and the row that
+// gets the one behind its token, or -1.
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+    delta_net_batch(const u16* y, u16* out, float* conv_states, float* states, const long long* ids, const long long* kept,
+                    const float* conv_weight, const float* decay_rates, const float* dt_bias, const float* norm, int n_slices,
+                    int y_stride, float norm_eps, float l2_eps, float scale) {
+  extern __shared__ __align__(128) u8 memory[];
+  launch_dependents();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int n_pairs = (n_slices * N_KEY - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, n_items = n_pairs * HEADS;
+  Shared s(memory, n_pairs);
+  Items items = {ids, kept};
+  if (threadIdx.x == THREADS) {
+    for (int i = 0; i < SLOTS; i++) {
+      init_barrier(s.full + 8 * i);
+      init_barrier(s.empty + 8 * i);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  if (warp == TEAMS * WARPS) {
+    if (lane == 0) copy_states(items, n_items, s, states);
+    return;
+  }
+  wait_for_inputs();
+  for (int at = threadIdx.x; at < n_pairs * ROW; at += THREADS) {
+    int pair = at / ROW, c = at % ROW, key = items.pair(pair * HEADS) % N_KEY, slice = items.slice(pair * HEADS);
+    int channel = (c < DIM ? key : c < 2 * DIM ? N_KEY + key : 2 * N_KEY + (c / DIM - 2) * N_KEY + key) * DIM + c % DIM;
+    long long target = kept[slice];
+    const float* window = conv_states + ids[slice] * (TAPS - 1) * CHANNELS + channel;
+    float in[TAPS], x = 0.f;
+#pragma unroll
+    for (int t = 0; t < TAPS; t++) in[t] = t < TAPS - 1 ? window[t * CHANNELS] : number(y + (long long)slice * y_stride + channel);
+#pragma unroll
+    for (int t = 0; t < TAPS; t++) {
+      x += in[t] * conv_weight[t * CHANNELS + channel];
+      if (t > 0 && target >= 0) conv_states[(target * (TAPS - 1) + t - 1) * CHANNELS + channel] = in[t];
+    }
+    s.inputs[at] = x * sigmoid(x);
+  }
+  for (int i = threadIdx.x; i < n_items; i += THREADS) {
+    int head = items.head(i);
+    s.gates[i] = gates_of(y + (long long)items.slice(i) * y_stride, head, decay_rates[head], dt_bias[head]);
+  }
+  wait_for_team<THREADS>(TEAMS);
+  int team = warp / WARPS, member = warp % WARPS;
+  float* parts = s.parts + team * WARPS * 2 * DIM;
+  for (int i = team; i < n_items; i += TEAMS) {
+    int slot = i % SLOTS;
+    const float *q = s.inputs + i / HEADS * ROW, *k = q + DIM, *v = k + DIM + i % HEADS * DIM;
+    float* matrix = s.slots + slot * (DIM * DIM) + member * LINES * DIM + lane * 4;
+    Gates gates = s.gates[i];
+    wait_for_barrier(s.full + 8 * slot, i / SLOTS % 2);
+    float4 lines[LINES];
+#pragma unroll
+    for (int r = 0; r < LINES; r++) lines[r] = *(const float4*)(matrix + r * DIM);
+    Token token(lines, q, k, v, parts, gates, l2_eps, scale, member, lane, [=] { wait_for_team<TEAM_THREADS>(team); });
+#pragma unroll
+    for (int r = 0; r < LINES; r++) *(float4*)(matrix + r * DIM) = token.updated(lines[r], k, member * LINES + r, gates);
+    publish_writes();
+    wait_for_team<TEAM_THREADS>(team);
+    if (threadIdx.x % TEAM_THREADS == 0) arrive(s.empty + 8 * slot);
+    if (member == 0) {
+      long long slice = items.slice(i), head = items.head(i);
+      token.store(out + (slice * N_VALUE + head) * DIM, y + slice * y_stride + CHANNELS + head * DIM, norm, gates, norm_eps, lane);
+    }
+  }
+}
