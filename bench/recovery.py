@@ -16,6 +16,7 @@ the event loop does for a chunk and for a decode step, and when a chunk's rows a
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -217,19 +218,21 @@ async def measure(options, cost, keep):
     kills, moves = [], {}
     with tempfile.TemporaryDirectory() as directory:
         paths = {"on": configuration(options, directory, "8GiB"), "off": configuration(options, directory, "0")}
-        async with running(paths["on"], directory) as on, running(paths["off"], directory) as off:
+        compared = options.rounds and not cost
+        without = running(paths["off"], directory) if compared else contextlib.nullcontext()
+        async with running(paths["on"], directory) as on, without as off:
             vocabulary = on.model.spec.vocabulary
 
             def prompts():
                 return [[rng.randrange(vocabulary) for _ in range(options.tokens)] for _ in range(options.streams)]
 
-            for i in range(0 if cost else options.rounds + 1):
+            for i in range(options.rounds + 1 if compared else 0):
                 asked = prompts()
                 for name, service in (("on", on), ("off", off)) if i % 2 else (("off", off), ("on", on)):
                     measured = await speeds(service, asked)
                     if i:
                         found[name].append(measured)
-            if options.rounds and not cost:
+            if compared:
                 cost = told_cost(found)
                 keep(cost, kills, moves)
             asked = prompts()

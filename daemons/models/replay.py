@@ -35,7 +35,7 @@ from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Slice, Step
 
 WORK_BYTES = 1 << 30
 """Device memory left beside rows and weights to layers that compute as many rows as a step has."""
-MAX_STEPS_AT_ONCE = 4
+MAX_STEPS_AT_ONCE = 8
 """Steps of different sequences that a GPU with room for it computes together: fewer launches, and longer products."""
 SWITCH_S = 5e-4
 """How long the thread that loads waits at most for the interpreter while the other one computes, and the other way."""
@@ -53,15 +53,34 @@ class RowFile:
         """``fd`` is closed with this object."""
         self._fd, self._width, self._dtype = fd, width, dtype
         self._buffer = torch.empty(0, dtype=torch.uint8)  # page-locking one would take longer than copying without
+        self._fetched = range(0)  # rows that are in the buffer
         weakref.finalize(self, os.close, fd)
+
+    def fetch(self, first: int, n: int) -> None:
+        """Read so many rows, for ``read`` to find them.  Raises as ``read`` does."""
+        self._fill(first, n)
+        self._fetched = range(first, first + n)
+
+    def forget(self) -> None:
+        """Give back the memory of what was fetched."""
+        self._buffer, self._fetched = torch.empty(0, dtype=torch.uint8), range(0)
 
     def read(self, first: int, n: int, device: torch.device) -> Tensor:
         """``[n, width]`` on a device, when they are there.  Raises OSError if the file is complete without them."""
+        at = first - self._fetched.start
+        if first not in self._fetched or first + n > self._fetched.stop:
+            self._fill(first, n)
+            self._fetched, at = range(0), 0
+        row_bytes = self._width * self._dtype.itemsize
+        found = self._buffer[at * row_bytes : (at + n) * row_bytes].view(self._dtype).view(n, self._width)
+        return found.clone() if device == CPU else found.to(device)
+
+    def _fill(self, first: int, n: int) -> None:
+        """Read rows into the buffer."""
         row_bytes = self._width * self._dtype.itemsize
         if self._buffer.numel() < n * row_bytes:
             self._buffer = torch.empty(n * row_bytes, dtype=torch.uint8)
-        rows = self._buffer[: n * row_bytes]
-        view, at = memoryview(rows.numpy()), first * row_bytes  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        view, at = memoryview(self._buffer[: n * row_bytes].numpy()), first * row_bytes  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
         while view:
             complete = self._is_complete()
             n_read = os.preadv(self._fd, [view], at)
@@ -70,8 +89,6 @@ class RowFile:
             if not n_read:
                 time.sleep(POLL_S)
             view, at = view[n_read:], at + n_read
-        found = rows.view(self._dtype).view(n, self._width)
-        return found.clone() if device == CPU else found.to(device)
 
     def _is_complete(self) -> bool:
         return bool(fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL))
@@ -107,6 +124,7 @@ class LayerwiseReplay:
         self.problem = ""
         self.max_rows = 0  # that are computed together; 0: those of a step
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
+        self._embeds = plan.embedding
         self._chunks: list[_Chunk] = []
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None  # on which weights are loaded
@@ -126,6 +144,9 @@ class LayerwiseReplay:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
+        if not self._embeds:
+            n_rows = sum(step.n_tokens for step in self.steps)
+            self._thread.submit(self._rows.fetch, self._replay.first_row, n_rows).add_done_callback(self._note)
         try:
             with torch.cuda.stream(stream):
                 yield
@@ -157,6 +178,7 @@ class LayerwiseReplay:
     def finish(self, shard: ShardModel) -> Sequences | None:
         """Wait until all is computed; the open sequences, or None with a ``problem``."""
         self._chunks.clear()
+        self._rows.forget()
         if self.problem:
             return None
         synchronize(shard.device)

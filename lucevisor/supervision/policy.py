@@ -31,6 +31,7 @@ class SupervisionLimits:
     step_s: float = 120.0  # a daemon that works on one step or reset for longer is considered hung
     backoff_first_s: float = 0.25
     backoff_most_s: float = 30.0
+    served_s: float = 5.0  # one that was READY for this long is replaced at once
     stable_s: float = 60.0  # READY for this long resets the backoff
     lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core
@@ -67,17 +68,16 @@ class RestartPolicy:
     def delay_s(self, now: float) -> float | None:
         """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
 
-        Exponential backoff, with jitter between half of the step and all of it. A start that never succeeds is given up
-        after `n_restarts` tries in a row, however slowly it fails.
+        Zero where a process had served: requests wait for the next one. Else exponential backoff, with jitter
+        between half of the step and all of it. A start that never succeeds is given up after `n_restarts` tries in a
+        row, however slowly it fails.
         """
-        if self._ready_at is None:
-            self._unready += 1
-        elif now - self._ready_at >= self.limits.stable_s:
-            self._in_a_row = 0
+        ready_s = 0.0 if self._ready_at is None else now - self._ready_at
+        self._unready += self._ready_at is None
         self._ready_at = None
-        self._in_a_row += 1
+        self._in_a_row = 1 if ready_s >= self.limits.stable_s else self._in_a_row + 1
         step_s = min(self.limits.backoff_most_s, self.limits.backoff_first_s * 2.0 ** min(self._in_a_row - 1, 60))
-        delay_s = step_s * (0.5 + 0.5 * self.rng())
+        delay_s = 0.0 if ready_s >= self.limits.served_s else step_s * (0.5 + 0.5 * self.rng())
         self._restarts = [at for at in self._restarts if at > now + delay_s - self.limits.window_s]
         if len(self._restarts) >= self.limits.n_restarts or self._unready > self.limits.n_restarts:
             return None

@@ -159,6 +159,11 @@ def test_rows_come_from_where_they_lie():
     assert torch.equal(file.read(5, 4, torch.device("cpu")), rows[3:7])
     with pytest.raises(OSError, match="before row 13"):
         file.read(11, 2, torch.device("cpu"))
+    file.fetch(4, 6)
+    for first, n in ((4, 6), (6, 2), (3, 2), (5, 4)):  # the third one is not fetched as a whole
+        assert torch.equal(file.read(first, n, torch.device("cpu")), rows[first - 2 : first - 2 + n])
+    file.forget()
+    assert torch.equal(file.read(5, 4, torch.device("cpu")), rows[3:7])
 
 
 def test_rows_that_are_being_written_are_waited_for():

@@ -12,7 +12,8 @@ from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
 
 
 def test_backoff_doubles_to_its_most_and_a_stable_period_resets_it():
-    policy = RestartPolicy(SupervisionLimits(n_restarts=1000, window_s=1.0, stable_s=60.0), lambda: 1.0)
+    limits = SupervisionLimits(n_restarts=1000, window_s=1.0, served_s=5.0, stable_s=60.0)
+    policy = RestartPolicy(limits, lambda: 1.0)
     delays = []
     now = 0.0
     for _ in range(12):
@@ -22,9 +23,14 @@ def test_backoff_doubles_to_its_most_and_a_stable_period_resets_it():
         policy.restarted(now)
     assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0, 30.0]
     policy.became_ready(now)
-    assert policy.delay_s(now + 59.9) == 30.0
+    assert policy.delay_s(now + 4.9) == 30.0
+    policy.became_ready(now + 10.0)
+    assert policy.delay_s(now + 69.9) == 0.0, "it has served"
     policy.became_ready(now + 100.0)
-    assert policy.delay_s(now + 160.0) == 0.25
+    assert policy.delay_s(now + 104.9) == 30.0
+    policy.became_ready(now + 200.0)
+    assert policy.delay_s(now + 260.0) == 0.0
+    assert policy.delay_s(now + 260.0) == 0.5
 
 
 @given(rng=st.floats(0.0, 1.0, exclude_max=True), n=st.integers(1, 9))
