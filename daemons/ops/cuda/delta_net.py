@@ -20,7 +20,7 @@ WARPS = 8
 """Warps that compute a state."""
 TEAMS, SLOTS = 2, 3
 """Of a block with many slices: states that are computed at once, and states in shared memory."""
-MIN_BATCH = 6
+MIN_BATCH = 5
 """Slices of one token from which on states pass through shared memory."""
 
 
