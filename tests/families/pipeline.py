@@ -31,11 +31,11 @@ PAGES = 61
 STATES = 32
 
 
-def pools_of(spec: ModelSpec, host_pages: int = 0) -> PoolSizes:
+def pools_of(spec: ModelSpec, host_pages: int = 0, pages: int = PAGES) -> PoolSizes:
     """PoolSizes with only the spaces that the model has."""
     spaces = spec.spaces()
     return PoolSizes(
-        full_pages=PAGES if Space.FULL in spaces else 0,
+        full_pages=pages if Space.FULL in spaces else 0,
         window_pages=PAGES - 8 if Space.WINDOW in spaces else 0,
         states=STATES if Space.RECURRENT in spaces else 0,
         host_pages=host_pages,
@@ -44,7 +44,7 @@ def pools_of(spec: ModelSpec, host_pages: int = 0) -> PoolSizes:
 
 @dataclass(frozen=True)
 class How:
-    """Number formats and backend of a pipeline.  ``host_pages``: of KV Flash; attention reads them, or with
+    """Number formats, backend and pages of a pipeline.  ``host_pages``: of KV Flash; attention reads them, or with
     ``rank_pages`` ranks them.
     """
 
@@ -53,6 +53,7 @@ class How:
     backend: Backend = Backend.CPU
     host_pages: int = 0
     rank_pages: bool = False
+    pages: int = PAGES
 
 
 def load_stages(
@@ -69,7 +70,7 @@ def load_stages(
         if start in layer_split:
             groups.append([])
         groups[-1].append(ShardPlan(0, LayerRange(start, stop)))
-    pools, most = pools_of(spec, how.host_pages), {"max_sequences": 16, "max_step_tokens": 512}
+    pools, most = pools_of(spec, how.host_pages, how.pages), {"max_sequences": 16, "max_step_tokens": 512}
     load = Load(
         [],
         how.dtype,
