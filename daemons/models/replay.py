@@ -187,7 +187,7 @@ class LayerwiseReplay:
     # ---- inside
 
     def _note(self, computed: Future[None]) -> None:
-        if (error := computed.exception()) is not None:
+        if not computed.cancelled() and (error := computed.exception()) is not None:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _try(self, shard: ShardModel, layer: Block, at: int, missing_bytes: int) -> None:
@@ -210,6 +210,7 @@ class LayerwiseReplay:
             if at == 0:
                 chunk.rows = self._first_rows(shard, chunk, batch)
             assert chunk.rows is not None
+            # ends in torch's sum, which waits for all kernels ahead: the next chunk reads what these wrote
             chunk.rows = layer(chunk.rows, batch)
             for operation in chunk.copies:
                 _copy(shard, operation, index)
@@ -224,7 +225,10 @@ class LayerwiseReplay:
             if needed + WORK_BYTES > free:
                 self._give_up(f"rows and weights take {needed} bytes, {free} are free")
                 return
-            self.max_rows = min((free - needed) // WORK_BYTES, MAX_STEPS_AT_ONCE) * self._load.max_step_tokens
+            # one share of it is for what loads meanwhile
+            self.max_rows = (
+                max(1, min((free - needed) // WORK_BYTES - 1, MAX_STEPS_AT_ONCE)) * self._load.max_step_tokens
+            )
         load = self._load
         sequences = self.sequences = Sequences(
             [shard.pools], load.pools, load.max_sequences, attend_host=load.attend_host
@@ -284,6 +288,7 @@ class LayerwiseReplay:
     def _give_up(self, problem: str) -> None:
         self.problem, self.sequences = problem, None
         self._chunks.clear()
+        self._rows.forget()
 
 
 def _copy(shard: ShardModel, operation: Operation, layer: int) -> None:

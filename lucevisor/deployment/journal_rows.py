@@ -83,9 +83,9 @@ class JournalRows:
         fd = os.memfd_create("lucevisor-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             self._submit(partial(self._gather, steps, os.dup(fd)))  # the caller may close its own meanwhile
-        except OSError:
+        except (OSError, RuntimeError) as error:  # no thread can be started now: the next one closes the copy
             os.close(fd)
-            raise
+            raise OSError(f"rows cannot be written: {error}") from error
         return fd
 
     def _gather(self, steps: Sequence[Sequence[RowCopy]], fd: int) -> None:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
+
+AT_ONCE: Final = 2
+"""Failures in a row after which a process that had served is still replaced without backoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class SupervisionLimits:
     step_s: float = 120.0  # a daemon that works on one step or reset for longer is considered hung
     backoff_first_s: float = 0.25
     backoff_most_s: float = 30.0
-    served_s: float = 5.0  # one that was READY for this long is replaced at once
+    served_s: float = 5.0  # one that was READY for this long is replaced at once, twice
     stable_s: float = 60.0  # READY for this long resets the backoff
     lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core
@@ -68,16 +72,17 @@ class RestartPolicy:
     def delay_s(self, now: float) -> float | None:
         """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
 
-        Zero where a process had served: requests wait for the next one. Else exponential backoff, with jitter
-        between half of the step and all of it. A start that never succeeds is given up after `n_restarts` tries in a
-        row, however slowly it fails.
+        Zero where a process had served, the first two times in a row: requests wait for the next one. Else exponential
+        backoff, with jitter between half of the step and all of it. A start that never succeeds is given up after
+        `n_restarts` tries in a row, however slowly it fails.
         """
         ready_s = 0.0 if self._ready_at is None else now - self._ready_at
         self._unready += self._ready_at is None
         self._ready_at = None
         self._in_a_row = 1 if ready_s >= self.limits.stable_s else self._in_a_row + 1
         step_s = min(self.limits.backoff_most_s, self.limits.backoff_first_s * 2.0 ** min(self._in_a_row - 1, 60))
-        delay_s = 0.0 if ready_s >= self.limits.served_s else step_s * (0.5 + 0.5 * self.rng())
+        at_once = ready_s >= self.limits.served_s and self._in_a_row <= AT_ONCE
+        delay_s = 0.0 if at_once else step_s * (0.5 + 0.5 * self.rng())
         self._restarts = [at for at in self._restarts if at > now + delay_s - self.limits.window_s]
         if len(self._restarts) >= self.limits.n_restarts or self._unready > self.limits.n_restarts:
             return None

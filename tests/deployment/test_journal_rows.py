@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
+from functools import partial
 
 import numpy as np
+import pytest
 
 from lucevisor.deployment.journal_rows import JournalRows
 from lucevisor.engine.journal import RowCopy
@@ -67,4 +70,22 @@ def test_rows_of_steps_are_gathered_in_a_file_behind_copies_on_their_way() -> No
     assert found[:, 0].tolist() == [3, 4, 9, 10, 60]
     assert (found == found[:, :1]).all()
     rows.free(0)
+    arena.close()
+
+
+def test_where_no_thread_can_be_started_rows_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * ROW_BYTES, n_regions=1))
+    rows = JournalRows({0: arena}, ROW_BYTES, 3 * 64 * ROW_BYTES)
+    taken: list[int] = []
+
+    def submit(work: partial[None]) -> None:
+        taken.append(work.args[1])
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rows, "_submit", submit)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="can't start new thread"):
+        rows.gather([[RowCopy(1, 0, 0, 1)]])
+    os.close(taken[0])  # which the work has, and may still do
+    assert len(os.listdir("/proc/self/fd")) == before
     arena.close()

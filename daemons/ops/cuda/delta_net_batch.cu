@@ -10,6 +10,7 @@
 
 constexpr int STATE_BYTES = DIM * DIM * 4, TEAM_THREADS = WARPS * 32, THREADS = TEAMS * TEAM_THREADS;
 constexpr int ROW = (2 + HEADS) * DIM;  // q, k and the values of a pair
+static_assert(2 * SLOTS % TEAMS == 0);  // a team ended the phase before the one that it waits for
 
 // What a block keeps in shared memory, in this order
 struct Shared {
@@ -112,6 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     const float *q = s.inputs + i / HEADS * ROW, *k = q + DIM, *v = k + DIM + i % HEADS * DIM;
     float* matrix = s.slots + slot * (DIM * DIM) + member * LINES * DIM + lane * 4;
     Gates gates = s.gates[i];
+    // Another team had the slot before: while its state is on the way, this one's parity is that of the phase before it.
+    if (i >= SLOTS) wait_for_barrier(s.empty + 8 * slot, (i / SLOTS - 1) % 2);
     wait_for_barrier(s.full + 8 * slot, i / SLOTS % 2);
     float4 lines[LINES];
 #pragma unroll

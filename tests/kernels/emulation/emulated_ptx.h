@@ -1,7 +1,8 @@
 // Takes the place of daemons/ops/cuda/ptx.cuh: a thread of a block is a fiber on the cpu, its instructions are plain C++.
 //
 // Fibers run in a random order from one meeting point (barrier, shuffle, matrix product) to the next, warps stand still now and
-// then, and a copy happens at its start or not before the wait for it, so that a missing wait or barrier shows as wrong numbers.  Shared memory begins
+// then, and a copy happens at its start, or not before the wait for it, some of them long after that began, so that a
+// missing wait or barrier shows as wrong numbers.  Shared memory begins
 // as NaN.  The blocks of a cluster take turns.  Blocks in which all threads wait for ever end the process with a message.
 #define PTX_CUH
 #include <cmath>
@@ -47,7 +48,7 @@ constexpr int STACK_BYTES = 1 << 16;
 struct Copy { u32 to; const u8* from; u32 n_bytes; };
 struct Store { u8* to; u32 from, n_bytes; bool read; std::vector<u8> bytes; };
 struct Meeting { int arrived = 0, generation = 0; };
-struct Barrier { u32 parity, n_arrivals, missing; bool pending; Copy copy; };
+struct Barrier { u32 parity, n_arrivals, missing; bool pending; Copy copy; u64 lands_at; };
 struct Fiber {
   ucontext_t context;
   std::vector<u8> stack;
@@ -69,6 +70,7 @@ static Meeting of_cluster;
 static ucontext_t scheduler;
 static int running;
 static std::mt19937 random_bits;
+static u64 n_sweeps;  // over the fibers of a block, so far
 static u64 moves;  // meetings that were passed and copies that were made: none in a sweep is a deadlock
 static Dim3 threadIdx, blockIdx, gridDim, blockDim;
 
@@ -224,7 +226,7 @@ template <int PENDING> static void wait_for_copies() {
 }
 
 static Barrier& barrier_at(u32 address) { return block->barriers[address / 8]; }
-static void init_barrier(u32 barrier, u32 n_arrivals = 1) { barrier_at(barrier) = {0, n_arrivals, n_arrivals, false, {}}; }
+static void init_barrier(u32 barrier, u32 n_arrivals = 1) { barrier_at(barrier) = {0, n_arrivals, n_arrivals, false, {}, 0}; }
 static void publish_barriers() {}
 static void complete(Barrier& b) {
   if (b.missing || b.pending) return;
@@ -247,13 +249,18 @@ template <int BYTES> static void copy_bulk(u32 to, const u8* from, u32 barrier) 
   b.copy = {to, from, BYTES};
   b.pending = true;
   b.missing--;
-  if (random_bits() % 2) land(b);
+  b.lands_at = n_sweeps + (random_bits() % 8 ? 0 : random_bits() % 200);
+  if (random_bits() % 2 && b.lands_at <= n_sweeps) land(b);
 }
 static void wait_for_barrier(u32 barrier, u32 parity) {
   Barrier& b = barrier_at(barrier);
   while (b.parity == parity) {
-    if (b.pending) land(b);
-    else yield();
+    if (b.pending && b.lands_at <= n_sweeps) {
+      land(b);
+    } else {
+      if (b.pending) moves++;
+      yield();
+    }
   }
 }
 
@@ -299,7 +306,7 @@ static void fiber_main() {
 
 static void prepare_block(Block& b, int n_threads) {
   b.memory.assign(sizeof(memory), 0xFF);
-  b.barriers.assign(sizeof(memory) / 8, {0, 1, 1, false, {}});
+  b.barriers.assign(sizeof(memory) / 8, {0, 1, 1, false, {}, 0});
   b.of_block = {};
   for (auto* meetings : {b.of_teams, b.of_warps}) std::fill(meetings, meetings + 32, Meeting{});
   b.fibers.resize(n_threads);
@@ -318,6 +325,7 @@ static void prepare_block(Block& b, int n_threads) {
 // One turn of each of the current block's fibers but those of the warp that stands still; whether all are done.
 static bool sweep(std::vector<int>& order, int still) {
   bool all_done = true;
+  n_sweeps++;
   std::shuffle(order.begin(), order.end(), random_bits);
   for (int i : order) {
     Fiber& f = block->fibers[i];
