@@ -72,9 +72,9 @@ class RestartPolicy:
     def delay_s(self, now: float) -> float | None:
         """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
 
-        Zero where a process had served, the first two times in a row: requests wait for the next one. Else exponential
-        backoff, with jitter between half of the step and all of it. A start that never succeeds is given up after
-        `n_restarts` tries in a row, however slowly it fails.
+        Zero where a process had served, the first two times in a row: requests wait for the next one. Else
+        exponential backoff, with jitter between half of the step and all of it. A start that never succeeds is given up
+        after `n_restarts` tries in a row, however slowly it fails.
         """
         ready_s = 0.0 if self._ready_at is None else now - self._ready_at
         self._unready += self._ready_at is None
