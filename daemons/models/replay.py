@@ -127,6 +127,7 @@ class LayerwiseReplay:
         self._embeds = plan.embedding
         self._chunks: list[_Chunk] = []
         self._thread: ThreadPoolExecutor | None = None
+        self._submitted: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None  # on which weights are loaded
         if len(plan.shards) > 1:
             self.problem = "the stage runs on several devices"
@@ -145,12 +146,12 @@ class LayerwiseReplay:
         sys.setswitchinterval(SWITCH_S)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
         if not self._embeds:
-            n_rows = sum(step.n_tokens for step in self.steps)
-            self._thread.submit(self._rows.fetch, self._replay.first_row, n_rows).add_done_callback(self._note)
+            self._submitted.append(self._thread.submit(self._fetch))
         try:
             with torch.cuda.stream(stream):
                 yield
-            self._thread.shutdown()
+            for one in self._submitted:
+                one.result()  # raises what nobody expected, as it would without a thread
         finally:
             self._thread.shutdown(cancel_futures=True)
             sys.setswitchinterval(interval)
@@ -173,7 +174,7 @@ class LayerwiseReplay:
             with torch.cuda.stream(steps), launching(shard.device):
                 self._try(shard, layer, at, missing_bytes)
 
-        self._thread.submit(compute).add_done_callback(self._note)
+        self._submitted.append(self._thread.submit(compute))
 
     def finish(self, shard: ShardModel) -> Sequences | None:
         """Wait until all is computed; the open sequences, or None with a ``problem``."""
@@ -186,8 +187,10 @@ class LayerwiseReplay:
 
     # ---- inside
 
-    def _note(self, computed: Future[None]) -> None:
-        if not computed.cancelled() and (error := computed.exception()) is not None:
+    def _fetch(self) -> None:
+        try:
+            self._rows.fetch(self._replay.first_row, sum(step.n_tokens for step in self.steps))
+        except (MemoryError, OSError) as error:
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _try(self, shard: ShardModel, layer: Block, at: int, missing_bytes: int) -> None:
@@ -225,10 +228,8 @@ class LayerwiseReplay:
             if needed + WORK_BYTES > free:
                 self._give_up(f"rows and weights take {needed} bytes, {free} are free")
                 return
-            # one share of it is for what loads meanwhile
-            self.max_rows = (
-                max(1, min((free - needed) // WORK_BYTES - 1, MAX_STEPS_AT_ONCE)) * self._load.max_step_tokens
-            )
+            shares = (free - needed) // WORK_BYTES - 1  # one is for what loads meanwhile
+            self.max_rows = max(1, min(shares, MAX_STEPS_AT_ONCE)) * self._load.max_step_tokens
         load = self._load
         sequences = self.sequences = Sequences(
             [shard.pools], load.pools, load.max_sequences, attend_host=load.attend_host

@@ -6,12 +6,14 @@ import fcntl
 import os
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from daemons.kv.sequences import Sequences
-from daemons.models.replay import RowFile, layerwise_replays
+from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
 from daemons.models.stage import LoadedStage
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay
@@ -142,7 +144,7 @@ def test_what_cannot_be_replayed_leaves_a_stage_without_sequences():
     [replay] = layerwise_replays(load, spec, file_of(torch.zeros(5, spec.boundary_width), 0)).values()
     stage = loaded(spec, plan, load, replay)
     assert not stage.replayed(replay)
-    assert "ends before row 70" in replay.problem
+    assert "the file of rows ends before row" in replay.problem
     assert not stage.sequences.by_id
 
 
@@ -184,3 +186,41 @@ def test_rows_that_are_being_written_are_waited_for():
         file.read(0, 10, torch.device("cpu"))
     writer.join()
     os.close(fd)
+
+
+@pytest.fixture
+def in_a_thread(monkeypatch):
+    """Replays run in a thread, as on a GPU, whose streams are left out: on a cpu work is done when a call returns."""
+    stream = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, wait_stream=lambda _: None)
+    for name in ("Stream", "current_stream", "default_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    loading = LayerwiseReplay.loading
+    monkeypatch.setattr(LayerwiseReplay, "loading", lambda self, _: loading(self, torch.device("cuda")))
+
+
+@pytest.mark.usefixtures("in_a_thread")
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen3", "qwen35moe"])
+def test_a_replay_in_a_thread_leaves_what_the_steps_leave(architecture):
+    test_a_replay_leaves_what_the_steps_leave(architecture)
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_rows_that_a_thread_misses_leave_a_stage_without_sequences():
+    test_what_cannot_be_replayed_leaves_a_stage_without_sequences()
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_what_nobody_expects_in_the_thread_ends_the_load(monkeypatch):
+    spec = golden_spec("qwen35")
+    plan = plans_of(spec)[0]
+    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
+    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("a kernel is wrong")
+
+    monkeypatch.setattr(LayerwiseReplay, "_advance", fails)
+    with pytest.raises(RuntimeError, match="a kernel is wrong"):
+        loaded(spec, plan, load, replay)
