@@ -30,10 +30,12 @@ class Model:
 
 
 def qwen(
-    name, *, n_layers, embedding, width, heads, delta_heads, vocabulary, experts=None, dim=256, delta_dim=128, mtp=False
-):
+    name, *, n_layers, embedding, width, heads, delta_heads, vocabulary, experts=None, dim=256, delta_dim=128,
+    mtp=False, tied=False,
+):  # fmt: skip
     """Qwen3.5 and 3.6.  ``heads``: query and kv; ``delta_heads``: key and value; ``experts``: count, used (of
-    ``width``, with a shared one as wide); ``mtp``: with an MTP head behind the last layer.
+    ``width``, with a shared one as wide); ``mtp``: with an MTP head behind the last layer; ``tied``: the embedding is
+    the output matrix, too.
     """
     e, f, (h, hk), (nk, nv), conv = embedding, width, heads, delta_heads, 4
     inner, channels = nv * delta_dim, (2 * nk + nv) * delta_dim
@@ -65,6 +67,8 @@ def qwen(
         metadata |= {"expert_count": experts[0], "expert_used_count": experts[1]}
         metadata |= {"expert_feed_forward_length": f, "expert_shared_feed_forward_length": f}
     t = {"token_embd.weight": (vocabulary, e), "output.weight": (vocabulary, e), "output_norm.weight": (e,)}
+    if tied:
+        del t["output.weight"]
     for i in range(n_layers + mtp):
         b = f"blk.{i}."
         t |= {b + "attn_norm.weight": (e,), b + "post_attention_norm.weight": (e,)}
@@ -271,6 +275,10 @@ SHAPES = {
     "qwen3.6-35b-a3b": lambda: qwen(
         "Qwen3.6 35B A3B shape", n_layers=40, embedding=2048, width=512, heads=(16, 2), delta_heads=(16, 32),
         vocabulary=248320, experts=(256, 8),
+    ),
+    "qwen3.5-0.8b": lambda: qwen(
+        "Qwen3.5 0.8B shape", n_layers=24, embedding=1024, width=3584, heads=(8, 2), delta_heads=(16, 16),
+        vocabulary=248320, tied=True,
     ),
     "qwen3-0.6b": lambda: qwen3(
         "Qwen3 0.6B shape", n_layers=28, embedding=1024, width=3072, heads=(16, 8), vocabulary=151936,

@@ -72,8 +72,65 @@ def test_products_of_few_rows(kinds, n_rows, rows, seed):
         assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3),
+    n_rows=st.integers(1, 70),
+    rows=st.integers(1, 40),
+    outlier=st.sampled_from([1.0, 1e3, 1e-37]),
+    seed=st.integers(0, 99),
+)
+def test_products_of_many_rows_in_integers(kinds, n_rows, rows, outlier, seed):
+    """Weights are exact, activations integers: what is far smaller than the largest of 256 columns is rounded."""
+    torch.manual_seed(seed)
+    raws = [blocks(kind, n_rows, seed) for kind in kinds]
+    parts = [packed(BY_NAME[k], raw) for k, raw in zip(kinds, raws, strict=True)]
+    w = torch.cat([dequantise(BY_NAME[k], raw, torch.float32) for k, raw in zip(kinds, raws, strict=True)])
+    x = torch.randn(rows, 512)
+    x[:, ::97] *= outlier
+    x = x.bfloat16()
+    kernels, n_out = cpu_kernels(), len(w)
+    found = kernels.multiply_many(kernels.matrices(parts), x, n_out)
+    wanted = x.double() @ w.double().t()
+    largest = x.double().view(rows, 2, 256).abs().amax(dim=2) * 2.0**-15
+    rounded = largest @ w.double().abs().view(n_out, 2, 256).sum(dim=2).t()
+    allowed = BFLOAT16 * wanted.abs() + 12 * product_error(x, w) + rounded
+    assert bool(((found.double() - wanted).abs() <= allowed).all())
+    assert torch.equal(kernels.multiply_many(kernels.matrices(parts), x[-1:], n_out), found[-1:])
+
+
+def test_products_in_integers_of_short_and_of_very_many_rows():
+    """Columns that are no whole chunk, more rows than are taken at a time, numbers that are not finite, zeros."""
+    kind, kernels = BY_NAME["Q5_1"], cpu_kernels()
+    raw = torch.from_numpy(random_blocks(np.random.default_rng(0), "Q5_1", 48, 288))
+    w, parts = dequantise(kind, raw, torch.float32), [packed(kind, raw)]
+    x = torch.randn(2100, 288).bfloat16()
+    x[7], x[8, 3], x[9, 280] = 0.0, float("inf"), float("nan")
+    found = kernels.multiply_many(kernels.matrices(parts), x, 48)
+    wanted = x.double() @ w.double().t()
+    assert not found[8:10].isfinite().any()
+    found[8:10] = wanted[8:10] = 0.0
+    x[8:10] = 0.0
+    allowed = BFLOAT16 * wanted.abs() + 12 * product_error(x, w)
+    allowed += 2.0**-15 * x.double().abs().amax(dim=1, keepdim=True) * w.double().abs().sum(dim=1)
+    assert bool(((found.double() - wanted).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("in_integers", [False, True])
+def test_this_cpu_decides_how_many_rows_are_multiplied(in_integers, monkeypatch):
+    monkeypatch.setattr(cpu_kernels(), "multiplies_many", in_integers)
+    kind, x = BY_NAME["Q4_K"], torch.randn(MAX_TILED_ROWS + 1, 512).bfloat16()
+    product = TiledLinear(cpu_kernels(), [packed(kind, blocks("Q4_K", 40))], 512)
+    assert product.implementation.endswith("c++ in integers beyond" if in_integers else "bfloat16 onednn beyond")
+    direct = cpu_kernels().multiply_many(product._matrices, x, 40)
+    found = product(x)
+    assert torch.equal(found, direct) == in_integers
+    assert torch.allclose(found.float(), direct.float(), rtol=0.05, atol=0.05 * float(direct.float().abs().max()))
+
+
 @pytest.mark.parametrize("scratch", [1 << 24, 512 * 32])
 def test_products_of_many_rows(scratch, monkeypatch):
+    monkeypatch.setattr(cpu_kernels(), "multiplies_many", False)
     monkeypatch.setattr("daemons.ops.cpu.linear.SCRATCH_ELEMENTS", scratch)
     kinds = [BY_NAME["Q4_K"], BY_NAME["Q6_K"]]
     raws = [blocks(kind.name, 40) for kind in kinds]
@@ -84,8 +141,10 @@ def test_products_of_many_rows(scratch, monkeypatch):
     assert bool(((product(x).double() - wanted).abs() <= BFLOAT16 * wanted.abs() + 2 * product_error(x, w)).all())
 
 
-def test_threads_change_no_number():
-    kind, x = BY_NAME["Q5_K"], torch.randn(3, 512)
+@pytest.mark.parametrize("n_rows", [3, 40])
+def test_threads_change_no_number(n_rows, monkeypatch):
+    monkeypatch.setattr(cpu_kernels(), "multiplies_many", True)
+    kind, x = BY_NAME["Q5_K"], torch.randn(n_rows, 512)
     product = TiledLinear(cpu_kernels(), [packed(kind, blocks("Q5_K", 300))], 512)
     one, before = product(x.bfloat16()), torch.get_num_threads()
     torch.set_num_threads(3)

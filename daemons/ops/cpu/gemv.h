@@ -19,6 +19,11 @@ constexpr bool HAS_FLOAT_PRODUCTS = false;  // compiles in half the time
 constexpr bool HAS_FLOAT_PRODUCTS = true;
 #endif
 inline bool float_products() { return HAS_FLOAT_PRODUCTS && __builtin_cpu_is("intel"); }
+#ifdef __AMX_BF16__
+constexpr bool HAS_AMX = true;
+#else
+constexpr bool HAS_AMX = false;
+#endif
 
 // Activations bfloat16 [n][columns], and their sums [n][columns / SUM].  ``wide``: the same as float32, or null.
 struct Activations {

@@ -3,7 +3,7 @@
 
 #include "choices.h"
 #include "delta_net.h"
-#include "gemv.h"
+#include "gemm.h"
 #include "page_writes.h"
 #include "paged_attention.h"
 #include "recorded.h"
@@ -30,6 +30,20 @@ struct Matrix {
   long kind, n_rows;  // GGML's number of the type
   const uint8_t* tiles;
 };
+
+// Calls run(matrix, first strip, last strip, its first column) for a thread's part of all strips.
+template <class Run>
+void share_strips(const Matrix* matrices, long n_matrices, Run run) {
+  long n_strips = 0, column = 0;
+  for (long i = 0; i < n_matrices; i++) n_strips += (matrices[i].n_rows + TILE - 1) / TILE;
+  const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  long begin = n_strips * thread / threads, end = n_strips * (thread + 1) / threads;
+  for (long i = 0; i < n_matrices; i++) {
+    const long strips = (matrices[i].n_rows + TILE - 1) / TILE, stop = end < strips ? end : strips;
+    if (begin < stop) run(matrices[i], begin, stop, column);
+    begin = begin > strips ? begin - strips : 0, end -= strips, column += matrices[i].n_rows;
+  }
+}
 
 extern "C" {
 
@@ -72,21 +86,45 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
   const Activations a{x, sums, wide, n, n_columns};
 #pragma omp parallel if (n_strips > 4)
   {
-    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    long begin = n_strips * thread / threads, end = n_strips * (thread + 1) / threads, column = 0;
-    for (long i = 0; i < n_matrices; i++) {
-      const Matrix& w = matrices[i];
-      const long strips = (w.n_rows + TILE - 1) / TILE, stop = end < strips ? end : strips;
-      const auto run = [&]() -> long {
-        FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, w.n_rows, begin, stop, out + column, out_stride))
+    share_strips(matrices, n_matrices, [&](const Matrix& w, long begin, long end, long column) -> long {
+      FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, w.n_rows, begin, end, out + column, out_stride))
+      return 0;
+    });
+  }
+  return 0;
+}
+
+// The same for many rows.
+long multiply_many(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
+                   long out_stride) {
+  static thread_local std::vector<float> memory;
+  const long passes = (n + MAX_BLOCKS * BLOCK_ROWS - 1) / (MAX_BLOCKS * BLOCK_ROWS);
+  const long blocks = (n + passes * BLOCK_ROWS - 1) / (passes * BLOCK_ROWS), most = blocks * BLOCK_ROWS;
+  memory.resize(most * (n_columns / 2 + n_columns / SUM + (n_columns + CHUNK - 1) / CHUNK));
+  float* sums = memory.data() + most * (n_columns / 2);
+  const IntegerRows rows{(int32_t*)memory.data(), sums, sums + most * (n_columns / SUM), n_columns};
+  for (long first = 0; first < n; first += most) {
+    const long now = n - first < most ? n - first : most, padded = (now + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+#pragma omp parallel
+    {
+#pragma omp for
+      for (long r = 0; r < padded; r++)
+        if (r < now)
+          rows.put(r / BLOCK_ROWS, r % BLOCK_ROWS, x + (first + r) * n_columns);
+        else
+          rows.clear(r / BLOCK_ROWS, r % BLOCK_ROWS);
+      share_strips(matrices, n_matrices, [&](const Matrix& w, long begin, long end, long column) -> long {
+        uint16_t* to = out + first * out_stride + column;
+        FOR_KIND(w.kind, multiply_many_rows<T>(w.tiles, rows, now, w.n_rows, begin, end, to, out_stride))
         return 0;
-      };
-      if (begin < stop) run();
-      begin = begin > strips ? begin - strips : 0, end -= strips, column += w.n_rows;
+      });
     }
   }
   return 0;
 }
+
+// Whether multiply_many is faster here than a product of dequantised weights.
+long multiplies_many() { return integer_products(); }
 
 long rms_norm(const uint16_t* x, long stride, long n_rows, long heads, long width, const float* weight, long weights,
               float eps, const uint16_t* delta, uint16_t* sum, uint16_t* out, float* out_float) {
@@ -261,6 +299,7 @@ long select_path(const CandidatePath* candidates, long slices) {
 
 RECORDED(lookup)
 RECORDED(multiply)
+RECORDED(multiply_many)
 RECORDED(rms_norm)
 RECORDED(qk_norm_rope)
 RECORDED(act_and_mul)

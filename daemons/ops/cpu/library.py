@@ -24,6 +24,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "dequantise": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER],
     "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
+    "multiply_many": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
+    "multiplies_many": [],
     "rms_norm": [
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _FLOAT),
         *(_POINTER, _POINTER, _POINTER, _POINTER),
@@ -117,6 +119,8 @@ class CpuKernels:
         for name, types in SIGNATURES.items():
             function = getattr(self.library, name)
             function.argtypes, function.restype = types, _LONG
+        self.multiplies_many = bool(self.library.multiplies_many())
+        """Whether :meth:`multiply_many` is faster here than a product of dequantised weights."""
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
 
     def tiles_bytes(self, kind: GgmlType, n_rows: int, n_columns: int) -> int:
@@ -157,11 +161,22 @@ class CpuKernels:
         )
         return out
 
+    def multiply_many(self, matrices: ctypes.Array[_Matrix], x: Tensor, n_out: int) -> Tensor:
+        """:meth:`multiply` for many rows, with activations as 16-bit integers times powers of two."""
+        rows, n_columns = x.shape
+        out = x.new_empty(rows, n_out)
+        self.calls.multiply_many(
+            ctypes.addressof(matrices), len(matrices), x.data_ptr(), rows, n_columns, out.data_ptr(), n_out
+        )
+        return out
+
     def scratch(self, n_rows: int, n_columns: int) -> Tensor:
         """Memory for dequantised rows, the same at each call: fresh pages would take longer than to fill them."""
         size = n_rows * n_columns
         if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.bfloat16)
+            self.multiplies_many = bool(self.library.multiplies_many())
+        """Whether :meth:`multiply_many` is faster here than a product of dequantised weights."""
+        self._scratch = torch.empty(size, dtype=torch.bfloat16)
         return self._scratch[:size].view(n_rows, n_columns)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers on tiles of packed weights: C++ for few rows, oneDNN's bfloat16 product beyond."""
+"""Linear layers on tiles of packed weights: C++ for few rows; beyond, C++ or oneDNN's bfloat16 product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daemons.ops.cpu.library import CpuKernels, Tiles
 from lucevisor.model.quant_types import CPU_TILE_ROWS, GgmlType
 
 MAX_TILED_ROWS = 32
-"""Rows up to which weights are multiplied as they are packed; beyond, to dequantise them once is faster."""
+"""Rows up to which weights are decoded for each few rows; beyond, to decode them once is faster."""
 SCRATCH_ELEMENTS = 1 << 24
 """Weights that are dequantised at a time."""
 
@@ -19,7 +19,7 @@ SCRATCH_ELEMENTS = 1 << 24
 class TiledLinear:
     """Matrices ``[N, K]`` one below the other, bfloat16 activations.
 
-    Up to ``max_rows`` rows a row's result is the same whatever rows are beside it.
+    Up to ``max_rows`` rows, and in integers also beyond, a row's result is the same whatever rows are beside it.
     """
 
     def __init__(
@@ -32,11 +32,14 @@ class TiledLinear:
     @property
     def implementation(self) -> str:
         """What runs for how many rows, for the report of kernel selection."""
-        return f"tiles, c++ to {self.max_rows} rows, bfloat16 onednn beyond"
+        beyond = "c++ in integers" if self.kernels.multiplies_many else "bfloat16 onednn"
+        return f"tiles, c++ to {self.max_rows} rows, {beyond} beyond"
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.max_rows:
             return self.kernels.multiply(self._matrices, x.contiguous(), self.n_out)
+        if self.kernels.multiplies_many:
+            return self.kernels.multiply_many(self._matrices, x.contiguous(), self.n_out)
         batches = list(self._batches())
         if len(batches) == 1:
             return F.linear(x, self._dequantised(batches[0]))

@@ -37,29 +37,32 @@ using Q4_K = Type<256, 32, 0, true, false, -1, 0>;
 using Q5_K = Type<256, 32, 1, true, false, -1, 0>;
 using Q6_K = Type<256, 16, 2, true, true, 0, -32>;
 
-// The values of 32 codes as bfloat16, exact; where high bits are no part of the index: of sixteen, twice.
-template <class T>
+// The values of 32 codes as bfloat16, exact, or integers; where high bits are no part of the index: of sixteen, twice.
+template <class T, bool INTEGERS>
 inline __m512i values(int first) {
   alignas(64) uint16_t out[32];
   for (int i = 0; i < 32; i++) {
     const int code = first + (T::HIGH == 2 ? i : i & 15);
-    const float value = T::LOOKUP ? float(LEVELS[code & 15]) : float(code + T::ZERO);
+    const int value = T::LOOKUP ? LEVELS[code & 15] : code + T::ZERO;
+    const float real = float(value);
     uint32_t bits;
-    memcpy(&bits, &value, 4);
-    out[i] = uint16_t(bits >> 16);
+    memcpy(&bits, &real, 4);
+    out[i] = INTEGERS ? uint16_t(value) : uint16_t(bits >> 16);
   }
   return _mm512_load_si512(out);
 }
 
-// Decodes codes to bfloat16, exactly, by a table.
-template <class T>
+// Decodes codes exactly, by a table: to bfloat16, or to integers of 16 bits.
+template <class T, bool INTEGERS = false>
 struct Decoder {
-  const __m512i low = values<T>(0), high = values<T>(T::HIGH == 2 ? 32 : 16), nibble = _mm512_set1_epi16(15);
+  const __m512i low = values<T, INTEGERS>(0), high = values<T, INTEGERS>(T::HIGH == 2 ? 32 : 16);
+  const __m512i nibble = _mm512_set1_epi16(15);
 
   // The p-th pair of columns of half a group, of 16 rows.
   inline __attribute__((always_inline)) __m512bh pair(const uint8_t* group, int p) const {
     if constexpr (T::HIGH == 4) {
       const __m256i q = _mm256_loadu_si256((const __m256i*)(group + T::CODES + 32 * p));
+      if constexpr (INTEGERS) return (__m512bh)_mm512_cvtepi8_epi16(q);
       const Floats a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)));
       const Floats b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)));
       return _mm512_cvtne2ps_pbh(b, a);
@@ -78,6 +81,10 @@ struct Decoder {
       const __m512i code = _mm512_ternarylogic_epi32(nibble, q, bits, 0xCA);  // nibble ? q : bits
       return (__m512bh)_mm512_permutex2var_epi16(low, code, high);
     }
+  }
+  inline __attribute__((always_inline)) __m512i integers(const uint8_t* group, int p) const {
+    static_assert(INTEGERS);
+    return (__m512i)pair(group, p);
   }
 };
 
