@@ -100,7 +100,7 @@ class KernelSelector:
         if self.cpu is not None:
             from daemons.ops.cpu.operations import CpuOperations
 
-            return CpuOperations(self.cpu), "c++ for short slices, torch beyond"
+            return CpuOperations(self.cpu), "c++, attention of long slices torch"
         return TorchOperations(), "torch"
 
     @property

@@ -15,7 +15,7 @@ from daemons.ops.choices import Candidates, select_path
 from daemons.ops.cpu.library import cpu_kernels
 from daemons.ops.cpu.operations import CpuOperations
 from daemons.ops.linear import DenseLinear
-from daemons.ops.operations import GatedDeltaNetParams, PagedQuery, TorchOperations
+from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams, PagedQuery, TorchOperations
 from daemons.ops.paged import DensePages, Q8Pages
 from lucevisor.model.values import Q8_GROUP
 from tests.daemons.cpu_kernels import needs_cpu_kernels
@@ -255,8 +255,9 @@ def test_casts_and_offsets_have_the_bits_of_torch(cpu):
 
 
 @pytest.mark.parametrize(("n_key", "n_value", "dim"), [(1, 2, 16), (2, 4, 32), (2, 2, 64), (1, 1, 128)])
-@pytest.mark.parametrize("n", [1, 4, 16])
+@pytest.mark.parametrize("n", [1, 4, 16, 37])
 def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n):
+    """Of long slices the last one, in place."""
     width, slices, states = 4, 2, 60
     norm = cpu.norm(torch.rand(dim) + 0.5, dim, 1e-6)
     channels = (2 * n_key + n_value) * dim
@@ -266,12 +267,16 @@ def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n
     pool = torch.randn(states, width - 1, channels), torch.randn(states, n_value, dim, dim) * 0.3
     y = torch.randn(slices * n, params.columns + 6).bfloat16()[:, : params.columns]
     ids = torch.tensor([3, 9])
-    kept = torch.arange(10, 10 + slices * n).view(slices, n)
-    kept[0, -1] = 3  # in place
-    if n > 1:
-        kept[1, 0] = -1
+    if is_long := n > MAX_DECODE_TOKENS:
+        kept = torch.full((slices, n), -1)
+        kept[:, -1] = ids
+    else:
+        kept = torch.arange(10, 10 + slices * n).view(slices, n)
+        kept[0, -1] = 3  # in place
+        if n > 1:
+            kept[1, 0] = -1
     found_pool = [x.clone() for x in pool]
-    found = cpu.gated_delta_net(params)(y, *found_pool, ids, kept, 0)
+    found = cpu.gated_delta_net(params)(y, *found_pool, ids, kept[:, :0] if is_long else kept, 0)
 
     shape = GatedDeltaNetShape(n_key, n_value, dim)
     plain = RmsNorm(norm.weight, dim, 1e-6)

@@ -107,8 +107,7 @@ def test_captured_steps_equal_eager_steps(name: str, capturable: bool, kv_dtype:
     for graphs in graphs_of(captured):
         assert len({key[:2] for key in graphs._graphs}) == len(graphs._graphs)  # one for all lengths
         shapes = {(key.n_slices, key.n_tokens) for key in graphs._graphs}
-        long = {(1, 32)} if name != "demo" else set()  # the delta net's kernel takes up to 16 tokens
-        assert shapes == ({(1, 1), (2, 5), (2, 1), (1, 3), (1, 16)} | long if capturable else set())
+        assert shapes == ({(1, 1), (2, 5), (2, 1), (1, 3), (1, 16), (1, 32)} if capturable else set())
 
 
 def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:

@@ -31,13 +31,16 @@ struct Matrix {
   const uint8_t* tiles;
 };
 
-// Calls run(matrix, first strip, last strip, its first column) for a thread's part of all strips.
-template <class Run>
-void share_strips(const Matrix* matrices, long n_matrices, Run run) {
-  long n_strips = 0, column = 0;
+inline long count_strips(const Matrix* matrices, long n_matrices) {
+  long n_strips = 0;
   for (long i = 0; i < n_matrices; i++) n_strips += (matrices[i].n_rows + TILE - 1) / TILE;
-  const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-  long begin = n_strips * thread / threads, end = n_strips * (thread + 1) / threads;
+  return n_strips;
+}
+
+// Calls run(matrix, its first strip, its last, its first column) for the strips from `begin` to `end` of all matrices.
+template <class Run>
+void for_strips(const Matrix* matrices, long n_matrices, long begin, long end, Run run) {
+  long column = 0;
   for (long i = 0; i < n_matrices; i++) {
     const long strips = (matrices[i].n_rows + TILE - 1) / TILE, stop = end < strips ? end : strips;
     if (begin < stop) run(matrices[i], begin, stop, column);
@@ -78,15 +81,16 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
   const bool is_wide = n > 1 && float_products();
   memory.resize(n * (n_columns / SUM) + (is_wide ? n * n_columns : 0));
   float *sums = memory.data(), *wide = is_wide ? sums + n * (n_columns / SUM) : nullptr;
-  long n_strips = 0;
-  for (long i = 0; i < n_matrices; i++) n_strips += (matrices[i].n_rows + TILE - 1) / TILE;
+  const long n_strips = count_strips(matrices, n_matrices);
   sum_columns(x, n * n_columns, sums);
   if (is_wide)
     for (long at = 0; at < n * n_columns; at += LANES) _mm512_storeu_ps(wide + at, load_bfloat16(x + at));
   const Activations a{x, sums, wide, n, n_columns};
 #pragma omp parallel if (n_strips > 4)
   {
-    share_strips(matrices, n_matrices, [&](const Matrix& w, long begin, long end, long column) -> long {
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const long mine = n_strips * thread / threads, others = n_strips * (thread + 1) / threads;
+    for_strips(matrices, n_matrices, mine, others, [&](const Matrix& w, long begin, long end, long column) -> long {
       FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, w.n_rows, begin, end, out + column, out_stride))
       return 0;
     });
@@ -103,6 +107,7 @@ long multiply_many(const Matrix* matrices, long n_matrices, const uint16_t* x, l
   memory.resize(most * (n_columns / 2 + n_columns / SUM + (n_columns + CHUNK - 1) / CHUNK));
   float* sums = memory.data() + most * (n_columns / 2);
   const IntegerRows rows{(int32_t*)memory.data(), sums, sums + most * (n_columns / SUM), n_columns};
+  const long n_strips = count_strips(matrices, n_matrices);
   for (long first = 0; first < n; first += most) {
     const long now = n - first < most ? n - first : most, padded = (now + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
 #pragma omp parallel
@@ -113,11 +118,14 @@ long multiply_many(const Matrix* matrices, long n_matrices, const uint16_t* x, l
           rows.put(r / BLOCK_ROWS, r % BLOCK_ROWS, x + (first + r) * n_columns);
         else
           rows.clear(r / BLOCK_ROWS, r % BLOCK_ROWS);
-      share_strips(matrices, n_matrices, [&](const Matrix& w, long begin, long end, long column) -> long {
-        uint16_t* to = out + first * out_stride + column;
-        FOR_KIND(w.kind, multiply_many_rows<T>(w.tiles, rows, now, w.n_rows, begin, end, to, out_stride))
-        return 0;
-      });
+#pragma omp for schedule(dynamic)  // other programs may hold up a thread
+      for (long strip = 0; strip < n_strips; strip++)
+        for_strips(matrices, n_matrices, strip, strip + 1,
+                   [&](const Matrix& w, long begin, long end, long column) -> long {
+                     uint16_t* to = out + first * out_stride + column;
+                     FOR_KIND(w.kind, multiply_many_rows<T>(w.tiles, rows, now, w.n_rows, begin, end, to, out_stride))
+                     return 0;
+                   });
     }
   }
   return 0;

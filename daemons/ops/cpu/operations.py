@@ -15,7 +15,6 @@ from daemons.ops.basic import RmsNorm, Rope
 from daemons.ops.choices import Candidates
 from daemons.ops.cpu.library import AttentionArguments, CpuKernels, DeltaNetArguments, PagesArguments, PathArguments
 from daemons.ops.operations import (
-    MAX_DECODE_TOKENS,
     GatedDeltaNetOp,
     GatedDeltaNetParams,
     Norm,
@@ -92,7 +91,7 @@ class CpuRmsNorm(RmsNorm):
 class CpuGatedDeltaNet:
     """See :class:`daemons.ops.operations.GatedDeltaNetOp`."""
 
-    max_tokens: int | None = MAX_DECODE_TOKENS
+    max_tokens: int | None = None
 
     def __init__(self, kernels: CpuKernels, params: GatedDeltaNetParams) -> None:
         self.kernels, self.params = kernels, params
