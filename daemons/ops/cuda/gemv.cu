@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
          int pairs_per_row, int round) {
   extern __shared__ __align__(128) u8 memory[];
   launch_dependents();
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = blockIdx.y;
+  int warp = this_warp(), lane = threadIdx.x % 32, pair = blockIdx.y;
   int n_tiles = (n_out + ROWS - 1) / ROWS;
   if (experts) {
     wait_for_inputs();

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, EIGHTS == 1 ? 2 : 1)
                  int pairs_per_row) {
   extern __shared__ __align__(128) u8 memory[];
   launch_dependents();
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.y, n_tiles = (n_out + ROWS - 1) / ROWS;
+  int warp = this_warp(), lane = threadIdx.x % 32, expert = blockIdx.y, n_tiles = (n_out + ROWS - 1) / ROWS;
   int first_tile = warp * (int)gridDim.x + (int)blockIdx.x, step = WARPS * (int)gridDim.x;
   int n_units = first_tile < n_tiles ? (n_tiles - first_tile + step - 1) / step * n_chunks : 0;
   u8* barriers = memory + WARPS * DEPTH * KIND::BYTES;

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     gemv_rows(const u8* tiles, const u16* x, u16* out, float* parts, int n_rows, int n_out, int n_chunks, int width) {
   extern __shared__ __align__(128) u8 memory[];
   launch_dependents();
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / TEAM, member = warp % TEAM;
+  int warp = this_warp(), lane = threadIdx.x % 32, team = warp / TEAM, member = warp % TEAM;
   int n_tiles = (n_out + ROWS - 1) / ROWS, first = blockIdx.y * n_chunks / gridDim.y;
   int n_mine = (blockIdx.y + 1) * n_chunks / gridDim.y - first;  // chunks
   Shared s(memory, n_mine);

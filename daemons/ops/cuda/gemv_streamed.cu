@@ -85,7 +85,7 @@ extern "C" __global__ void
                           int n_teams) {
   extern __shared__ __align__(128) u8 memory[];
   launch_dependents();
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, side = warp % n_side, team = warp / n_side;
+  int warp = this_warp(), lane = threadIdx.x % 32, side = warp % n_side, team = warp / n_side;
   int rank = (int)blockIdx.x % CLUSTER, n_tiles = (n_out + ROWS - 1) / ROWS;
   int first = rank * n_chunks / CLUSTER, n_mine = ((rank + 1) * n_chunks / CLUSTER - first - team + n_teams - 1) / n_teams;
   int tile = (int)blockIdx.x / CLUSTER * n_side + side;

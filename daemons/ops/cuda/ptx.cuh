@@ -46,7 +46,11 @@ DEVICE float low_float(u32 a) {
   return f;
 }
 
-DEVICE float high_float(u32 a) { return low_float(a >> 16); }
+DEVICE float high_float(u32 a) {
+  float f;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(a));
+  return f;
+}
 
 DEVICE u16 to_float16(float v) {
   u16 d;
@@ -81,6 +85,11 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// ---- a block's warps
+
+// Which one this is.  The compiler sees that it is one number for all lanes, and computes what follows from it once.
+DEVICE int this_warp() { return __shfl_sync(~0u, (int)threadIdx.x / 32, 0); }
 
 // ---- shared memory
 

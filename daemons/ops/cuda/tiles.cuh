@@ -53,7 +53,9 @@ template <bool FIFTH> struct Codes {
   }
 };
 
-// ---- Q4_K, Q5_K: integer scales and minima.  code x scale < 2,048 is exact, so that one product sums the whole chunk.
+// ---- Q4_K, Q5_K: integer scales and minima.  With up to 16 rows of activations a group's scale acts on its float32 sum of
+// products with 1024 + code, or with 64 + code; that is too much by a product of scales and sums of activations, as minima are.
+// With more rows scales act on codes, and one product sums the whole chunk: code x scale < 2,048 is exact.
 
 template <bool FIFTH> struct IntegerScales {
   static constexpr int HIGH = 2048, SCALES = HIGH + (FIFTH ? 512 : 0), BYTES = SCALES + 256;
@@ -74,24 +76,28 @@ template <bool FIFTH> struct IntegerScales {
   }
 
   template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
-    constexpr int CHAINS = N == 1 ? 2 : 1;  // two where nothing else hides the latency of the matrix units
-    u32 magic = in_register(MAGIC);
-    float inner[CHAINS][N][4] = {};
-    groups<0, ORDER>(inner, x, magic);
-    groups<1, ORDER>(inner, x, magic);
-    groups<2, ORDER>(inner, x, magic);
-    groups<3, ORDER>(inner, x, magic);
-    u32 low[2];
+    constexpr bool SCALED = N > 2;
+    float inner[N][4] = {};
+    u32 magic = in_register(MAGIC), low[2], scale[2];
+    groups<0, SCALED, ORDER>(inner, x, magic);
+    groups<1, SCALED, ORDER>(inner, x, magic);
+    groups<2, SCALED, ORDER>(inner, x, magic);
+    groups<3, SCALED, ORDER>(inner, x, magic);
 #pragma unroll
-    for (int r = 0; r < 2; r++) low[r] = add_half2(and_or<0x003F003Fu>(minima[r] >> 6, magic), 0xE400E400u);
+    for (int r = 0; r < 2; r++) {
+      low[r] = add_half2(and_or<0x003F003Fu>(minima[r] >> 6, magic), 0xE400E400u);
+      scale[r] = integers(minima[r], magic);
+    }
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      float minimum[4] = {};
-      mma(minimum, low[0], low[1], low[0], low[1], load_shared4(x[n].sums), load_shared4(x[n].sums + ORDER::LOW));
+      float minimum[4] = {}, excess[4] = {};
+      u32 sums = load_shared4(x[n].sums), errors = load_shared4(x[n].sums + ORDER::LOW);
+      mma(minimum, low[0], low[1], low[0], low[1], sums, errors);
+      if (!SCALED) mma(excess, scale[0], scale[1], scale[0], scale[1], sums, errors);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 d_dmin = d_and_dmin(scales[i / 2]);
-        float total = inner[0][n][i] + (CHAINS == 2 ? inner[CHAINS - 1][n][i] : 0.f);
+        float total = inner[n][i] - 1024.f * excess[i];
         sum[n][i] += x[n].factors[i % 2] * (low_float(d_dmin) * total - high_float(d_dmin) * minimum[i]);
       }
     }
@@ -102,22 +108,51 @@ template <bool FIFTH> struct IntegerScales {
     return ((s.x >> 12) & 0x000F000Fu) | ((s.y >> 8) & 0x00F000F0u) | ((s.z >> 4) & 0x0F000F00u) | (s.w & 0xF000F000u);
   }
 
+  // The scales of a word's two groups, the second one's over 16
+  DEVICE static u32 integers(u32 word, u32 magic) {
+    return fma_half2(and_or<0x003F003Fu>(word, magic), 0x2C003C00u, 0xD400E400u);
+  }
+
   // Groups 2 W and 2 W + 1
-  template <int W, class ORDER, int CHAINS, int N>
-  DEVICE void groups(float (&inner)[CHAINS][N][4], const Activations (&x)[N], u32 magic) const {
+  template <int W, bool SCALED, class ORDER, int N>
+  DEVICE void groups(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
     u32 scale[2], bias[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      u32 word = W == 0 ? scales[r].x : W == 1 ? scales[r].y : W == 2 ? scales[r].z : scales[r].w;
-      scale[r] = fma_half2(and_or<0x003F003Fu>(word, magic), 0x2C003C00u, 0xD400E400u);  // even, odd / 16
+      scale[r] = integers(W == 0 ? scales[r].x : W == 1 ? scales[r].y : W == 2 ? scales[r].z : scales[r].w, magic);
       bias[r] = mul_half2(scale[r], 0xE400E400u);
     }
-    group<2 * W, ORDER>(inner[0], x, scale, bias, magic);
-    group<2 * W + 1, ORDER>(inner[CHAINS - 1], x, scale, bias, magic);
+    if constexpr (SCALED) {
+      scaled_group<2 * W, ORDER>(inner, x, scale, bias, magic);
+      scaled_group<2 * W + 1, ORDER>(inner, x, scale, bias, magic);
+    } else {
+      group<2 * W, ORDER>(inner, x, scale, magic);
+      group<2 * W + 1, ORDER>(inner, x, scale, magic);
+    }
   }
 
   template <int J, class ORDER, int N>
-  DEVICE void group(float (&c)[N][4], const Activations (&x)[N], const u32 (&scale)[2], const u32 (&bias)[2], u32 magic) const {
+  DEVICE void group(float (&inner)[N][4], const Activations (&x)[N], const u32 (&scale)[2], u32 magic) const {
+    u32 a[4][2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      a[0][r] = codes[r].template biased<J, 0>(magic);
+      a[1][r] = codes[r].template biased<J, 1>(magic);
+      a[2][r] = codes[r].template biased<J, 2>(magic);
+      a[3][r] = codes[r].template biased<J, 3>(magic);
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      float c[4] = {};
+      multiply<J, ORDER>(c, a, x[n]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) inner[n][i] += (J % 2 ? high_float(scale[i / 2]) : low_float(scale[i / 2])) * c[i];
+    }
+  }
+
+  template <int J, class ORDER, int N>
+  DEVICE void scaled_group(float (&inner)[N][4], const Activations (&x)[N], const u32 (&scale)[2], const u32 (&bias)[2],
+                           u32 magic) const {
     u32 a[4][2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -128,11 +163,13 @@ template <bool FIFTH> struct IntegerScales {
       a[3][r] = fma_half2(codes[r].template biased<J, 3>(magic), s, b);
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-      uint4 b = load_shared16(x[n].x + J * ORDER::GROUP);
-      mma(c[n], a[0][0], a[0][1], a[1][0], a[1][1], b.x, b.y);
-      mma(c[n], a[2][0], a[2][1], a[3][0], a[3][1], b.z, b.w);
-    }
+    for (int n = 0; n < N; n++) multiply<J, ORDER>(inner[n], a, x[n]);
+  }
+
+  template <int J, class ORDER> DEVICE static void multiply(float (&c)[4], const u32 (&a)[4][2], const Activations& x) {
+    uint4 b = load_shared16(x.x + J * ORDER::GROUP);
+    mma(c, a[0][0], a[0][1], a[1][0], a[1][1], b.x, b.y);
+    mma(c, a[2][0], a[2][1], a[3][0], a[3][1], b.z, b.w);
   }
 };
 
@@ -276,10 +313,15 @@ struct Q6_K : GroupScales<Q6_K, 16> {
 
   DEVICE float step(int r) const { return low_float(steps[r]); }
 
+  // Of four groups two stand as codes beside 1024, two as 16 codes, so that two share each shift.
   template <int J, int Q> DEVICE u32 number(int r, u32 magic) const {
     u32 word = Q ? codes[r][J / 4].y : codes[r][J / 4].x, bits = Q ? high[r][J / 8].y : high[r][J / 8].x;
-    u32 biased = and_or<0x000F000Fu>(word >> (4 * (J % 4)), magic);
-    return add_half2(and_or<0x00300030u>(shift_left<4 - 2 * (J % 8)>(bits), biased), 0xE420E420u);  // - 1024 - 32
+    constexpr bool TIMES_16 = J % 4 >= 2;
+    word >>= (J % 4 + 1) / 2 * 4;
+    bits = shift_left<4 - 2 * (J % 8) + 4 * TIMES_16>(bits);
+    if (TIMES_16)  // / 16, - 64 - 32
+      return fma_half2(and_or<0x03000300u>(bits, and_or<0x00F000F0u>(word, magic)), 0x2C002C00u, 0xD600D600u);
+    return add_half2(and_or<0x00300030u>(bits, and_or<0x000F000Fu>(word, magic)), 0xE420E420u);  // - 1024 - 32
   }
 };
 

@@ -187,6 +187,8 @@ static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   }
 }
 
+static int this_warp() { return (int)threadIdx.x / 32; }
+
 // ---- shared memory and copies
 
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - memory); }
