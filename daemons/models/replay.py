@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.device import CPU, launching, memory_free, synchronize, torch_dtype
@@ -144,9 +145,11 @@ class LayerwiseReplay:
         stream.wait_stream(torch.cuda.current_stream(device))
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
+        reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
+        self._submitted.append(self._thread.submit(self._warm_up, device))
         if not self._embeds:
-            self._submitted.append(self._thread.submit(self._fetch))
+            self._submitted.append(self._thread.submit(reader.submit(self._fetch).result))  # layers come behind it
         try:
             with torch.cuda.stream(stream):
                 yield
@@ -154,6 +157,7 @@ class LayerwiseReplay:
                 one.result()  # raises what nobody expected, as it would without a thread
         finally:
             self._thread.shutdown(cancel_futures=True)
+            reader.shutdown()
             sys.setswitchinterval(interval)
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.empty_cache()  # what loading took for a while belongs to its stream
@@ -186,6 +190,17 @@ class LayerwiseReplay:
         return self.sequences
 
     # ---- inside
+
+    @torch.inference_mode()
+    def _warm_up(self, device: torch.device) -> None:
+        """Multiply something of a layer's shape: loads the library and its kernels, while the first layer is read."""
+        dtype, width = torch_dtype(self._load.dtype), self._spec.hidden_size
+        try:
+            with torch.cuda.stream(torch.cuda.default_stream(device)), launching(device):
+                rows = torch.zeros(self._load.max_step_tokens, width, dtype=dtype, device=device)
+                F.linear(rows, rows.new_zeros(width, width))
+        except torch.OutOfMemoryError:
+            pass  # whether rows and weights have room is seen later
 
     def _fetch(self) -> None:
         try:

@@ -196,6 +196,7 @@ def in_a_thread(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(LayerwiseReplay, "_warm_up", lambda *_: None)
     loading = LayerwiseReplay.loading
     monkeypatch.setattr(LayerwiseReplay, "loading", lambda self, _: loading(self, torch.device("cuda")))
 

@@ -47,23 +47,23 @@ def compiler():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kind_compiles(architecture):
-    """Depths, gates and dtypes in turn: each of them for some kind."""
-    variants = itertools.cycle(itertools.product((4, 3, 2), (False, True), DTYPES))
-    for kind, (depth, gated, dtype) in zip(sorted(KINDS), variants, strict=False):
-        constants = gemv_constants(kind, depth, gated=gated)
+    """Depths, gates, warps and dtypes in turn: each of them for some kind."""
+    variants = itertools.cycle(itertools.product((4, 3, 2), ((False, 12), (True, 8)), DTYPES))
+    for kind, (depth, (gated, warps), dtype) in zip(sorted(KINDS), variants, strict=False):
+        constants = gemv_constants(kind, warps, depth, gated=gated)
         assert compile_gemv(architecture, constants, dtype).startswith(b"\x7fELF")
 
 
 def test_copies_of_older_gpus_compile_for_newer_ones():
     """So that a test on a newer GPU can run them."""
-    assert compile_gemv("sm_90", gemv_constants("Q6_K", 3), torch.bfloat16, "NO_BULK_COPIES")
+    assert compile_gemv("sm_90", gemv_constants("Q6_K", 12, 3), torch.bfloat16, "NO_BULK_COPIES")
 
 
 def test_a_failure_says_what_the_compiler_said():
     with pytest.raises(CompileError, match=r"gemv.cu for sm_90: (.|\n)*error"):
-        compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16, "COLUMNS=1")
+        compile_gemv("sm_90", gemv_constants("Q4_K", 8, 4), torch.bfloat16, "COLUMNS=1")
     with pytest.raises(CompileError, match="sm_1"):
-        compile_gemv("sm_1", gemv_constants("Q4_K", 4), torch.bfloat16)
+        compile_gemv("sm_1", gemv_constants("Q4_K", 8, 4), torch.bfloat16)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -156,23 +156,23 @@ def test_blocks_fit_a_multiprocessor(kind, limits):
 
 def test_shared_memory_is_filled_with_tiles_in_flight():
     found = [gemv_shape("Q4_K", n_chunks, H200) for n_chunks in (20, 24, 68, 128)]
-    assert [(s.depth, s.per_processor) for s in found if s is not None] == [(4, 2), (4, 2), (4, 2), (2, 2)]
+    assert [(s.depth, s.per_processor) for s in found if s is not None] == [(3, 2), (3, 2), (2, 2), (4, 1)]
 
 
 def test_machine_code_is_kept_for_the_next_process(cache, monkeypatch):
-    made = compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16)
+    made = compile_gemv("sm_90", gemv_constants("Q4_K", 8, 4), torch.bfloat16)
     [file] = cache.iterdir()
     assert file.read_bytes() == made
     monkeypatch.setattr(compilation, "_compiled", lambda *_: pytest.fail("compiled again"))
-    assert compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16) == made
+    assert compile_gemv("sm_90", gemv_constants("Q4_K", 8, 4), torch.bfloat16) == made
 
 
 def test_another_option_or_source_is_other_machine_code(cache, monkeypatch):
-    compile_gemv("sm_90", gemv_constants("Q4_K", 4), torch.bfloat16)
-    compile_gemv("sm_90", gemv_constants("Q4_K", 3), torch.bfloat16)
+    compile_gemv("sm_90", gemv_constants("Q4_K", 8, 4), torch.bfloat16)
+    compile_gemv("sm_90", gemv_constants("Q4_K", 8, 3), torch.bfloat16)
     assert len([*cache.iterdir()]) == 2
     monkeypatch.setattr(compilation, "_sources", lambda: b"changed")
-    compile_gemv("sm_90", gemv_constants("Q4_K", 3), torch.bfloat16)
+    compile_gemv("sm_90", gemv_constants("Q4_K", 8, 3), torch.bfloat16)
     assert len([*cache.iterdir()]) == 3
 
 

@@ -76,6 +76,7 @@ def multiplied(
     pairs_per_row: int,
     n_round: int = 4,
     n_out: int = 0,
+    warps: int = 8,
 ) -> Tensor:
     """The result, twice as long: behind it lie sevens."""
     n_results, n_out = 1 if experts is None else len(experts), n_out or packed.n_rows
@@ -83,7 +84,7 @@ def multiplied(
     arguments = (packed.tiles, x, experts, out)
     pointers = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in arguments)
     sizes = (n_out, packed.n_chunks, x.shape[1], pairs_per_row, n_round)
-    library.run_gemv(n_blocks, n_results, 32 * gemv.WARPS, n_blocks, *pointers, *sizes)
+    library.run_gemv(n_blocks, n_results, 32 * warps, n_blocks, *pointers, *sizes)
     return out
 
 
@@ -99,22 +100,24 @@ def check(found: Tensor, wanted: Tensor) -> None:
 )
 def test_one_row(kind, copies, library):
     """Blocks of several tiles and of none, a tile that is not full, fewer and more chunks than warps."""
-    kernel = library("gemv", (*gemv.gemv_constants(kind, 3), *copies))
+    warps = 12 if copies else 8
+    kernel = library("gemv", (*gemv.gemv_constants(kind, warps, 3), *copies))
     for n, k, n_blocks, n_round in ((100, 2560, 3, 2), (31, 256, 4, 16), (16, 5120, 1, 1)):
         packed, numbers = matrix(kind, n, k)
         x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-        check(multiplied(kernel, packed, x, n_blocks, None, 1, n_round), x.double() @ numbers.t())
+        found = multiplied(kernel, packed, x, n_blocks, None, 1, n_round, warps=warps)
+        check(found, x.double() @ numbers.t())
 
 
 def test_a_gate(library):
     """silu(gate x) * (up x), rounded as by two kernels; for experts too."""
-    kernel = library("gemv", gemv.gemv_constants("Q4_K", 3, gated=True))
+    kernel = library("gemv", gemv.gemv_constants("Q4_K", 12, 3, gated=True))
     for n, k, n_blocks, n_round, pairs in ((160, 1536, 4, 4, 1), (96, 512, 2, 16, 3)):
         packed, numbers = matrix("Q4_K", *((pairs,) if pairs > 1 else ()), n, k)
         x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
         gate, up = (x.double() @ numbers.mT).view(pairs, n).float().bfloat16().double().chunk(2, dim=1)
         experts = torch.arange(pairs) if pairs > 1 else None
-        found = multiplied(kernel, packed, x, n_blocks, experts, pairs, n_round, n_out=n // 2)
+        found = multiplied(kernel, packed, x, n_blocks, experts, pairs, n_round, n_out=n // 2, warps=12)
         wanted = torch.nn.functional.silu(gate) * up
         assert bool((found[1] == 7).all())
         assert (
@@ -128,7 +131,7 @@ def test_expert_pairs_in_float16(kind, columns, library):
     packed, numbers = matrix(kind, 3, 20, columns)
     experts = torch.tensor([2, 0, 1, 1])
     x = torch.randn(2, columns, generator=torch.Generator().manual_seed(1)).half()
-    constants = (*gemv.gemv_constants(kind, 2), "FLOAT16_ACTIVATIONS")
+    constants = (*gemv.gemv_constants(kind, 8, 2), "FLOAT16_ACTIVATIONS")
     found = multiplied(library("gemv", constants), packed, x, 2, experts, 2)
     check(found, torch.stack([x[p // 2].double() @ numbers[e].t() for p, e in enumerate(experts.tolist())]))
 

@@ -25,8 +25,8 @@ KINDS = frozenset({"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q5_0"})
 """Quant types that the kernels multiply."""
 MAX_ROWS = 16
 MIN_CAPABILITY = (8, 0)
-WARPS = 8
-"""Warps of a block."""
+FEW_WARPS, MANY_WARPS, MANY_CHUNKS = 8, 12, 20
+"""Warps of a block, and those of a matrix of so many chunks and more."""
 ROWS_WARPS = 16
 """Those of gemv_rows.cu."""
 MAX_SPLITS = 8
@@ -36,10 +36,11 @@ RESERVED_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class GemvShape:
-    """How a matrix is multiplied: tiles in flight per warp, tiles after which a block's warps add their sums, shared
-    bytes of a block, blocks per multiprocessor.
+    """How a matrix is multiplied: warps of a block, tiles in flight per warp, tiles after which a block's warps add
+    their sums, shared bytes of a block, blocks per multiprocessor.
     """
 
+    warps: int
     depth: int
     round: int
     shared_bytes: int
@@ -51,12 +52,13 @@ def gemv_shape(kind: str, n_chunks: int, limits: SharedMemory) -> GemvShape | No
     """Two blocks on a multiprocessor rather than one, then as many tiles in flight as fit; None: no block fits."""
     row = -(-n_chunks // 4) * 16 + n_chunks * (512 + (32 if kind in ("Q4_K", "Q5_K") else 0))
     n_round = 4 if n_chunks >= 10 else 8 if n_chunks >= 5 else 16
+    warps = MANY_WARPS if n_chunks >= MANY_CHUNKS else FEW_WARPS
     for per_processor in (2, 1):
         for depth in (4, 3, 2):
-            n_bytes = WARPS * depth * (tile_bytes(kind) + 8) + 2 * n_round * WARPS * TILE_ROWS * 4 + row
+            n_bytes = warps * depth * (tile_bytes(kind) + 8) + 2 * n_round * warps * TILE_ROWS * 4 + row
             available = min(limits.block_shared_bytes, limits.shared_bytes // per_processor - RESERVED_BYTES)
             if n_bytes <= available:
-                return GemvShape(depth, n_round, n_bytes, per_processor)
+                return GemvShape(warps, depth, n_round, n_bytes, per_processor)
     return None
 
 
@@ -95,9 +97,9 @@ def rows_constants(kind: str, shape: RowsShape) -> tuple[str, ...]:
     return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}")
 
 
-def gemv_constants(kind: str, depth: int, *, gated: bool = False) -> tuple[str, ...]:
+def gemv_constants(kind: str, warps: int, depth: int, *, gated: bool = False) -> tuple[str, ...]:
     """What gemv.cu is compiled with."""
-    constants = (f"KIND={kind}", f"TILE_BYTES={tile_bytes(kind)}", f"DEPTH={depth}", f"WARPS={WARPS}")
+    constants = (f"KIND={kind}", f"TILE_BYTES={tile_bytes(kind)}", f"DEPTH={depth}", f"WARPS={warps}")
     return (*constants, f"GATED={int(gated)}")
 
 
@@ -145,7 +147,7 @@ class CudaGemv:
         return n_rows
 
     def _kernel(self, kind: str, shape: GemvShape, *, gated: bool = False) -> Kernel:
-        key = gemv_constants(kind, shape.depth, gated=gated)
+        key = gemv_constants(kind, shape.warps, shape.depth, gated=gated)
         if key not in self._kernels:
             code = compile_gemv(self.architecture, key, self.dtype, *self.defines)
             self._kernels[key] = Kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
@@ -256,7 +258,7 @@ class CudaGemv:
         grid = (min(n_blocks, padded_rows(n_out) // TILE_ROWS), n_results)
         sizes = (n_out, n_chunks, x.shape[1], pairs_per_row, shape.round)
         arguments = (packed.tiles, x, experts, out, *sizes)
-        self._kernel(kind, shape, gated=gated)(grid, 32 * WARPS, shape.shared_bytes, arguments)
+        self._kernel(kind, shape, gated=gated)(grid, 32 * shape.warps, shape.shared_bytes, arguments)
 
 
 def cuda_gemv(device: torch.device, dtype: torch.dtype) -> CudaGemv:
