@@ -97,24 +97,32 @@ def keys(*labels):
 
 PRODUCT = re.compile(r"^(Q\w+) (\d+)x(\d+): c\+\+ ([\d.]+) us [\d.]+ TB/s \| triton ([\d.]+)", re.MULTILINE)
 
+NOW = re.compile(r"^(Q\w+) (\d+)x(\d+): now ([\d.]+) us", re.MULTILINE)
+
 
 def products(text):
     """(kind, bytes, us in C++, us in Triton) of the products of one row in gemv-h200.txt."""
-    rows = []
-    for kind, n, k, ours, triton in PRODUCT.findall(text):
-        weights, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        rows.append((kind, int(n) * int(k) // weights * n_bytes, float(ours), float(triton)))
-    return rows
+    return [
+        (kind, matrix_bytes(kind, n, k), float(ours), float(triton))
+        for kind, n, k, ours, triton in PRODUCT.findall(text)
+    ]
 
 
-def roofline(figure, text):
+def matrix_bytes(kind, n, k):
+    weights, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return int(n) * int(k) // weights * n_bytes
+
+
+def roofline(figure, text, newer):
     """Time of products of one row over the bytes of the matrix, and the time that reading them takes."""
     axes, rows = figure.subplots(), products(text)
+    now = [(matrix_bytes(kind, n, k), float(us)) for kind, n, k, us in NOW.findall(newer)]
     line = [min(r[1] for r in rows), max(r[1] for r in rows)]
     axes.plot(
         [n / 1e6 for n in line], [n / READ_BYTES_PER_S * 1e6 for n in line], color=BOUND, label="bytes / 4.38 TB/s"
     )
-    for column, label, color, marker in ((2, "CUDA C++", OURS, "o"), (3, "Triton", OTHER, "^")):
+    axes.scatter([n / 1e6 for n, _ in now], [us for _, us in now], color=OURS, marker="o", label="CUDA C++", s=22)
+    for column, label, color, marker in ((2, "the first CUDA C++", THEIRS, "."), (3, "Triton", OTHER, "^")):
         axes.scatter(
             [r[1] / 1e6 for r in rows], [r[column] for r in rows], color=color, marker=marker, label=label, s=22
         )
@@ -160,11 +168,13 @@ def recovery(figure, *runs):
                 bbox_to_anchor=(0.45, 1.2), fontsize=8)  # fmt: skip
 
 
-SPEED = ("speed-h200-27b.json", "speed-h200-27b-again.json", "speed-h200-35b-a3b.json")
+SPEED = (
+    "speed-h200-27b.json", "speed-h200-27b-again.json", "speed-h200-27b-fourth.json", "speed-h200-35b-a3b.json",
+)  # fmt: skip
 PLOTS = {
     "decode-by-streams": Plot(decode, SPEED),
     "prefill": Plot(prefill, SPEED),
-    "roofline": Plot(roofline, ("gemv-h200.txt",), (6.0, 3.6)),
+    "roofline": Plot(roofline, ("gemv-h200.txt", "gemv-instructions-h200.txt"), (6.0, 3.6)),
     "kv-flash": Plot(kv_flash, ("kv-flash-h200-27b.json",), (6.0, 3.2)),
     "recovery": Plot(recovery, ("recovery-h200-27b.json", "recovery-cpu.json"), (7.2, 2.4)),
 }
