@@ -122,6 +122,26 @@ class TestBodies:
         assert message.startswith(f"{param}: holds U+D800, half of a surrogate pair")
         assert not client.rig.stage.opened
 
+    @pytest.mark.parametrize("n_more", [0, 200_000])  # read in the loop, and in a worker
+    @pytest.mark.parametrize(
+        ("path", "param", "body"),
+        [
+            (CHAT, "messages[0].content", BODY),
+            ("/v1/completions", "stop[0]", {"prompt": "x", "stop": ["Hi"]}),
+            ("/v1/messages", "messages[0].content", {"max_tokens": 5, **BODY}),
+            ("/v1/responses", "metadata.k", {"input": "x", "metadata": {"k": "Hi"}}),
+            ("/api/chat", "messages[0].content", BODY),
+            ("/tokenize", "content", {"content": "Hi"}),
+        ],
+    )
+    async def test_bytes_that_are_not_utf8_are_refused_by_name(self, client, path, param, body, n_more):
+        data = json.dumps(body).encode().replace(b'"Hi"', b'"caf\xe9' + b"x" * n_more + b'"')
+        status, answer = await client.ask(path, data=data, headers={"Content-Type": "application/json"})
+        message = answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
+        assert status == 400
+        assert message == f"{param}: is not UTF-8 at its byte 0xE9; send bodies in UTF-8"
+        assert (await client.chat())[0] == 200  # the worker lives
+
     async def test_too_large(self, start):
         client = await start(Rig(settings=ApiSettings(max_body_bytes=10_000)))
         big = json.dumps({**BODY, "user": "x" * 20_000}).encode()

@@ -42,8 +42,9 @@ def test_a_value_that_is_none_of_a_list_is_told_with_the_list(more, told):
     assert refused(kind, fields).message.startswith(told)
 
 
-class TestHalvesOfSurrogatePairs:
-    """JSON can escape one, and no UTF-8 holds it: the parameter is named, as msgspec's message misleads."""
+class TestTextThatNoUtf8Holds:
+    """JSON can escape half of a surrogate pair, and a body can hold any bytes: the parameter is named, as msgspec's
+    message misleads."""
 
     @pytest.mark.parametrize(
         ("raw", "param", "half"),
@@ -72,12 +73,38 @@ class TestHalvesOfSurrogatePairs:
 
     @pytest.mark.parametrize(
         "raw",
-        [b'{"a":"\\ud800"', b'{"a":"\xff\xed\xa0\x80"}', b'{"a":"\\ud800', b'{"a":' * 900 + b'"\\ud800"' + b"}" * 900],
+        [
+            b'{"a":"\\ud800"',
+            b'{"a":"\xff"',
+            b"\xff\xfe{\x00}\x00",
+            b'{"a":"\\ud800',
+            b'{"a":' * 900 + b'"\\ud800"' + b"}" * 900,
+        ],
     )
     def test_what_is_no_json_either_is_told_as_that(self, raw):
         with pytest.raises(ApiError) as caught:
             decode_object(raw)
         assert caught.value.code == "invalid_json"
+
+    @pytest.mark.parametrize(
+        ("raw", "param", "byte"),
+        [
+            (b'{"prompt":"Hi \xff"}', "prompt", "0xFF"),
+            (b'{"prompt":["caf\xc3\xa9","caf\xe9"]}', "prompt[1]", "0xE9"),
+            (b'{"messages":[{"content":"cut \xf0\x9f\x98"}]}', "messages[0].content", "0xF0"),
+            (b'{"a":{"\x80":1}}', "a", "0x80"),
+            (b'{"a":"\xff\xed\xa0\x80"}', "a", "0xFF"),
+        ],
+    )
+    def test_bytes_that_are_not_utf8_are_told_with_their_place(self, raw, param, byte):
+        with pytest.raises(ApiError) as caught:
+            decode_object(raw)
+        assert (caught.value.status, caught.value.param) == (400, param)
+        assert caught.value.message == f"{param}: is not UTF-8 at its byte {byte}; send bodies in UTF-8"
+
+    def test_a_half_beside_bytes_that_are_not_utf8_is_told_as_a_half(self):
+        with pytest.raises(ApiError, match=r"^a: holds U\+D800, half of a surrogate pair"):
+            decode_object(b'{"a":"\\ud800","b":"\xff"}')
 
     def test_pairs_are_taken(self):
         assert decode_object(b'{"a":"\\ud83d\\ude00 \\\\ud800"}') == {"a": "\U0001f600 \\ud800"}

@@ -29,6 +29,7 @@ _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", 
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")  # of such a path: a field or an index
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # in JSON, as an escape or as bytes
+_ESCAPED_BYTES: Final = range(0xDC80, 0xDD00)  # what surrogateescape makes of bytes 0x80 to 0xFF
 _TYPE_NAMES: Final = {
     "int": "integer",
     "float": "number",
@@ -48,7 +49,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
-        _refuse_surrogates(raw)
+        _refuse_broken_text(raw)
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -56,23 +57,42 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _refuse_surrogates(raw: bytes) -> None:
-    """Raise ApiError 400 naming the value with half of a surrogate pair, if that is what is wrong with the body.
+def _refuse_broken_text(raw: bytes) -> None:
+    """Raise ApiError 400 naming the value with half of a surrogate pair or bytes that are not UTF-8, if that is all
+    that is wrong with the body.
 
-    Python's JSON parser takes what msgspec refuses with a message about the syntax.
+    Python's JSON parser takes what msgspec refuses with a message about the syntax, or about a byte of some text.
     """
     try:
-        value = json.loads(raw.decode("utf-8", "surrogatepass")) if _SURROGATE.search(raw) else None
-        found = _find_surrogate(value, "")
+        text = _decoded(raw)
+        found = None if text is None else _find_surrogate(json.loads(text), "")
     except (ValueError, RecursionError):
         return
-    if found is not None:
-        path, half = found
-        param = path.lstrip(".") or "body"
-        raise bad_parameter(
-            param if len(param) <= _MAX_NAME_CHARS else param[:_MAX_NAME_CHARS] + "…",
-            f"holds U+{ord(half):04X}, half of a surrogate pair, which is no character; send both halves, or U+FFFD",
-        )
+    if found is None:
+        return
+    param, half = found[0].lstrip(".") or "body", ord(found[1])
+    param = param if len(param) <= _MAX_NAME_CHARS else param[:_MAX_NAME_CHARS] + "…"
+    if half in _ESCAPED_BYTES and not _is_text(raw):
+        why = f"is not UTF-8 at its byte 0x{half - _ESCAPED_BYTES[0] + 0x80:02X}; send bodies in UTF-8"
+    else:
+        why = f"holds U+{half:04X}, half of a surrogate pair, which is no character; send both halves, or U+FFFD"
+    raise bad_parameter(param, why)
+
+
+def _decoded(raw: bytes) -> str | None:
+    """Return a body with text that no UTF-8 holds: halves of surrogate pairs, and bytes as U+DC80 to U+DCFF."""
+    if not _is_text(raw):
+        return raw.decode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "surrogatepass") if _SURROGATE.search(raw) else None
+
+
+def _is_text(raw: bytes) -> bool:
+    """Return whether bytes are UTF-8, halves of surrogate pairs included."""
+    try:
+        raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _find_surrogate(value: object, path: str) -> tuple[str, str] | None:
