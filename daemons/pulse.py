@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from lucevisor.protocol.blocking_link import BlockingLink
@@ -169,3 +169,14 @@ def _rss_bytes() -> int:
             return int(statm.read().split()[1]) * _PAGE_BYTES
     except OSError:
         return 0
+
+
+def warn_once(reporter: Reporter, told: set[str], warnings: Iterable[str], stage: int | str) -> None:
+    """Log what costs speed in a stage, less what was told before: stages of a process share what could not be compiled.
+
+    ``told``: the warnings so far.
+    """
+    for text in warnings:
+        if text not in told:
+            told.add(text)
+            reporter.log("warning", text, stage=stage)

@@ -25,7 +25,7 @@ from daemons.errors import DeviceError, LoadError, StateError
 from daemons.identities import expect, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays
 from daemons.models.stage import LoadedStage, StageOutput
-from daemons.pulse import Reporter
+from daemons.pulse import Reporter, warn_once
 from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler
 from daemons.scoring import score
@@ -73,6 +73,7 @@ class ModelRunner:
         ]
         self._ring = next((TokenRing(arenas[p.tokens]) for p in load.stages if p.tokens is not None), None)
         self._settled_at = self._upkeep_s = 0.0
+        self._warned: set[str] = set()
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
@@ -94,8 +95,7 @@ class ModelRunner:
         for plan in load.stages:
             replay = replays.get(plan.stage)
             stage = LoadedStage.load(runner.spec, plan, load, backend, reporter.progress, replay)
-            for warning in stage.warnings:
-                reporter.log("warning", warning, stage=plan.stage)
+            warn_once(reporter, runner._warned, stage.warnings, plan.stage)
             stage.warn = partial(reporter.log, "warning", stage=plan.stage)
             runner.stages[plan.stage] = stage
             uses += stage.usage()
@@ -165,16 +165,14 @@ class ModelRunner:
                 raise
             reporter.log("error", "the scoring model cannot be loaded", reason=str(error))
             return f"the scoring model cannot be loaded: {error}"
-        for warning in self.scorer.warnings:
-            reporter.log("warning", warning, stage="scoring")
+        warn_once(reporter, self._warned, self.scorer.warnings, "scoring")
         return ""
 
     def _load_draft(self, reporter: Reporter) -> DraftStage:
         assert self._load.draft is not None
         output_stage = next((self.stages[p.stage] for p in self._load.stages if p.output), None)
         draft = DraftStage.load(self.spec, self._load, self._backend, reporter.progress, output_stage)
-        for warning in draft.warnings:
-            reporter.log("warning", warning, stage=self._load.draft.stage)
+        warn_once(reporter, self._warned, draft.warnings, self._load.draft.stage)
         draft.warn = partial(reporter.log, "warning", stage=self._load.draft.stage)
         return draft
 

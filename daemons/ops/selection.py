@@ -39,6 +39,11 @@ from lucevisor.model.quant_types import GgmlType, WeightFormat
 if TYPE_CHECKING:
     from daemons.ops.cuda.gemv import CudaGemv
 
+_NOT_COMPILED: dict[tuple[object, ...], str] = {}
+"""Device, dtype, quant type, chunks and dimensions of matrices for which CUDA C++ was not compiled, and why."""
+_GEMV_FAILURES: dict[tuple[str, torch.dtype], str] = {}
+"""Why no CUDA C++ was compiled for a device and dtype."""
+
 
 @dataclass(slots=True)
 class KernelSelector:
@@ -176,8 +181,21 @@ class KernelSelector:
         return self._experts(experts)
 
     def _row_gemv_of(self, packed: PackedWeights) -> tuple[CudaGemv | None, int]:
-        """The CUDA C++ kernels for this matrix, compiled, and for how many rows there are some."""
-        n_rows = 0 if self._row_gemv is None else self._row_gemv.prepare(packed)
+        """The CUDA C++ kernels for this matrix, compiled, and for how many rows there are some.
+
+        None, and a warning, where they cannot be compiled; that is not tried again for another matrix like it.
+        """
+        if self._row_gemv is None:
+            return None, 0
+        kind, n_rows = packed.kind.name, 0
+        key = (str(self.device), self.dtype, kind, packed.n_chunks, packed.tiles.ndim)
+        if key not in _NOT_COMPILED:
+            n_rows, failed = _prepared(self._row_gemv, packed)
+            if failed:
+                _NOT_COMPILED[key] = failed
+        if reason := _NOT_COMPILED.get(key):
+            warning = f"{self.device} multiplies {kind} with Triton kernels, slower than CUDA C++: {reason}"
+            self.warnings += [warning] if warning not in self.warnings else []
         return (self._row_gemv if n_rows else None), n_rows
 
     def _experts(self, matrices: ExpertWeights) -> ExpertWeights:
@@ -243,22 +261,43 @@ def triton_reject_reason(device: torch.device, dtype: torch.dtype) -> str:
         with launching(device):
             probe(device, dtype)
     except Exception as error:  # no C compiler, unknown GPU, wrong library: all alike
-        first = str(error).strip().partition("\n")[0]
+        first = _first_line(error)
         return f"Triton cannot compile for it ({type(error).__name__}: {first}); it needs a C compiler and a driver"
     return ""
 
 
 def _cuda_gemv(device: torch.device, dtype: torch.dtype) -> tuple[CudaGemv | None, str]:
     """The CUDA C++ kernel, or why it cannot run and how to fix it; neither on a GPU that is too old."""
+    from daemons.ops.cuda.compiler import CompileError
     from daemons.ops.cuda.gemv import MIN_CAPABILITY, cuda_gemv
 
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return None, ""
+    if failed := _GEMV_FAILURES.get((str(device), dtype)):
+        return None, failed
     try:
         with launching(device):
             return cuda_gemv(device, dtype), ""
     except Exception as error:  # no NVRTC, one that does not know the GPU, an old driver: all alike
-        return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        if isinstance(error, CompileError):  # nothing that passes, as a lack of memory does
+            _GEMV_FAILURES[str(device), dtype] = reason
+        return None, reason
+
+
+def _prepared(gemv: CudaGemv, packed: PackedWeights) -> tuple[int, str]:
+    """For how many rows there are kernels, or why they could not be compiled."""
+    from daemons.ops.cuda.compiler import CompileError
+    from daemons.ops.cuda.driver import DriverError
+
+    try:
+        return gemv.prepare(packed), ""
+    except (CompileError, DriverError) as error:
+        return 0, f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _kernels() -> Operations:

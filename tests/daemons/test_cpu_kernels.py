@@ -157,11 +157,11 @@ def test_threads_change_no_number(n_rows, monkeypatch):
 def test_a_cpu_or_a_machine_that_cannot_is_told(monkeypatch):
     monkeypatch.setattr(compiler, "_cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(compiler.CpuCompileError, match="the cpu lacks avx512_bf16"):
-        compiler.library.__wrapped__()
+        compiler.load()
     monkeypatch.undo()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(compiler.CpuCompileError, match=r"no C\+\+ compiler: install g\+\+"):
-        compiler.library.__wrapped__()
+        compiler.load()
 
 
 def test_a_compiler_that_fails_is_told(monkeypatch, tmp_path):
@@ -171,5 +171,5 @@ def test_a_compiler_that_fails_is_told(monkeypatch, tmp_path):
     broken.chmod(0o700)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(compiler.CpuCompileError, match="broken: fatal error: out of luck"):
-        compiler.library.__wrapped__()
+        compiler.load()
     assert not list(tmp_path.glob("lucevisor/*.so"))

@@ -16,6 +16,7 @@ from fcntl import LOCK_EX, flock
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 
 from daemons.ops.code_cache import cache_directory
 
@@ -24,15 +25,33 @@ FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-march=native", "-ffp-contra
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 """Flags in /proc/cpuinfo of a cpu that can run the kernels."""
 TIMEOUT_S = 300.0
+_LOADING = Lock()
 
 
 class CpuCompileError(Exception):
     """No library: the message says why."""
 
 
-@cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels.  Raises CpuCompileError."""
+    """The compiled kernels.  Raises CpuCompileError, the same one at each call: what failed is not tried again."""
+    with _LOADING:  # so that two threads do not both compile
+        found = _outcome()
+    if isinstance(found, CpuCompileError):
+        raise CpuCompileError(*found.args)
+    return found
+
+
+@cache
+def _outcome() -> ctypes.CDLL | CpuCompileError:
+    """What :func:`load` returned or raised in this process."""
+    try:
+        return load()
+    except CpuCompileError as error:
+        return error.with_traceback(None)
+
+
+def load() -> ctypes.CDLL:
+    """Load the kernels, compiled unless they are in the cache.  Raises CpuCompileError."""
     flags = _cpu_flags()
     if not flags >= NEEDED:
         raise CpuCompileError(f"the cpu lacks {', '.join(sorted(NEEDED - flags))}")
