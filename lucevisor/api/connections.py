@@ -1,9 +1,9 @@
 """Connection limits: deadlines for heads, bodies, writes and idle connections, and a cap on open connections.
 
 aiohttp has a deadline for idle connections only.  Knows HTTP/1.1 style, no routes.  Invariants: a connection without
-a complete head is closed after `head_timeout_s`, one whose client does not read after `write_timeout_s`; at the cap a
-new connection replaces the one that has been idle longest, else one whose body arrives too slowly; a connection whose
-request arrived whole is never closed to make room.
+a complete head is closed after `head_timeout_s`, one whose client reads less than `min_read_rate` after
+`write_timeout_s`; at the cap a new connection replaces the one that has been idle longest, else one whose body arrives
+too slowly; a connection whose request arrived whole is never closed to make room.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from lucevisor.api.errors import ApiError, SlowBody, head_too_large, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.ports import ApiSettings
+from lucevisor.api.read_rate import ReadRate
 
 _CHECK_S: Final = 1.0
 _PROBE_S: Final = 0.1
@@ -122,10 +123,9 @@ class HttpConnection(web.RequestHandler):
         "_link",
         "_n_body_bytes",
         "_n_head_bytes",
-        "_n_unsent",
         "_pool",
+        "_rate",
         "_speaks_11",
-        "_stalled_s",
         "_unread",
     )
 
@@ -139,8 +139,7 @@ class HttpConnection(web.RequestHandler):
         self._unread: StreamReader | None = None  # of a request that was answered before its body was read
         self._body_due_s = 0.0
         self._n_body_bytes = 0  # since the rate was last looked at
-        self._n_unsent = 0
-        self._stalled_s = 0.0
+        self._rate = ReadRate()
         self._half_closed = self._answering = self._speaks_11 = False
 
     # ---- callbacks of the event loop
@@ -236,11 +235,10 @@ class HttpConnection(web.RequestHandler):
     def check_deadlines(self, now: float, waiting: bool) -> None:
         """End the connection if one of its deadlines has passed."""
         assert self._link is not None
-        n_unsent = self._link.get_write_buffer_size()
-        if n_unsent != self._n_unsent or n_unsent == 0:
-            self._n_unsent, self._stalled_s = n_unsent, now
-        elif now - self._stalled_s > self._pool.settings.write_timeout_s + 2 * _CHECK_S:
-            self._pool.count("write")  # streams have their own timeout
+        settings = self._pool.settings
+        window_s = settings.write_timeout_s + 2 * _CHECK_S  # streams have their own timeout
+        if self._rate.is_slow(now, self._link, window_s, settings.min_read_rate):
+            self._pool.count("write")
             self.abort()
             return
         if waiting:
@@ -321,7 +319,7 @@ class HttpConnection(web.RequestHandler):
         """Find out whether the client of a half-closed connection is still there: the write after a reset fails."""
         if self._link is None or self._answering or not self._in_service:
             return
-        if self._n_unsent == 0:
+        if self._link.get_write_buffer_size() == 0:
             self._link.write(_CONTINUE)
             self._pool.loop.call_later(_PROBE_S, self._probe_again)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
@@ -203,6 +204,36 @@ class TestUnreadAnswers:
             pass
         until(lambda: dropped(server, "write") == 1)
         until(lambda: metric(server, "connections") == 1)  # that of the scrape
+
+    def test_one_that_takes_something_all_the_time_but_too_little_is_dropped(self, serve):
+        server = serve(write_timeout_s=1.5, min_read_rate=5e6)
+        sock = dial(server, rcvbuf=4096)
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        n_read, end = 0, time.monotonic() + 9.0
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < end and (data := sock.recv(8192)):
+                n_read += len(data)
+                time.sleep(0.01)
+        assert n_read > 100_000
+        assert dropped(server, "write") == 1
+
+    def test_a_stream_that_is_read_by_the_byte_keeps_no_slot_and_delays_nobody(self, serve):
+        server = serve(write_timeout_s=0.5)
+        # Long events fill the buffers soon: each chunk tells 20 tokens' log-probabilities.
+        long = [(300 + i, -0.5) for i in range(20)]
+        server.do(lambda rig: setattr(rig.stage, "script", lambda seen: (300, long)))
+        sock = dial(server, post({**BODY, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 8}), rcvbuf=4096)
+        assert sock.recv(5) == b"HTTP/"
+
+        def is_over():
+            sock.recv(5)
+            started = time.monotonic()
+            assert read_one(dial(server, HEALTH))[0].startswith(b"HTTP/1.1 200 ")
+            assert time.monotonic() - started < 2
+            return server.do(lambda rig: rig.n_busy) == 0
+
+        until(is_over)
+        until(lambda: metric(server, 'requests_total{code="499"}') == 1)
 
     def test_one_that_reads_slowly_is_not(self, serve):
         server = serve(write_timeout_s=1.5)

@@ -21,7 +21,7 @@ last one ends the stream.  `lines`: no events, but JSON objects, one a line (Oll
 
 
 class ClientGone(Exception):
-    """The client disconnected, or read nothing for so long that it was disconnected."""
+    """The client disconnected, or read so little that it was disconnected."""
 
 
 _EVENTS: Final = "text/event-stream; charset=utf-8"
@@ -39,7 +39,11 @@ class EventFormat(Protocol):
 
 
 class EventStream:
-    """Writes events to one client, and disconnects it if it reads nothing for `write_timeout_s`."""
+    """Writes events to one client, and disconnects it if its full buffer (64 KiB) does not empty in `write_timeout_s`.
+
+    Events that come meanwhile wait in the handles of its sequences, which run on and end as for any client: a slow
+    reader holds no slot longer than another, and no more events than an answer in one piece does.
+    """
 
     def __init__(
         self, request: web.Request, write_timeout_s: float, headers: Mapping[str, str], event_format: EventFormat
@@ -99,7 +103,7 @@ class EventStream:
                 await self.response.write(data)
         except TimeoutError:
             self._drop()
-            raise ClientGone(f"the client read nothing for {self._timeout_s:g} s") from None
+            raise ClientGone(f"the client read nothing, or too little, for {self._timeout_s:g} s") from None
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
 
@@ -109,7 +113,7 @@ class EventStream:
                 await self.response.write_eof()
         except TimeoutError:
             self._drop()
-            raise ClientGone(f"the client read nothing for {self._timeout_s:g} s") from None
+            raise ClientGone(f"the client read nothing, or too little, for {self._timeout_s:g} s") from None
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
 
