@@ -173,3 +173,10 @@ def test_a_compiler_that_fails_is_told(monkeypatch, tmp_path):
     with pytest.raises(compiler.CpuCompileError, match="broken: fatal error: out of luck"):
         compiler.load()
     assert not list(tmp_path.glob("lucevisor/*.so"))
+
+
+def test_memory_for_dequantised_rows_stays_the_same():
+    kernels = cpu_kernels()
+    first = kernels.scratch(32, 512)
+    assert kernels.scratch(64, 256).data_ptr() == first.data_ptr()
+    assert kernels.scratch(16, 256).shape == (16, 256)

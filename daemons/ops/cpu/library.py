@@ -174,9 +174,7 @@ class CpuKernels:
         """Memory for dequantised rows, the same at each call: fresh pages would take longer than to fill them."""
         size = n_rows * n_columns
         if self._scratch.numel() < size:
-            self.multiplies_many = bool(self.library.multiplies_many())
-        """Whether :meth:`multiply_many` is faster here than a product of dequantised weights."""
-        self._scratch = torch.empty(size, dtype=torch.bfloat16)
+            self._scratch = torch.empty(size, dtype=torch.bfloat16)
         return self._scratch[:size].view(n_rows, n_columns)
 
 
