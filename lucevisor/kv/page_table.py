@@ -291,7 +291,7 @@ class PageTable:
         step.  Returns None, allocating nothing, if a space has too few free pages.  Raises HostMemoryFull, changing
         nothing, if host memory has too few for those that leave.
         """
-        self._slide(start)
+        self.slide(start)
         n_pages = pages_of(stop + n_ahead)
         for entries in self._entries.values():
             if entries.stop < n_pages:
@@ -315,6 +315,18 @@ class PageTable:
             growths.append(Growth(space, entries.stop, pages, *leaving))
             entries.pages += pages
         return growths
+
+    def slide(self, start: int) -> None:
+        """Release the window pages that no token at ``start`` or later sees."""
+        entries = self._entries.get(Space.WINDOW)
+        if entries is None or self._window_tokens is None:
+            return
+        n_old = min(len(entries.pages), first_visible_page(start, self._window_tokens) - entries.first_held)
+        if n_old > 0:
+            self._pools[Space.WINDOW].release(entries.pages[:n_old])
+            entries.slid += entries.pages[:n_old]
+            del entries.pages[:n_old]
+            entries.first_held += n_old
 
     def _page_out(self, surplus: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Release resident pages; return their entries, and their pages in host memory if they are kept there."""
@@ -375,14 +387,3 @@ class PageTable:
             self._pools[space].release(entries.pages)
             self._pools.host_pages.release(entries.hosts)
             self._entries[space] = _Entries()
-
-    def _slide(self, start: int) -> None:
-        entries = self._entries.get(Space.WINDOW)
-        if entries is None or self._window_tokens is None:
-            return
-        n_old = min(len(entries.pages), first_visible_page(start, self._window_tokens) - entries.first_held)
-        if n_old > 0:
-            self._pools[Space.WINDOW].release(entries.pages[:n_old])
-            entries.slid += entries.pages[:n_old]
-            del entries.pages[:n_old]
-            entries.first_held += n_old

@@ -23,6 +23,8 @@ from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scena
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY
 
+SLIDING = frozenset({Space.FULL, Space.WINDOW})
+
 
 def ready(n_stages: int = 3, **changes: object) -> ToyEngine:
     toy = ToyEngine(limits(**changes), n_stages=n_stages, hold_s=60.0, journal_pages=100)
@@ -238,6 +240,34 @@ async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() 
     assert told(await events_of(handle))[0] == toy.alone(one)
     tokens, finished = told(await events_of(other))
     assert (tokens, finished.usage.cached_tokens) == (toy.alone(more), 150)
+
+
+@combinations(lost=[(0,), (1,), (2,), (0, 1)], window=[12, 70])
+async def test_window_pages_that_nobody_needs_at_a_loss_do_not_count_as_whole(
+    lost: tuple[int, ...], window: int
+) -> None:
+    """A sequence may still own pages behind which its window has moved: they are not rebuilt, and a slot has them."""
+    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=1)
+    pools, n_restored = PoolSizes(30, 30, 0), 0
+    for n_turns in range(40):
+        toy = ready(3, spaces=SLIDING, window_tokens=window, prefix=prefix, pools=pools)
+        one = request("a", range(150), n=20)
+        handle = toy.engine.submit(one)
+        for i in range(n_turns):
+            toy.work(i)
+        for stage in lost:
+            assert toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({stage}))
+            toy.come_back()
+            toy.run()
+        assert (toy.n_rebuilt, toy.n_given_up) == (len(lost), 0)
+        again = request("again", [*range(150), 7], n=5)
+        other = toy.engine.submit(again)
+        toy.run()
+        assert told(await events_of(handle))[0] == toy.alone(one), n_turns
+        tokens, finished = told(await events_of(other))
+        assert tokens == toy.alone(again), n_turns
+        n_restored += finished.usage.cached_tokens > 0
+    assert n_restored
 
 
 async def ask_replay(toy: ToyEngine, stage: int) -> None:

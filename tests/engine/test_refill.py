@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import event, given, settings
@@ -270,6 +271,8 @@ def test_conversations_over_losses_have_the_same_tokens(
         max_step_tokens=200,
         prefill_chunk=data.draw(st.sampled_from([40, 64])),
         speculation=SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY),
+        prefix=replace(CACHED, checkpoint_pages=data.draw(st.sampled_from([1, 4]))),
+        window_tokens=data.draw(st.sampled_from([12, 70])) if Space.WINDOW in spaces else None,
     )
     play = Conversations(toy)
     for kind, *values in [*played, ("rest",), ("lose", 1, False), *(("ask", i, 3, 5) for i in range(6))]:

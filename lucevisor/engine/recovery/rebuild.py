@@ -3,7 +3,8 @@
 Pure.  A new daemon gets the tables as they are after all steps that were planned, then every sequence up to its first
 slice in a step that it has to run; these steps follow without their operations.  Rows come from the journal; a stage
 with the embedding needs none.  Knows ids and rows, neither links nor bytes.
-Invariant: no page is written that another sequence, rebuilt before or needed by a waiting step, reads.
+Invariants: no page is written that another sequence, rebuilt before or needed by a waiting step, reads; every page that
+a sequence still owns afterwards has been rebuilt, or waiting steps write it.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Rebuilder:
             for record in records
             if record.live is not None
         }
+        for live, (_, stop) in self._stops.items():
+            live.table.slide(stop)  # slots that share what it owns count as whole, and only what is visible is rebuilt
         self._n_steps = 0
         if any(live.table.n_out for live in self._stops):
             raise CannotRebuild("pages of a sequence were paged out: what is behind them cannot be computed alone")
