@@ -283,6 +283,10 @@ class PagePools:
         """``PageAllocator.lost_in`` for an id of any tier."""
         return self.allocator_of(space, unit).lost_in(unit, n_tokens)
 
+    def epoch_of(self, space: Space, unit: int) -> int:
+        """``PageAllocator.epoch_of`` for an id of any tier."""
+        return self.allocator_of(space, unit).epoch_of(unit)
+
     @property
     def lossy(self) -> bool:
         """Whether some stage may lack bytes of some id."""

@@ -79,7 +79,10 @@ def repair(tree: PrefixTree, pools: PagePools, tokens: TokenBuffer, source: Slot
         for space, pages in node.pages.items():
             for at, page in enumerate(pages[: walk.n_pages - node.start]):
                 own = source.entries(space, node.start + at, node.start + at + 1)
-                if own and own[0] != page and pools.lost_in(space, page) and not pools.lost_in(space, own[0]):
-                    tree.replace(node, space, at, own[0])
-                    n_replaced += 1
+                if not own or own[0] == page or not pools.lost_in(space, page) or pools.lost_in(space, own[0]):
+                    continue
+                if Space.RECURRENT in pools and pools.epoch_of(space, page) != pools.epoch_of(space, own[0]):
+                    continue  # the drafter that has this page may lack the states of slots on it
+                tree.replace(node, space, at, own[0])
+                n_replaced += 1
     return n_replaced

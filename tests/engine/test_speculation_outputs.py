@@ -111,7 +111,8 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
     n_window = max_window_pages(window, chunk, max_context) + draw(st.integers(0, 3)) if window is not None else 0
     slots = draw(st.sampled_from([0, 0, 3]))
     n_states = max_sequences + draw(st.integers(0, 2 * max_drafts)) + slots
-    cached = PrefixSettings(max_slots=slots, memory_bytes=1 << 30, min_tokens=draw(st.sampled_from([1, 40])))
+    n_least, every = draw(st.sampled_from([1, 40])), draw(st.sampled_from([1, 4]))
+    cached = PrefixSettings(max_slots=slots, memory_bytes=1 << 30, min_tokens=n_least, checkpoint_pages=every)
     return EngineLimits(
         max_sequences=max_sequences,
         max_context=max_context,

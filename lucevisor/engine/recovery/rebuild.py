@@ -202,16 +202,28 @@ class Rebuilder:
     # ---- window pages: a sequence needs those it has released again while it is computed from the start
 
     def _check_window_pages(self) -> None:
-        """Raise CannotRebuild if a released page that a waiting step still sees has another's rebuilt positions."""
+        """Raise CannotRebuild if waiting steps of a sequence see or write a page, released meanwhile, that is rebuilt
+        for another one."""
         if Space.WINDOW not in self._pools:
             return
-        needed: dict[int, LiveSequence] = {}
+        rebuilt: dict[int, list[LiveSequence]] = {}
+        for live, (_, stop) in self._stops.items():
+            for _, page in self._window_pages(live, stop):
+                rebuilt.setdefault(page, []).append(live)
         for live, (_, stop) in self._stops.items():
             held = set(live.table.held(Space.WINDOW))
-            for _, page in self._window_pages(live, stop):
-                other = needed.setdefault(page, live)
-                if other is not live and not (page in held and page in other.table.held(Space.WINDOW)):
-                    raise CannotRebuild("a window page was given to another sequence while steps waited for the stage")
+            for page in self._visible_pages(live, stop):
+                for other in rebuilt.get(page, ()):
+                    if other is not live and not (page in held and page in other.table.held(Space.WINDOW)):
+                        raise CannotRebuild(
+                            "a window page was given to another sequence while steps waited for the stage"
+                        )
+
+    def _visible_pages(self, live: LiveSequence, stop: int) -> list[int]:
+        """Return the pages that tokens at ``stop`` and behind it see or write."""
+        assert self._limits.window_tokens is not None
+        known = live.table.known(Space.WINDOW)
+        return known.pages[max(0, first_visible_page(stop, self._limits.window_tokens) - known.first) :]
 
     def _window_pages(self, live: LiveSequence, stop: int) -> list[tuple[int, int]]:
         """Return the entries below ``stop`` that a token there sees, and their pages."""
