@@ -137,9 +137,13 @@ class LayerwiseReplay:
 
     @contextmanager
     def loading(self, device: torch.device) -> Iterator[None]:
-        """Load weights beside what is computed meanwhile, on a stream of their own, which goes first."""
+        """Load weights beside what is computed meanwhile, on a stream of their own, which goes first.
+
+        Rows are given back at the end: what else the daemon loads was planned without them.
+        """
         if device.type == "cpu" or self.problem:
             yield
+            self._forget_rows()
             return
         stream = self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -160,6 +164,7 @@ class LayerwiseReplay:
             reader.shutdown()
             sys.setswitchinterval(interval)
         torch.cuda.current_stream(device).wait_stream(stream)
+        self._forget_rows()
         torch.cuda.empty_cache()  # what loading took for a while belongs to its stream
 
     def layer_loaded(self, shard: ShardModel, missing_bytes: int) -> None:
@@ -182,8 +187,6 @@ class LayerwiseReplay:
 
     def finish(self, shard: ShardModel) -> Sequences | None:
         """Wait until all is computed; the open sequences, or None with a ``problem``."""
-        self._chunks.clear()
-        self._rows.forget()
         if self.problem:
             return None
         synchronize(shard.device)
@@ -303,6 +306,10 @@ class LayerwiseReplay:
 
     def _give_up(self, problem: str) -> None:
         self.problem, self.sequences = problem, None
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        """Give back the memory of all rows."""
         self._chunks.clear()
         self._rows.forget()
 

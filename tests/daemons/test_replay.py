@@ -148,6 +148,21 @@ def test_what_cannot_be_replayed_leaves_a_stage_without_sequences():
     assert not stage.sequences.by_id
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_rows_are_given_back_when_the_stage_is_loaded(threaded, request):
+    """What the daemon loads behind it, another stage or a drafter, was planned without them."""
+    if threaded:
+        request.getfixturevalue("in_a_thread")
+    spec = golden_spec("qwen35")
+    plan = plans_of(spec)[1]
+    load = load_of(stages=[plan], replay=[StageReplay(1, steps_of(spec))])
+    [replay] = layerwise_replays(load, spec, file_of(torch.zeros(300, spec.boundary_width), 0)).values()
+    loaded(spec, plan, load, replay)
+    assert not replay.problem
+    assert not replay._chunks
+    assert not replay._rows._buffer.numel()
+
+
 def test_sliding_layers_are_not_replayed():
     spec = golden_spec("gemma4_e2b")
     load = load_of(stages=plans_of(spec), replay=[StageReplay(0, [])])
