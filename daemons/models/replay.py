@@ -130,6 +130,7 @@ class LayerwiseReplay:
         self._thread: ThreadPoolExecutor | None = None
         self._submitted: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None  # on which weights are loaded
+        self._missing_bytes = 0  # of weights, when the last layer was loaded
         if len(plan.shards) > 1:
             self.problem = "the stage runs on several devices"
         elif Space.WINDOW in spec.spaces():
@@ -170,8 +171,9 @@ class LayerwiseReplay:
     def layer_loaded(self, shard: ShardModel, missing_bytes: int) -> None:
         """The shard has one layer more; ``missing_bytes`` of its weights are still to be loaded."""
         layer, at = shard.layers[-1], len(shard.layers) - 1
+        self._missing_bytes = missing_bytes
         if self._thread is None or self._stream is None:
-            self._try(shard, layer, at, missing_bytes)
+            self._try(shard, layer, at)
             return
         loaded = self._stream.record_event()
 
@@ -181,7 +183,7 @@ class LayerwiseReplay:
             steps = torch.cuda.default_stream(shard.device)
             steps.wait_event(loaded)
             with torch.cuda.stream(steps), launching(shard.device):
-                self._try(shard, layer, at, missing_bytes)
+                self._try(shard, layer, at)
 
         self._submitted.append(self._thread.submit(compute))
 
@@ -211,11 +213,11 @@ class LayerwiseReplay:
         except (MemoryError, OSError) as error:
             self._give_up(f"{type(error).__name__}: {error}")
 
-    def _try(self, shard: ShardModel, layer: Block, at: int, missing_bytes: int) -> None:
+    def _try(self, shard: ShardModel, layer: Block, at: int) -> None:
         """Compute all rows of the shard's layer ``at``, if it was possible so far."""
         try:
             if at == 0 and not self.problem:
-                self._begin(shard, missing_bytes)
+                self._begin(shard)
             if not self.problem:
                 self._advance(shard, layer, at)
         except (torch.OutOfMemoryError, MemoryError, OSError, StateError) as error:
@@ -236,11 +238,12 @@ class LayerwiseReplay:
             for operation in chunk.copies:
                 _copy(shard, operation, index)
 
-    def _begin(self, shard: ShardModel, missing_bytes: int) -> None:
+    def _begin(self, shard: ShardModel) -> None:
         """Open the sequences, and arrange the steps; decline if their rows have no room."""
         n_rows = sum(step.n_tokens for step in self.steps)
         width = max(self._spec.hidden_size, self._spec.boundary_width)
-        needed = n_rows * width * torch_dtype(self._load.dtype).itemsize + missing_bytes
+        # layers may have been loaded since the first one: they are missing no more, and their memory is not free
+        needed = n_rows * width * torch_dtype(self._load.dtype).itemsize + self._missing_bytes
         if shard.device != CPU:
             free = memory_free(shard.device)
             if needed + WORK_BYTES > free:

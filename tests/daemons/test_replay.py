@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import daemons.models.replay as replay_module
 from daemons.kv.sequences import Sequences
 from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
 from daemons.models.stage import LoadedStage
@@ -161,6 +162,33 @@ def test_rows_are_given_back_when_the_stage_is_loaded(threaded, request):
     assert not replay.problem
     assert not replay._chunks
     assert not replay._rows._buffer.numel()
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_layers_that_come_before_the_replay_begins_are_counted_once(monkeypatch):
+    """They are not missing any more, and their memory is not free."""
+    spec = golden_spec("qwen35")
+    plan = plans_of(spec)[0]
+    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
+    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
+    missing, all_come = [], threading.Event()
+    comes = replay.layer_loaded
+
+    def layer_loaded(shard, missing_bytes):
+        missing.append(missing_bytes)
+        comes(shard, missing_bytes)
+        if len(shard.layers) == len(plan.shards[0].layers):
+            all_come.set()
+
+    replay.layer_loaded = layer_loaded
+    monkeypatch.setattr(LayerwiseReplay, "_warm_up", lambda *_: all_come.wait(10))
+    monkeypatch.setattr(replay_module, "CPU", torch.device("meta"))  # as if the shard were on another device
+    n_bytes = sum(step.n_tokens for step in replay.steps) * max(spec.hidden_size, spec.boundary_width) * 4
+    free = replay_module.WORK_BYTES + n_bytes
+    monkeypatch.setattr(replay_module, "memory_free", lambda _: free + missing[-1])
+    loaded(spec, plan, load, replay)
+    assert missing[0] > missing[-1]
+    assert not replay.problem
 
 
 def test_sliding_layers_are_not_replayed():
