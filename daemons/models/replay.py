@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,7 +59,7 @@ class RowFile:
         weakref.finalize(self, os.close, fd)
 
     def fetch(self, first: int, n: int) -> None:
-        """Read so many rows, for ``read`` to find them.  Raises as ``read`` does."""
+        """Read so many rows, for ``read`` to find them.  Raises as ``read`` does, or MemoryError."""
         self._fill(first, n)
         self._fetched = range(first, first + n)
 
@@ -80,7 +81,8 @@ class RowFile:
         """Read rows into the buffer."""
         row_bytes = self._width * self._dtype.itemsize
         if self._buffer.numel() < n * row_bytes:
-            self._buffer = torch.empty(n * row_bytes, dtype=torch.uint8)
+            # by numpy, which raises MemoryError where torch raises a RuntimeError
+            self._buffer = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
         view, at = memoryview(self._buffer[: n * row_bytes].numpy()), first * row_bytes  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
         while view:
             complete = self._is_complete()

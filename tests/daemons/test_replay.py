@@ -209,6 +209,8 @@ def test_rows_come_from_where_they_lie():
         assert torch.equal(file.read(first, n, torch.device("cpu")), rows[first - 2 : first - 2 + n])
     file.forget()
     assert torch.equal(file.read(5, 4, torch.device("cpu")), rows[3:7])
+    with pytest.raises(MemoryError):
+        file.fetch(0, 1 << 46)
 
 
 def test_rows_that_are_being_written_are_waited_for():
