@@ -9,8 +9,10 @@ Invariant: steps go to READY daemons only, which were reset since they were lost
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Final
 
 import structlog
 
@@ -25,6 +27,9 @@ from lucevisor.protocol.doorbell import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.steps import Recalled, Reset, ResetDone, StepResult
+
+MAX_REPLAYS: Final = 2
+"""Loads of a group with a replay since the last loss; the next one goes without, should it be the replay that fails."""
 
 log = structlog.get_logger("assembly")
 
@@ -47,7 +52,7 @@ class PipelineAssembly:
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._kept: set[str] = set()  # groups whose daemons took over their predecessors' state
         self._draft_kept = False  # the drafter's daemon took over that of its predecessor, too
-        self._replaying: set[str] = set()  # lost groups for whose daemons a replay was prepared since the last loss
+        self._replaying: Counter[str] = Counter()  # lost groups, and replays prepared for them since the last loss
         self._replayed: set[str] = set()  # those of them whose daemons computed it while they loaded
         self._resetting: set[str] = set()
         self._token = 0  # identifies the last Reset
@@ -77,10 +82,10 @@ class PipelineAssembly:
 
     async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
         """Return what a group's next daemon is to compute while it loads; None if its stages are not lost, or the
-        engine has nothing for it.  The caller closes the file."""
-        if group not in self._lost:
+        engine has nothing for it, or had for MAX_REPLAYS daemons that did not load.  The caller closes the file."""
+        if group not in self._lost or self._replaying[group] == MAX_REPLAYS:
             return None
-        self._replaying.add(group)
+        self._replaying[group] += 1
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
         return await self._engine.replays.make(stages, timeout_s)
 

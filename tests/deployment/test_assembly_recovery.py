@@ -72,6 +72,27 @@ def test_what_a_daemon_computed_while_it_loaded_is_not_computed_again(homes: tup
     assert groups.engine.statistics().recovery.n_rebuilt > 0
 
 
+def test_a_replay_with_which_daemons_do_not_load_is_left_out() -> None:
+    """Else each that follows would fail in the same way, until the group is given up."""
+    groups = serving("left", "right")
+    one = request("a", range(100), n=30)
+    handle = groups.engine.submit(one)
+    compute(groups, 13)
+    groups.lost("left")
+    groups.work()
+    assert [groups.load("left") for _ in range(4)] == [True, True, False, False]
+    groups.ready("left")
+    compute(groups, 20)
+    groups.lost("left")
+    groups.work()
+    assert groups.load("left"), "another loss"
+    groups.ready("left")
+    groups.work()
+    groups.close()
+    tokens = [event.token for event in handle._events if hasattr(event, "token")]
+    assert tokens == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
+
+
 def test_a_replay_is_out_of_date_when_another_daemon_is_lost() -> None:
     groups = serving("left", "right")
     one = request("a", range(100), n=30)
