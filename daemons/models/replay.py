@@ -279,12 +279,15 @@ class LayerwiseReplay:
         return chunks
 
     def _joined(self, chunks: list[_Chunk]) -> list[_Chunk]:
-        """Join chunks of different sequences, of each in order, up to ``max_rows``; those of several come last."""
+        """Join chunks of different sequences, of each in order, up to ``max_rows``.
+
+        From the first one of several sequences on they stay as they are: those are steps that were on their way, and
+        the next part of a prompt may be alone behind such a step.
+        """
+        n_alone = next((i for i, chunk in enumerate(chunks) if len(chunk.slices) > 1), len(chunks))
         waiting: dict[int, deque[_Chunk]] = {}
-        last = [chunk for chunk in chunks if len(chunk.slices) > 1]
-        for chunk in chunks:
-            if len(chunk.slices) == 1:
-                waiting.setdefault(chunk.slices[0].sequence, deque()).append(chunk)
+        for chunk in chunks[:n_alone]:
+            waiting.setdefault(chunk.slices[0].sequence, deque()).append(chunk)
         joined: list[_Chunk] = []
         while waiting:
             open_rows = 0
@@ -299,7 +302,7 @@ class LayerwiseReplay:
                 else:
                     joined.append(chunk)
                     open_rows = n
-        return joined + last
+        return joined + chunks[n_alone:]
 
     def _first_rows(self, shard: ShardModel, chunk: _Chunk, batch: Batch) -> Tensor:
         """The residual stream before the shard's first layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -136,6 +137,22 @@ def test_steps_of_different_sequences_are_joined_up_to_so_many_rows():
     assert stage.replayed(replay)
     for a, b in zip(bits(stage), bits(right), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen3"])
+def test_a_part_of_a_prompt_behind_a_step_of_several_sequences_stays_behind_it(architecture, monkeypatch):
+    spec = golden_spec(architecture)
+    plan = plans_of(spec)[0]
+    behind = Step(6, 0, [], [Slice(0, 153, tokens(9, 20), sample=False)])
+    steps = [*steps_of(spec), behind]
+    monkeypatch.setattr(sys.modules[__name__], "steps_of", lambda _: steps)
+    right, _ = one_after_the_other(spec, plan, None)
+    load = load_of(pools_for(spec), [plan], replay=[StageReplay(0, steps)])
+    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
+    stage = loaded(spec, plan, load, replay)
+    assert stage.replayed(replay)
+    for a, b in zip(bits(stage), bits(right), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_what_cannot_be_replayed_leaves_a_stage_without_sequences():
