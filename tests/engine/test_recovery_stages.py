@@ -270,6 +270,62 @@ async def test_window_pages_that_nobody_needs_at_a_loss_do_not_count_as_whole(
     assert n_restored
 
 
+@combinations(lost=[0, 1, 2], spaces=[HYBRID, frozenset({Space.FULL})])
+async def test_a_slot_whose_slices_were_dropped_is_gone_though_another_request_begins_alike(
+    lost: int, spaces: frozenset[Space]
+) -> None:
+    """Lost stages could copy its end from the other one's pages; those behind them never had it."""
+    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+    n_kept = 0
+    for n_turns in range(16):
+        toy = ready(3, spaces=spaces, prefix=prefix, pools=PoolSizes(30, 0, 16 * (Space.RECURRENT in spaces)))
+        long, short = request("long", range(150), n=40), request("short", [*range(90), 5], n=9, turn_boundaries=(90,))
+        handles = {"long": toy.engine.submit(long)}
+        for i in range(20):
+            toy.work(i)
+        handles["short"] = toy.engine.submit(short)
+        for i in range(n_turns):
+            toy.work(i)
+        handles["short"].cancel()
+        assert toy.crash(lost)
+        toy.come_back()
+        toy.run()
+        assert (toy.n_rebuilt, toy.n_given_up) == (1, 0)
+        again = request("again", [*range(90), 7], n=9)
+        handles["again"] = toy.engine.submit(again)
+        toy.run()
+        n_kept += handles["again"].finished is not None and handles["again"].finished.usage.cached_tokens > 64
+        await check_answers(toy, [long, short, again], handles)
+    assert n_kept
+
+
+async def test_a_page_that_waiting_steps_write_is_not_rebuilt_for_another_sequence() -> None:
+    """It left the window of a prompt, and got the end of a slot that another request begins with."""
+    prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)
+    n_given_up = 0
+    for n_turns in range(30):
+        toy = ready(2, spaces=SLIDING, window_tokens=12, prefix=prefix, pools=PoolSizes(30, 16, 0), prefill_chunk=40)
+        toy.engine.submit(request("slot", range(92), n=1, turn_boundaries=(90,)))
+        toy.run()
+        asked = [request("other", range(200, 292), n=9), request("again", [*range(90), 7], n=9)]
+        handles = {"other": toy.engine.submit(asked[0])}
+        for i in range(n_turns // 5):
+            toy.work(i)
+        handles["again"] = toy.engine.submit(asked[1])
+        for i in range(n_turns % 5):
+            toy.work(0)
+        assert toy.crash(1)
+        toy.come_back()
+        while toy.work(0):
+            pass
+        if not toy.engine.ready:
+            toy.attach()
+            toy.run()
+        n_given_up += toy.n_given_up
+        await check_answers(toy, asked, handles)
+    assert n_given_up
+
+
 async def ask_replay(toy: ToyEngine, stage: int) -> None:
     """Ask what a lost stage may compute while its daemon loads, and make no use of it."""
     asked = asyncio.create_task(toy.engine.replays.make([stage], 60.0))

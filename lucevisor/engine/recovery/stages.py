@@ -275,6 +275,7 @@ class StageRecovery:
     def _plan(self, pipeline: Pipeline, journal: Journal, lost: Sequence[int]) -> None:
         """Plan the steps that lost stages run again, and those in flight that they run first."""
         scheduler = self._scheduler
+        self._drop_unfinished([part for _, part in self._ended])
         waiting = {
             stage: [self._steps[one.step.step_id] for one in pipeline.in_flight if one.stage == stage] for stage in lost
         }
@@ -287,7 +288,7 @@ class StageRecovery:
             scheduler.limits.n_regions(scheduler.n_stages),
             scheduler.reuse.index.slots,
         )
-        self._lose_slots(lost, rebuilder.kept, [part for _, part in self._ended])
+        self._lose_slots(lost, rebuilder.kept)
         self._plans = {stage: rebuilder.plan(stage) for stage in lost}
         found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
         self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
@@ -320,11 +321,16 @@ class StageRecovery:
             if any(_reaches(record.tokens, began_at, part) for _, part in self._ended):
                 raise CannotRebuild("a sequence began with what another one, closed since, was to compute")
 
-    def _lose_slots(
-        self, lost: Collection[int], kept: Collection[PrefixSlot], unfinished: Sequence[ScheduledSequence]
-    ) -> None:
-        """Slots are partial now, but for those ``kept``; drop those with ``unfinished`` slices, which no stage behind
-        will have."""
+    def _drop_unfinished(self, unfinished: Sequence[ScheduledSequence]) -> None:
+        """Drop the slots that may have something of slices which stages behind the lost ones will never compute, even
+        where a running sequence begins alike: it has pages of its own."""
+        index = self._scheduler.reuse.index
+        for slot in index.slots:
+            if any(_reaches(slot.tokens, slot.n_tokens, part) for part in unfinished):
+                index.drop(slot)
+
+    def _lose_slots(self, lost: Collection[int], kept: Collection[PrefixSlot]) -> None:
+        """Slots are partial now, but for those ``kept``."""
         index, spaces = self._scheduler.reuse.index, self._scheduler.pools.spaces
         whole: dict[Space, set[int]] = {space: set() for space in spaces}
         for record in self._scheduler.running:
@@ -337,9 +343,6 @@ class StageRecovery:
                 whole[Space.RECURRENT].add(slot.state)
             n_last = slot.n_tokens % PAGE_TOKENS
             tails += [(*tail, n_last) for tail in slot.tail.items() if not index.pools.lost_in(*tail, n_last)]
-        for slot in index.slots:
-            if slot not in kept and any(_reaches(slot.tokens, slot.n_tokens, part) for part in unfinished):
-                index.drop(slot)
         index.lose(lost, whole)
         for tail in tails:
             index.fill(*tail)
