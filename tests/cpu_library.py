@@ -20,7 +20,7 @@ def share() -> None:
         return
     try:
         with patch.dict(os.environ, {"XDG_CACHE_HOME": str(KEPT)}):
-            library = compiler._built(found, compiler._cpu_flags())
+            library, _ = compiler._built(found, compiler._cpu_flags())
     except (compiler.CpuCompileError, OSError):
         return  # whoever needs it says why
     if not (own / library.name).exists():

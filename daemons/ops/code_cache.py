@@ -32,6 +32,8 @@ def keep(directory: Path, name: str, data: bytes) -> Path:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(fd)  # else a machine that stops now may leave the name with holes for bytes
         os.replace(written, directory / name)
     except OSError:
         os.unlink(written)

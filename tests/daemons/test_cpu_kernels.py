@@ -1,5 +1,8 @@
 """C++ kernels of the cpu against float64 arithmetic and against torch's forms of the same operations."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +31,31 @@ def packed(kind, raw):
     data = torch.empty(kernels.tiles_bytes(kind, raw.shape[0], n_columns), dtype=torch.uint8)
     kernels.pack(kind, raw, data)
     return Tiles(kind, raw.shape[0], data)
+
+
+def test_a_library_that_was_cut_short_is_made_once_more(tmp_path, monkeypatch):
+    good, _ = compiler._built(next(filter(None, map(shutil.which, compiler._compilers()))), compiler._cpu_flags())
+    made = []
+
+    def compile_to(source):
+        def copy(_, target):
+            made.append(target)
+            shutil.copy(source, target)
+
+        monkeypatch.setattr(compiler, "_compile", copy)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a"))
+    cut = compiler.cache_directory() / good.name
+    cut.touch()
+    compile_to(good)
+    compiler.load()
+    compiler.load()
+    assert made == [cut]
+    compile_to(os.devnull)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    with pytest.raises(compiler.CpuCompileError, match="too short"):
+        compiler.load()
+    assert len(made) == 2  # what was made now would be no better
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

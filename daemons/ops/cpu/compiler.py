@@ -59,7 +59,14 @@ def load() -> ctypes.CDLL:
     if compiler is None:
         raise CpuCompileError("no C++ compiler: install g++, or set CXX")
     try:
-        return ctypes.CDLL(str(_built(compiler, flags)))
+        file, made_now = _built(compiler, flags)
+        try:
+            return ctypes.CDLL(str(file))
+        except OSError:
+            if made_now:
+                raise
+            file.unlink(missing_ok=True)  # cut short, by a disk that was full or a machine that stopped
+            return ctypes.CDLL(str(_built(compiler, flags)[0]))
     except OSError as error:
         raise CpuCompileError(str(error)) from error
 
@@ -77,8 +84,11 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(line.partition(":")[2].split())
 
 
-def _built(compiler: str, cpu_flags: frozenset[str]) -> Path:
-    """The library's file, compiled unless it is in the cache.  Raises CpuCompileError or OSError."""
+def _built(compiler: str, cpu_flags: frozenset[str]) -> tuple[Path, bool]:
+    """The library's file, and whether it was compiled now: it was not in the cache.
+
+    Raises CpuCompileError or OSError.
+    """
     sources = sorted(p for p in SOURCES.iterdir() if p.suffix in (".cpp", ".h"))
     digest = sha256(repr((compiler, os.stat(compiler).st_mtime_ns, FLAGS, sorted(cpu_flags))).encode())
     digest.update(platform.machine().encode())
@@ -87,12 +97,13 @@ def _built(compiler: str, cpu_flags: frozenset[str]) -> Path:
     directory = cache_directory() or Path(tempfile.mkdtemp(prefix="lucevisor-"))
     target = directory / f"cpu-kernels-{digest.hexdigest()[:16]}.so"
     if target.exists():
-        return target
+        return target, False
     with open(directory / "cpu-kernels.lock", "wb") as lock:
         flock(lock, LOCK_EX)  # daemons that start together wait for the first
-        if not target.exists():
+        missing = not target.exists()
+        if missing:
             _compile(compiler, target)
-    return target
+    return target, missing
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -101,6 +112,8 @@ def _compile(compiler: str, target: Path) -> None:
         _run([compiler, *FLAGS, "-c", str(SOURCES / "kernels.cpp"), "-o", str(built)])
         # without -fopenmp: OpenMP's symbols are found among those of torch's own library
         _run([compiler, "-shared", str(built), "-o", str(made)])
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())  # else a machine that stops now may leave the name with holes for bytes
         made.replace(target)
 
 

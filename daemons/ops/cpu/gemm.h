@@ -13,8 +13,21 @@ constexpr int CHUNK = 256;      // columns whose activations share an exponent
 constexpr int BLOCK_ROWS = 12;  // of activations: 24 sums, two vectors of weights and a pair fill the registers
 constexpr long MAX_BLOCKS = 86;  // at a time: 1,024 rows fit, and activations take some 35 MB at most
 
+// Sums of products of pairs.  A hypervisor may hide `vpdpwssd` from a cpu that has bfloat16 products.
+inline __m512i add_products(__m512i sum, __m512i w, __m512i x) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(sum, w, x);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x));
+#endif
+}
+
 // Whether many rows are faster this way than by oneDNN's bfloat16 products: `vpdpwssd` starts twice a cycle everywhere.
+#ifdef __AVX512VNNI__
 inline bool integer_products() { return float_products() && !HAS_AMX; }
+#else
+inline bool integer_products() { return false; }
+#endif
 
 // Rows of activations in blocks of BLOCK_ROWS, which adjoin: pairs of columns, of each SUM columns the sum, of each
 // CHUNK the factor.
@@ -110,8 +123,8 @@ void multiply_panel(const Panel& panel, const IntegerRows& rows, long block, Flo
 #pragma GCC unroll 12
         for (int r = 0; r < BLOCK_ROWS; r++) {
           const __m512i x = _mm512_set1_epi32(pair[p * BLOCK_ROWS + r]);
-          sum[0][r] = _mm512_dpwssd_epi32(sum[0][r], w[0], x);
-          sum[1][r] = _mm512_dpwssd_epi32(sum[1][r], w[1], x);
+          sum[0][r] = add_products(sum[0][r], w[0], x);
+          sum[1][r] = add_products(sum[1][r], w[1], x);
         }
       }
       codes += T::GROUP, pair += T::GROUP / 2 * BLOCK_ROWS;
