@@ -242,6 +242,7 @@ class ModelRunner:
     ) -> tuple[Step, Fill | None, FollowingStep | None]:
         """The step with its pending tokens; 0 where only the device knows them (second), or nobody yet (third)."""
         if plan.output and self._sampler is not None:
+            step = step if self._draft_inputs is None else self._draft_inputs.with_drafts(step)
             return *self._sampler.known(step), None
         if not step.follows:
             return step, None, None

@@ -38,6 +38,7 @@ class DraftInputs:
     def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
         self.plan, self._boundaries = plan, boundaries
         self._kept: dict[int, _KeptStep] = {}
+        self._drafts: dict[int, Sequence[int]] = {}  # by sequence: made last, and not verified yet
         self._most = arena_regions(plan.stage + 1)
 
     def keep_captures(self, step: Step, stage: int, captures: Tensor) -> None:
@@ -94,9 +95,25 @@ class DraftInputs:
         """
         step, captures, tokens = self.take(message)
         drafts = stage.run(step, captures, tokens) if step.n_tokens else []
+        for s in step.slices:
+            self._drafts.pop(s.sequence, None)
+        self._drafts |= {found.sequence: found.tokens for found in drafts}
         if any(source.arena is not None for source in self.plan.sources):
             devices.synchronize(stage.device)  # the next step of this region may overwrite the captures
         return drafts
+
+    def with_drafts(self, step: Step) -> Step:
+        """Return a step with the drafts that its slices are to verify.  Raises StateError where none were made."""
+        if not any(s.drafts_pend for s in step.slices):
+            return step
+        slices = []
+        for s in step.slices:
+            if s.drafts_pend:
+                if s.sequence not in self._drafts:
+                    raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no drafts were made before it")
+                s = s.with_drafts(self._drafts.pop(s.sequence))
+            slices.append(s)
+        return replace(step, slices=slices)
 
     def _release(self, step_id: int) -> _KeptStep:
         """What is kept of a step; forgets it and all steps before it."""
@@ -109,3 +126,4 @@ class DraftInputs:
 
     def reset(self) -> None:
         self._kept.clear()
+        self._drafts.clear()

@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.sequence import LiveSequence, RequestRecord, grown
+from lucevisor.engine.sequence import LiveSequence, RequestRecord, grown, page_operations
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import HostMemoryFull
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.steps import CloseSequence, Operation, PageIn, UseState
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, PageIn, UseState, ZeroState
 
 
 class RunningRequests(Collection[RequestRecord]):
@@ -61,6 +61,20 @@ class RunningRequests(Collection[RequestRecord]):
             return None
         record.live, operations = opened
         self._records[sequence] = record
+        return operations
+
+    def opening(self, *, kept: bool) -> list[Operation]:
+        """Return the operations that open all sequences at a drafter without any; ``kept``: it has their states."""
+        operations: list[Operation] = []
+        for record in self._records.values():
+            live = record.live
+            if live is None:
+                continue
+            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
+            if live.state != NO_STATE and not kept:
+                operations.append(ZeroState(live.state))
+            for growth in live.table.growths():
+                operations += page_operations(live.sequence, growth)
         return operations
 
     def grow(self, chosen: ScheduledSlice) -> list[Operation] | None:

@@ -95,7 +95,7 @@ class ScheduledSlice:
             scored=record.scored(live.n_scheduled, self.stop),
         )
         live.ranking = step_id if ranks else 0
-        live.drafted = None
+        live.drafted, live.awaiting = None, 0
         live.draft_states = [*self.states[1:]]
         live.n_computed, live.n_scheduled = self.stop, self.stop + n_drafts
         live.last_step = step_id
@@ -202,7 +202,8 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
     for sequence, tokens in drawn.items():
         if len(tokens) == 1:
             continue
-        accepted, drafts = [sampled.token for sampled in tokens[:-1]], scheduled.parts[sequence].drafts
+        accepted, piece = [sampled.token for sampled in tokens[:-1]], scheduled.parts[sequence].slice
+        drafts = accepted[: piece.n_drafts] if piece.drafts_pend else piece.drafts  # their drafter was detached
         if accepted != drafts[: len(accepted)]:
             raise WrongResult(f"step {result.step_id} verified {drafts} of sequence {sequence} and accepted {accepted}")
     return drawn

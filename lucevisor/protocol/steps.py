@@ -5,13 +5,17 @@ This is the hot path: Step and StepResult, with everything in them, are encoded 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+from msgspec.structs import replace
 
 from lucevisor.model.values import Space
 
 PENDING = -1
-"""The only token of a slice where the supervisor does not know it yet: what ``Step.follows``, or in a pipeline of one
-stage the step before, sampled for the sequence."""
+"""Stands for tokens that the supervisor does not know yet.  The only token of a slice: what ``Step.follows``, or in a
+pipeline of one stage the step before, sampled for the sequence.  All drafts of a slice: those that the draft stage of
+the same daemon made for the sequence last."""
 
 
 class Dry(msgspec.Struct, frozen=True, array_like=True):
@@ -178,8 +182,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     ``[PENDING]``.
 
     ``sample``: sample the next token from the last row.  A decode is a slice of one token, a prefill chunk is longer.
-    A verify slice ends with ``n_drafts`` draft tokens: one token is sampled from the row before the first draft, and
-    one from the row of each draft that equals the token sampled before it, up to the first rejected draft.
+    A verify slice ends with ``n_drafts`` draft tokens, which may all be ``PENDING``: one token is sampled from the row
+    before the first draft, and one from the row of each draft that equals the token sampled before it, up to the first
+    rejected draft.
     ``states``: recurrent states to write after each of the last ``len(states)`` tokens, all different; [] keeps only
     the state after the last token, in place.  ``n_ahead``: tokens to draft behind the one sampled last.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
@@ -206,6 +211,16 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     @property
     def drafts(self) -> list[int]:
         return self.tokens[self.n_context :]
+
+    @property
+    def drafts_pend(self) -> bool:
+        """Whether the supervisor does not know the drafts."""
+        return self.n_drafts > 0 and self.tokens[-1] == PENDING
+
+    def with_drafts(self, found: Sequence[int]) -> Slice:
+        """Return the slice with drafts in place of pending ones: the last token fills up what lacks."""
+        known = [*self.tokens[: self.n_context], *found[: self.n_drafts]]
+        return replace(self, tokens=known + known[-1:] * (len(self.tokens) - len(known)))
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):

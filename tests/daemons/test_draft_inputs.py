@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from daemons.draft.inputs import DraftInputs
+from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, arena_regions
-from lucevisor.protocol.steps import PENDING, DraftStep, Sampled, Slice, Step
+from lucevisor.protocol.steps import PENDING, Drafted, DraftStep, Sampled, Slice, Step
 
 PLAN = DraftPlan(1, DraftKind.MTP, [], 0, LayerRange(0, 1), [CaptureSource(0, [3], None)])
 
@@ -51,6 +54,27 @@ def test_a_step_that_was_recalled_and_runs_again_is_kept_as_it_ran_last() -> Non
     inputs.keep_tokens(again, [Sampled(1, 50)])
     found, _, tokens = inputs.take(DraftStep(again))
     assert (found.slices, tokens) == (again.slices, [[50]])
+
+
+class OneDraft:
+    """A draft stage with a draft for each sequence that asks."""
+
+    def run(self, step: Step, captures: list[torch.Tensor], tokens: list[list[int]]) -> list[Drafted]:
+        return [Drafted(s.sequence, [30 + s.sequence] * s.n_ahead) for s in step.slices if s.n_ahead]
+
+
+def test_pending_drafts_are_those_made_last() -> None:
+    inputs = DraftInputs(PLAN, [])
+    verify = Step(4, 0, [], [Slice(0, 5, [7, PENDING, PENDING, PENDING], True, 3), Slice(1, 9, [8], True)])
+    with pytest.raises(StateError, match="sequence 0 at 5: no drafts were made before it"):
+        inputs.with_drafts(verify)
+    asking = Step(3, 0, [], [Slice(0, 4, [6], True, n_ahead=2)])
+    inputs.keep_captures(asking, 0, torch.zeros(1, 2))
+    inputs.keep_tokens(asking, [Sampled(0, 7)])
+    inputs.feed(cast("DraftStage", OneDraft()), DraftStep(asking))
+    assert [s.tokens for s in inputs.with_drafts(verify).slices] == [[7, 30, 30, 30], [8]]
+    with pytest.raises(StateError, match="no drafts"):  # they are verified once
+        inputs.with_drafts(verify)
 
 
 def test_what_a_stage_computed_alone_is_not_for_the_drafter() -> None:

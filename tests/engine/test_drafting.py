@@ -20,6 +20,7 @@ from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
+    PENDING,
     CloseSequence,
     Drafted,
     OpenSequence,
@@ -32,7 +33,7 @@ from lucevisor.protocol.steps import (
 )
 from tests.engine.scheduler_steps import plans
 from tests.engine.toy_engine import HYBRID, ToyEngine, limits, request
-from tests.engine.toy_pipeline import VOCABULARY
+from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
 
 FULL = frozenset({Space.FULL})
 
@@ -89,7 +90,7 @@ class Bench:
 
 
 def test_a_sequence_waits_for_its_drafts_and_goes_on_without_when_the_drafter_is_detached() -> None:
-    bench = Bench(speculating())
+    bench = Bench(speculating(), with_output=False)
     bench.submit("a")
     first = bench.plan()
     assert first.step.slices[0].n_ahead == 4
@@ -111,6 +112,65 @@ def test_drafts_that_came_are_verified_though_the_drafter_is_gone() -> None:
     bench.draft(first)
     bench.scheduler.detach_drafter()
     assert bench.plan().step.slices == [Slice(0, 3, [7, 9, 9, 9, 9], True, 4)]
+
+
+# ---- drafts that are verified before they are known
+
+
+def test_a_step_verifies_drafts_that_its_daemon_knows_first() -> None:
+    bench = Bench(speculating())
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    [verify] = plans(bench.scheduler)
+    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, n_ahead=4)]
+    bench.draft(first, n=3)  # fewer than asked: the last one is repeated, and is no proposal
+    part = bench.scheduler.in_flight[0].parts[0]
+    assert (part.slice.tokens, part.n_proposed) == ([7, 9, 9, 9, 9], 3)
+    sampled = [Sampled(0, token) for token in (9, 9, 7)]
+    bench.scheduler.apply(StepResult(verify.step.step_id, 0, sampled), 0.0)
+    assert (bench.live("a").n_computed, bench.live("a").drafted) == (6, None)
+    assert bench.scheduler.drafting.statistics.total.n_accepted == 2
+    [following] = plans(bench.scheduler)
+    assert following.step.slices == [Slice(0, 6, [7, *[PENDING] * 4], True, 4, n_ahead=4)]
+
+
+@pytest.mark.parametrize("why", ["constraint", "probabilities", "stage", "apart"])
+def test_others_wait_for_what_their_drafter_says(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(speculating(), 1 + (why == "stage"), with_output=why != "apart")
+    constraint = ToyConstraint(1) if why == "constraint" else None
+    if why == "probabilities":
+        monkeypatch.setattr(Speculation, "uses_probabilities", True)
+    bench.submit("b")
+    bench.scheduler.submit(request("a", [1, 2, 3], 50, constraint=constraint), 0.0)
+    first = bench.plan()
+    bench.answer(first)
+    assert plans(bench.scheduler) == []
+    bench.draft(first)
+    following = bench.plan().step.slices
+    assert not any(piece.drafts_pend for piece in following)
+    assert all(piece.n_drafts for piece in following if piece.sequence == 0)
+
+
+def test_a_verdict_on_drafts_that_nobody_told_counts() -> None:
+    bench = Bench(speculating())
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    verify = bench.plan()
+    bench.scheduler.detach_drafter()
+    sampled = [Sampled(0, token) for token in (5, 6, 7)]
+    bench.scheduler.apply(StepResult(verify.step.step_id, 0, sampled), 0.0)
+    assert bench.live("a").n_computed == 6
+    assert next(iter(bench.scheduler.running)).tokens[-3:] == [5, 6, 7]
+    too_many = [Sampled(0, 7)] * 6
+    bench = Bench(speculating())
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    verify = bench.plan()
+    with pytest.raises(WrongResult):
+        bench.scheduler.apply(StepResult(verify.step.step_id, 0, too_many), 0.0)
 
 
 def test_a_drafter_attached_later_opens_what_runs_and_has_nothing_of_it() -> None:
@@ -427,8 +487,11 @@ def test_a_copied_page_keeps_its_epoch() -> None:
 # ---- order and overlap
 
 
-def test_with_the_output_stage_a_micro_batch_is_drafted_before_the_next_one_is_verified() -> None:
+def test_with_the_output_stage_a_micro_batch_is_drafted_before_the_next_one_is_verified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The daemon does one after the other, so those that are ready wait and go together."""
+    monkeypatch.setattr(Speculation, "uses_probabilities", True)
     bench = Bench(speculating())
     bench.submit("a")
     first = bench.plan()

@@ -312,7 +312,7 @@ async def test_a_page_that_waiting_steps_write_is_not_rebuilt_for_another_sequen
         for i in range(n_turns // 5):
             toy.work(i)
         handles["again"] = toy.engine.submit(asked[1])
-        for i in range(n_turns % 5):
+        for _ in range(n_turns % 5):
             toy.work(0)
         assert toy.crash(1)
         toy.come_back()

@@ -208,11 +208,12 @@ def test_a_step_ahead_asks_for_drafts_and_is_the_last_of_the_run() -> None:
     for plan in (running, ahead):
         assert tokens(scheduler) == []
         scheduler.apply(answer(plan, 5), 0.0)
-    assert tokens(scheduler) == []
+    assert tokens(scheduler) == [[[5, PENDING, PENDING]]]
     for plan in (prompt, running):
         scheduler.drafting.answered(StepResult(plan.step.step_id, 1))
     scheduler.drafting.answered(StepResult(ahead.step.step_id, 1, drafts=[Drafted(0, [8, 9])]))
-    assert tokens(scheduler) == [[[5, 8, 9]]]
+    [verify] = scheduler.in_flight
+    assert verify.parts[0].slice.tokens == [5, 8, 9]
 
 
 class Asked(Speculation):

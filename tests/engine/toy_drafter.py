@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
@@ -21,6 +23,7 @@ from lucevisor.protocol.steps import (
     Sampled,
     Sampling,
     Slice,
+    Step,
     StepResult,
     UseState,
 )
@@ -45,6 +48,7 @@ class ToyDrafter(ToyStage):
         super().__init__(model, model.n_stages, pools, {})
         self._captures, self._oracle, self._wrong, self._n_most = captures, oracle, wrong, n_most
         self.n_drafted = 0
+        self._made: dict[int, list[int]] = {}  # drafts by sequence
         self.after: dict[int, tuple[int, int]] = {}  # by state: the position and token it was written after
 
     def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult:
@@ -62,9 +66,22 @@ class ToyDrafter(ToyStage):
         drafts = []
         for piece, new in zip(step.slices, tokens, strict=True):
             self._take(piece, new)
+            self._made.pop(piece.sequence, None)
             if piece.n_ahead:
-                drafts.append(Drafted(piece.sequence, self._draft(piece, new)))
+                self._made[piece.sequence] = self._draft(piece, new)
+                drafts.append(Drafted(piece.sequence, self._made[piece.sequence]))
         return StepResult(step.step_id, self.stage, compute_s=0.25, drafts=[d for d in drafts if d.tokens])
+
+    def with_drafts(self, step: Step) -> Step:
+        """A step with the drafts that it verifies, which were made behind the step before."""
+        slices = []
+        for piece in step.slices:
+            if piece.drafts_pend:
+                if piece.sequence not in self._made:
+                    raise Violation(f"sequence {piece.sequence}: no drafts were made for {piece}")
+                piece = piece.with_drafts(self._made.pop(piece.sequence))
+            slices.append(piece)
+        return replace(step, slices=slices)
 
     def take_operations(self, operations: Sequence[Operation]) -> None:
         """Execute the operations of a step."""

@@ -153,7 +153,7 @@ class ToyEngine:
             if home.stages:
                 home.drafter = None
                 steps = [(flags, message) for flags, message in home.inbox if isinstance(message, Step)]
-                kept = [(flags, structs.replace(step, upkeep=False)) for flags, step in steps]
+                kept = [(flags, _without_drafter(step)) for flags, step in steps]
                 home.inbox.clear()
                 home.inbox.extend(kept)
             else:
@@ -260,6 +260,12 @@ class ToyEngine:
                 request.prompt, request.sampling, n, request.stop_ids, request.constraint
             )
         return self._alone[request.request_id]
+
+
+def _without_drafter(step: Step) -> Step:
+    """A step that the draft stage does not take along; any drafts will do for what it verifies."""
+    slices = [piece.with_drafts([]) if piece.drafts_pend else piece for piece in step.slices]
+    return structs.replace(step, upkeep=False, slices=slices)
 
 
 async def events_of(handle: RequestHandle) -> list[Event]:

@@ -286,6 +286,8 @@ class ToyStage:
         """A slice whose token the step before has drawn."""
         if PENDING not in piece.tokens:
             return piece
+        if piece.drafts_pend:
+            raise Violation(f"nobody knows the drafts {piece.drafts} of sequence {piece.sequence}")
         if told is not None:
             return replace(piece, tokens=[told[piece.sequence]])
         if 0 < self.stage < self.model.n_stages - 1:
@@ -508,6 +510,8 @@ class ToyDraftStage(Protocol):
 
     def take_operations(self, operations: Sequence[Operation]) -> None: ...
 
+    def with_drafts(self, step: Step) -> Step: ...
+
 
 class ToyDaemon:
     """Runs one or several stages, one step at a time in the order received.  It is a StageLink as well."""
@@ -579,6 +583,8 @@ class ToyDaemon:
             if output is not None and message.tokens is None and step.slices:
                 message = replace(message, step=replace(step, slices=output.known.get(step.step_id, step.slices)))
             return self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None), _NO_PAYLOAD
+        if self.drafter is not None and stage == self.limits.n_stages - 1 and len(self.stages) == self.limits.n_stages:
+            step = self.drafter.with_drafts(step)
         masks = self.masks.pop(step.step_id, None) if stage == self.limits.n_stages - 1 else None
         result, arrays = self.stages[stage].run(step, self.limits.max_sequences, masks)
         if step.upkeep and stage == self.limits.n_stages - 1 and self.drafter is not None:

@@ -32,6 +32,7 @@ from lucevisor.engine.drafting.costs import (
     own_widths,
     uneven,
 )
+from lucevisor.engine.drafting.lookup import LOOKUP_FIRST_CHANCE, LOOKUP_PROBABILITIES
 from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
@@ -61,10 +62,6 @@ FREE_SHARE: Final = 0.01
 OUTLIER: Final = 2.0
 """A step is charged no more than this times what such steps take: plain steps are disturbed as often.  The first two of
 a shape, which compile and capture, are charged what is expected of them: that is paid once."""
-LOOKUP_FIRST_CHANCE: Final = 0.6
-"""Chance of a first looked-up draft before any was verified."""
-LOOKUP_PROBABILITIES: Final = {3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.75, 8: 0.85}
-"""By matching tokens: what a looked-up draft reports as its probability; verdicts calibrate it."""
 
 
 class Speculation:
@@ -132,8 +129,12 @@ class Speculation:
         0: a plain decode.  More than there are: padding makes the slices of a step equally long.
         """
         self._n_slices, self._n_decoding = len(drafts), n_decoding
-        widths = self._widths(drafts)
-        return {own.request_id: n for (own, _), n in zip(drafts, widths, strict=True)}
+        return {own.request_id: n for (own, _), n in zip(drafts, self._widths(drafts), strict=True)}
+
+    @property
+    def uses_probabilities(self) -> bool:
+        """Whether the probabilities of drafts say how many are verified."""
+        return not self._fixed and self._models[False].by_probability
 
     @property
     def width(self) -> int:

@@ -121,7 +121,7 @@ def choose_slices(
         if record.live is not None and record.live.n_scheduled < record.n_tokens and not record.live.ranking:
             if record.state is RequestState.PREFILL:
                 prompts.append(record)
-            elif not record.live.awaiting:
+            elif not record.live.awaiting or drafting.verifies_unseen:
                 decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
     waiting = [record for record in prompts if budget.should_wait(record)]
     if waiting:

@@ -26,7 +26,8 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.scheduling.round_gaps import RoundGaps
-from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations
+from lucevisor.engine.scheduling.unseen import fill_in, unseen_drafts
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.step import (
     ScheduledSequence,
     ScheduledSlice,
@@ -44,19 +45,17 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.steps import (
     CloseSequence,
     Drafted,
-    OpenSequence,
     Operation,
     Sampled,
     Slice,
     StepResult,
-    ZeroState,
 )
 
 
 class Drafting:
     """Drafts of the running sequences."""
 
-    def __init__(self, limits: EngineLimits, pools: PagePools, running: RunningRequests) -> None:
+    def __init__(self, limits: EngineLimits, pools: PagePools, running: RunningRequests, n_stages: int = 1) -> None:
         self._settings = limits.speculation
         self._max_context = limits.max_context
         self._pools = pools
@@ -72,6 +71,7 @@ class Drafting:
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
+        self.n_stages = n_stages
         self._n_decoding = self._n_prompts = 0  # running, when the next step was begun
         self._gaps, self._step_s = RoundGaps(), 0.0  # of the step whose result is applied
         self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
@@ -111,17 +111,7 @@ class Drafting:
     def open_running(self) -> list[Operation]:
         """Return the operations that open all running sequences at a drafter without any."""
         self.opening = False
-        operations: list[Operation] = []
-        for record in self._running:
-            live = record.live
-            if live is None:
-                continue
-            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
-            if live.state != NO_STATE and not self._opens_kept:
-                operations.append(ZeroState(live.state))
-            for growth in live.table.growths():
-                operations += page_operations(live.sequence, growth)
-        return operations
+        return self._running.opening(kept=self._opens_kept)
 
     @property
     def resting(self) -> bool:
@@ -157,8 +147,19 @@ class Drafting:
         self._pools.begin_draft_epoch()
 
     @property
+    def verifies_unseen(self) -> bool:
+        """Whether the next step may verify drafts before they are known here: the daemon that makes them runs it, and
+        neither the masks of a constraint nor its width depend on them.
+        """
+        if not self.attached or self._overlaps or self.n_stages > 1 or self.speculation.uses_probabilities:
+            return False
+        return all(record.request.constraint is None for record in self._running)
+
+    @property
     def n_drafting(self) -> int:
-        """Micro-batches of decodes whose drafts are being made."""
+        """Micro-batches of decodes whose drafts are being made, and waited for."""
+        if self.verifies_unseen:
+            return 0
         return sum(bool(step.decodes and step.n_ahead) for step in list(self.outstanding)[: self._n_sampled])
 
     def n_groups(self, n_stages: int) -> int:
@@ -274,12 +275,14 @@ class Drafting:
         self._n_sampled -= 1
         by_sequence = {drafted.sequence: drafted for drafted in result.drafts}
         for sequence, part in expected.parts.items():
-            if part.record.live is not part.live or part.live.awaiting != expected.step_id:
+            if part.record.live is not part.live:
                 continue
-            part.live.awaiting = 0
-            if (drafted := by_sequence.get(sequence)) is not None:
-                part.live.drafted = drafted
+            drafted = by_sequence.get(sequence)
+            if drafted is not None and part.slice.n_ahead:
                 self.speculation.drafted(part.record.drafts, drafted)
+            if part.live.awaiting == expected.step_id:
+                part.live.awaiting, part.live.drafted = 0, drafted
+        fill_in(self.outstanding, expected, by_sequence)
         self._count_drafts(expected, by_sequence, result.compute_s)
         self._gaps.drafted(expected, result.compute_s)
         pieces = [part.slice for part in expected.parts.values()]
@@ -378,7 +381,9 @@ class Drafting:
 
     def _candidates(self, one: ScheduledSlice) -> Drafted:
         """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
-        found = self.speculation.candidates(one.record.drafts, one.live.drafted or Drafted(one.live.sequence, []))
+        found = self.speculation.candidates(
+            one.record.drafts, one.live.drafted or unseen_drafts(self.outstanding, one.live)
+        )
         constraint = one.record.request.constraint
         if constraint is None or not found.tokens:
             return found

@@ -126,6 +126,7 @@ class Scheduler(SchedulerState):
         """
         self._operations[:0] = opening
         self.runs_ahead = rings or n_stages == 1
+        self.drafting.n_stages = n_stages
         if n_stages != self.n_stages:
             self.n_stages = n_stages
             self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)

@@ -43,7 +43,7 @@ class SchedulerState:
         self.pools = limits.make_pools()
         self.reuse = PrefixReuse(limits, self.pools)
         self.running = RunningRequests(limits, self.pools, self.reuse)
-        self.drafting = Drafting(limits, self.pools, self.running)
+        self.drafting = Drafting(limits, self.pools, self.running, n_stages)
         self._records: dict[str, RequestRecord] = {}
         self._shares = KeyShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)

@@ -1,0 +1,35 @@
+"""Drafts that are verified before the supervisor knows them: ``PENDING`` in the slice, filled in when they are told.
+
+Pure.  ADR 16 says where.  Invariant: of a slice with pending drafts the draft stage has yet to answer the step that
+asked for them, or is detached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lucevisor.engine.sequence import LiveSequence
+from lucevisor.engine.step import ScheduledStep
+from lucevisor.protocol.steps import PENDING, Drafted
+
+
+def unseen_drafts(outstanding: Iterable[ScheduledStep], live: LiveSequence) -> Drafted:
+    """Return the drafts that are being made for a sequence, as far as they are known; ``outstanding``: the steps that
+    the draft stage has yet to answer.
+    """
+    asked = next((step for step in outstanding if step.step_id == live.awaiting), None)
+    n = asked.parts[live.sequence].slice.n_ahead if asked is not None else 0
+    return Drafted(live.sequence, [PENDING] * n)
+
+
+def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: Mapping[int, Drafted]) -> None:
+    """Put the ``drafts`` that a step asked for into the slices behind it that verify them."""
+    for step in outstanding:
+        for sequence, part in step.parts.items():
+            before = asked.parts.get(sequence) if part.slice.drafts_pend else None
+            if before is None or before.live is not part.live or not before.slice.n_ahead:
+                continue
+            drafted = drafts.get(sequence, Drafted(sequence, []))
+            n_proposed, piece = min(part.n_proposed, len(drafted.tokens)), part.slice.with_drafts(drafted.tokens)
+            step.parts[sequence] = part._replace(slice=piece, n_proposed=n_proposed)
+            part.record.drafts.probabilities = drafted.probabilities
