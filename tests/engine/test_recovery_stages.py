@@ -32,6 +32,16 @@ def ready(n_stages: int = 3, **changes: object) -> ToyEngine:
     return toy
 
 
+def end_loss(toy: ToyEngine) -> None:
+    """The lost stages are there again, and all work is done; a pipeline that cannot be rebuilt is attached anew."""
+    toy.come_back()
+    while toy.work(0):
+        pass
+    if not toy.engine.ready:
+        toy.attach()
+        toy.run()
+
+
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 2), (2, 0), (1, 2), (0, 1)])
 async def test_only_lost_stages_compute_again(lost: tuple[int, ...]) -> None:
     toy = ready(spaces=ALL_SPACES, window_tokens=70, pools=PoolSizes(16, 12, 4), max_step_tokens=200)
@@ -315,12 +325,7 @@ async def test_a_page_that_waiting_steps_write_is_not_rebuilt_for_another_sequen
         for _ in range(n_turns % 5):
             toy.work(0)
         assert toy.crash(1)
-        toy.come_back()
-        while toy.work(0):
-            pass
-        if not toy.engine.ready:
-            toy.attach()
-            toy.run()
+        end_loss(toy)
         n_given_up += toy.n_given_up
         await check_answers(toy, asked, handles)
     assert n_given_up
@@ -368,12 +373,7 @@ def test_who_began_with_a_slot_that_was_not_whole_everywhere_is_computed_again(
             assert toy.crash(1)
             if replays:
                 asyncio.run(ask_replay(toy, 1))
-            toy.come_back()
-            while toy.work(0):
-                pass
-            if not toy.engine.ready:
-                toy.attach()
-                toy.run()
+            end_loss(toy)
             n_given_up += toy.n_given_up
             asyncio.run(check_answers(toy, asked, handles))
     assert n_given_up

@@ -116,12 +116,12 @@ def choose_slices(
     """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
     if len(in_flight) > budget.n_stages:
         return choose_ahead(records, in_flight, budget.n_stages, drafting) if budget.runs_ahead else []
-    decodes, prompts = [], []
+    decodes, prompts, unseen = [], [], drafting.verifies_unseen
     for record in records:
         if record.live is not None and record.live.n_scheduled < record.n_tokens and not record.live.ranking:
             if record.state is RequestState.PREFILL:
                 prompts.append(record)
-            elif not record.live.awaiting or drafting.verifies_unseen:
+            elif unseen or not record.live.awaiting:
                 decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
     waiting = [record for record in prompts if budget.should_wait(record)]
     if waiting:
