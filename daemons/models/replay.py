@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.device import CPU, launching, memory_free, synchronize, torch_dtype
@@ -29,7 +28,9 @@ from daemons.errors import StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.blocks import Block
+from daemons.models.replay_kernels import load_kernels
 from daemons.models.shard import ShardModel
+from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import Load, StagePlan, StageReplay
@@ -127,7 +128,7 @@ class LayerwiseReplay:
         self.problem = ""
         self.max_rows = 0  # that are computed together; 0: those of a step
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
-        self._embeds = plan.embedding
+        self._embeds, self._layers = plan.embedding, plan.shards[0].layers
         self._chunks: list[_Chunk] = []
         self._thread: ThreadPoolExecutor | None = None
         self._submitted: list[Future[None]] = []
@@ -139,11 +140,12 @@ class LayerwiseReplay:
             self.problem = "sliding layers take pages in turn"
 
     @contextmanager
-    def loading(self, device: torch.device) -> Iterator[None]:
+    def loading(self, selector: KernelSelector) -> Iterator[None]:
         """Load weights beside what is computed meanwhile, on a stream of their own, which goes first.
 
         Rows are given back at the end: what else the daemon loads was planned without them.
         """
+        device = selector.device
         if device.type == "cpu" or self.problem:
             yield
             self._forget_rows()
@@ -154,7 +156,7 @@ class LayerwiseReplay:
         sys.setswitchinterval(SWITCH_S)
         reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
-        self._submitted.append(self._thread.submit(self._warm_up, device))
+        self._submitted.append(self._thread.submit(self._load_kernels, selector))
         if not self._embeds:
             self._submitted.append(self._thread.submit(reader.submit(self._fetch).result))  # layers come behind it
         try:
@@ -199,13 +201,11 @@ class LayerwiseReplay:
     # ---- inside
 
     @torch.inference_mode()
-    def _warm_up(self, device: torch.device) -> None:
-        """Multiply something of a layer's shape: loads the library and its kernels, while the first layer is read."""
-        dtype, width = torch_dtype(self._load.dtype), self._spec.hidden_size
+    def _load_kernels(self, selector: KernelSelector) -> None:
+        device = selector.device
         try:
             with torch.cuda.stream(torch.cuda.default_stream(device)), launching(device):
-                rows = torch.zeros(self._load.max_step_tokens, width, dtype=dtype, device=device)
-                F.linear(rows, rows.new_zeros(width, width))
+                load_kernels(self._spec, self._layers, selector, self._load.max_step_tokens)
         except torch.OutOfMemoryError:
             pass  # whether rows and weights have room is seen later
 

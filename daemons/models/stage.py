@@ -139,7 +139,7 @@ class LoadedStage:
             if replay is None:
                 shards.append(ShardModel(config, selector, report))
             else:
-                with replay.loading(selector.device):
+                with replay.loading(selector):
                     shards.append(ShardModel(config, selector, report, replay.layer_loaded))
         return cls(spec, plan, load, shards)
 

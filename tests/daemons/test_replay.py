@@ -198,7 +198,7 @@ def test_layers_that_come_before_the_replay_begins_are_counted_once(monkeypatch)
             all_come.set()
 
     replay.layer_loaded = layer_loaded
-    monkeypatch.setattr(LayerwiseReplay, "_warm_up", lambda *_: all_come.wait(10))
+    monkeypatch.setattr(LayerwiseReplay, "_load_kernels", lambda *_: all_come.wait(10))
     monkeypatch.setattr(replay_module, "CPU", torch.device("meta"))  # as if the shard were on another device
     n_bytes = sum(step.n_tokens for step in replay.steps) * max(spec.hidden_size, spec.boundary_width) * 4
     free = replay_module.WORK_BYTES + n_bytes
@@ -258,7 +258,7 @@ def in_a_thread(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(LayerwiseReplay, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(LayerwiseReplay, "_load_kernels", lambda *_: None)
     loading = LayerwiseReplay.loading
     monkeypatch.setattr(LayerwiseReplay, "loading", lambda self, _: loading(self, torch.device("cuda")))
 

@@ -15,11 +15,13 @@ from daemons.ops.triton.recurrent_delta_rule import L2_EPS
 DIM = 128
 """Width of the heads that the kernel is written for."""
 MAX_HEADS = 8
-"""Value heads of a key head: blocks of a cluster."""
+"""Value heads of a key head, which form a cluster."""
 WARPS = 8
 """Warps that compute a state."""
 TEAMS, SLOTS = 2, 3
 """Of a block with many slices: states that are computed at once, and states in shared memory."""
+MAX_CLUSTER = 8
+"""Blocks of a cluster that every device runs."""
 MIN_BATCH = 5
 """Slices of one token from which on states pass through shared memory."""
 
@@ -31,13 +33,22 @@ def fits(params: GatedDeltaNetParams) -> bool:
 
 def constants(params: GatedDeltaNetParams) -> tuple[str, ...]:
     """What delta_net.cu is compiled with."""
-    heads, taps = params.n_value // params.n_key, params.conv_weight.shape[0]
-    return (f"HEADS={heads}", f"N_KEY={params.n_key}", f"TAPS={taps}", f"WARPS={WARPS}")
+    return (*_sizes(params), f"HALVES={halves(params)}")
+
+
+def halves(params: GatedDeltaNetParams) -> int:
+    """Blocks of delta_net.cu that have a state's columns."""
+    return 2 if 2 * (params.n_value // params.n_key) <= MAX_CLUSTER else 1
 
 
 def batch_constants(params: GatedDeltaNetParams) -> tuple[str, ...]:
     """What delta_net_batch.cu is compiled with."""
-    return (*constants(params), f"TEAMS={TEAMS}", f"SLOTS={SLOTS}")
+    return (*_sizes(params), f"TEAMS={TEAMS}", f"SLOTS={SLOTS}")
+
+
+def _sizes(params: GatedDeltaNetParams) -> tuple[str, ...]:
+    heads, taps = params.n_value // params.n_key, params.conv_weight.shape[0]
+    return (f"HEADS={heads}", f"N_KEY={params.n_key}", f"TAPS={taps}", f"WARPS={WARPS}")
 
 
 def batch_bytes(params: GatedDeltaNetParams, n_pairs: int) -> int:
@@ -45,6 +56,12 @@ def batch_bytes(params: GatedDeltaNetParams, n_pairs: int) -> int:
     heads = params.n_value // params.n_key
     pair = (2 + heads) * DIM * 4 + heads * 8
     return SLOTS * (DIM * DIM * 4 + 2 * 8) + TEAMS * WARPS * 2 * DIM * 4 + n_pairs * pair
+
+
+def shared_bytes(params: GatedDeltaNetParams, n: int) -> int:
+    """Shared bytes of a block of delta_net.cu for slices of n tokens: sums; inputs, scales and gates of each token."""
+    width = DIM // halves(params)
+    return 2 * WARPS * 2 * width * 4 + n * ((2 * DIM + width) * 4 + 5 * 4)
 
 
 def compile_delta_net(architecture: str, params: GatedDeltaNetParams, dtype: torch.dtype) -> bytes:
@@ -64,9 +81,8 @@ class CudaDeltaNet:
         self, params: GatedDeltaNetParams, device: torch.device, dtype: torch.dtype, architecture: str
     ) -> None:
         code = compile_delta_net(architecture, params, dtype)
-        heads = params.n_value // params.n_key
-        self.shared_bytes = (2 * 3 + 2 * WARPS) * DIM * 4
-        self.kernel = Kernel(code, "delta_net", device, self.shared_bytes, dependent=True, cluster=heads)
+        most, cluster = shared_bytes(params, MAX_DECODE_TOKENS), halves(params) * (params.n_value // params.n_key)
+        self.kernel = Kernel(code, "delta_net", device, most, dependent=True, cluster=cluster)
         self.limits = SharedMemory.of(device)
         self.batch_kernel: Kernel | None = None
         if batch_bytes(params, 1) <= self.limits.block_shared_bytes:
@@ -96,5 +112,6 @@ class CudaDeltaNet:
         if n == 1 and n_slices >= MIN_BATCH and self.batch_kernel and n_bytes <= self.limits.block_shared_bytes:
             self.batch_kernel((n_blocks, 1), 32 * (TEAMS * WARPS + 1), n_bytes, (*tensors, n_slices, *numbers))
         else:
-            self.kernel((m.n_value, n_slices), 32 * WARPS, self.shared_bytes, (*tensors, n, *numbers))
+            grid = m.n_value * halves(m), n_slices
+            self.kernel(grid, 32 * WARPS, shared_bytes(m, n), (*tensors, n, *numbers))
         return out

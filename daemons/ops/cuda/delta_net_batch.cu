@@ -119,15 +119,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     float4 lines[LINES];
 #pragma unroll
     for (int r = 0; r < LINES; r++) lines[r] = *(const float4*)(matrix + r * DIM);
-    Token token(lines, q, k, v, parts, gates, l2_eps, scale, member, lane, [=] { wait_for_team<TEAM_THREADS>(team); });
+    Scales scales = scales_of(q, k, l2_eps, scale, lane);
+    Token<float4> token(lines, q, k, v, parts, gates, scales, member, lane, [=] { wait_for_team<TEAM_THREADS>(team); });
+    float k_lines[LINES];  // loaded again: holding them costs registers
+    load_lines(k_lines, k, scales.k, member);
 #pragma unroll
-    for (int r = 0; r < LINES; r++) *(float4*)(matrix + r * DIM) = token.updated(lines[r], k, member * LINES + r, gates);
+    for (int r = 0; r < LINES; r++) *(float4*)(matrix + r * DIM) = token.updated(lines[r], k_lines[r], gates);
     publish_writes();
     wait_for_team<TEAM_THREADS>(team);
     if (threadIdx.x % TEAM_THREADS == 0) arrive(s.empty + 8 * slot);
     if (member == 0) {
       long long slice = items.slice(i), head = items.head(i);
-      token.store(out + (slice * N_VALUE + head) * DIM, y + slice * y_stride + CHANNELS + head * DIM, norm, gates, norm_eps, lane);
+      store_gated(out + (slice * N_VALUE + head) * DIM, token.output(gates, scales), y + slice * y_stride + CHANNELS + head * DIM,
+                  norm, norm_eps, lane);
     }
   }
 }

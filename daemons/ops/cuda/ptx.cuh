@@ -197,6 +197,16 @@ DEVICE void store_in_cluster(u32 at, u32 rank, float4 value) {
       "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
       : "memory");
 }
+
+// What is at the address `at` of block `rank`.
+DEVICE float4 load_from_cluster(u32 at, u32 rank) {
+  float4 v;
+  asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(at), "r"(rank)
+               : "memory");
+  return v;
+}
 #endif
 
 // ---- programmatic dependent launch (sm_90): a kernel may start before the one ahead of it ended, up to its wait

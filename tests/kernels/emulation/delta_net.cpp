@@ -21,5 +21,5 @@ extern "C" void run_delta_net(int n_slices, int seed, const u16* y, u16* out, fl
     delta_net(given.y, given.out, given.conv_states, given.states, given.ids, given.kept, given.conv_weight,
               given.decay_rates, given.dt_bias, given.norm, given.n, given.y_stride, given.norm_eps, given.l2_eps, given.scale);
   };
-  run_grid(N_VALUE, n_slices, THREADS, seed, kernel, HEADS);
+  run_grid(N_VALUE * HALVES, n_slices, THREADS, seed, kernel, CLUSTER);
 }

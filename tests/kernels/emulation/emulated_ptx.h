@@ -27,6 +27,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 using std::max;
 using std::min;
 
@@ -290,6 +291,12 @@ static void wait_for_stores() {
 
 template <class T> static void store_in_cluster(u32 at, u32 rank, T value) {
   memcpy((block == &blocks[rank] ? memory : blocks[rank].memory.data()) + at, &value, sizeof(T));
+}
+
+static float4 load_from_cluster(u32 at, u32 rank) {
+  float4 value;
+  memcpy(&value, (block == &blocks[rank] ? memory : blocks[rank].memory.data()) + at, sizeof(value));
+  return value;
 }
 
 static void launch_dependents() {}

@@ -1,0 +1,77 @@
+"""Loads the libraries and kernels that a GPU needs for many rows of a layer, while the first layer is read.
+
+A library's first product, attention or launch of a kernel takes 5 to 200 ms, in which the device would be idle.
+Computes zeros of a layer's shapes, as the header has them; knows no weights and no state.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from daemons.ops.attention import attention, visible
+from daemons.ops.operations import GatedDeltaNetParams
+from daemons.ops.selection import KernelSelector
+from daemons.weights.packed import TILES, empty_packed
+from lucevisor.model.quant_types import TILE_ROWS
+from lucevisor.model.spec import LayerSpec, ModelSpec
+from lucevisor.model.values import LayerRange, Space
+
+EPSILON = 1e-6
+
+
+def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, n_rows: int) -> None:
+    """Launch what ``n_rows`` rows of these layers need, on the current stream of ``selector``'s device.
+
+    Raises torch.OutOfMemoryError.
+    """
+    own = spec.layers[layers.start : layers.stop]
+    rows = torch.zeros(n_rows, spec.hidden_size, dtype=selector.dtype, device=selector.device)
+    norm = selector.operations.norm(torch.ones(spec.hidden_size, device=selector.device), spec.hidden_size, EPSILON)
+    norm.fused_add(rows, rows)
+    if selector.kernels:
+        _products(spec, own, selector, rows)
+    recurrent = next((layer for layer in own if layer.space is Space.RECURRENT), None)
+    if recurrent is not None:
+        _delta_net(recurrent, selector, n_rows)
+    paged = next((layer for layer in own if layer.space is not Space.RECURRENT and layer.state), None)
+    if paged is not None:
+        _attention(paged, selector, n_rows)
+
+
+def _products(spec: ModelSpec, layers: tuple[LayerSpec, ...], selector: KernelSelector, rows: torch.Tensor) -> None:
+    from daemons.ops.packed_linear import PackedLinear
+
+    assert spec.files is not None
+    tensors = (spec.files.tensors[name] for layer in layers for name in layer.tensors if name in spec.files.tensors)
+    kinds = {t.kind.name: t.kind for t in tensors if len(t.shape) == 2 and t.kind.name in TILES}
+    for kind in kinds.values():
+        packed = empty_packed(kind, TILE_ROWS, spec.hidden_size, selector.device)
+        packed.tiles.zero_()
+        selector.operations.act_and_mul(PackedLinear(packed, spec.hidden_size)(rows), "silu")
+
+
+def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
+    convolution, matrices = (part.shape for part in layer.state)
+    n_value, dim = matrices[:2]
+    n_key = (convolution[1] // dim - n_value) // 2
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=selector.device)
+
+    norm = selector.operations.norm(zeros(dim), dim, EPSILON)
+    taps = zeros(convolution[0] + 1, convolution[1])
+    params = GatedDeltaNetParams(n_key, n_value, dim, taps, zeros(n_value), zeros(n_value), norm)
+    compute = selector.operations.gated_delta_net(params)
+    if compute is not None and compute.max_tokens is None:
+        ids, kept = zeros(1, dtype=torch.int64), zeros(1, 0, dtype=torch.int64)
+        inputs = zeros(n_rows, params.columns, dtype=selector.dtype)
+        compute(inputs, zeros(1, *convolution), zeros(1, *matrices), ids, kept, 0)
+
+
+def _attention(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
+    _, kv_heads, dim = layer.state[0].shape
+    outputs = [shape for name, shape in layer.tensors.items() if name.endswith("attn_output.weight")]
+    heads = outputs[0][1] // dim if outputs else kv_heads
+    q, k = (torch.zeros(1, n_rows, n, dim, dtype=selector.dtype, device=selector.device) for n in (heads, kv_heads))
+    positions = torch.arange(n_rows, device=selector.device)[None]
+    attention(q, k, k, visible(positions, positions, 0), scale=1.0)
