@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from daemons.device import allocating
+from daemons.device import allocating, memory_free
 from daemons.errors import LoadError
 from daemons.ops.cpu.library import Tiles
 from daemons.ops.experts import ConcatExperts, ExpertWeights
@@ -31,7 +31,12 @@ from lucevisor.model.quant_types import CPU_TILE_ROWS, DENSE, INT4_GROUP, NATIVE
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, ROW_INDEXED, TensorLayout, TensorRole
 
 BATCH_BYTES = 8 << 20
-"""Bytes read and converted at a time, to fit a cpu's caches; accelerators take four times as much per copy."""
+"""Bytes read and converted at a time, to fit a cpu's caches."""
+DEVICE_BATCHES, ROOMY_BATCHES = 4, 8
+"""An accelerator takes so many times as much at once, and more where ROOM_BYTES are free: beside a replay each launch
+waits for multiprocessors, and a batch is some 25 launches and seven times its bytes.
+"""
+ROOM_BYTES = 4 << 30
 PACK_ROWS = 64
 """torch packs int4 in independent blocks of up to 64 rows, so batches of whole blocks can be packed one by one."""
 ADVICE = "give this device fewer layers (target_layer_split), a smaller quant, or fewer pages"
@@ -300,13 +305,18 @@ class WeightLoader:
         """The rows in batches of about BATCH_BYTES (as float32 if ``expanded``), in multiples of ``align`` rows."""
         row_bytes = max(p.tensor.n_bytes // row_count(p.tensor) for p in chunks)
         widest = max(row_bytes, chunks[0].width * 4) if expanded else row_bytes
-        budget = BATCH_BYTES * (4 if self.staging.accelerated else 1)
+        budget = BATCH_BYTES * self._n_batches()
         size = max(align, budget // widest // align * align)
         borders = [*range(0, _total(chunks), size), _total(chunks)]
         for start, stop in pairwise(borders):
             part = list(_split_rows(chunks, start, stop))
             yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, self.staging.load(part), strict=True)]
             self.progress.add(sum(p.n_bytes for p in part))
+
+    def _n_batches(self) -> int:
+        if not self.staging.accelerated:
+            return 1
+        return ROOMY_BATCHES if memory_free(self.selector.device) >= ROOM_BYTES else DEVICE_BATCHES
 
 
 def _total(chunks: list[TensorChunk]) -> int:

@@ -86,15 +86,15 @@ def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> R
     return None
 
 
-def compile_gemv_rows(architecture: str, kind: str, shape: RowsShape, dtype: torch.dtype, *defines: str) -> bytes:
+def compile_gemv_rows(architecture: str, constants: tuple[str, ...], dtype: torch.dtype, *defines: str) -> bytes:
     """Machine code of the kernel of several rows.  Raises CompileError."""
-    return compile_kernel("gemv_rows.cu", architecture, (*rows_constants(kind, shape), *DTYPES[dtype], *defines))
+    return compile_kernel("gemv_rows.cu", architecture, (*constants, *DTYPES[dtype], *defines))
 
 
-def rows_constants(kind: str, shape: RowsShape) -> tuple[str, ...]:
+def rows_constants(kind: str, shape: RowsShape, *, gated: bool = False) -> tuple[str, ...]:
     """What gemv_rows.cu is compiled with."""
     constants = (f"KIND={kind}", f"TILE_BYTES={tile_bytes(kind)}", f"DEPTH={shape.depth}", f"WARPS={ROWS_WARPS}")
-    return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}")
+    return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}", f"GATED={int(gated)}")
 
 
 def gemv_constants(kind: str, warps: int, depth: int, *, gated: bool = False) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class CudaGemv:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._experts = CudaExperts(device, dtype, self.architecture, *defines)
         self._streamed: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
-        self._rows_kernels: dict[tuple[str, int, int], Kernel] = {}
+        self._rows_kernels: dict[tuple[str, ...], Kernel] = {}
 
     def prepare(self, packed: PackedWeights) -> int:
         """Compile what rows times a matrix need; returns how many rows there are kernels for.
@@ -153,10 +153,10 @@ class CudaGemv:
             self._kernels[key] = Kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
         return self._kernels[key]
 
-    def _rows_kernel(self, kind: str, shape: RowsShape) -> Kernel:
-        key = (kind, shape.tiles_of_rows, shape.depth)
+    def _rows_kernel(self, kind: str, shape: RowsShape, *, gated: bool = False) -> Kernel:
+        key = rows_constants(kind, shape, gated=gated)
         if key not in self._rows_kernels:
-            code = compile_gemv_rows(self.architecture, kind, shape, self.dtype, *self.defines)
+            code = compile_gemv_rows(self.architecture, key, self.dtype, *self.defines)
             kernel = Kernel(code, "gemv_rows", self.device, self.limits.block_shared_bytes, dependent=True)
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
@@ -187,9 +187,10 @@ class CudaGemv:
         product((shape.n_blocks, 1), n_threads, shape.shared_bytes, (packed.tiles, stream, out, *sizes))
         return out
 
-    def rows(self, packed: PackedWeights, x: Tensor) -> Tensor:
-        """``x [T, K] W'`` -> [T, N], for T from 2 to what :meth:`prepare` returned."""
-        kind, n_chunks, n_out, n_rows = packed.kind.name, packed.n_chunks, packed.n_rows, x.shape[0]
+    def rows(self, packed: PackedWeights, x: Tensor, *, gated: bool = False) -> Tensor:
+        """``x [T, K] W'`` -> [T, N], for T from 2 to what :meth:`prepare` says; gated [T, N / 2], if :meth:`gates`."""
+        kind, n_chunks, n_rows = packed.kind.name, packed.n_chunks, x.shape[0]
+        n_out = packed.n_rows // 2 if gated else packed.n_rows
         if x.data_ptr() % 16 or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
         streamed = self._streamed_shape(packed, n_rows)
@@ -201,7 +202,7 @@ class CudaGemv:
         parts = split_buffer(out, shape.n_splits)
         n_blocks = min(self.limits.n_processors // shape.n_splits, padded_rows(n_out) // TILE_ROWS)
         arguments = (packed.tiles, x, out, parts, n_rows, n_out, n_chunks, x.shape[1])
-        kernel = self._rows_kernel(kind, shape)
+        kernel = self._rows_kernel(kind, shape, gated=gated)
         kernel((n_blocks, shape.n_splits), 32 * ROWS_WARPS, shape.shared_bytes, arguments)
         reduce_splits(parts, out)
         return out
@@ -222,10 +223,19 @@ class CudaGemv:
         self._one_row(packed, x, experts, pairs_per_row, out)
         return out
 
+    def gates(self, packed: PackedWeights, n_rows: int) -> bool:
+        """Whether :meth:`gated` has a kernel for so many rows: one that sees all of their columns."""
+        if n_rows == 1:
+            return True
+        shape = rows_shape(packed.kind.name, packed.n_chunks, n_rows, self.limits)
+        return self._streamed_shape(packed, n_rows) is None and shape is not None and shape.n_splits == 1
+
     def gated(self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1) -> Tensor:
-        """``silu(gate x) * (up x)`` of one row x [1, K], or of pairs as in a call, -> [., N / 2]: the first half of a
+        """``silu(gate x) * (up x)`` of rows x [T, K], or of pairs as in a call, -> [., N / 2]: the first half of a
         matrix's rows is the gate.  N is a multiple of 32.
         """
+        if experts is None and x.shape[0] > 1:
+            return self.rows(packed, x, gated=True)
         out = x.new_empty(1 if experts is None else experts.shape[0], packed.n_rows // 2)
         self._one_row(packed, x, experts, pairs_per_row, out, gated=True)
         return out

@@ -4,15 +4,27 @@
 // second factor.  Groups of TEAM warps take tiles of 16 rows of the matrix in turn; in a group the warps take the chunks in
 // turn, each from a ring of its own, and add a tile's sums in their order.  Where the rows do not fit, the grid's second
 // dimension splits the columns, and sums in float32 are written for another kernel to add.  Compiled with KIND, TILE_BYTES,
-// WARPS of a block and DEPTH of their rings.
+// WARPS of a block and DEPTH of their rings.  With GATED the matrix has a gate's rows and as many of another factor, as in gemv.cu; its
+// columns are not split.
 
 #include "ring.cuh"
 #include "rows.cuh"
 
-constexpr int ROWS = 16, TEAM = 4, N = TILES_OF_ROWS;
+constexpr int ROWS = 16, TEAM = 4, N = TILES_OF_ROWS, HALVES = GATED ? 2 : 1;
 
 static_assert(KIND::BYTES == TILE_BYTES);
-typedef Ring<DEPTH, KIND::BYTES, EvenRuns> Weights;
+
+// A team's tiles, at equal distances; with GATED each followed by its tile of the other half.
+struct Tiles {
+  const u8* first;
+  int n_units;
+  long long distance, other_half;
+
+  DEVICE const u8* start(int i) const { return first + i / HALVES * distance + i % HALVES * other_half; }
+  DEVICE int length(int) const { return n_units; }
+};
+
+typedef Ring<DEPTH, KIND::BYTES, Tiles> Weights;
 
 // What a block keeps in shared memory, in this order
 struct Shared {
@@ -33,7 +45,17 @@ struct Shared {
   }
 };
 
-// Grid (blocks, splits).  tiles [n_tiles, n_chunks] of KIND::BYTES; x [n_rows, width], 16-byte aligned rows; out [n_rows,
+// What follows from the sums of a row of x with a row of the matrix, or of both halves
+DEVICE u16 result(float sum, float gate) {
+#if GATED
+  float rounded = from_activation(to_activation(gate));
+  return to_activation(rounded / (1.f + expf(-rounded)) * from_activation(to_activation(sum)));
+#else
+  return to_activation(sum);
+#endif
+}
+
+// Grid (blocks, splits).  tiles [HALVES, n_tiles, n_chunks] of KIND::BYTES; x [n_rows, width], 16-byte aligned rows; out [n_rows,
 // n_out], or with several splits parts float32 [splits, n_rows, n_out].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     gemv_rows(const u8* tiles, const u16* x, u16* out, float* parts, int n_rows, int n_out, int n_chunks, int width) {
@@ -46,20 +68,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   int teams = gridDim.x * (WARPS / TEAM), mine = team * gridDim.x + blockIdx.x;
   int count = mine < n_tiles ? (n_tiles - mine + teams - 1) / teams : 0;
   long long tile_bytes = (long long)n_chunks * KIND::BYTES;
-  EvenRuns runs = {tiles + mine * tile_bytes + (long long)first * KIND::BYTES, n_mine, teams * tile_bytes};
-  Weights ring(runs, member, TEAM, (count * n_mine - member + TEAM - 1) / TEAM, shared_address(s.units) + warp * DEPTH * KIND::BYTES,
+  Tiles runs = {tiles + mine * tile_bytes + (long long)first * KIND::BYTES, n_mine, teams * tile_bytes, n_tiles * tile_bytes};
+  Weights ring(runs, member, TEAM, (count * HALVES * n_mine - member + TEAM - 1) / TEAM, shared_address(s.units) + warp * DEPTH * KIND::BYTES,
                shared_address(s.barriers) + warp * Weights::BARRIER_BYTES);
   wait_for_inputs();
-  for (int at = warp; at < n_mine * N; at += WARPS) {
-    int row = at % N * 8 + lane / 4;
-    keep_rows(s.numbers + at * NUMBER_BYTES, s.sums + at * SUM_BYTES, s.factors + at * FACTOR_BYTES,
-              x + (long long)row * width, row < n_rows, (first + at / N) * COLUMNS, width, lane);
+  for (int at = warp; at < n_mine * N; at += 2 * WARPS) {
+    RowChunk chunks[2];  // both are loaded before one of them is waited for
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int mine = at + i * WARPS, row = mine % N * 8 + lane / 4;
+      chunks[i].load(x + (long long)row * width, row < n_rows && mine < n_mine * N, (first + mine / N) * COLUMNS, width, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int mine = at + i * WARPS;
+      if (mine < n_mine * N) chunks[i].keep(s.numbers + mine * NUMBER_BYTES, s.sums + mine * SUM_BYTES, s.factors + mine * FACTOR_BYTES, lane);
+    }
   }
   __syncthreads();
   u32 x_at = shared_address(s.numbers) + lane * KIND::LANE, sums_at = shared_address(s.sums) + lane * 8;
   const u8* factors_at = s.factors + lane % 4 * 8;
   int chunk = member;
-  for (int i = 0; i < count; i++) {
+  float gates[N][4];
+  for (int i = 0; i < count * HALVES; i++) {
     float sum[N][4] = {};
 #pragma unroll 1
     for (; chunk < n_mine; chunk += TEAM) {
@@ -83,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     wait_for_team<TEAM * 32>(team);
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      if (member != (i + n) % TEAM) continue;
+      if (member != (i / HALVES + n) % TEAM) continue;
       float total[4] = {};
 #pragma unroll
       for (int m = 0; m < TEAM; m++) {
@@ -92,10 +123,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       }
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        int row = n * 8 + lane % 4 * 2 + c % 2, column = (mine + i * teams) * ROWS + lane / 4 + c / 2 * 8;
+        if (i % HALVES < HALVES - 1) {
+          gates[n][c] = total[c];
+          continue;
+        }
+        int row = n * 8 + lane % 4 * 2 + c % 2, column = (mine + i / HALVES * teams) * ROWS + lane / 4 + c / 2 * 8;
         if (row >= n_rows || column >= n_out) continue;
         long long at = (long long)row * n_out + column;
-        if (gridDim.y == 1) out[at] = to_activation(total[c]);
+        if (GATED || gridDim.y == 1) out[at] = result(total[c], gates[n][c]);
         else parts[(long long)blockIdx.y * n_rows * n_out + at] = total[c];
       }
     }
