@@ -23,7 +23,8 @@ from daemons.models.replay import LayerwiseReplay
 from daemons.models.shard import ShardConfig, ShardModel, check, stream_dtype
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Space
+from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.model.workspace import GRAPH_ROWS
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import OpenSequence, Operation, PageScores, Sampling, SetPages, Slice, Step
@@ -67,7 +68,7 @@ class LoadedStage:
         self.warnings = [w for shard in shards for w in shard.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
         self.graphs = [
-            StepGraphs(s.device, s.run, s.max_async_tokens, lambda text: self.warn(text))
+            StepGraphs(s.device, s.run, s.max_async_tokens, lambda text: self.warn(text), _chunk_rows(s, load))
             if s.selector.captures
             else None
             for s in shards
@@ -204,7 +205,8 @@ class LoadedStage:
                     if layout.is_ranked:
                         scores.append(rank_pages(batch, layout, shard.page_sums))
                 else:
-                    h, captured = graphs.run(h, layout, tables, await_rows)
+                    out = graphs.run(h, layout, tables, await_rows)
+                    h, captured = out.rows[:n], None if out.captures is None else out.captures[:n]
                     if layout.is_ranked:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
             if captured is not None:
@@ -234,6 +236,12 @@ class LoadedStage:
     def usage(self) -> list[DeviceUse]:
         """Memory of each shard, measured."""
         return [shard.usage() for shard in self.shards]
+
+
+def _chunk_rows(shard: ShardModel, load: Load) -> int:
+    """Rows up to which chunks of prompts are captured: kernels leave pad rows out of states and of dense pages."""
+    pads = shard.selector.kernels and load.kv_dtype is not Dtype.Q8_0
+    return min(GRAPH_ROWS, load.max_step_tokens) if pads else 0
 
 
 def _added(scores: Sequence[dict[int, Tensor]]) -> list[PageScores]:
