@@ -103,6 +103,8 @@ class CapturedGraph(Generic[Output]):
         await_rows()
         if rows is not None and self.rows is not None:
             self.rows[: len(rows)].copy_(rows, non_blocking=True)
+            if len(rows) < len(self.rows):
+                self.rows[len(rows) :].zero_()  # also pad rows are those of the eager step
         self.graph.replay()
         return self.out
 
@@ -234,6 +236,6 @@ class StepGraphs(Generic[Output]):
         """Memory from which a graph reads its boundary rows."""
         if key.n_tokens <= SHORT_SLICE:
             return torch.empty_like(rows, device=self.device)
-        if self._chunk_input is None:  # zeros, since pad rows are computed, too
-            self._chunk_input = torch.zeros(self.chunk_rows, *rows.shape[1:], dtype=rows.dtype, device=self.device)
+        if self._chunk_input is None:
+            self._chunk_input = torch.empty(self.chunk_rows, *rows.shape[1:], dtype=rows.dtype, device=self.device)
         return self._chunk_input[: layout.n_rows]
