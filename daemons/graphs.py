@@ -27,12 +27,13 @@ from daemons.kv.slice_group import GraphKey
 from daemons.ops.cpu.recording import RecordedMemory, UnrecordableError, record
 from daemons.ops.operations import SHORT_SLICE
 from lucevisor.model.values import Space
-from lucevisor.model.workspace import CHUNK_GRAPHS
 
 CAPTURE_AT = 2
 """Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
 MAX_GRAPHS = 64
-"""Graphs of short slices that are kept, and CHUNK_GRAPHS of long ones; the least recently used one is dropped."""
+"""Graphs of short slices that are kept; the least recently used one is dropped."""
+CHUNK_GRAPHS = 16
+"""The same of long ones, so that neither kind drops the other."""
 MAX_SEEN = 4096
 """Keys whose occurrences are counted; then counting begins anew."""
 
@@ -52,6 +53,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _as_it_is(out: Output) -> Output:
+    return out
 
 
 class Graph(Protocol):
@@ -121,6 +126,8 @@ class StepGraphs(Generic[Output]):
     warn: Callable[[str], None] = lambda _: None
     chunk_rows: int = 0
     """Rows up to which steps of one long slice are padded and captured; 0: none are."""
+    share_output: Callable[[Output], Output] = _as_it_is
+    """Moves their output to memory that all of them share: the pool would keep one for each graph."""
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _chunk_graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
@@ -217,9 +224,11 @@ class StepGraphs(Generic[Output]):
         static_rows = None if rows is None else self._static_rows(key, rows, layout)
         if self._pool is None:
             self._pool = memory_pool(self.device)
+        batch, share = Batch(layout, tables, metadata, captured=True), self.share_output
+        if key.n_tokens <= SHORT_SLICE:
+            share = _as_it_is
         try:
-            batch = Batch(layout, tables, metadata, captured=True)
-            graph, out = capture(self.device, lambda: self.work(static_rows, batch), self._pool)
+            graph, out = capture(self.device, lambda: share(self.work(static_rows, batch)), self._pool)
         except UnrecordableError:  # of many tokens, or experts
             self._uncapturable.add(key)
             return None

@@ -20,7 +20,7 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.page_ranking import rank_pages
 from daemons.models.replay import LayerwiseReplay
-from daemons.models.shard import ShardConfig, ShardModel, check, stream_dtype
+from daemons.models.shard import ShardConfig, ShardModel, ShardOutput, SharedOutput, check, stream_dtype
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, Space
@@ -67,14 +67,16 @@ class LoadedStage:
             self.kernels |= shard.selector.selected
         self.warnings = [w for shard in shards for w in shard.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
-        self.graphs = [
-            StepGraphs(s.device, s.run, s.max_async_tokens, lambda text: self.warn(text), _chunk_rows(s, load))
-            if s.selector.captures
-            else None
-            for s in shards
-        ]
+        self.graphs = [self._graphs_of(s, load) if s.selector.captures else None for s in shards]
         if self.device.type == "cpu" and any(self.graphs):
             self.kernels["cpu decodes"] = self._decode_capture(load)
+
+    def _graphs_of(self, shard: ShardModel, load: Load) -> StepGraphs[ShardOutput]:
+        # of chunks: kernels leave pad rows out of states and of dense pages
+        pads = shard.selector.kernels and load.kv_dtype is not Dtype.Q8_0
+        n = min(GRAPH_ROWS, load.max_step_tokens) if pads else 0
+        most, shared = shard.max_async_tokens, SharedOutput(n)
+        return StepGraphs(shard.device, shard.run, most, lambda text: self.warn(text), n, shared)
 
     @torch.inference_mode()
     def _decode_capture(self, load: Load) -> str:
@@ -236,12 +238,6 @@ class LoadedStage:
     def usage(self) -> list[DeviceUse]:
         """Memory of each shard, measured."""
         return [shard.usage() for shard in self.shards]
-
-
-def _chunk_rows(shard: ShardModel, load: Load) -> int:
-    """Rows up to which chunks of prompts are captured: kernels leave pad rows out of states and of dense pages."""
-    pads = shard.selector.kernels and load.kv_dtype is not Dtype.Q8_0
-    return min(GRAPH_ROWS, load.max_step_tokens) if pads else 0
 
 
 def _added(scores: Sequence[dict[int, Tensor]]) -> list[PageScores]:

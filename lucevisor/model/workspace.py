@@ -12,7 +12,5 @@ GRAPH_ROWS = 1024
 """Rows up to which a GPU captures steps of one long slice."""
 GRAPH_LENGTH = 8192
 """Positions up to which such a step attends."""
-CHUNK_GRAPHS = 16
-"""Graphs of such steps that a shard keeps, each with its output."""
 INT8_GEMV_ROWS = 8
 """Rows up to which a cpu multiplies an int8 matrix as stored; for more rows it is widened first."""
