@@ -86,8 +86,8 @@ def main():
     stage = loaded(options, open_spec(options.model.resolve()))
     for graphs in filter(None, stage.graphs):
         graphs.chunk_rows = graphs.chunk_rows if options.graphs is None else options.graphs
-    chunk_rows = [graphs.chunk_rows for graphs in stage.graphs if graphs is not None]
-    record = {**conditions(), "graphs": max(chunk_rows, default=0), "model": stage.spec.name, "layers": options.layers, "steps": []}
+    captured = max((graphs.chunk_rows for graphs in stage.graphs if graphs is not None), default=0)
+    record = {**conditions(), "graphs": captured, "model": stage.spec.name, "layers": options.layers, "steps": []}
     device = record["gpus"][0] if options.device == "cuda" else record["cpu"]
     print(f"{device}, torch {torch.__version__}, {options.layers} layers, bfloat16")
     for n, start in options.steps:

@@ -2,9 +2,9 @@
 
 A step of a large model is hundreds of launches of a few microseconds each; issued one by one from Python they cost more
 than they compute.  A graph is a CUDA graph, also on HIP, or on a cpu a list of calls of C++ kernels (recording.py).  It
-is valid for one key (number of slices, tokens of each, bound of the attended length); ids, positions, slots and pages are
-read from memory that each step refills.  One long slice, a chunk of a prompt, is padded: few keys serve all lengths and
-starts.  Invariants: a replay gives the same numbers as the eager step; capturing computes nothing; nothing that
+is valid for one key (number of slices, tokens of each, bound of the attended length); ids, positions, slots and pages
+are read from memory that each step refills.  One long slice, a chunk of a prompt, is padded: few keys serve all lengths
+and starts.  Invariants: a replay gives the same numbers as the eager step; capturing computes nothing; nothing that
 synchronises with the device is captured.
 """
 

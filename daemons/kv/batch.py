@@ -301,8 +301,8 @@ class Group:
     def _bounded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor]:
         """One slice of a graph: as many positions as the bound, from the first visible one on.
 
-        Those behind its last token repeat it: hidden numbers are the sequence's own, so that a NaN of another one, which
-        times a weight of 0 is NaN, never comes in.  Pad rows see what the last token sees.
+        Those behind its last token repeat it: masked numbers are the sequence's own.  A NaN in another one's page would
+        come in, since it is NaN times a weight of 0, too.  Pad rows see what the last token sees.
         """
         start, device, length = self.starts_in(space), self.starts.device, self.max_length
         last = start + self.spans[:, 1] - 1

@@ -16,12 +16,12 @@ layer frees its part before the next one begins, so the largest layer counts:
     output       n_sequences x V x SAMPLING_BYTES                              logits, sorted values and ids, counts
     GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
                  LIBRARY_BYTES                                                 workspace of the BLAS libraries
-    graphs       the above of G tokens that attend to GRAPH_LENGTH positions   beside the eager step's, on a GPU: graphs
-                 2 G x boundary width x b                                      have a memory pool, an input and an output
+    graphs       the above of G tokens that attend to GRAPH_LENGTH positions   beside the eager step's, on a GPU: they
+                 2 G x boundary width x b                                      have a pool, one input and one output
     cpu          largest int8 matrix x 2                                       widened for GEMM
 
-T tokens of a step, G <= GRAPH_ROWS of one in a graph, where kernels keep activations in b bytes and the delta rule takes
-KERNEL_COPIES, B sequences decoded together, L longest sequence, E hidden size, V vocabulary, b bytes of a number.
+T tokens of a step, G <= GRAPH_ROWS of one in a graph, where kernels keep activations in b bytes and the delta rule
+takes KERNEL_COPIES, B sequences decoded together, L longest sequence, E hidden size, V vocabulary, b bytes of a number.
 Knows nothing about free memory.
 """
 
@@ -161,8 +161,8 @@ class CostModel:
         )
 
     def _graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
-        """The same of graphs of one long slice, with their input and output.  Bounds of the attended length are powers of
-        two.
+        """The same of graphs of one long slice, with their input and output.  Bounds of the attended length are powers
+        of two.
         """
         n, positions = min(steps.max_tokens, GRAPH_ROWS), min(2 * steps.resident, GRAPH_LENGTH)
         context = min(2 * steps.max_context, GRAPH_LENGTH)

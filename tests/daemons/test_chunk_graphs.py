@@ -18,7 +18,7 @@ from daemons import graphs as graphs_module
 from daemons.graphs import StepGraphs
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.slice_group import PADDED_ROWS
-from daemons.models.shard import SharedOutput, ShardOutput
+from daemons.models.shard import ShardOutput, SharedOutput
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
 from lucevisor.model.values import Space
@@ -182,7 +182,7 @@ def test_captured_layers_are_those_of_the_tokens():
 
 
 def open_layouts(name: str):
-    """Makes layouts of slices (sequence, start, tokens) of three long sequences, of which the last one has pages out."""
+    """A function that makes layouts of slices (sequence, start, tokens) of two long sequences."""
     golden = opened(name)
     stages = load_stages(golden.spec)
     c = Pipeline(golden.spec, stages)
