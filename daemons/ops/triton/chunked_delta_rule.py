@@ -123,6 +123,15 @@ def _dot_state(rows_at, inside, upper, lower, HALF: tl.constexpr, PRECISION: tl.
     return tl.dot(rows, lower, acc=out, input_precision=PRECISION)
 
 
+@triton.jit
+def _store_window(window, end, y_stride, channels, C: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Some channels of the last WIDTH - 1 tokens in front of ``end``, a row of y."""
+    row, channel = tl.arange(0, ROWS)[:, None], channels[None, :]
+    mine = (row < WIDTH - 1) & (channel < C)
+    last = tl.load(end + (row - (WIDTH - 1)) * y_stride + channel, mask=mine, other=0.0)
+    tl.store(window + row * C + channel, last.to(tl.float32), mask=mine)
+
+
 @triton.jit(do_not_specialize=["n", "n_chunks"], do_not_specialize_on_alignment=["ids", "spans"])
 def delta_rule_state_kernel(
     y,  # [B n, columns]
@@ -147,11 +156,9 @@ def delta_rule_state_kernel(
     state, first = tl.load(ids + b), b.to(tl.int64) * n
     offset, length = _load_span(spans, b)
 
-    row = tl.arange(0, WINDOW_ROWS)[:, None]
-    moved = (j * (DIM // VALUES) + part) * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
-    mine = (row < CONV_WIDTH - 1) & (moved < C)
-    last = tl.load(y + (first + length - (CONV_WIDTH - 1) + row) * y_stride + moved, mask=mine, other=0.0)
-    tl.store(conv_states + (state * (CONV_WIDTH - 1) + row) * C + moved, last.to(tl.float32), mask=mine)
+    channels = (j * (DIM // VALUES) + part) * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)
+    window = conv_states + state * ((CONV_WIDTH - 1) * C)
+    _store_window(window, y + (first + length) * y_stride, y_stride, channels, C, CONV_WIDTH, WINDOW_ROWS)
 
     HALF: tl.constexpr = DIM // 2
     at, channel, value = tl.arange(0, SIZE), tl.arange(0, HALF), part * VALUES + tl.arange(0, VALUES)
