@@ -25,7 +25,6 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
 from daemons.ops.cpu.recording import RecordedMemory, UnrecordableError, record
-from daemons.ops.operations import SHORT_SLICE
 from lucevisor.model.values import Space
 
 CAPTURE_AT = 2
@@ -53,10 +52,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _as_it_is(out: Output) -> Output:
-    return out
 
 
 class Graph(Protocol):
@@ -126,7 +121,7 @@ class StepGraphs(Generic[Output]):
     warn: Callable[[str], None] = lambda _: None
     chunk_rows: int = 0
     """Rows up to which steps of one long slice are padded and captured; 0: none are."""
-    share_output: Callable[[Output], Output] = _as_it_is
+    share_output: Callable[[Output], Output] = lambda out: out
     """Moves their output to memory that all of them share: the pool would keep one for each graph."""
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
@@ -161,8 +156,7 @@ class StepGraphs(Generic[Output]):
         """
         layout = self._padded(layout)
         key = layout.graph_key
-        is_chunk = key is not None and key.n_tokens > SHORT_SLICE
-        if key is not None and self.device.type == "cpu" and not is_chunk:
+        if key is not None and self.device.type == "cpu" and not layout.is_padded:
             key = key._replace(max_length=0)  # its kernels read lengths from memory
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self._run_eagerly(rows, layout, tables, await_rows)
@@ -172,7 +166,7 @@ class StepGraphs(Generic[Output]):
             self._chunk_graphs.clear()
             self._pool = None  # torch frees the memory with its last graph
             self._tables = addresses
-        graphs, most = (self._chunk_graphs, CHUNK_GRAPHS) if is_chunk else (self._graphs, MAX_GRAPHS)
+        graphs, most = (self._chunk_graphs, CHUNK_GRAPHS) if layout.is_padded else (self._graphs, MAX_GRAPHS)
         found = graphs.get(key)
         if found is None:
             if len(self._seen) >= MAX_SEEN:
@@ -214,21 +208,23 @@ class StepGraphs(Generic[Output]):
             rows = rows.to(self.device, non_blocking=True)
             if len(rows) < layout.n_rows:
                 rows = F.pad(rows, (0, 0, 0, layout.n_rows - len(rows)))
-        return self.work(rows, batch)
+        return self._work(rows, batch, layout)
+
+    def _work(self, rows: Tensor | None, batch: Batch, layout: Layout) -> Output:
+        out = self.work(rows, batch)
+        return self.share_output(out) if layout.is_padded else out
 
     def _capture(
         self, key: GraphKey, rows: Tensor | None, layout: Layout, tables: Tables
     ) -> CapturedGraph[Output] | None:
         """Capture the step without running it; None when torch refuses."""
         metadata = layout.on(self.device)
-        static_rows = None if rows is None else self._static_rows(key, rows, layout)
+        static_rows = None if rows is None else self._static_rows(rows, layout)
         if self._pool is None:
             self._pool = memory_pool(self.device)
-        batch, share = Batch(layout, tables, metadata, captured=True), self.share_output
-        if key.n_tokens <= SHORT_SLICE:
-            share = _as_it_is
         try:
-            graph, out = capture(self.device, lambda: share(self.work(static_rows, batch)), self._pool)
+            batch = Batch(layout, tables, metadata, captured=True)
+            graph, out = capture(self.device, lambda: self._work(static_rows, batch, layout), self._pool)
         except UnrecordableError:  # of many tokens, or experts
             self._uncapturable.add(key)
             return None
@@ -241,9 +237,9 @@ class StepGraphs(Generic[Output]):
             return None
         return CapturedGraph(graph, batch, metadata, static_rows, out)
 
-    def _static_rows(self, key: GraphKey, rows: Tensor, layout: Layout) -> Tensor:
+    def _static_rows(self, rows: Tensor, layout: Layout) -> Tensor:
         """Memory from which a graph reads its boundary rows."""
-        if key.n_tokens <= SHORT_SLICE:
+        if not layout.is_padded:
             return torch.empty_like(rows, device=self.device)
         if self._chunk_input is None:
             self._chunk_input = torch.empty(self.chunk_rows, *rows.shape[1:], dtype=rows.dtype, device=self.device)

@@ -48,7 +48,7 @@ class Layout:
         bounded: bool = False,
         ranked: Collection[int] = (),
     ) -> None:
-        self.n_rows = sum(len(s.tokens) for s in slices)
+        self.n_rows, self.is_padded = sum(len(s.tokens) for s in slices), False
         self.fill: Callable[[Tensor], None] = lambda metadata: None
         spaces = spec.spaces()
         self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
@@ -98,7 +98,7 @@ class Layout:
         if len(self.groups) != 1:
             return None
         [group] = self.groups
-        if group.n > (QUERIES if self.is_ranked else SHORT_SLICE) and not group.n_valid:
+        if group.n > (QUERIES if self.is_ranked else SHORT_SLICE) and not self.is_padded:
             return None
         if group.reads_host and not group.reads_in_place:
             return None
@@ -113,7 +113,7 @@ class Layout:
         if group is None:
             return None
         one, n = copy(self), self.n_rows
-        one.n_rows, one.groups = group.n, [group]
+        one.n_rows, one.groups, one.is_padded = group.n, [group], True
         columns = np.full((2 + len(self.spaces), group.n), -1, dtype=np.int64)
         columns[0], columns[1] = 0, self.metadata[2 * n - 1]
         columns[:, :n] = self.metadata[: len(columns) * n].reshape(-1, n)
