@@ -178,7 +178,8 @@ class StepGraphs(Generic[Output]):
                 return self._run_eagerly(rows, layout, tables, await_rows)
             graphs[key] = found
             if len(graphs) > most:
-                graphs.popitem(last=False)
+                dropped, _ = graphs.popitem(last=False)
+                self._seen[dropped] = 0  # more keys in turns than there is room for are not captured each time
         graphs.move_to_end(key)
         self._batch = found.batch
         return found.replay(rows, layout, await_rows)

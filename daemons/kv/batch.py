@@ -304,10 +304,9 @@ class Group:
         Those behind its last token repeat it: masked numbers are the sequence's own.  A NaN in another one's page would
         come in, since it is NaN times a weight of 0, too.  Pad rows see what the last token sees.
         """
-        start, device, length = self.starts_in(space), self.starts.device, self.max_length
+        start, device = self.starts_in(space), self.starts.device
         last = start + self.spans[:, 1] - 1
-        if window:
-            length = min(length, pages_of(window - 1 + self.n_tokens) * PAGE_TOKENS)
+        length = pages_of(window - 1 + self.n_tokens) * PAGE_TOKENS if window else self.max_length
         first = (start - window + 1).clamp_(min=0) if window else torch.zeros_like(start)
         positions = first + torch.arange(length, device=device)
         at = torch.minimum(positions, last)

@@ -23,7 +23,7 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
 from lucevisor.model.values import Space
 from lucevisor.model.workspace import GRAPH_LENGTH, GRAPH_ROWS
-from lucevisor.protocol.steps import Slice
+from lucevisor.protocol.steps import PageOut, Slice
 from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import Pipeline, load_stages
 
@@ -162,6 +162,26 @@ def test_numbers_of_other_sequences_never_come_in(name):
     for sequence in range(3):
         c.open(sequence)
         golden.assert_logits(torch.cat([c.run((sequence, part)) for part in (golden.ids[:35], golden.ids[35:])]))
+
+
+@pytest.mark.parametrize("name", ["qwen35", "gemma4_e2b", "laguna"])
+def test_sequences_that_pages_left(name):
+    """Places in the full table differ from positions, and sliding layers know positions alone."""
+    golden = opened(name)
+    results = []
+    for graphed in (False, True):
+        stages = load_stages(golden.spec)
+        all_graphs = repeating(stages) if graphed else []
+        c, rows = Pipeline(golden.spec, stages), []
+        for sequence, out in enumerate(([1, 2, 3], [0, 1], [2], [1, 3])):
+            c.open(sequence)
+            c.run((sequence, (golden.ids * 8)[: 389 + sequence]))
+            c.apply([PageOut(sequence, out)])
+            rows.append(c.run((sequence, golden.ids[: 40 + sequence])))
+        results.append(torch.cat(rows))
+    [graphs] = all_graphs
+    assert keys(graphs) == [(48, 512)]
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
 def test_captured_layers_are_those_of_the_tokens():

@@ -1,4 +1,4 @@
-"""Whole models on kernels: padded chunks, whose graph is replayed for other lengths and starts, beside chunks as they are.
+"""Whole models on kernels: padded chunks, whose graph is replayed for other lengths and starts.
 
 The interpreter runs the kernels; tests/gpu/test_graphs.py does the same on a GPU.
 """
