@@ -48,6 +48,7 @@ def switched(graphs, on):
     Kernel.dependent_launches = on
     for graph in graphs:
         graph._graphs.clear()
+        graph._chunk_graphs.clear()
         graph._seen.clear()
         graph._pool = None
 

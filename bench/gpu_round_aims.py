@@ -170,7 +170,7 @@ def part_c(out):
     yield from of_groups(found, "two groups" if apart or not found else "two groups on one GPU", judged=apart)
     if (out / "groups-same.json").exists():
         yield from of_groups(read(out, "groups-same.json"), "two groups on one GPU", judged=False)
-    for suffix, captured in (("", ""), ("-graphs", " in a graph")):
+    for suffix, captured in (("", ""), ("-eager", " without a graph")):
         yield from of_steps(read(out, f"steps-35b{suffix}.json"), captured)
     rows = read(out, "perplexity.json").get("rows", [])
     worst = max((abs(row["difference"]) for row in rows), default=None)

@@ -193,8 +193,8 @@ def steps(setup, result="steps-35b.json", *arguments):
     return script("steps.py", *model, *arguments, "--device", setup.device, "--json", setup.out / result)
 
 
-def captured_steps(setup):
-    return steps(setup, "steps-35b-graphs.json", "--graphs", 2048)
+def eager_steps(setup):
+    return steps(setup, "steps-35b-eager.json", "--graphs", 0)
 
 
 def perplexity(setup):
@@ -247,7 +247,7 @@ def parts(setup):
     c = [
         Measurement("groups", groups("each", "groups.json"), 130, 260, 60, dense, "groups.json"),
         Measurement("steps", steps, 40, 120, 30, experts, "steps-35b.json"),
-        Measurement("captured steps", captured_steps, 40, 120, 30, experts, "steps-35b-graphs.json"),
+        Measurement("eager steps", eager_steps, 40, 120, 30, experts, "steps-35b-eager.json"),
         Measurement("perplexity", perplexity, 150, 300, 30, result="perplexity.json", codes=(0, 1)),
         Measurement("hop", hop, 30, 90, 20, result="hop.json"),
     ]

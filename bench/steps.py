@@ -6,8 +6,8 @@
 Loads the last ``--layers`` layers with the output matrix as one shard, as a daemon does, and runs steps of one slice:
 ``n@start`` is n tokens at position start.  Printed for each: milliseconds until the next token is known, and until the
 step is launched, the first time (kernels are compiled or found on disk), then ``--rounds`` more.  ``--profile`` lists
-what the device did in one more round.  On a cpu a launch is the work itself.  ``--graphs``
-captures steps of one long slice of up to so many rows, too.
+what the device did in one more round.  On a cpu a launch is the work itself.  ``--graphs``: rows up to which steps of
+one long slice are padded and captured, 0: none; by default as a daemon does.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from daemons.device import prepare, synchronize
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
+from lucevisor.model.workspace import GRAPH_ROWS
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
 
@@ -36,7 +37,7 @@ def loaded(options, spec):
     layers = LayerRange(spec.n_layers - options.layers, spec.n_layers)
     plan = StagePlan(0, [ShardPlan(0, layers)], source=0, target=None, embedding=False, output=True)
     files = [str(path) for path in spec.files.paths]
-    longest = max(n for n, _ in options.steps)
+    longest = max(GRAPH_ROWS, *(n for n, _ in options.steps))
     load = Load(files, Dtype.BFLOAT16, Dtype.BFLOAT16, [plan], [], PoolSizes(n_pages, n_pages, 4), 4, longest)
     stage = LoadedStage.load(spec, plan, load, Backend(options.device), lambda _: None)
     spaces = spec.spaces()
@@ -77,15 +78,16 @@ def main():
     parser.add_argument("--steps", type=parsed, default=parsed("512@0,2048@512,1@4096,8@4097"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--graphs", type=int, default=0, help="rows up to which long slices are captured")
+    parser.add_argument("--graphs", type=int, help="rows up to which long slices are captured; default: as a daemon")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     prepare(Backend(options.device), 0)
     stage = loaded(options, open_spec(options.model.resolve()))
     for graphs in filter(None, stage.graphs):
-        graphs.chunk_rows = options.graphs
-    record = {**conditions(), "graphs": options.graphs, "model": stage.spec.name, "layers": options.layers, "steps": []}
+        graphs.chunk_rows = graphs.chunk_rows if options.graphs is None else options.graphs
+    captured = max((graphs.chunk_rows for graphs in stage.graphs if graphs is not None), default=0)
+    record = {**conditions(), "graphs": captured, "model": stage.spec.name, "layers": options.layers, "steps": []}
     device = record["gpus"][0] if options.device == "cuda" else record["cpu"]
     print(f"{device}, torch {torch.__version__}, {options.layers} layers, bfloat16")
     for n, start in options.steps:

@@ -2,9 +2,10 @@
 
 A step of a large model is hundreds of launches of a few microseconds each; issued one by one from Python they cost more
 than they compute.  A graph is a CUDA graph, also on HIP, or on a cpu a list of calls of C++ kernels (recording.py).  It
-is valid for one key (number of slices, tokens of each, bound of the attended length; start of a long slice); ids,
-positions, slots and pages are read from memory that each step refills.  Invariants: a replay gives the same numbers as
-the eager step; capturing computes nothing; nothing that synchronises with the device is captured.
+is valid for one key (number of slices, tokens of each, bound of the attended length); ids, positions, slots and pages
+are read from memory that each step refills.  One long slice, a chunk of a prompt, is padded: few keys serve all lengths
+and starts.  Invariants: a replay gives the same numbers as the eager step; capturing computes nothing; nothing that
+synchronises with the device is captured.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.kv.batch import Batch, Layout
@@ -28,7 +30,9 @@ from lucevisor.model.values import Space
 CAPTURE_AT = 2
 """Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
 MAX_GRAPHS = 64
-"""Graphs kept; the least recently used one is dropped."""
+"""Graphs of short slices that are kept; the least recently used one is dropped."""
+CHUNK_GRAPHS = 16
+"""The same of long ones, so that neither kind drops the other."""
 MAX_SEEN = 4096
 """Keys whose occurrences are counted; then counting begins anew."""
 
@@ -98,7 +102,9 @@ class CapturedGraph(Generic[Output]):
         layout.refill(self.metadata)
         await_rows()
         if rows is not None and self.rows is not None:
-            self.rows.copy_(rows, non_blocking=True)
+            self.rows[: len(rows)].copy_(rows, non_blocking=True)
+            if len(rows) < len(self.rows):
+                self.rows[len(rows) :].zero_()  # also pad rows are those of the eager step
         self.graph.replay()
         return self.out
 
@@ -106,7 +112,7 @@ class CapturedGraph(Generic[Output]):
 @dataclass(slots=True)
 class StepGraphs(Generic[Output]):
     """The graphs of one shard on one device.  ``work``: boundary rows (None with an embedding) and a batch to the
-    shard's output, which is valid until the next step.
+    shard's output, which is valid until the next step, and has pad rows behind those of a padded step.
     """
 
     device: torch.device
@@ -114,9 +120,13 @@ class StepGraphs(Generic[Output]):
     max_tokens: int  # longer steps synchronise with the device and run eagerly
     warn: Callable[[str], None] = lambda _: None
     chunk_rows: int = 0
-    """Rows up to which steps of one long slice are captured, too; 0: none, until it is measured what that gains."""
+    """Rows up to which steps of one long slice are padded and captured; 0: none are."""
+    share_output: Callable[[Output], Output] = lambda out: out
+    """Moves their output to memory that all of them share: the pool would keep one for each graph."""
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
+    _chunk_graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
+    _chunk_input: Tensor | None = None  # [chunk_rows, boundary width], the static input of all chunk graphs
     _tables: dict[Space | Literal["host"], tuple[int, int]] = field(default_factory=dict)
     _batch: Batch | None = None
     _pool: Any = None  # torch's handle of the memory that all graphs share
@@ -144,19 +154,20 @@ class StepGraphs(Generic[Output]):
 
         ``rows`` may be in host memory, and are read when ``await_rows`` has returned.
         """
+        layout = self._padded(layout)
         key = layout.graph_key
-        if key is not None and self.device.type == "cpu":
+        if key is not None and self.device.type == "cpu" and not layout.is_padded:
             key = key._replace(max_length=0)  # its kernels read lengths from memory
-        if key is None and layout.n_rows <= self.chunk_rows:
-            key = layout.chunk_key
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self._run_eagerly(rows, layout, tables, await_rows)
         addresses = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
         if addresses != self._tables:  # a table grew and moved
             self._graphs.clear()
+            self._chunk_graphs.clear()
             self._pool = None  # torch frees the memory with its last graph
             self._tables = addresses
-        found = self._graphs.get(key)
+        graphs, most = (self._chunk_graphs, CHUNK_GRAPHS) if layout.is_padded else (self._graphs, MAX_GRAPHS)
+        found = graphs.get(key)
         if found is None:
             if len(self._seen) >= MAX_SEEN:
                 self._seen.clear()
@@ -165,10 +176,11 @@ class StepGraphs(Generic[Output]):
                 found = self._capture(key, rows, layout, tables)
             if found is None:
                 return self._run_eagerly(rows, layout, tables, await_rows)
-            self._graphs[key] = found
-            if len(self._graphs) > MAX_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
+            graphs[key] = found
+            if len(graphs) > most:
+                dropped, _ = graphs.popitem(last=False)
+                self._seen[dropped] = 0  # more keys in turns than there is room for are not captured each time
+        graphs.move_to_end(key)
         self._batch = found.batch
         return found.replay(rows, layout, await_rows)
 
@@ -181,24 +193,39 @@ class StepGraphs(Generic[Output]):
             return f"call by call: {reason}"
         return "captured"
 
+    def _padded(self, layout: Layout) -> Layout:
+        """The step as it would be captured: padded, also the first time, to compile and fill caches for its shapes."""
+        padded = layout.padded(self.chunk_rows)
+        if padded is None or padded.n_rows > self.max_tokens or padded.graph_key in self._uncapturable:
+            return layout
+        return padded
+
     def _run_eagerly(
         self, rows: Tensor | None, layout: Layout, tables: Tables, await_rows: Callable[[], None]
     ) -> Output:
         batch = self._batch = Batch(layout, tables, layout.on(self.device))
         await_rows()
-        return self.work(None if rows is None else rows.to(self.device, non_blocking=True), batch)
+        if rows is not None:
+            rows = rows.to(self.device, non_blocking=True)
+            if len(rows) < layout.n_rows:
+                rows = F.pad(rows, (0, 0, 0, layout.n_rows - len(rows)))
+        return self._work(rows, batch, layout)
+
+    def _work(self, rows: Tensor | None, batch: Batch, layout: Layout) -> Output:
+        out = self.work(rows, batch)
+        return self.share_output(out) if layout.is_padded else out
 
     def _capture(
         self, key: GraphKey, rows: Tensor | None, layout: Layout, tables: Tables
     ) -> CapturedGraph[Output] | None:
         """Capture the step without running it; None when torch refuses."""
         metadata = layout.on(self.device)
-        static_rows = None if rows is None else torch.empty_like(rows, device=self.device)
+        static_rows = None if rows is None else self._static_rows(rows, layout)
         if self._pool is None:
             self._pool = memory_pool(self.device)
         try:
             batch = Batch(layout, tables, metadata, captured=True)
-            graph, out = capture(self.device, lambda: self.work(static_rows, batch), self._pool)
+            graph, out = capture(self.device, lambda: self._work(static_rows, batch, layout), self._pool)
         except UnrecordableError:  # of many tokens, or experts
             self._uncapturable.add(key)
             return None
@@ -210,3 +237,11 @@ class StepGraphs(Generic[Output]):
             self.warn(f"{what}, which is slower: capture failed: {error}; {advice}")
             return None
         return CapturedGraph(graph, batch, metadata, static_rows, out)
+
+    def _static_rows(self, rows: Tensor, layout: Layout) -> Tensor:
+        """Memory from which a graph reads its boundary rows."""
+        if not layout.is_padded:
+            return torch.empty_like(rows, device=self.device)
+        if self._chunk_input is None:
+            self._chunk_input = torch.empty(self.chunk_rows, *rows.shape[1:], dtype=rows.dtype, device=self.device)
+        return self._chunk_input[: layout.n_rows]

@@ -1,4 +1,5 @@
-"""Warm-up: run every kind of step that compiles kernels, and capture the CUDA graphs that speculation uses first.
+"""Warm-up: run every kind of step that compiles kernels, and capture the CUDA graphs that are used first: those of
+verify slices, and of the chunks that begin a prompt.
 
 A kernel compiles at its first launch, for a second or more, and is cached on disk for later starts; a graph takes tens
 of milliseconds, which a client would wait for whenever the width changes.  The steps run through a stage like real
@@ -18,6 +19,7 @@ from daemons import device as devices
 from daemons.draft.stage import DraftStage
 from daemons.graphs import CAPTURE_AT, MAX_GRAPHS
 from daemons.kv.sequences import Sequences
+from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
@@ -48,9 +50,9 @@ GRAPH_ENDS = (512, 1024, 256, 2048, 128)
 longer contexts are captured when they come to be used.
 """
 WARM_GRAPHS = MAX_GRAPHS - 24
-"""Graphs captured at load, so that those of several sequences find room."""
+"""Graphs of verify slices captured at load, so that those of several sequences find room."""
 GRAPH_SECONDS = 5.0
-"""Capturing ends after so long, whatever is left."""
+"""Capturing ends after so long, whatever is left; after half of it verify slices leave the rest to chunks."""
 GRAPH_MEMORY = 1 << 29
 """Free bytes of the device below which no graph is captured at load: a graph takes a few MiB."""
 
@@ -112,7 +114,10 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> No
             stage.logits(out.rows, range(max(0, one.n - MAX_DECODE_TOKENS), one.n))
         stage.apply([CloseSequence(0)])
 
-    _run_all(steps, _captured(verifies, pages * PAGE_TOKENS), stage.device, run, report)
+    most = max((graphs.chunk_rows for graphs in stage.graphs if graphs is not None), default=0)
+    # longest first: the others find memory in the pool
+    chunks = [WarmStep(0, n) for n in reversed(PADDED_ROWS) if n <= min(most, pages * PAGE_TOKENS)]
+    _run_all(steps, [_captured(verifies, pages * PAGE_TOKENS), chunks], stage.device, run, report)
     stage.reset()
     for shard in stage.shards:
         devices.synchronize(shard.device)
@@ -138,35 +143,40 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None) 
         stage.apply([CloseSequence(0)])
 
     # Drafts lie behind a slice: within the same bound of the length.
-    _run_all(steps, _captured(verifies, n_positions, room=most + 1), stage.device, run, report)
+    _run_all(steps, [_captured(verifies, n_positions, room=most + 1)], stage.device, run, report)
     stage.reset()
     devices.synchronize(stage.device)
 
 
 def _run_all(
     steps: Sequence[WarmStep],
-    captured: Sequence[WarmStep],
+    captured: Sequence[Sequence[WarmStep]],
     device: torch.device,
     run: Callable[[int, WarmStep], None],
     report: Report,
 ) -> None:
-    """Run ``steps`` once, and as many of ``captured`` as time and memory allow until their graphs are captured.
+    """Run ``steps`` once, and as many of ``captured`` as time and memory allow until their graphs are captured: each
+    list has an equal share of the time, and what those before it left.
 
     The report before each is often enough for the load's deadline, however slow the compiler is.
     """
-    total = len(steps) + len(captured)
+    captured = [one for one in captured if one]
+    total, done = len(steps) + sum(map(len, captured)), len(steps)
     for number, one in enumerate(steps):
         report(number, total)
         run(number, one)
     devices.synchronize(device)
-    ends_at = time.monotonic() + GRAPH_SECONDS
-    for number, one in enumerate(captured, len(steps)):
-        if time.monotonic() > ends_at or devices.memory_free(device) < GRAPH_MEMORY:
-            return
-        report(number, total)
-        for _ in range(CAPTURE_AT):
-            run(number, one)
-        devices.synchronize(device)
+    started = time.monotonic()
+    for share, alike in enumerate(captured, 1):
+        ends_at = started + GRAPH_SECONDS * share / len(captured)
+        for number, one in enumerate(alike, done):
+            if time.monotonic() > ends_at or devices.memory_free(device) < GRAPH_MEMORY:
+                break
+            report(number, total)
+            for _ in range(CAPTURE_AT):
+                run(number, one)
+            devices.synchronize(device)
+        done += len(alike)
 
 
 def _opening(sequences: Sequences, n_tokens: int, n_states: int) -> list[Operation]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from daemons.errors import StateError
 from daemons.kv.checks import check_slice, check_states
-from daemons.kv.sequences import HOST, NO_PAGE, OpenedSequence, Sequences, Tables
-from daemons.kv.slice_group import GraphKey, SliceGroup
+from daemons.kv.sequences import HOST, Sequences, Tables
+from daemons.kv.slice_group import GraphKey, SliceGroup, slots_of
 from daemons.ops.attention import visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
@@ -48,7 +48,7 @@ class Layout:
         bounded: bool = False,
         ranked: Collection[int] = (),
     ) -> None:
-        self.n_rows = sum(len(s.tokens) for s in slices)
+        self.n_rows, self.is_padded = sum(len(s.tokens) for s in slices), False
         self.fill: Callable[[Tensor], None] = lambda metadata: None
         spaces = spec.spaces()
         self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
@@ -70,7 +70,7 @@ class Layout:
             columns[1, row : row + n] = np.arange(s.start, s.start + n)
             for at, space in enumerate(self.spaces, 2):
                 window = spec.window if space is Space.WINDOW else 0
-                columns[at, row : row + n] = _slots(sequence, space, s, window, where)
+                columns[at, row : row + n] = slots_of(sequence, space, s, window, where)
             key = (n, s.start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
             group = by_key.get(key)
             if group is None:
@@ -88,32 +88,37 @@ class Layout:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
                 group.lows.append(sequence.place(s.draft_from))
             row += n
-        self.metadata = np.concatenate([columns.ravel(), *(self._group_numbers(g) for g in self.groups)])
+        self.metadata = np.concatenate([columns.ravel(), *(g.numbers() for g in self.groups)])
 
     @property
     def graph_key(self) -> GraphKey | None:
         """None unless all slices have the same number of tokens, at most SHORT_SLICE, of which QUERIES may rank pages,
-        and read those in host memory in place, if at all.
+        and read those in host memory in place, if at all; or the step is padded.
         """
-        if len(self.groups) != 1 or self.groups[0].n > (QUERIES if self.is_ranked else SHORT_SLICE):
+        if len(self.groups) != 1:
             return None
-        group = self.groups[0]
+        [group] = self.groups
+        if group.n > (QUERIES if self.is_ranked else SHORT_SLICE) and not self.is_padded:
+            return None
         if group.reads_host and not group.reads_in_place:
             return None
         return GraphKey(len(group.starts), group.n, group.max_length, group.max_host_length)
 
-    @property
-    def chunk_key(self) -> GraphKey | None:
-        """None unless the step is one slice of more than SHORT_SLICE tokens that attends to all of a sequence whose
-        pages are on the device, and nothing else is asked of it: then its launches depend on where it starts, in the
-        sequence and in its full table.
+    def padded(self, max_rows: int) -> Layout | None:
+        """The step with up to ``max_rows`` rows for a graph; None where :meth:`SliceGroup.padded` is.
+
+        Pad rows have id 0, the position of the last token, which is finite everywhere, and slot -1.
         """
-        if len(self.groups) != 1 or self.is_ranked:
+        group = self.groups[0].padded(max_rows) if len(self.groups) == 1 else None
+        if group is None:
             return None
-        [group] = self.groups
-        if len(group.starts) != 1 or group.n <= SHORT_SLICE or group.n_states or group.lows or group.reads_host:
-            return None
-        return GraphKey(1, group.n, group.full_starts[0] + group.n, start=group.starts[0])
+        one, n = copy(self), self.n_rows
+        one.n_rows, one.groups, one.is_padded = group.n, [group], True
+        columns = np.full((2 + len(self.spaces), group.n), -1, dtype=np.int64)
+        columns[0], columns[1] = 0, self.metadata[2 * n - 1]
+        columns[:, :n] = self.metadata[: len(columns) * n].reshape(-1, n)
+        one.metadata = np.concatenate([columns.ravel(), group.numbers()])
+        return one
 
     @property
     def reads_in_place(self) -> bool:
@@ -139,47 +144,12 @@ class Layout:
         metadata.copy_(own if metadata.device.type == "cpu" else own.pin_memory(), non_blocking=True)
         self.fill(metadata)
 
-    @staticmethod
-    def _group_numbers(group: SliceGroup) -> np.ndarray:
-        """Starts, those in space full, table rows, live states, the states to write, the first positions to attend to
-        if there are bounds, positions in host memory if there are some, and the rows of the step unless they are one
-        range.
-
-        States to write are [B, state_columns]: after each token of a slice, -1 for none.
-        """
-        numbers = group.starts + group.full_starts
-        numbers += [s.row for s in group.sequences] + [s.state for s in group.sequences]
-        if group.state_columns:
-            for states in group.states:
-                numbers += [-1] * (group.n - len(states)) + states
-        numbers += group.lows + group.host_lengths
-        if not group.contiguous:
-            numbers += [row + i for row in group.rows for i in range(group.n)]
-        return np.asarray(numbers, dtype=np.int64)
-
-
-def _slots(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> np.ndarray | int:
-    """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page is missing."""
-    table, n = sequence.pages.get(space, []), len(s.tokens)
-    start = s.start - (sequence.out_tokens if space is Space.FULL else 0)
-    first, last = start // PAGE_TOKENS, (start + n - 1) // PAGE_TOKENS
-    oldest = first_visible_page(start, window) if window else first  # a full table has no gaps
-    last_out = sequence.out[-1] if space is Space.FULL and sequence.out else -1
-    if last >= len(table) or NO_PAGE in table[oldest : last + 1] or s.start < (last_out + 1) * PAGE_TOKENS:
-        missing = f"the {space.value} table of {len(table)} entries lacks a page for"
-        raise StateError(where, f"{missing} positions {s.start - start + oldest * PAGE_TOKENS} to {s.start + n - 1}")
-    if n == 1:
-        return table[first] * PAGE_TOKENS + start % PAGE_TOKENS
-    at = np.arange(start, start + n)
-    pages = np.asarray(table[first : last + 1], dtype=np.int64)
-    found: np.ndarray = pages[at // PAGE_TOKENS - first] * PAGE_TOKENS + at % PAGE_TOKENS
-    return found
-
 
 class Group:
     """A :class:`SliceGroup` on a device: B slices of n tokens.
 
-    ``rows``: the group's rows of the step, slice after slice, as a range or as indices [B n].
+    ``rows``: the group's rows of the step, slice after slice, as a range or as indices [B n].  ``spans`` [B, 2], of
+    slices of more than MAX_DECODE_TOKENS: how far inside a chunk each starts, and how many of its n rows are tokens.
     """
 
     def __init__(
@@ -187,13 +157,16 @@ class Group:
     ) -> None:
         b, n = len(layout.starts), layout.n
         self.layout, self.tables = layout, tables
-        self.n_slices, self.n_tokens, self.offset = b, n, layout.offset
+        self.n_slices, self.n_tokens, self.is_padded = b, n, layout.n_valid > 0
+        self.offset = 0 if self.is_padded else layout.offset  # a graph reads it from the spans
         self.max_length, self.reads_in_place = layout.max_length, layout.reads_in_place
         self.queries: list[tuple[PagedTensor, Tensor, float]] = []  # by layer that ranks: keys, [B, n, H, D], scale
         self.starts, self.full_starts = metadata[:b], metadata[b : 2 * b]
         self.table_rows, self.states = metadata[2 * b : 3 * b], metadata[3 * b : 4 * b]
         self.n_states, end = layout.n_states, (4 + layout.state_columns) * b
         self.kept_states = metadata[4 * b : end].view(b, layout.state_columns)
+        self.spans = metadata[end : end + layout.span_columns * b].view(b, layout.span_columns)
+        end += self.spans.numel()
         self.lows = metadata[end : end + b] if layout.lows else None
         end += len(layout.lows)
         self.host_lengths = metadata[end : end + b] if layout.reads_host else None
@@ -238,6 +211,16 @@ class Group:
             self.queries.append((keys, q, scale))
         elif self.layout.ranked:
             self.queries.append((keys, q[:, -QUERIES:].clone(), scale))
+
+    def without_pads(self, x: Tensor) -> Tensor:
+        """Rows [B, n, ...] with zeros in place of pad rows."""
+        pads = torch.arange(self.n_tokens, device=x.device) >= self.spans[:, 1:]
+        return x.masked_fill(pads.view(*pads.shape, *[1] * (x.dim() - 2)), 0)
+
+    def behind_tokens(self, x: Tensor, n: int) -> Tensor:
+        """Rows length .. length + n - 1 of x [B, rows, C], where length is the number of the slice's tokens."""
+        at = self.spans[:, 1:] + torch.arange(n, device=x.device)
+        return x.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def load_state(self, pool: Tensor) -> Tensor:
         """States of the slices' sequences, [B, *shape]; on the cpu a view of the pool if their ids are consecutive."""
@@ -286,7 +269,8 @@ class Group:
         key = space, window, causal
         found = self._memo.get(key)
         if found is None:
-            found = self._memo[key] = self._single(*key) if self.n_slices == 1 else self._padded(*key)
+            several = self._padded if self.n_slices > 1 else self._single
+            found = self._memo[key] = (self._bounded if self.is_padded else several)(*key)
         return found
 
     def _lows(self, space: Space, window: int) -> list[int]:
@@ -313,6 +297,23 @@ class Group:
         device = self.starts.device
         queries = torch.arange(start, end, device=device)
         return pages, visible(queries[None], torch.arange(low, end, device=device)[None], window, causal)
+
+    def _bounded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor]:
+        """One slice of a graph: as many positions as the bound, from the first visible one on.
+
+        Those behind its last token repeat it: masked numbers are the sequence's own.  A NaN in another one's page would
+        come in, since it is NaN times a weight of 0, too.  Pad rows see what the last token sees.
+        """
+        start, device = self.starts_in(space), self.starts.device
+        last = start + self.spans[:, 1] - 1
+        length = pages_of(window - 1 + self.n_tokens) * PAGE_TOKENS if window else self.max_length
+        first = (start - window + 1).clamp_(min=0) if window else torch.zeros_like(start)
+        positions = first + torch.arange(length, device=device)
+        at = torch.minimum(positions, last)
+        page = self.tables[space].index_select(0, self.table_rows).view(-1).index_select(0, at // PAGE_TOKENS)
+        slots = page.to(torch.int64) * PAGE_TOKENS + at % PAGE_TOKENS
+        queries = torch.minimum(start + torch.arange(self.n_tokens, device=device), last)
+        return Pages(slots, 1, 0, length, by_slot=True), visible(queries[None], positions[None], window, causal)
 
     def _padded(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | None]:
         """Several slices: padded to the pages of the longest one, and masked."""
@@ -344,7 +345,7 @@ class Batch:
         self.slots: dict[Space, Tensor] = {s: metadata[i * n : (i + 1) * n] for i, s in enumerate(layout.spaces, 2)}
         self.groups: list[Group] = []
         for group in layout.groups:
-            n_columns = 4 + group.state_columns + bool(group.lows) + group.reads_host
+            n_columns = 4 + group.state_columns + group.span_columns + bool(group.lows) + group.reads_host
             n_columns += 0 if group.contiguous else group.n
             size = len(group.starts) * n_columns
             self.groups.append(Group(group, metadata[at : at + size], tables, n, captured=captured))

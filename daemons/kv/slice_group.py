@@ -1,16 +1,30 @@
-"""The slices of a step that share one call of each block, as the host knows them.  Knows ids and places, no tensors."""
+"""The slices of a step that share one call of each block, as the host knows them.  Knows ids and places, no tensors.
+
+A step of one long slice may be padded, so that one graph serves many lengths: pad rows follow the slice's tokens, and
+no page and no state is written for them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from daemons.kv.sequences import OpenedSequence
+import numpy as np
+
+from daemons.errors import StateError
+from daemons.kv.sequences import NO_PAGE, OpenedSequence
 from daemons.ops.operations import MAX_DECODE_TOKENS, SHORT_SLICE
+from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.workspace import GRAPH_LENGTH
+from lucevisor.protocol.steps import Slice
 
 MIN_GRAPH_LENGTH = 128
 """Attention over fewer positions launches the same kernels."""
+PADDED_ROWS = (48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
+"""Rows to which one long slice is padded.  At most a third are pad rows, and above 512, where products take longer than
+their launches, at most a quarter.
+"""
 
 
 @dataclass(slots=True)
@@ -20,12 +34,14 @@ class SliceGroup:
     Chunks of longer slices end at multiples of CHUNK, so only slices with equal offsets can share a group.
     ``n_states``: after how many of its last tokens each slice keeps a recurrent state; 0: only the live one changes.
     ``lows``: first position that each slice attends to; empty: all of them.
+    ``n_valid``: tokens of the only slice, which is padded to ``n`` rows; 0: it is not padded.
     In space full positions are places in the table, which pages that were paged out left: ``full_starts``, ``lows``.
     """
 
     n: int
     offset: int
     n_states: int = 0
+    n_valid: int = 0
     rows: list[int] = field(default_factory=list)  # first row of each slice
     starts: list[int] = field(default_factory=list)
     full_starts: list[int] = field(default_factory=list)
@@ -73,14 +89,68 @@ class SliceGroup:
         """Tokens of a slice for which the metadata name a state to write: all of a slice for decode kernels."""
         return self.n if self.n <= MAX_DECODE_TOKENS else 0
 
+    @property
+    def span_columns(self) -> int:
+        """Numbers of a slice for the chunked delta rule, which slices without ``state_columns`` run."""
+        return 0 if self.state_columns else 2
+
+    def padded(self, max_rows: int) -> SliceGroup | None:
+        """The group with pad rows; None unless it is one slice of more than SHORT_SLICE tokens that attends to all of a
+        sequence whose pages are on the device, nothing else is asked of it, and ``max_rows`` and GRAPH_LENGTH suffice.
+        """
+        if len(self.starts) != 1 or not SHORT_SLICE < self.n <= max_rows:
+            return None
+        n_rows = next((n for n in PADDED_ROWS if n >= self.n), max_rows + 1)
+        if n_rows > max_rows or self.n_states or self.lows or self.ranked or self.reads_host:
+            return None
+        found = replace(self, n=n_rows, n_valid=self.n)
+        return found if found.max_length <= GRAPH_LENGTH else None
+
+    def numbers(self) -> np.ndarray:
+        """Starts, those in space full, table rows, live states, the states to write or the spans, the first positions
+        to attend to if there are bounds, positions in host memory if there are some, and the rows of the step unless
+        they are one range.
+
+        States to write are [B, state_columns]: after each token of a slice, -1 for none.  Spans are [B, 2]: how far
+        inside a chunk a slice starts, and its tokens.
+        """
+        numbers = self.starts + self.full_starts
+        numbers += [s.row for s in self.sequences] + [s.state for s in self.sequences]
+        if self.state_columns:
+            for states in self.states:
+                numbers += [-1] * (self.n - len(states)) + states
+        else:
+            numbers += [self.offset, self.n_valid or self.n] * len(self.starts)
+        numbers += self.lows + self.host_lengths
+        if not self.contiguous:
+            numbers += [row + i for row in self.rows for i in range(self.n)]
+        return np.asarray(numbers, dtype=np.int64)
+
 
 class GraphKey(NamedTuple):
-    """What a step's launches depend on: B slices of n tokens that attend to at most ``max_length`` positions, and to
-    ``max_host_length`` in host memory.  Those of a long slice depend on its ``start``, and ``max_length`` is exact.
+    """What a step's launches depend on: B slices of n tokens, of one long slice n rows with pad rows, that attend to at
+    most ``max_length`` positions, and to ``max_host_length`` in host memory.
     """
 
     n_slices: int
     n_tokens: int
     max_length: int
     max_host_length: int = 0
-    start: int = -1
+
+
+def slots_of(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> np.ndarray | int:
+    """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page is missing."""
+    table, n = sequence.pages.get(space, []), len(s.tokens)
+    start = s.start - (sequence.out_tokens if space is Space.FULL else 0)
+    first, last = start // PAGE_TOKENS, (start + n - 1) // PAGE_TOKENS
+    oldest = first_visible_page(start, window) if window else first  # a full table has no gaps
+    last_out = sequence.out[-1] if space is Space.FULL and sequence.out else -1
+    if last >= len(table) or NO_PAGE in table[oldest : last + 1] or s.start < (last_out + 1) * PAGE_TOKENS:
+        missing = f"the {space.value} table of {len(table)} entries lacks a page for"
+        raise StateError(where, f"{missing} positions {s.start - start + oldest * PAGE_TOKENS} to {s.start + n - 1}")
+    if n == 1:
+        return table[first] * PAGE_TOKENS + start % PAGE_TOKENS
+    at = np.arange(start, start + n)
+    pages = np.asarray(table[first : last + 1], dtype=np.int64)
+    found: np.ndarray = pages[at // PAGE_TOKENS - first] * PAGE_TOKENS + at % PAGE_TOKENS
+    return found

@@ -290,8 +290,8 @@ class GatedDeltaNet:
         if self.gated_delta_net is not None and (
             self.gated_delta_net.max_tokens is None or n <= self.gated_delta_net.max_tokens
         ):
-            ids = group.states, group.kept_states
-            found = self.gated_delta_net(y.flatten(0, 1), self.convolution, self.states, *ids, group.offset)
+            where = group.states, group.kept_states, group.spans
+            found = self.gated_delta_net(y.flatten(0, 1), self.convolution, self.states, *where)
             return found.view(b, n, s.n_value, s.dim)
         if y.dtype != torch.float32:
             y = y.float()
@@ -300,6 +300,8 @@ class GatedDeltaNet:
         if group.n_states:
             windows = window.unfold(1, window.shape[1] - n, 1)[:, 1 + n - group.n_states :]
             group.keep_states(self.convolution, n - group.n_states, windows.transpose(2, 3))
+        elif group.is_padded:
+            group.store_state(self.convolution, group.behind_tokens(window, window.shape[1] - n))
         else:
             group.store_state(self.convolution, window[:, n:])
         qk, v = F.silu(mixed).split_with_sizes(self.channels, dim=-1)
@@ -307,7 +309,10 @@ class GatedDeltaNet:
         if s.n_value != s.n_key:
             qk = torch.cat([qk] * (s.n_value // s.n_key), dim=3)
         g, beta = F.softplus(alpha + self.w.dt_bias).mul_(self.w.decay_rates), torch.sigmoid(beta)
-        o = self._recur(group, qk, v.view(b, n, s.n_value, s.dim), g, beta)
+        v = v.view(b, n, s.n_value, s.dim)
+        if group.is_padded:
+            qk, v, g, beta = (group.without_pads(x) for x in (qk, v, g, beta))
+        o = self._recur(group, qk, v, g, beta)
         return self.w.norm.float32(o).mul_(F.silu(z).view(b, n, s.n_value, s.dim))
 
     def _recur(self, group: Group, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:

@@ -56,6 +56,21 @@ class ShardOutput(NamedTuple):
     captures: Tensor | None
 
 
+class SharedOutput:
+    """One output of up to ``n_rows`` rows for several graphs; called with each one's own."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows = n_rows
+        self._parts: list[Tensor] = []
+
+    def __call__(self, out: ShardOutput) -> ShardOutput:
+        parts = [x for x in out if x is not None]
+        if not self._parts:
+            self._parts = [x.new_empty(self.n_rows, x.shape[1]) for x in parts]
+        shared = [whole[: len(x)].copy_(x) for whole, x in zip(self._parts, parts, strict=True)]
+        return ShardOutput(shared[0], shared[1] if len(shared) > 1 else None)
+
+
 class ShardModel:
     """A built shard.  ``embedding`` is None except at the start of the pipeline, ``output`` except at its end."""
 

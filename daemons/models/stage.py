@@ -20,10 +20,11 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.page_ranking import rank_pages
 from daemons.models.replay import LayerwiseReplay
-from daemons.models.shard import ShardConfig, ShardModel, check, stream_dtype
+from daemons.models.shard import ShardConfig, ShardModel, ShardOutput, SharedOutput, check, stream_dtype
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend, Space
+from lucevisor.model.values import Backend, Dtype, Space
+from lucevisor.model.workspace import GRAPH_ROWS
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import OpenSequence, Operation, PageScores, Sampling, SetPages, Slice, Step
@@ -66,14 +67,16 @@ class LoadedStage:
             self.kernels |= shard.selector.selected
         self.warnings = [w for shard in shards for w in shard.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
-        self.graphs = [
-            StepGraphs(s.device, s.run, s.max_async_tokens, lambda text: self.warn(text))
-            if s.selector.captures
-            else None
-            for s in shards
-        ]
+        self.graphs = [self._graphs_of(s, load) if s.selector.captures else None for s in shards]
         if self.device.type == "cpu" and any(self.graphs):
             self.kernels["cpu decodes"] = self._decode_capture(load)
+
+    def _graphs_of(self, shard: ShardModel, load: Load) -> StepGraphs[ShardOutput]:
+        # of chunks: kernels leave pad rows out of states and of dense pages
+        pads = shard.selector.kernels and load.kv_dtype is not Dtype.Q8_0
+        n = min(GRAPH_ROWS, load.max_step_tokens) if pads else 0
+        most, shared = shard.max_async_tokens, SharedOutput(n)
+        return StepGraphs(shard.device, shard.run, most, lambda text: self.warn(text), n, shared)
 
     @torch.inference_mode()
     def _decode_capture(self, load: Load) -> str:
@@ -204,7 +207,8 @@ class LoadedStage:
                     if layout.is_ranked:
                         scores.append(rank_pages(batch, layout, shard.page_sums))
                 else:
-                    h, captured = graphs.run(h, layout, tables, await_rows)
+                    out = graphs.run(h, layout, tables, await_rows)
+                    h, captured = out.rows[:n], None if out.captures is None else out.captures[:n]
                     if layout.is_ranked:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
             if captured is not None:

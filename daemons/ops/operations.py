@@ -91,16 +91,17 @@ class GatedDeltaNetOp(Protocol):
     """The fused gated delta net: input columns [B n, C + ...] to gated outputs [B n, N D].
 
     Slices of up to MAX_DECODE_TOKENS tokens start from rows ``ids`` [B] of both state pools, and write the state after
-    each token to its row in ``kept`` [B, n], if that is not -1; longer slices update rows ``ids``.
+    each token to its row in ``kept`` [B, n], if that is not -1; longer slices update rows ``ids``, as their ``spans``
+    say, int64 [B, 2]: how far inside a chunk of the delta rule each starts, and how many of its n rows are tokens.  The
+    others, behind them, are pad rows: whatever they hold, no state depends on them.
     """
 
     max_tokens: int | None
     """Longest slice it takes, in tokens; None: no limit."""
 
     def __call__(
-        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, offset: int
-    ) -> Tensor:
-        """``offset``: position of each slice's first token modulo the chunk of the delta rule."""
+        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, spans: Tensor
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Operations(Protocol):
         """See :meth:`daemons.ops.basic.Rope.tables`."""
 
     def write_pages(self, keys: PagedTensor, values: PagedTensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store ``k`` and ``v`` [T, K, D] at slots ``page * 64 + offset`` int64 [T]."""
+        """Store ``k`` and ``v`` [T, K, D] at slots ``page * 64 + offset`` int64 [T]; slot -1, at the end: pad rows."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """The sum of two tensors of one shape, rounded to their dtype."""

@@ -23,12 +23,14 @@ class Pages:
 
     ``index`` [B P] page ids; of the P * 64 positions of a slice, ``length`` ones from ``skip`` on count.  None: B is 1
     and the ids follow each other, so reading is a view of the pool's slots ``skip`` .. ``skip + length`` (cpu only).
+    ``by_slot``: ``index`` [B length] has slots ``page * 64 + offset`` instead.
     """
 
     index: Tensor | None
     n_slices: int
     skip: int
     length: int
+    by_slot: bool = False
 
 
 class DensePages:
@@ -48,7 +50,12 @@ class DensePages:
         return DensePages(pages)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Store ``rows`` [T, K, D] at slots ``page * 64 + offset`` [T]."""
+        """Store ``rows`` [T, K, D] at slots ``page * 64 + offset`` [T]; on a cpu, without pad rows: slot -1, at the
+        end.
+        """
+        if slots.device.type == "cpu" and slots[-1] < 0:
+            slots = slots[slots >= 0]
+            rows = rows[: len(slots)]
         self.slots.index_copy_(0, slots, rows.to(self.slots.dtype))
 
     def read(self, pages: Pages, dtype: torch.dtype) -> Tensor:
@@ -92,5 +99,6 @@ PagedTensor = DensePages | Q8Pages
 def _gather(pool: Tensor, pages: Pages) -> Tensor:
     if pages.index is None:
         return pool.view(-1, *pool.shape[2:]).narrow(0, pages.skip, pages.length).unsqueeze(0)
-    found = pool.index_select(0, pages.index).view(pages.n_slices, -1, *pool.shape[2:])
+    source = pool.view(-1, *pool.shape[2:]) if pages.by_slot else pool
+    found = source.index_select(0, pages.index).view(pages.n_slices, -1, *pool.shape[2:])
     return found if pages.skip == 0 and pages.length == found.shape[1] else found.narrow(1, pages.skip, pages.length)

@@ -74,11 +74,11 @@ class TritonGatedDeltaNet:
         self.max_tokens = None if w.dim >= 32 and w.dim & (w.dim - 1) == 0 else MAX_DECODE_TOKENS
 
     def __call__(
-        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, offset: int
+        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, spans: Tensor
     ) -> Tensor:
         if y.shape[0] // ids.shape[0] <= MAX_DECODE_TOKENS:
             return self.recurrent(y, conv_states, states, ids, kept, self.params)
-        return chunked_gated_delta_net(y, conv_states, states, ids, self.params, offset)
+        return chunked_gated_delta_net(y, conv_states, states, ids, spans, self.params)
 
 
 class TritonRouter:

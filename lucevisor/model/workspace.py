@@ -8,5 +8,9 @@ SCORE_ELEMENTS = 1 << 26
 """Attention scores, float32, that plain-torch attention holds at a time; masking and softmax hold as many again."""
 HOST_CHUNK_PAGES = 64
 """Pages in host memory that KV Flash copies to a device at a time, of one layer; two such chunks are there at once."""
+GRAPH_ROWS = 1024
+"""Rows up to which a GPU captures steps of one long slice."""
+GRAPH_LENGTH = 8192
+"""Positions up to which such a step attends."""
 INT8_GEMV_ROWS = 8
 """Rows up to which a cpu multiplies an int8 matrix as stored; for more rows it is widened first."""

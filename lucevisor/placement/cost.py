@@ -16,16 +16,19 @@ layer frees its part before the next one begins, so the largest layer counts:
     output       n_sequences x V x SAMPLING_BYTES                              logits, sorted values and ids, counts
     GPU          min(largest matrix of blocks, DEQUANT_ELEMENTS) (12 + b)      dequantised in parts before GEMM
                  LIBRARY_BYTES                                                 workspace of the BLAS libraries
+    graphs       the above of G tokens that attend to GRAPH_LENGTH positions   beside the eager step's, on a GPU: they
+                 2 G x boundary width x b                                      have a pool, one input and one output
     cpu          largest int8 matrix x 2                                       widened for GEMM
 
-T tokens of a step, B sequences decoded together, L longest sequence, E hidden size, V vocabulary, b bytes of a number.
+T tokens of a step, G <= GRAPH_ROWS of one in a graph, where kernels keep activations in b bytes and the delta rule
+takes KERNEL_COPIES, B sequences decoded together, L longest sequence, E hidden size, V vocabulary, b bytes of a number.
 Knows nothing about free memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from lucevisor.model.pages import pages_of
@@ -33,12 +36,19 @@ from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space, dtype_bytes
 from lucevisor.model.weight_layout import QUANTISED_FORMATS, TensorLayout, TensorRole, layer_layouts, non_layer_layouts
-from lucevisor.model.workspace import DEQUANT_ELEMENTS, HOST_CHUNK_PAGES, INT8_GEMV_ROWS, SCORE_ELEMENTS
+from lucevisor.model.workspace import (
+    DEQUANT_ELEMENTS,
+    GRAPH_LENGTH,
+    GRAPH_ROWS,
+    HOST_CHUNK_PAGES,
+    INT8_GEMV_ROWS,
+    SCORE_ELEMENTS,
+)
 from lucevisor.placement.devices import HOST
 from lucevisor.placement.result import Shard
 from lucevisor.protocol.loading import PoolSizes
 
-RULE_COPIES = 16
+RULE_COPIES, KERNEL_COPIES = 16, 4
 SCORE_BYTES = 3 * 4 * SCORE_ELEMENTS
 """Scores in float32, masked, and their softmax."""
 SAMPLING_BYTES = 28
@@ -127,10 +137,7 @@ class CostModel:
     def workspace_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Estimate the workspace of a step; see the module docstring."""
         ends, *layers = self._parts(shard)
-        out = max(
-            (steps.max_tokens * (4 * self.spec.hidden_size + part.n_rows) * 4 + self._mixer_bytes(i, steps))
-            for i, part in zip(_indices(shard), layers, strict=True)
-        )
+        out = self._layer_bytes(shard, steps, 4, RULE_COPIES)
         if shard.last:
             out += steps.max_sequences * self.spec.vocabulary * SAMPLING_BYTES
         if shard.backend is Backend.CPU:
@@ -138,8 +145,30 @@ class CostModel:
             return out + 2 * max(0 if few else ends.largest_int8, *(part.largest_int8 for part in layers))
         out += self._staging_bytes(shard, steps)
         expanded = min(DEQUANT_ELEMENTS, max(part.largest_blocks for part in (ends, *layers)))
-        out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES
-        return out + (SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0)
+        scores = SCORE_BYTES if self.dtype is Dtype.FLOAT32 else 0
+        out += expanded * (12 + dtype_bytes(self.dtype, 1)) + LIBRARY_BYTES + scores
+        if self.kv_dtype is Dtype.Q8_0:  # whose chunks are not captured
+            return out
+        return out + self._graph_bytes(shard, steps) + expanded * dtype_bytes(self.dtype, 1) + scores
+
+    def _layer_bytes(self, shard: Shard, steps: StepSizes, number: int, rule_copies: int) -> int:
+        """Activations of the largest layer, of ``number`` bytes each."""
+        parts = zip(_indices(shard), self._parts(shard)[1:], strict=True)
+        row = 4 * self.spec.hidden_size
+        return max(
+            steps.max_tokens * (row + part.n_rows) * number + self._mixer_bytes(i, steps, rule_copies)
+            for i, part in parts
+        )
+
+    def _graph_bytes(self, shard: Shard, steps: StepSizes) -> int:
+        """The same of graphs of one long slice, with their input and output.  Bounds of the attended length are powers
+        of two.
+        """
+        n, positions = min(steps.max_tokens, GRAPH_ROWS), min(2 * steps.resident, GRAPH_LENGTH)
+        context = min(2 * steps.max_context, GRAPH_LENGTH)
+        one = replace(steps, max_tokens=n, max_context=context, resident=positions, n_together=1)
+        number = dtype_bytes(self.dtype, 1)
+        return self._layer_bytes(shard, one, number, KERNEL_COPIES) + 2 * n * self.spec.boundary_width * number
 
     def _staging_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Chunks of pages in host memory, and sketches of their keys."""
@@ -149,12 +178,12 @@ class CostModel:
         sketches = sum(self._sketches[i] for i in _indices(shard)) if steps.ranks_pages else 0
         return 2 * HOST_CHUNK_PAGES * sum(full) + steps.pools.host_pages * sketches
 
-    def _mixer_bytes(self, i: int, steps: StepSizes) -> int:
+    def _mixer_bytes(self, i: int, steps: StepSizes, rule_copies: int) -> int:
         """Attention or delta rule of layer ``i``."""
         layer = self.spec.layers[i]
         if layer.space is Space.RECURRENT:
             rows = max((prod(t.shape[:-1]) for t in layer.state), default=0)
-            return steps.max_tokens * rows * RULE_COPIES * 4 + steps.n_together * self._units[i] * 2
+            return steps.max_tokens * rows * rule_copies * 4 + steps.n_together * self._units[i] * 2
         seen, n_pages = steps.resident, steps.pools.full_pages
         if layer.space is Space.WINDOW:
             seen, n_pages = steps.max_context, steps.pools.window_pages

@@ -52,7 +52,7 @@ def test_the_most_important_comes_first_and_fits_into_its_part(setup):
         ["llama.cpp", "tests", "27B", "35B-A3B", "27B deep", "35B-A3B deep", "27B ubatch of 2048",
          "35B-A3B ubatch of 2048"],
         ["KV Flash", "recovery", "speculation", "27B tuned", "35B-A3B tuned", "moves"],
-        ["groups", "steps", "captured steps", "perplexity", "hop", "groups on one GPU"],
+        ["groups", "steps", "eager steps", "perplexity", "hop", "groups on one GPU"],
     ]  # fmt: skip
     every = [one for part in plan.values() for one in part]
     results = [one.result for one in every if one.result]

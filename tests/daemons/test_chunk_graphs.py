@@ -1,4 +1,5 @@
-"""Steps of one long slice as graphs: a replay reads the metadata and tables of its own step, and nothing else of it.
+"""Padded steps of one long slice as graphs: a replay reads the metadata and tables of its own step, and nothing else of
+it.
 
 A cpu does not capture such steps.  Here a graph calls the layers again, on the batch of the step that was captured and
 with the metadata of the step that is run, as a GPU's does.
@@ -7,6 +8,7 @@ with the metadata of the step that is run, as a GPU's does.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,30 +17,31 @@ from torch import Tensor
 from daemons import graphs as graphs_module
 from daemons.graphs import StepGraphs
 from daemons.kv.batch import Batch, Layout
+from daemons.kv.slice_group import PADDED_ROWS
+from daemons.models.shard import ShardOutput, SharedOutput
 from daemons.models.stage import LoadedStage
-from lucevisor.protocol.steps import Slice
+from daemons.ops.operations import SHORT_SLICE
+from lucevisor.model.values import Space
+from lucevisor.model.workspace import GRAPH_LENGTH, GRAPH_ROWS
+from lucevisor.protocol.steps import PageOut, Slice
 from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import Pipeline, load_stages
 
 
-class Later:
-    """The output of a graph: that of its last replay."""
-
-    def __iter__(self):
-        return iter(self.value)
-
-
 class Repeated:
-    def __init__(self, work, out):
-        self.work, self.out = work, out
+    """A graph, and its output: that of the last replay."""
+
+    def __init__(self, work):
+        self.work = work
+        self.rows, self.captures = torch.empty(0), None
 
     def replay(self):
-        self.out.value = self.work()
+        self.rows, self.captures = self.work()
 
 
 def capture(device, work, pool):
-    out = Later()
-    return Repeated(work, out), out
+    graph = Repeated(work)
+    return graph, graph
 
 
 def without_memo(batch: Batch) -> Batch:
@@ -50,67 +53,249 @@ def without_memo(batch: Batch) -> Batch:
     return one
 
 
-def repeating(stage: LoadedStage) -> StepGraphs:
-    [shard] = stage.shards
-
-    def work(rows: Tensor | None, batch: Batch):
-        return shard.run(rows, without_memo(batch))
-
-    stage.graphs = [StepGraphs(shard.device, work, 1 << 30, chunk_rows=64)]
-    return stage.graphs[0]
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setattr(graphs_module, "capture", capture)
 
 
-def chunks(c: Pipeline, ids: list[int]) -> Tensor:
-    """Three sequences with other ids, pages and states, in chunks of the same lengths."""
+class ChunkGraphs(StepGraphs):
+    """Captures no short slices: plain torch reads their lengths on the host."""
+
+    def _capture(self, key, *step):
+        return super()._capture(key, *step) if key.n_tokens > SHORT_SLICE else None
+
+
+def repeating(stages: list[LoadedStage], chunk_rows: int = 128, kind: type[StepGraphs] = ChunkGraphs):
+    """The stages' graphs from now on."""
     found = []
-    for sequence in range(3):
+    for stage in stages:
+        [shard] = stage.shards
+
+        def work(rows: Tensor | None, batch: Batch, shard=shard) -> ShardOutput:
+            return shard.run(rows, without_memo(batch))
+
+        shared = SharedOutput(chunk_rows)
+        stage.graphs = [kind(shard.device, work, 1 << 30, chunk_rows=chunk_rows, share_output=shared)]
+        found += stage.graphs
+    return found
+
+
+def keys(graphs: StepGraphs) -> list[tuple[int, int]]:
+    """Rows and bound of the attended length of each chunk's graph."""
+    return [(key.n_tokens, key.max_length) for key in graphs._chunk_graphs]
+
+
+CUTS = ((33, 39), (48,), (39, 33), (36, 36), (1, 45, 26), (3, 35, 34))
+"""Lengths of the chunks of each of six sequences; a last one ends the text."""
+
+
+def prompts(c: Pipeline, ids: list[int]) -> list[Tensor]:
+    """The logits of sequences with other pages and states, in chunks of other lengths at other starts."""
+    found = []
+    for sequence, lengths in enumerate(CUTS):
         c.open(sequence)
-        text = ids[sequence:] * 2
-        for first, last in ((0, 33), (33, 73)):
-            found.append(c.run((sequence, text[first:last])))
-    return torch.cat(found)
+        at, rows = 0, []
+        for n in (*lengths, len(ids) - sum(lengths)):
+            if n:
+                rows.append(c.run((sequence, ids[at : at + n])))
+            at += n
+        found.append(torch.cat(rows))
+    return found
+
+
+def parts_of(name: str) -> list[tuple[int, ...]]:
+    """Layer splits of a fixture: one stage, and two, of which the second reads boundary rows."""
+    return [(), tuple(opened(name).layer_splits()[:1])]
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_a_replayed_chunk_is_that_of_its_own_step(name, monkeypatch):
-    monkeypatch.setattr(graphs_module, "capture", capture)
     golden = opened(name)
-    wanted = chunks(Pipeline(golden.spec, golden.whole), golden.ids)
+    for split in parts_of(name):
+        stages = load_stages(golden.spec, split)
+        all_graphs = repeating(stages)
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs_module, "CAPTURE_AT", 1 << 30)
+            eager = prompts(Pipeline(golden.spec, stages), golden.ids)
+        assert not any(graphs._chunk_graphs for graphs in all_graphs)
+        found = prompts(Pipeline(golden.spec, stages), golden.ids)
+        for graphs in all_graphs:
+            assert set(keys(graphs)) == {(48, 128)}
+            assert not graphs._uncapturable
+        for a, b in zip(found, eager, strict=True):
+            assert torch.equal(a, b)
+            golden.assert_logits(a)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_starts_far_apart_share_a_graph(name):
+    """Behind the window of sliding layers and in other pages; without pad rows the logits are as near as roundings."""
+    golden = opened(name)
+    text = golden.ids * 8
+    wanted, found = [], []
+    for results, graphed in ((wanted, False), (found, True)):
+        stages = load_stages(golden.spec)
+        if graphed:
+            [graphs] = repeating(stages)
+        c = Pipeline(golden.spec, stages)
+        for sequence, start in enumerate((150, 133, 199, 140, 165)):
+            c.open(sequence)
+            c.run((sequence, text[:start]))
+            results.append(c.run((sequence, text[start : start + 49 + sequence])))
+            results.append(c.run((sequence, text[:3])))
+    assert keys(graphs) == [(64, 256), (64, 512)] or keys(graphs) == [(64, 256)]
+    torch.testing.assert_close(torch.cat(found), torch.cat(wanted), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_numbers_of_other_sequences_never_come_in(name):
+    """Not as zero times NaN either: all pages are NaN, but for what the sequence wrote."""
+    golden = opened(name)
     [stage] = stages = load_stages(golden.spec)
-    graphs = repeating(stage)
-    found = chunks(Pipeline(golden.spec, stages), golden.ids)
-    assert [(key.n_tokens, key.start) for key in graphs._graphs] == [(33, 0), (40, 33)]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    repeating(stages)
+    for pool_space, tensors in stage.shards[0].pools._stacks:
+        if pool_space is not Space.RECURRENT:
+            for tensor in tensors:
+                with torch.inference_mode():
+                    tensor.fill_(float("nan"))
+    c = Pipeline(golden.spec, stages)
+    for sequence in range(3):
+        c.open(sequence)
+        golden.assert_logits(torch.cat([c.run((sequence, part)) for part in (golden.ids[:35], golden.ids[35:])]))
 
 
-def test_which_steps_are_captured():
+@pytest.mark.parametrize("name", ["qwen35", "gemma4_e2b", "laguna"])
+def test_sequences_that_pages_left(name):
+    """Places in the full table differ from positions, and sliding layers know positions alone."""
+    golden = opened(name)
+    results = []
+    for graphed in (False, True):
+        stages = load_stages(golden.spec)
+        all_graphs = repeating(stages) if graphed else []
+        c, rows = Pipeline(golden.spec, stages), []
+        for sequence, out in enumerate(([1, 2, 3], [0, 1], [2], [1, 3])):
+            c.open(sequence)
+            c.run((sequence, (golden.ids * 8)[: 389 + sequence]))
+            c.apply([PageOut(sequence, out)])
+            rows.append(c.run((sequence, golden.ids[: 40 + sequence])))
+        results.append(torch.cat(rows))
+    [graphs] = all_graphs
+    assert keys(graphs) == [(48, 512)]
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+
+
+def test_captured_layers_are_those_of_the_tokens():
     golden = opened("qwen35")
+    layers = [0, golden.spec.n_layers - 1]
+    plain, padded = (load_stages(golden.spec, captures=layers) for _ in range(2))
+    repeating(padded)
+    for sequence in range(3):
+        rows = []
+        for stages in (plain, padded):
+            c = Pipeline(golden.spec, stages)
+            c.open(sequence)
+            c.run((sequence, golden.ids[: 33 + sequence]))
+            [captures] = c.captures
+            rows.append(captures)
+        assert rows[1].shape == (33 + sequence, 2 * golden.spec.hidden_size)
+        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
+
+
+def open_layouts(name: str):
+    """A function that makes layouts of slices (sequence, start, tokens) of two long sequences."""
+    golden = opened(name)
     stages = load_stages(golden.spec)
     c = Pipeline(golden.spec, stages)
     for sequence in (0, 1):
         c.open(sequence)
-        c.run((sequence, golden.ids[:50]))
-        c.run((sequence, golden.ids[:50]))
+        c.run((sequence, (golden.ids * 8)[:400]))
+        c.run((sequence, (golden.ids * 8)[:400]))
+
+    def layout(*slices: tuple[int, int, int], **options) -> Layout:
+        asked = [Slice(sequence, start, (golden.ids * 8)[:n], sample=False) for sequence, start, n in slices]
+        return Layout(asked, stages[0].sequences, golden.spec, **options)
+
+    return layout
+
+
+def test_which_steps_are_padded():
+    layout = open_layouts("qwen35")
 
     def key(*slices: tuple[int, int, int], **options):
-        asked = [Slice(sequence, start, golden.ids[:n], sample=False) for sequence, start, n in slices]
-        return Layout(asked, stages[0].sequences, golden.spec, **options).chunk_key
+        found = layout(*slices, **options).padded(GRAPH_ROWS)
+        return None if found is None else found.graph_key
 
-    assert key((0, 50, 40))[:2] == (1, 40)
-    assert key((0, 50, 40)) == key((1, 50, 40))
-    assert len({key((0, 50, 40)), key((0, 51, 40)), key((0, 50, 41))}) == 3
-    assert key((0, 50, 32)) is None  # graph_key has those
+    assert key((0, 50, 40))[:3] == (1, 48, 128)
+    assert key((0, 50, 40)) == key((1, 60, 33)) == key((0, 0, 48))
+    assert key((0, 50, 49)) == (1, 64, 128, 0)
+    assert key((0, 81, 40)) == (1, 48, 256, 0)
+    assert key((0, 50, SHORT_SLICE)) is None  # graph_key has those
     assert key((0, 50, 40), (1, 50, 40)) is None
     assert key((0, 50, 40), ranked=[0]) is None
     assert key((0, 50, 40), bounded=True) is None
+    assert layout((0, 0, 130)).padded(192) is not None
+    assert layout((0, 0, 130)).padded(191) is None
+    [group] = layout((0, 50, 40)).groups
+    assert replace(group, full_starts=[GRAPH_LENGTH - 48]).padded(GRAPH_ROWS) is not None
+    assert replace(group, full_starts=[GRAPH_LENGTH - 47]).padded(GRAPH_ROWS) is None
 
 
-def test_chunks_run_eagerly_where_nothing_else_was_asked(monkeypatch):
-    monkeypatch.setattr(graphs_module, "capture", capture)
+def test_metadata_of_pad_rows():
+    plain = open_layouts("gemma4_e2b")((1, 70, 45))
+    padded = plain.padded(GRAPH_ROWS)
+    assert padded is not None
+    assert (padded.n_rows, plain.n_rows) == (48, 45)
+    n_columns = 2 + len(plain.spaces)
+    columns, wanted = (
+        x.metadata[: n_columns * x.n_rows].reshape(n_columns, x.n_rows).tolist() for x in (padded, plain)
+    )
+    assert [column[:45] for column in columns] == wanted
+    assert [column[45:] for column in columns] == [[0] * 3, [114] * 3, *[[-1] * 3] * len(plain.spaces)]
+    numbers, others = padded.metadata[n_columns * 48 :].tolist(), plain.metadata[n_columns * 45 :].tolist()
+    assert numbers == others == [70, 70, 1, *others[3:4], 70 % 64, 45]
+
+
+def test_how_many_rows_are_pad_rows():
+    assert PADDED_ROWS[-1] == GRAPH_ROWS
+    for n in range(SHORT_SLICE + 1, GRAPH_ROWS + 1):
+        rows = next(rows for rows in PADDED_ROWS if rows >= n)
+        assert rows - n <= rows / (4 if n > 512 else 3)
+
+
+def test_chunks_have_a_list_of_graphs_of_their_own(monkeypatch):
     golden = opened("qwen3")
-    [stage] = stages = load_stages(golden.spec)
-    graphs = repeating(stage)
-    graphs.chunk_rows = 39
-    chunks(Pipeline(golden.spec, stages), golden.ids)
-    assert [(key.n_tokens, key.start) for key in graphs._graphs] == [(33, 0)]
+    monkeypatch.setattr(graphs_module, "CHUNK_GRAPHS", 2)
+    stages = load_stages(golden.spec)
+    [graphs] = repeating(stages, GRAPH_ROWS, StepGraphs)
+    c = Pipeline(golden.spec, stages)
+    for n in (1, 40, 60, 90, 40):
+        for _ in range(2):
+            c.open(0)
+            c.run((0, (golden.ids * 8)[:n]))
+            c.close(0)
+    assert len(graphs._graphs) == 1
+    assert keys(graphs) == [(96, 128), (48, 128)]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("chunk_rows", 0), ("chunk_rows", 47), ("max_tokens", 47)])
+def test_other_chunks_run_eagerly_as_they_are(limit, value):
+    golden = opened("qwen3")
+    stages = load_stages(golden.spec)
+    [graphs] = repeating(stages)
+    setattr(graphs, limit, value)
+    widths = []
+    work = graphs.work
+    graphs.work = lambda rows, batch: (widths.append(batch.n_rows), work(rows, batch))[1]
+    c = Pipeline(golden.spec, stages)
+    for sequence in range(3):
+        c.open(sequence)
+        c.run((sequence, golden.ids[:40]))
+    assert widths == [40] * 3
+    assert not graphs._chunk_graphs
+
+
+def test_a_cpu_pads_nothing():
+    golden = opened("qwen3")
+    [stage] = load_stages(golden.spec)
+    assert stage.graphs == [None]
     assert StepGraphs(stage.device, stage.shards[0].run, 1 << 30).chunk_rows == 0

@@ -23,6 +23,7 @@ from tests.numerics import BFLOAT16, UNIT, Exact
 
 pytestmark = needs_cpu_kernels
 CPU = torch.device("cpu")
+NO_SPANS = torch.empty(0, 2, dtype=torch.int64)
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +277,7 @@ def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n
         if n > 1:
             kept[1, 0] = -1
     found_pool = [x.clone() for x in pool]
-    found = cpu.gated_delta_net(params)(y, *found_pool, ids, kept[:, :0] if is_long else kept, 0)
+    found = cpu.gated_delta_net(params)(y, *found_pool, ids, kept[:, :0] if is_long else kept, NO_SPANS)
 
     shape = GatedDeltaNetShape(n_key, n_value, dim)
     plain = RmsNorm(norm.weight, dim, 1e-6)
@@ -305,7 +306,7 @@ def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n
     net = cpu.gated_delta_net(params)
     at = ids.clone()
     for token in range(n):  # one by one: the same bits
-        out = net(y.view(slices, n, -1)[:, token], *again, at, torch.tensor([[20], [21]]), 0)
+        out = net(y.view(slices, n, -1)[:, token], *again, at, torch.tensor([[20], [21]]), NO_SPANS)
         assert torch.equal(out, found.view(slices, n, -1)[:, token])
         at = torch.tensor([20, 21])
 
@@ -315,6 +316,7 @@ class OneState:
 
     n_slices = n_tokens = 1
     n_states = offset = 0
+    is_padded = False
 
     def load_state(self, pool):
         return pool

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from daemons.errors import StateError
+from daemons.ops.paged import Pages
 from daemons.snapshots import state_map as rows_of
 from daemons.snapshots import streams
 from daemons.snapshots.state_map import StateMap, split_ranges
@@ -154,7 +155,7 @@ def numbers(pipeline, layer, name, place):
                 index = torch.tensor(place.full if full else place.window)
                 first = 0 if full else max(0, place.n_tokens - layer.window + 1) - 64 * place.first_window
                 stop = place.n_tokens - (0 if full else 64 * place.first_window)
-                pages = SimpleNamespace(index=index, n_slices=1, skip=first, length=stop - first)
+                pages = Pages(index, 1, first, stop - first)
                 return shard.pools.paged(layer.index, name).read(pages, torch.float32)[0]
     raise AssertionError(layer.index)
 

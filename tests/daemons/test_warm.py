@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from daemons import warm
 from daemons.draft.stage import DraftStage
 from daemons.graphs import CAPTURE_AT
 from daemons.kv.batch import Batch
+from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
+from daemons.ops.operations import SHORT_SLICE
 from daemons.ops.page_sums import TorchPageSums
 from daemons.runner import ModelRunner
-from daemons.warm import GRAPH_ENDS, STEP_TOKENS, WARM_GRAPHS, warm_up, warm_up_draft
+from daemons.warm import GRAPH_ENDS, STEP_TOKENS, WARM_GRAPHS, WarmStep, warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import DraftKind, Load, ShardPlan, StagePlan
@@ -149,6 +152,40 @@ def test_a_warm_drafter_drafts_the_golden_trace(
     assert pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n)[: len(wanted)] == wanted
 
 
+@pytest.mark.parametrize(("chunk_rows", "n_drafts"), [(128, 4), (96, 0), (0, 4), (1024, 0)])
+def test_chunks_that_begin_a_prompt_are_captured(chunk_rows: int, n_drafts: int, monkeypatch) -> None:
+    """Those that a step can have, the longest first, behind the verify slices."""
+    fixture = opened("qwen35")
+    [stage] = load_stages(fixture.spec)
+    stage.max_drafts = n_drafts
+    stage.graphs = [Padding(stage, chunk_rows)]
+    seen = watched_slices(monkeypatch, LoadedStage, "forward")
+    warm_up(stage)
+    captured = [(s.start, len(s.tokens)) for s in seen[-2 * len(PADDED_ROWS) :] if len(s.tokens) > SHORT_SLICE]
+    wanted = [n for n in reversed(PADDED_ROWS) if n <= min(chunk_rows, stage.max_step_tokens)]
+    assert captured[len(captured) - CAPTURE_AT * len(wanted) :] == [(0, n) for n in wanted for _ in range(CAPTURE_AT)]
+    n_ordinary = sum(s.start in (0, warm.SPLIT_START) and len(s.tokens) in STEP_TOKENS for s in seen)
+    assert n_ordinary == 2 * len(STEP_TOKENS) + CAPTURE_AT * sum(n in STEP_TOKENS for n in wanted)
+    assert not stage.sequences.by_id
+
+
+def test_verify_slices_leave_time_to_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ran = 0.0, []
+
+    def run(number: int, one: WarmStep) -> None:
+        nonlocal now
+        now += 0.3
+        ran.append(one.n)
+
+    monkeypatch.setattr(warm.time, "monotonic", lambda: now)
+    lists = [[WarmStep(0, n)] * 9 for n in (5, 64)]
+    warm._run_all([], lists, torch.device("cpu"), run, lambda done, total: None)
+    assert (ran.count(5), ran.count(64)) == (5 * CAPTURE_AT, 4 * CAPTURE_AT)
+    ran.clear()
+    warm._run_all([], [[], lists[1]], torch.device("cpu"), run, lambda done, total: None)
+    assert ran.count(64) == 9 * CAPTURE_AT
+
+
 class ReporterSpy:
     """Records the phases and events reported."""
 
@@ -202,7 +239,16 @@ class Plain:
 
     def __init__(self, stage: LoadedStage) -> None:
         [self.shard] = stage.shards
+        self.chunk_rows = 0
 
     def run(self, rows, layout, tables, await_rows):
         await_rows()
         return self.shard.run(rows, Batch(layout, tables, layout.on(self.shard.device)))
+
+
+class Padding(Plain):
+    """A stage's steps that pad chunks."""
+
+    def __init__(self, stage: LoadedStage, chunk_rows: int) -> None:
+        super().__init__(stage)
+        self.chunk_rows = min(chunk_rows, stage.max_step_tokens)

@@ -107,32 +107,103 @@ def test_captured_verify_slices_equal_eager_ones_and_share_their_graph(name: str
     assert keys.count((2, 5)) == (graphs.max_tokens >= 10)
 
 
+CUTS = ((64, 64, 33, 1, 100), (49, 47, 60, 2, 128), (33, 96, 48, 1, 97), (60, 70, 1, 40, 111), (57, 33, 34, 35, 120))
+"""Lengths of the chunks of sequences; the keys of each column are the same for most of them."""
+
+
 def chunks(c: Pipeline, ids: list[int]) -> Tensor:
-    """Four sequences with other ids, pages and states, in chunks of the same lengths, and decodes behind them."""
+    """Sequences with other ids, pages and states, in chunks of other lengths at other starts, and decodes between."""
     found = []
-    for sequence in range(4):
+    for sequence, lengths in enumerate(CUTS * 2):
         c.open(sequence)
-        text = ids[sequence:] * 8
-        for first, last in ((0, 64), (64, 128), (128, 161), (161, 162)):
-            found.append(c.run((sequence, text[first:last])))
+        text, at = ids[sequence % 7 :] * 8, 0
+        for n in lengths:
+            found.append(c.run((sequence, text[at : at + n])))
+            at += n
+        c.close(sequence)
     return torch.cat([x.cpu() for x in found])
+
+
+def padded_eagerly(c: Pipeline, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The same without a graph."""
+    with monkeypatch.context() as patch:
+        patch.setattr("daemons.graphs.CAPTURE_AT", 1 << 30)
+        found = chunks(c, ids)
+    for graphs in graphs_of(c.stages):
+        assert not graphs._chunk_graphs
+    return found
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 @pytest.mark.parametrize("name", FIXTURES)
-def test_captured_chunks_equal_eager_chunks(name: str, dtype: Dtype) -> None:
-    """Off by default: bench/steps.py --graphs measures what they gain."""
+def test_captured_chunks_equal_padded_eager_chunks(name: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several lengths and starts share a graph, also where a stage reads boundary rows."""
     golden, how = opened(name), How(dtype, dtype, Backend.CUDA)
-    plain, captured = (load_stages(golden.spec, (), how) for _ in range(2))
-    [graphs] = graphs_of(captured)
-    graphs.chunk_rows = 64
-    wanted, found = (chunks(Pipeline(golden.spec, stages), golden.ids) for stages in (eager(plain), captured))
-    assert torch.equal(found, wanted)
-    keys = {(key.n_tokens, key.start) for key in graphs._graphs if key.start >= 0}
-    possible = {(n, start) for n, start in ((64, 0), (64, 64), (33, 128)) if n <= graphs.max_tokens}
-    refused = {(key.n_tokens, key.start) for key in graphs._uncapturable}
-    assert keys | refused == possible
-    assert not refused or Space.RECURRENT in golden.spec.spaces()  # torch's form of the delta rule
+    for layer_split in ((), golden.layer_splits()[:1]):
+        plain, captured = (load_stages(golden.spec, layer_split, how) for _ in range(2))
+        wanted = padded_eagerly(Pipeline(golden.spec, plain), golden.ids, monkeypatch)
+        found = chunks(Pipeline(golden.spec, captured), golden.ids)
+        assert torch.equal(found, wanted)
+        for graphs in graphs_of(captured):
+            assert graphs.chunk_rows == captured[0].max_step_tokens
+            keys = {(key.n_tokens, key.max_length) for key in graphs._chunk_graphs}
+            refused = {(key.n_tokens, key.max_length) for key in graphs._uncapturable if key.n_tokens > 32}
+            possible = {n for n in (48, 64, 96, 128) if n <= graphs.max_tokens}
+            assert {n for n, _ in keys | refused} == possible
+            assert not refused or Space.RECURRENT in golden.spec.spaces()  # torch's form of the delta rule
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_padded_chunks_give_the_golden_logits(name: str) -> None:
+    golden = opened(name)
+    stages = load_stages(golden.spec, (), EXACT)
+    c = Pipeline(golden.spec, stages)
+    for sequence, n in enumerate((33, 72, 39, 36, 34, 70, 35, 64)):
+        c.open(sequence)
+        rows = [c.run((sequence, part)) for part in (golden.ids[:n], golden.ids[n:]) if part]
+        golden.assert_logits(torch.cat([x.cpu() for x in rows]))
+
+
+@torch.inference_mode()
+def fill_pages(stages: list[LoadedStage], value: float) -> None:
+    for stage in stages:
+        for shard in stage.shards:
+            for space, tensors in shard.pools._stacks:
+                for tensor in tensors if space is not Space.RECURRENT else []:
+                    tensor.fill_(value)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_pages_of_others_never_come_in(name: str, dtype: Dtype) -> None:
+    """Masked positions are the sequence's own: a NaN in another page does not reach it as zero times NaN."""
+    golden, how = opened(name), How(dtype, dtype, Backend.CUDA)
+    found = []
+    for value in (0.0, float("nan")):
+        stages = load_stages(golden.spec, (), how)
+        fill_pages(stages, value)
+        c, rows = Pipeline(golden.spec, stages), []
+        for sequence in range(4):
+            c.open(sequence)
+            rows += [c.run((sequence, part)).cpu() for part in (golden.ids[:35], golden.ids[35:])]
+        found.append(torch.cat(rows))
+    assert not found[0].isnan().any()
+    assert torch.equal(*found)
+
+
+def test_chunks_and_short_slices_do_not_drop_each_other_s_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = opened("qwen3")
+    monkeypatch.setattr("daemons.graphs.CHUNK_GRAPHS", 2)
+    [stage] = load_stages(golden.spec, (), EXACT)
+    [graphs] = graphs_of([stage])
+    c = Pipeline(golden.spec, [stage])
+    for n in (1, 40, 60, 90):
+        for _ in range(3):
+            c.open(0)
+            c.run((0, (golden.ids * 8)[:n]))
+            c.close(0)
+    assert [key.n_tokens for key in graphs._chunk_graphs] == [64, 96]
+    assert [key.n_tokens for key in graphs._graphs] == [1]
 
 
 def test_a_key_is_captured_when_it_repeats() -> None:

@@ -15,14 +15,14 @@ from tests.kernels.targets import TARGETS, Case
 POINTERS = ("qkv", "gates", "pairs", "decays", "conv_states", "states", "norm")
 TF32 = tuple(t for t in TARGETS if t.startswith("sm_") and t != "sm_75")
 OTHERS = tuple(t for t in TARGETS if t not in TF32)
-SIZES = ("n", "offset", "n_chunks", "rows")
+SIZES = ("n", "n_chunks", "rows")
 
 
 def _cases(dtype: str, n_key: int, n_value: int, dim: int, precision: str) -> list[Case]:
     name = f"{dtype} {n_key} {n_value} x {dim} {precision}"
     activations = {"y": f"*{dtype}", "out": f"*{dtype}"}
     signature = activations | dict.fromkeys(POINTERS, "*fp32") | dict.fromkeys(SIZES, "i32")
-    signature |= {"ids": "*i64", "eps": "fp32", "y_stride": "i32"}
+    signature |= {"ids": "*i64", "spans": "*i64", "eps": "fp32", "y_stride": "i32"}
     heads = (n_key, n_value, dim)
     found = []
     for what, kernel, options in (

@@ -153,6 +153,7 @@ def form_of(net: GatedDeltaNet, offset: int = 0) -> Form:
             n_tokens=y.shape[1],
             offset=offset,
             n_states=0,
+            is_padded=False,
             load_state=lambda pool: states[id(pool)],
             store_state=lambda pool, value: states.update({id(pool): value}),
         )

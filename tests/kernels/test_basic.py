@@ -313,3 +313,15 @@ def test_write_pages(dtype, pages, t, h, d):
         pool.index_copy_(0, slots, rows.to(pages))
     basic.write_pages(*found, slots, k, v)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_pad_rows_are_not_written(dtype):
+    k, v = (torch.full((5, 2, 64), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+    k[:3], v[:3] = normal(3, 2, 64, dtype=dtype), normal(3, 2, 64, dtype=dtype, seed=1)
+    found = [normal(64, 2, 64, dtype=dtype, seed=seed) for seed in (3, 4)]
+    wanted = [one.clone() for one in found]
+    slots = torch.tensor([7, 0, 63, -1, -1], device=DEVICE)
+    for pool, rows in zip(wanted, (k, v), strict=True):
+        pool.index_copy_(0, slots[:3], rows[:3])
+    basic.write_pages(*found, slots, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

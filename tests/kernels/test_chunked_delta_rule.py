@@ -66,7 +66,13 @@ def layer(
 
 def kernels(a: Layer, y: Tensor, ids: list[int], offset: int = 0) -> Tensor:
     """Run the kernels; updates the states of ``a``."""
-    return chunked_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), a.params, offset)
+    pools, spans = (a.conv_states, a.states), spans_of(offset, len(y) // len(ids), len(ids))
+    return chunked_gated_delta_net(y, *pools, torch.tensor(ids, device=DEVICE), spans, a.params)
+
+
+def spans_of(offset: int, n: int, n_slices: int = 1) -> Tensor:
+    """Of slices of n tokens."""
+    return torch.tensor([[offset, n]] * n_slices, device=DEVICE)
 
 
 def check(a: Layer, y: Tensor, ids: list[int], offset: int = 0, exact: Form | None = None) -> Tensor:
@@ -167,6 +173,39 @@ def test_a_prompt_in_two_steps_equals_one_step(cut: int) -> None:
     parts.within(found, [4], (outputs, windows, matrices._replace(exact=whole.states[[4]].double())))
 
 
+@pytest.mark.parametrize(
+    ("n", "offset", "rows"), [(33, 0, 48), (33, 50, 48), (64, 1, 64), (70, 63, 96), (129, 37, 192), (3, 0, 48)]
+)
+def test_pad_rows_do_not_count(n: int, offset: int, rows: int) -> None:
+    """Outputs of tokens, windows and states have the bits of a call without pad rows, whatever pad rows hold."""
+    plain = layer()
+    padded, y = plain.twin(), plain.inputs(2 * n).view(2, n, -1)
+    wanted = kernels(plain, y.flatten(0, 1), [3, 1], offset).view(2, n, -1)
+    wide = F.pad(y, (0, 0, 0, rows - n), value=float("nan")).flatten(0, 1)
+    ids, spans = torch.tensor([3, 1], device=DEVICE), spans_of(offset, n, 2)
+    found = chunked_gated_delta_net(wide, padded.conv_states, padded.states, ids, spans, padded.params)
+    # The convolution here is torch's: summation order may differ with the number of rows.
+    same = torch.equal if DEVICE == "cuda" else torch.allclose
+    assert same(found.view(2, rows, -1)[:, :n], wanted)
+    assert torch.equal(padded.conv_states, plain.conv_states)
+    assert same(padded.states, plain.states)
+
+
+def test_slices_of_different_lengths_and_offsets() -> None:
+    """Padded to one length, as the kernels read spans of each slice."""
+    plain = layer()
+    together, lengths, offsets = plain.twin(), (40, 17), (60, 5)
+    y = [plain.inputs(n, seed=n) for n in lengths]
+    wanted = [kernels(plain, *one) for one in zip(y, [[2], [4]], offsets, strict=True)]
+    wide = torch.cat([F.pad(x, (0, 0, 0, 48 - len(x)), value=float("nan")) for x in y])
+    ids, spans = torch.tensor([2, 4], device=DEVICE), torch.tensor([[60, 40], [5, 17]], device=DEVICE)
+    found = chunked_gated_delta_net(wide, together.conv_states, together.states, ids, spans, together.params)
+    for out, one in zip(found.view(2, 48, -1), wanted, strict=True):
+        torch.testing.assert_close(out[: len(one)], one)
+    torch.testing.assert_close(together.states, plain.states)
+    assert torch.equal(together.conv_states, plain.conv_states)
+
+
 def test_decode_prefill_decode() -> None:
     a = layer()
     y = a.inputs(5 + 60 + 3)
@@ -207,7 +246,8 @@ def test_rows_of_a_wider_batch() -> None:
     ids = torch.tensor([0, 3, 1], device=DEVICE)[1:]
 
     def run(*_: object) -> Tensor:
-        return chunked_gated_delta_net(wide[1:-1, : a.params.columns], a.conv_states, a.states, ids, a.params, 55)
+        rows, spans = wide[1:-1, : a.params.columns], spans_of(55, 18, 2)
+        return chunked_gated_delta_net(rows, a.conv_states, a.states, ids, spans, a.params)
 
     a.check(run, y, [3, 1], form_of(a.chunks, 55), form_of(a.net, 55))
 

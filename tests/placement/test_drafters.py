@@ -164,7 +164,7 @@ def test_slots_pay_for_the_drafters_pages_too(head_27b, tmp_path):
 def test_an_automatic_drafter_that_does_not_fit_is_left_out(head_27b, tmp_path):
     spec, head = head_27b
     config = configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=1)
-    for gib in range(17, 24):
+    for gib in range(17, 26):
         result = plan(spec, config, {"cuda": [gpu(0, gib)]}, drafter=head)
         if isinstance(result, Infeasible) or result.draft is None:
             continue

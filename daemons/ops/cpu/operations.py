@@ -106,7 +106,7 @@ class CpuGatedDeltaNet:
         )  # fmt: skip
 
     def __call__(
-        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, offset: int
+        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, spans: Tensor
     ) -> Tensor:
         a, p, rows, n_slices = self.arguments, self.params, y.shape[0], ids.shape[0]
         if y.dtype is not BFLOAT16 or y.stride(1) != 1:

@@ -245,7 +245,7 @@ def qk_norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 def write_pages_kernel(
     k,  # [T, K, D], a token contiguous
     v,  # [T, K, D], likewise
-    slots,  # [T]
+    slots,  # [T]; -1: a pad row
     keys,  # [slots, K, D]
     values,  # [slots, K, D]
     n_columns,  # K D
@@ -257,14 +257,15 @@ def write_pages_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < n_columns
-    to = tl.load(slots + row) * n_columns + column
+    slot = tl.load(slots + row)
+    mask = column < tl.where(slot >= 0, n_columns, 0)
+    to = slot * n_columns + column
     tl.store(keys + to, tl.load(k + row * k_stride + column, mask=mask).to(keys.dtype.element_ty), mask=mask)
     tl.store(values + to, tl.load(v + row * v_stride + column, mask=mask).to(values.dtype.element_ty), mask=mask)
 
 
 def write_pages(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store ``k`` and ``v`` [T, K, D] at ``slots`` int64 [T] of ``keys`` and ``values`` [slots, K, D]."""
+    """Store ``k`` and ``v`` [T, K, D] at ``slots`` int64 [T] of ``keys`` and ``values`` [slots, K, D]; -1: nowhere."""
     tokens, n_heads, d = k.shape
     assert v.shape == k.shape
     assert keys.shape[1:] == values.shape[1:] == (n_heads, d)

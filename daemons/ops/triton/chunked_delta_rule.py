@@ -56,14 +56,20 @@ def _invert_unit_lower(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     return inverse
 
 
-@triton.jit(do_not_specialize=["n", "offset"])
+@triton.jit
+def _load_span(spans, b):
+    """How far inside a chunk slice b starts, and how many of its rows are tokens."""
+    return tl.load(spans + 2 * b).to(tl.int32), tl.load(spans + 2 * b + 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["spans"])
 def delta_rule_solve_kernel(
     qkv,  # [B n, C]
     gates,  # [B n, N_VALUE, 2]
     pairs,  # [B, chunks, N_VALUE, 2, SIZE, SIZE]: solve, within
     decays,  # [B, chunks, N_VALUE, 2, SIZE]: grown, left
+    spans,  # [B, 2]
     n,
-    offset,
     N_KEY: tl.constexpr,
     N_VALUE: tl.constexpr,
     DIM: tl.constexpr,
@@ -71,12 +77,17 @@ def delta_rule_solve_kernel(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Solve one chunk of one value head.  Grid [N_VALUE, chunks, B]; outer chunks may be partly empty."""
+    """Solve one chunk of one value head.  Grid [N_VALUE, chunks, B]; outer chunks may be partly empty, and those behind
+    a slice's tokens are left out.
+    """
     j, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offset, length = _load_span(spans, b)
+    if c * SIZE >= offset + length:
+        return
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
     at, channel = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     token = c * SIZE - offset + at
-    inside = (token >= 0) & (token < n)
+    inside = (token >= 0) & (token < length)
     row = b.to(tl.int64) * n + token
     decay = tl.load(gates + (row * N_VALUE + j) * 2, mask=inside, other=1.0)  # an empty row leaves S as it is
     beta = tl.load(gates + (row * N_VALUE + j) * 2 + 1, mask=inside, other=0.0)
@@ -112,7 +123,16 @@ def _dot_state(rows_at, inside, upper, lower, HALF: tl.constexpr, PRECISION: tl.
     return tl.dot(rows, lower, acc=out, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["n", "offset", "n_chunks"], do_not_specialize_on_alignment=["ids"])
+@triton.jit
+def _store_window(window, end, y_stride, channels, C: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Some channels of the last WIDTH - 1 tokens in front of ``end``, a row of y."""
+    row, channel = tl.arange(0, ROWS)[:, None], channels[None, :]
+    mine = (row < WIDTH - 1) & (channel < C)
+    last = tl.load(end + (row - (WIDTH - 1)) * y_stride + channel, mask=mine, other=0.0)
+    tl.store(window + row * C + channel, last.to(tl.float32), mask=mine)
+
+
+@triton.jit(do_not_specialize=["n", "n_chunks"], do_not_specialize_on_alignment=["ids", "spans"])
 def delta_rule_state_kernel(
     y,  # [B n, columns]
     qkv,  # [B n, C]
@@ -121,24 +141,24 @@ def delta_rule_state_kernel(
     conv_states,  # [states, CONV_WIDTH - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
     ids,  # [B]
-    n, offset, n_chunks, y_stride,
+    spans,  # [B, 2]
+    n, n_chunks, y_stride,
     N_KEY: tl.constexpr, N_VALUE: tl.constexpr, DIM: tl.constexpr, CONV_WIDTH: tl.constexpr, SIZE: tl.constexpr,
     VALUES: tl.constexpr, WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """VALUES columns of S of one value head through all chunks of a slice; writes outputs in place of v.
 
-    Grid [DIM / VALUES, N_VALUE, B].  Also stores WINDOW_CHANNELS channels of the new convolution window; n is at least
-    its CONV_WIDTH - 1 rows (WINDOW_ROWS: rounded up).
+    Grid [DIM / VALUES, N_VALUE, B].  Also stores WINDOW_CHANNELS channels of the new convolution window; a slice has at
+    least its CONV_WIDTH - 1 tokens (WINDOW_ROWS: rounded up).
     """
     part, j, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     C: tl.constexpr = (2 * N_KEY + N_VALUE) * DIM
     state, first = tl.load(ids + b), b.to(tl.int64) * n
+    offset, length = _load_span(spans, b)
 
-    row = tl.arange(0, WINDOW_ROWS)[:, None]
-    moved = (j * (DIM // VALUES) + part) * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
-    mine = (row < CONV_WIDTH - 1) & (moved < C)
-    last = tl.load(y + (first + n - (CONV_WIDTH - 1) + row) * y_stride + moved, mask=mine, other=0.0)
-    tl.store(conv_states + (state * (CONV_WIDTH - 1) + row) * C + moved, last.to(tl.float32), mask=mine)
+    channels = (j * (DIM // VALUES) + part) * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)
+    window = conv_states + state * ((CONV_WIDTH - 1) * C)
+    _store_window(window, y + (first + length) * y_stride, y_stride, channels, C, CONV_WIDTH, WINDOW_ROWS)
 
     HALF: tl.constexpr = DIM // 2
     at, channel, value = tl.arange(0, SIZE), tl.arange(0, HALF), part * VALUES + tl.arange(0, VALUES)
@@ -151,8 +171,8 @@ def delta_rule_state_kernel(
     decays += place * (2 * SIZE)
     qkv += (first - offset) * C
     begin = -offset
-    for _ in range(n_chunks):
-        inside = (at[:, None] + begin >= 0) & (at[:, None] + begin < n)
+    for _ in range(tl.cdiv(offset + length, SIZE)):
+        inside = (at[:, None] + begin >= 0) & (at[:, None] + begin < length)
         q_at = qkv + (j % N_KEY) * DIM
         k_at, v_at = q_at + N_KEY * DIM, qkv + (2 * N_KEY + j) * DIM
         grown, left, shrink = tl.load(decays + at), tl.load(decays + SIZE + at), tl.load(decays + SIZE - 1)
@@ -230,13 +250,15 @@ def gated_norm_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
 
 
 def chunked_gated_delta_net(
-    y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, params: GatedDeltaNetParams, offset: int
+    y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, spans: Tensor, params: GatedDeltaNetParams
 ) -> Tensor:
     """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; updates the states.
 
     Takes what :func:`recurrent_delta_rule.recurrent_gated_delta_net` takes but ``kept``, for n >= conv width - 1 and a
-    ``dim`` that is a power of two, at least 32; updates rows ``ids``.  ``offset``: position of each slice's first token
-    modulo CHUNK.  Chunks start at multiples of CHUNK, so splitting a prompt into steps changes only roundings.
+    ``dim`` that is a power of two, at least 32; updates rows ``ids``.  ``spans`` int64 [B, 2]: position of each slice's
+    first token modulo CHUNK, and how many of its n rows are tokens, from conv width - 1 to n.  Pad rows behind them
+    leave the states as they are, whatever they hold, also NaN; their outputs mean nothing.  Launches do not depend on
+    spans.  Chunks start at multiples of CHUNK, so splitting a prompt into steps changes only roundings.
     """
     m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
     rows, n_slices = y.shape[0], ids.shape[0]
@@ -244,12 +266,12 @@ def chunked_gated_delta_net(
     assert y.shape == (n * n_slices, m.columns)
     assert y.stride(1) == 1
     assert n >= conv_width - 1
-    assert 0 <= offset < CHUNK
+    assert spans.shape == (n_slices, 2)
     assert conv_states.shape[1:] == (conv_width - 1, channels)
     assert states.shape[1:] == (m.n_value, m.dim, m.dim)
-    assert all(x.is_contiguous() for x in (conv_states, states, ids))
-    assert [x.dtype for x in (conv_states, states, ids)] == [torch.float32, torch.float32, torch.int64]
-    n_chunks = -(-(offset + n) // CHUNK)
+    assert all(x.is_contiguous() for x in (conv_states, states, ids, spans))
+    assert [x.dtype for x in (conv_states, states, ids, spans)] == [torch.float32] * 2 + [torch.int64] * 2
+    n_chunks = triton.cdiv(CHUNK - 1 + n, CHUNK)  # at most
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=y.device)
@@ -265,10 +287,10 @@ def chunked_gated_delta_net(
         **dependent_launch(y.device),
     )
     delta_rule_solve_kernel[(m.n_value, n_chunks, n_slices)](
-        *(qkv, gates, pairs, decays, n, offset), **solve_options(*heads, precision)
+        *(qkv, gates, pairs, decays, spans, n), **solve_options(*heads, precision)
     )
     delta_rule_state_kernel[(m.dim // min(m.dim, VALUES), m.n_value, n_slices)](
-        *(y, qkv, pairs, decays, conv_states, states, ids, n, offset, n_chunks, y.stride(0)),
+        *(y, qkv, pairs, decays, conv_states, states, ids, spans, n, n_chunks, y.stride(0)),
         **state_options(*heads, conv_width, precision),
     )
     gated_rms_norm_kernel[(m.n_value, triton.cdiv(rows, ROWS))](
