@@ -64,8 +64,9 @@ def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
     compute = selector.operations.gated_delta_net(params)
     if compute is not None and compute.max_tokens is None:
         ids, kept = zeros(1, dtype=torch.int64), zeros(1, 0, dtype=torch.int64)
+        spans = torch.tensor([[0, n_rows]], device=selector.device)
         inputs = zeros(n_rows, params.columns, dtype=selector.dtype)
-        compute(inputs, zeros(1, *convolution), zeros(1, *matrices), ids, kept, 0)
+        compute(inputs, zeros(1, *convolution), zeros(1, *matrices), ids, kept, spans)
 
 
 def _attention(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
