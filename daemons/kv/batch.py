@@ -19,7 +19,7 @@ from daemons.errors import StateError
 from daemons.kv.checks import check_slice, check_states
 from daemons.kv.sequences import HOST, Sequences, Tables
 from daemons.kv.slice_group import GraphKey, SliceGroup, slots_of
-from daemons.ops.attention import visible
+from daemons.ops.attention import Causal, is_flash_device, visible
 from daemons.ops.basic import Rope
 from daemons.ops.delta_rule import CHUNK
 from daemons.ops.operations import SHORT_SLICE, Operations, PagedQuery
@@ -175,7 +175,7 @@ class Group:
             slice(layout.rows[0], layout.rows[0] + b * n) if layout.contiguous else metadata[end:]
         )
         self.is_whole_step = layout.contiguous and b * n == n_rows
-        self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | None]] = {}
+        self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | Causal | None]] = {}
         ids = [s.state for s in layout.sequences]
         host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
         self._on_host = host
@@ -264,14 +264,24 @@ class Group:
         """Where the slices start in the table of a space, [B]."""
         return self.full_starts if space is Space.FULL else self.starts
 
-    def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | None]:
+    def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | Causal | None]:
         """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers that attend alike."""
         key = space, window, causal
         found = self._memo.get(key)
         if found is None:
-            several = self._padded if self.n_slices > 1 else self._single
-            found = self._memo[key] = (self._bounded if self.is_padded else several)(*key)
+            found = self._memo[key] = self._keys(*key)
         return found
+
+    def _keys(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | Causal | None]:
+        if self.is_padded:
+            return self._bounded(space, window, causal)
+        ends = {start + self.n_tokens for start in self.layout.starts_in(space)}
+        whole = causal and not window and len(ends) == 1 and not (self.layout.lows or self.layout.reads_host)
+        if whole and self.n_tokens > 1 and is_flash_device(self.starts.device):
+            [end] = ends
+            index = self.tables[space][:, : pages_of(end)].index_select(0, self.table_rows)
+            return Pages(index.reshape(-1), self.n_slices, 0, end), Causal.CAUSAL
+        return (self._padded if self.n_slices > 1 else self._single)(space, window, causal)
 
     def _lows(self, space: Space, window: int) -> list[int]:
         """The first position that each slice sees."""

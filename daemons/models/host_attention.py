@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from daemons.kv.batch import Group
+from daemons.ops.attention import Causal
 from daemons.ops.operations import PagedQuery, PartialAttention
 from daemons.ops.paged import PagedTensor, Pages
 from daemons.ops.partial_attention import Partial, partial_attention
@@ -49,6 +50,7 @@ class HostAttention:
         if self.fused is not None:
             return self.fused(q.flatten(0, 1), self.keys, self.values, group.query(Space.FULL), True)
         pages, mask = group.keys(Space.FULL, 0)
+        assert not isinstance(mask, Causal)  # part of what it attends to is in host memory
         k, v = self.keys.read(pages, q.dtype), self.values.read(pages, q.dtype)
         return partial_attention(q, k, v, mask, scale=self.scale, softcap=self.softcap)
 

@@ -1,6 +1,6 @@
 """Loads the libraries and kernels that a GPU needs for many rows of a layer, while the first layer is read.
 
-A library's first product, attention or launch of a kernel takes 5 to 200 ms, in which the device would be idle.
+A library's first product or the first launch of a kernel takes 5 to 90 ms, in which the device would be idle.
 Computes zeros of a layer's shapes, as the header has them; knows no weights and no state.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from daemons.ops.attention import attention, visible
 from daemons.ops.operations import GatedDeltaNetParams
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import TILES, empty_packed
@@ -33,9 +32,6 @@ def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, 
     recurrent = next((layer for layer in own if layer.space is Space.RECURRENT), None)
     if recurrent is not None:
         _delta_net(recurrent, selector, n_rows)
-    paged = next((layer for layer in own if layer.space is not Space.RECURRENT and layer.state), None)
-    if paged is not None:
-        _attention(paged, selector, n_rows)
 
 
 def _products(spec: ModelSpec, layers: tuple[LayerSpec, ...], selector: KernelSelector, rows: torch.Tensor) -> None:
@@ -67,12 +63,3 @@ def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
         spans = torch.tensor([[0, n_rows]], device=selector.device)
         inputs = zeros(n_rows, params.columns, dtype=selector.dtype)
         compute(inputs, zeros(1, *convolution), zeros(1, *matrices), ids, kept, spans)
-
-
-def _attention(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
-    _, kv_heads, dim = layer.state[0].shape
-    outputs = [shape for name, shape in layer.tensors.items() if name.endswith("attn_output.weight")]
-    heads = outputs[0][1] // dim if outputs else kv_heads
-    q, k = (torch.zeros(1, n_rows, n, dim, dtype=selector.dtype, device=selector.device) for n in (heads, kv_heads))
-    positions = torch.arange(n_rows, device=selector.device)[None]
-    attention(q, k, k, visible(positions, positions, 0), scale=1.0)

@@ -10,13 +10,23 @@ values.  Query head h reads kv head h // (H / K).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from lucevisor.model.workspace import SCORE_ELEMENTS
+
+MAX_FLASH_DIM = 256
+
+
+class Causal(Enum):
+    """In place of a mask: the last query sees all keys, each one before it one less."""
+
+    CAUSAL = auto()
 
 
 def visible(queries: Tensor, keys: Tensor, window: int, causal: bool = True, lows: Tensor | None = None) -> Tensor:
@@ -32,11 +42,21 @@ def visible(queries: Tensor, keys: Tensor, window: int, causal: bool = True, low
     return mask if lows is None else mask & (k >= lows[:, None, None, None])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float = 0.0) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Causal | None, *, scale: float, softcap: float = 0.0
+) -> Tensor:
     """Attend ``q`` [B, n, H, D] to ``k`` [B, L, K, D] and ``v`` [B, L, K, Dv]; returns [B, n, H, Dv] of q's dtype.
 
     ``mask`` [B, 1, n, L], True where visible; None: every query sees every key.  Softmax is float32.
     """
+    if isinstance(mask, Causal):
+        if softcap == 0.0 and _takes_flash(q, v):
+            bias = causal_lower_right(q.shape[1], k.shape[1])
+            queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+            found = F.scaled_dot_product_attention(queries, keys, values, bias, scale=scale, enable_gqa=True)
+            return found.transpose(1, 2)
+        positions = torch.arange(k.shape[1], device=q.device)[None]
+        mask = visible(positions[:, -q.shape[1] :], positions, 0)
     if softcap > 0.0 or (q.dtype == torch.float32 and q.device.type != "cpu"):
         return reference(q, k, v, mask, scale=scale, softcap=softcap)  # GPUs' fused kernels may use TF32
     n, group = q.shape[1], q.shape[2] // k.shape[2]
@@ -48,6 +68,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
         folded, keys, values = folded.float(), keys.float(), values.float()
     out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return _unfold(out.to(dtype), n)
+
+
+def is_flash_device(device: torch.device) -> bool:
+    """Whether causal attention of half precision takes flash kernels there, which read no mask and skip what it hides.
+
+    The library's kernels for masks are planned anew for each shape, for 50 ms and more.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_flash(q: Tensor, v: Tensor) -> bool:
+    dim = q.shape[-1]
+    return (
+        is_flash_device(q.device) and q.dtype != torch.float32 and dim == v.shape[-1] <= MAX_FLASH_DIM and dim % 8 == 0
+    )
 
 
 @cache

@@ -16,7 +16,9 @@ import torch
 import daemons.models.replay as replay_module
 from daemons.kv.sequences import Sequences
 from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
+from daemons.models.replay_kernels import load_kernels
 from daemons.models.stage import LoadedStage
+from daemons.ops.selection import KernelSelector
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay
 from lucevisor.protocol.steps import (
@@ -31,6 +33,7 @@ from lucevisor.protocol.steps import (
 )
 from tests.daemons.snapshot_pipeline import golden_spec
 
+SELECTOR = SimpleNamespace(device=torch.device("cuda"))
 POOLS = PoolSizes(full_pages=9, window_pages=0, states=6, host_states=2)
 
 
@@ -260,7 +263,7 @@ def in_a_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(LayerwiseReplay, "_load_kernels", lambda *_: None)
     loading = LayerwiseReplay.loading
-    monkeypatch.setattr(LayerwiseReplay, "loading", lambda self, _: loading(self, torch.device("cuda")))
+    monkeypatch.setattr(LayerwiseReplay, "loading", lambda self, _: loading(self, SELECTOR))
 
 
 @pytest.mark.usefixtures("in_a_thread")
@@ -287,3 +290,29 @@ def test_what_nobody_expects_in_the_thread_ends_the_load(monkeypatch):
     monkeypatch.setattr(LayerwiseReplay, "_advance", fails)
     with pytest.raises(RuntimeError, match="a kernel is wrong"):
         loaded(spec, plan, load, replay)
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen3", "qwen35moe"])
+def test_kernels_are_loaded_by_shapes_of_the_header(architecture, monkeypatch):
+    """Those of a layer that was not read yet."""
+    spec, seen = golden_spec(architecture), []
+    selector = KernelSelector(torch.device("cpu"), torch.float32)
+
+    class Net:
+        max_tokens = None
+
+        def __init__(self, params):
+            seen.append(("net", params.n_key, params.n_value, params.dim, params.columns))
+
+        def __call__(self, y, *_):
+            seen.append(tuple(y.shape))
+
+    monkeypatch.setattr(selector.operations, "gated_delta_net", Net)
+    load_kernels(spec, LayerRange(0, spec.n_layers), selector, 40)
+    if architecture == "qwen3":
+        assert not seen
+        return
+    p = spec.params
+    (_, n_key, n_value, dim, columns), shape = seen
+    assert (n_key, n_value, dim) == (p.delta_key_heads, p.delta_value_heads, p.delta_dim)
+    assert shape == (40, columns)

@@ -80,7 +80,8 @@ class Kernel:
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         driver = _driver()
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes the device's context this thread's
+            # makes the device's context this thread's; waits for nothing: other threads may have work queued
+            torch.cuda.current_stream().query()
             _check(driver.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
             _check(
                 driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"finding {name}"

@@ -27,8 +27,8 @@ MAX_ROWS = 16
 MIN_CAPABILITY = (8, 0)
 FEW_WARPS, MANY_WARPS, MANY_CHUNKS = 8, 12, 20
 """Warps of a block, and those of a matrix of so many chunks and more."""
-ROWS_WARPS = 16
-"""Those of gemv_rows.cu."""
+ROWS_WARPS, TEAMS = 16, (16, 8, 4)
+"""Those of gemv_rows.cu, and how many share a tile: all, if it has chunks for them, so that they end together."""
 MAX_SPLITS = 8
 RESERVED_BYTES = 1024
 """Shared memory that the driver takes of each block."""
@@ -64,12 +64,15 @@ def gemv_shape(kind: str, n_chunks: int, limits: SharedMemory) -> GemvShape | No
 
 @dataclass(frozen=True, slots=True)
 class RowsShape:
-    """How a matrix is multiplied with 8 ``tiles_of_rows`` rows: splits of the columns, else as in GemvShape."""
+    """How a matrix is multiplied with 8 ``tiles_of_rows`` rows: splits of the columns, warps of a team that share a
+    tile, else as in GemvShape.
+    """
 
     tiles_of_rows: int
     depth: int
     shared_bytes: int
     n_splits: int
+    team: int
 
 
 @cache
@@ -79,10 +82,12 @@ def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> R
     chunk = tiles * eight_rows_bytes(kind)
     for n_splits in range(1, min(MAX_SPLITS, n_chunks) + 1):
         for depth in (3, 2):
+            n_own = -(-n_chunks // n_splits)
+            team = next(warps for warps in TEAMS if warps <= max(n_own, TEAMS[-1]))
             rings = ROWS_WARPS * depth * (tile_bytes(kind) + 8)
-            n_bytes = rings + 2 * ROWS_WARPS * tiles * 512 + -(-n_chunks // n_splits) * chunk
+            n_bytes = rings + 2 * ROWS_WARPS * tiles * 512 + ROWS_WARPS // team * 32 + n_own * chunk
             if n_bytes <= limits.block_shared_bytes:
-                return RowsShape(tiles, depth, n_bytes, n_splits)
+                return RowsShape(tiles, depth, n_bytes, n_splits, team)
     return None
 
 
@@ -94,7 +99,7 @@ def compile_gemv_rows(architecture: str, constants: tuple[str, ...], dtype: torc
 def rows_constants(kind: str, shape: RowsShape, *, gated: bool = False) -> tuple[str, ...]:
     """What gemv_rows.cu is compiled with."""
     constants = (f"KIND={kind}", f"TILE_BYTES={tile_bytes(kind)}", f"DEPTH={shape.depth}", f"WARPS={ROWS_WARPS}")
-    return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}", f"GATED={int(gated)}")
+    return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}", f"TEAM={shape.team}", f"GATED={int(gated)}")
 
 
 def gemv_constants(kind: str, warps: int, depth: int, *, gated: bool = False) -> tuple[str, ...]:

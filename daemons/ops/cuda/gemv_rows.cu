@@ -1,16 +1,16 @@
 // Up to 8 TILES_OF_ROWS rows of activations times packed weights.
 //
 // A block keeps a range of the columns of all rows in shared memory, in the order in which the lanes of a warp read them as the
-// second factor.  Groups of TEAM warps take tiles of 16 rows of the matrix in turn; in a group the warps take the chunks in
-// turn, each from a ring of its own, and add a tile's sums in their order.  Where the rows do not fit, the grid's second
-// dimension splits the columns, and sums in float32 are written for another kernel to add.  Compiled with KIND, TILE_BYTES,
-// WARPS of a block and DEPTH of their rings.  With GATED the matrix has a gate's rows and as many of another factor, as in gemv.cu; its
+// second factor.  Teams of TEAM warps take tiles of 16 rows of the matrix in turn; in a team the warps take the chunks in
+// turn, each from a ring of its own.  When all have left their sums of a tile, one of them adds these in the order of the warps, while
+// the others go on.  Where the rows do not fit, the grid's second dimension splits the columns, and sums in float32 are written for
+// another kernel to add.  Compiled with KIND, TILE_BYTES, WARPS of a block, TEAM and DEPTH of their rings.  With GATED the matrix has a gate's rows and as many of another factor, as in gemv.cu; its
 // columns are not split.
 
 #include "ring.cuh"
 #include "rows.cuh"
 
-constexpr int ROWS = 16, TEAM = 4, N = TILES_OF_ROWS, HALVES = GATED ? 2 : 1;
+constexpr int ROWS = 16, N = TILES_OF_ROWS, HALVES = GATED ? 2 : 1, TEAMS = WARPS / TEAM, SLOTS = 2;
 
 static_assert(KIND::BYTES == TILE_BYTES);
 
@@ -30,7 +30,8 @@ typedef Ring<DEPTH, KIND::BYTES, Tiles> Weights;
 struct Shared {
   u8* units;
   u64* barriers;
-  float4* partial;  // [2, WARPS, N, 32]: a warp's sums of a tile
+  u64* parts;       // [TEAMS, 2, SLOTS] barriers: all sums of a tile are there; they have been added
+  float4* partial;  // [SLOTS, WARPS, N, 32]: a warp's sums of a tile
   u8* factors;      // [chunks, N] of FACTOR_BYTES
   u8* sums;         // [chunks, N] of SUM_BYTES: for each lane the sums over two groups, then their rounding errors
   u8* numbers;      // [chunks, N] of NUMBER_BYTES
@@ -38,8 +39,9 @@ struct Shared {
   DEVICE Shared(u8* start, int n_chunks) {
     units = start;
     barriers = (u64*)(units + DEPTH * WARPS * KIND::BYTES);
-    partial = (float4*)(barriers + WARPS * DEPTH);
-    factors = (u8*)(partial + 2 * WARPS * N * 32);
+    parts = barriers + WARPS * DEPTH;
+    partial = (float4*)(parts + TEAMS * 2 * SLOTS);
+    factors = (u8*)(partial + SLOTS * WARPS * N * 32);
     sums = factors + n_chunks * N * FACTOR_BYTES;
     numbers = sums + n_chunks * N * SUM_BYTES;
   }
@@ -65,12 +67,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   int n_tiles = (n_out + ROWS - 1) / ROWS, first = blockIdx.y * n_chunks / gridDim.y;
   int n_mine = (blockIdx.y + 1) * n_chunks / gridDim.y - first;  // chunks
   Shared s(memory, n_mine);
-  int teams = gridDim.x * (WARPS / TEAM), mine = team * gridDim.x + blockIdx.x;
+  int teams = gridDim.x * TEAMS, mine = team * gridDim.x + blockIdx.x;
   int count = mine < n_tiles ? (n_tiles - mine + teams - 1) / teams : 0;
   long long tile_bytes = (long long)n_chunks * KIND::BYTES;
   Tiles runs = {tiles + mine * tile_bytes + (long long)first * KIND::BYTES, n_mine, teams * tile_bytes, n_tiles * tile_bytes};
   Weights ring(runs, member, TEAM, (count * HALVES * n_mine - member + TEAM - 1) / TEAM, shared_address(s.units) + warp * DEPTH * KIND::BYTES,
                shared_address(s.barriers) + warp * Weights::BARRIER_BYTES);
+  u32 there = shared_address(s.parts) + team * (2 * SLOTS * 8), added = there + SLOTS * 8;
+  if (member == 0 && lane == 0) {
+    for (int i = 0; i < SLOTS; i++) {
+      init_barrier(there + 8 * i, TEAM);
+      init_barrier(added + 8 * i, N);
+    }
+  }
   wait_for_inputs();
   for (int at = warp; at < n_mine * N; at += 2 * WARPS) {
     RowChunk chunks[2];  // both are loaded before one of them is waited for
@@ -107,20 +116,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       ring.release();
     }
     chunk -= n_mine;
-    float4* partial = s.partial + (i % 2 * WARPS + team * TEAM) * (N * 32) + lane;  // two, so that one barrier is enough
+    int slot = i % SLOTS;
+    float4* partial = s.partial + (slot * WARPS + team * TEAM) * (N * 32) + lane;
+    if (i >= SLOTS) wait_for_barrier(added + 8 * slot, (i / SLOTS - 1) % 2);
 #pragma unroll
     for (int n = 0; n < N; n++)
       partial[(member * N + n) * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-    wait_for_team<TEAM * 32>(team);
+    __syncwarp();
+    if (lane == 0) arrive(there + 8 * slot);
 #pragma unroll
     for (int n = 0; n < N; n++) {
       if (member != (i / HALVES + n) % TEAM) continue;
+      wait_for_barrier(there + 8 * slot, i / SLOTS % 2);
       float total[4] = {};
 #pragma unroll
       for (int m = 0; m < TEAM; m++) {
         float4 p = partial[(m * N + n) * 32];
         total[0] += p.x, total[1] += p.y, total[2] += p.z, total[3] += p.w;
       }
+      __syncwarp();
+      if (lane == 0) arrive(added + 8 * slot);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         if (i % HALVES < HALVES - 1) {
