@@ -1,6 +1,6 @@
 """Loads the libraries and kernels that a GPU needs for many rows of a layer, while the first layer is read.
 
-A library's first product or the first launch of a kernel takes 5 to 90 ms, in which the device would be idle.
+A first product or attention, or the first launch of a kernel takes 5 to 200 ms, in which the device would be idle.
 Computes zeros of a layer's shapes, as the header has them; knows no weights and no state.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from daemons.ops.operations import GatedDeltaNetParams
+from daemons.ops.attention import Causal, attention
+from daemons.ops.operations import SHORT_SLICE, GatedDeltaNetParams
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import TILES, empty_packed
 from lucevisor.model.quant_types import TILE_ROWS
@@ -29,6 +30,7 @@ def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, 
     norm.fused_add(rows, rows)
     if selector.kernels:
         _products(spec, own, selector, rows)
+    _attention(own, selector)
     recurrent = next((layer for layer in own if layer.space is Space.RECURRENT), None)
     if recurrent is not None:
         _delta_net(recurrent, selector, n_rows)
@@ -63,3 +65,12 @@ def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
         spans = torch.tensor([[0, n_rows]], device=selector.device)
         inputs = zeros(n_rows, params.columns, dtype=selector.dtype)
         compute(inputs, zeros(1, *convolution), zeros(1, *matrices), ids, kept, spans)
+
+
+def _attention(layers: tuple[LayerSpec, ...], selector: KernelSelector) -> None:
+    """Few rows do: the library's kernels are loaded together."""
+    paged = next((layer for layer in layers if layer.space is Space.FULL and layer.state), None)
+    if paged is not None:
+        heads, dim = paged.state[0].shape[-2:]
+        x = torch.zeros(1, SHORT_SLICE, heads, dim, dtype=selector.dtype, device=selector.device)
+        attention(x, x, x, Causal.CAUSAL, scale=1.0)

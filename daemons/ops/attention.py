@@ -16,7 +16,6 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from lucevisor.model.workspace import SCORE_ELEMENTS
 
@@ -51,10 +50,9 @@ def attention(
     """
     if isinstance(mask, Causal):
         if softcap == 0.0 and _takes_flash(q, v):
-            bias = causal_lower_right(q.shape[1], k.shape[1])
-            queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-            found = F.scaled_dot_product_attention(queries, keys, values, bias, scale=scale, enable_gqa=True)
-            return found.transpose(1, 2)
+            parts = (x.transpose(1, 2) for x in (q, k, v))
+            found = torch.ops.aten._scaled_dot_product_flash_attention(*parts, 0.0, True, scale=scale)[0]
+            return found.transpose(1, 2)  # type: ignore[no-any-return]
         positions = torch.arange(k.shape[1], device=q.device)[None]
         mask = visible(positions[:, -q.shape[1] :], positions, 0)
     if softcap > 0.0 or (q.dtype == torch.float32 and q.device.type != "cpu"):

@@ -36,8 +36,6 @@ class RowGemv(Protocol):
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
     ) -> Tensor: ...
 
-    def gates(self, packed: PackedWeights, n_rows: int) -> bool: ...
-
     def into(self, packed: PackedWeights, x: Tensor, out: Tensor) -> None: ...
 
     def groups(self, packed: PackedWeights, n_pairs: int) -> bool: ...
@@ -85,9 +83,7 @@ class PackedLinear:
 
     def gates(self, n_rows: int, activation: str) -> bool:
         """See :class:`daemons.ops.gated.GatedLinear`."""
-        if self.row_gemv is None or not 1 <= n_rows <= self.max_rows or not gateable(self.packed, activation):
-            return False
-        return self.row_gemv.gates(self.packed, n_rows)
+        return n_rows == 1 <= self.max_rows and self.row_gemv is not None and gateable(self.packed, activation)
 
     def gated(self, x: Tensor) -> Tensor:
         """See :class:`daemons.ops.gated.GatedLinear`."""

@@ -27,8 +27,8 @@ MAX_ROWS = 16
 MIN_CAPABILITY = (8, 0)
 FEW_WARPS, MANY_WARPS, MANY_CHUNKS = 8, 12, 20
 """Warps of a block, and those of a matrix of so many chunks and more."""
-ROWS_WARPS, TEAMS = 16, (16, 8, 4)
-"""Those of gemv_rows.cu, and how many share a tile: all, if it has chunks for them, so that they end together."""
+ROWS_WARPS = 16
+"""Those of gemv_rows.cu."""
 MAX_SPLITS = 8
 RESERVED_BYTES = 1024
 """Shared memory that the driver takes of each block."""
@@ -64,15 +64,12 @@ def gemv_shape(kind: str, n_chunks: int, limits: SharedMemory) -> GemvShape | No
 
 @dataclass(frozen=True, slots=True)
 class RowsShape:
-    """How a matrix is multiplied with 8 ``tiles_of_rows`` rows: splits of the columns, warps of a team that share a
-    tile, else as in GemvShape.
-    """
+    """How a matrix is multiplied with 8 ``tiles_of_rows`` rows: splits of the columns, else as in GemvShape."""
 
     tiles_of_rows: int
     depth: int
     shared_bytes: int
     n_splits: int
-    team: int
 
 
 @cache
@@ -82,24 +79,22 @@ def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> R
     chunk = tiles * eight_rows_bytes(kind)
     for n_splits in range(1, min(MAX_SPLITS, n_chunks) + 1):
         for depth in (3, 2):
-            n_own = -(-n_chunks // n_splits)
-            team = next(warps for warps in TEAMS if warps <= max(n_own, TEAMS[-1]))
             rings = ROWS_WARPS * depth * (tile_bytes(kind) + 8)
-            n_bytes = rings + 2 * ROWS_WARPS * tiles * 512 + ROWS_WARPS // team * 32 + n_own * chunk
+            n_bytes = rings + 2 * ROWS_WARPS * tiles * 512 + -(-n_chunks // n_splits) * chunk
             if n_bytes <= limits.block_shared_bytes:
-                return RowsShape(tiles, depth, n_bytes, n_splits, team)
+                return RowsShape(tiles, depth, n_bytes, n_splits)
     return None
 
 
-def compile_gemv_rows(architecture: str, constants: tuple[str, ...], dtype: torch.dtype, *defines: str) -> bytes:
+def compile_gemv_rows(architecture: str, kind: str, shape: RowsShape, dtype: torch.dtype, *defines: str) -> bytes:
     """Machine code of the kernel of several rows.  Raises CompileError."""
-    return compile_kernel("gemv_rows.cu", architecture, (*constants, *DTYPES[dtype], *defines))
+    return compile_kernel("gemv_rows.cu", architecture, (*rows_constants(kind, shape), *DTYPES[dtype], *defines))
 
 
-def rows_constants(kind: str, shape: RowsShape, *, gated: bool = False) -> tuple[str, ...]:
+def rows_constants(kind: str, shape: RowsShape) -> tuple[str, ...]:
     """What gemv_rows.cu is compiled with."""
     constants = (f"KIND={kind}", f"TILE_BYTES={tile_bytes(kind)}", f"DEPTH={shape.depth}", f"WARPS={ROWS_WARPS}")
-    return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}", f"TEAM={shape.team}", f"GATED={int(gated)}")
+    return (*constants, f"TILES_OF_ROWS={shape.tiles_of_rows}")
 
 
 def gemv_constants(kind: str, warps: int, depth: int, *, gated: bool = False) -> tuple[str, ...]:
@@ -123,7 +118,7 @@ class CudaGemv:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._experts = CudaExperts(device, dtype, self.architecture, *defines)
         self._streamed: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
-        self._rows_kernels: dict[tuple[str, ...], Kernel] = {}
+        self._rows_kernels: dict[tuple[str, int, int], Kernel] = {}
 
     def prepare(self, packed: PackedWeights) -> int:
         """Compile what rows times a matrix need; returns how many rows there are kernels for.
@@ -158,10 +153,10 @@ class CudaGemv:
             self._kernels[key] = Kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
         return self._kernels[key]
 
-    def _rows_kernel(self, kind: str, shape: RowsShape, *, gated: bool = False) -> Kernel:
-        key = rows_constants(kind, shape, gated=gated)
+    def _rows_kernel(self, kind: str, shape: RowsShape) -> Kernel:
+        key = (kind, shape.tiles_of_rows, shape.depth)
         if key not in self._rows_kernels:
-            code = compile_gemv_rows(self.architecture, key, self.dtype, *self.defines)
+            code = compile_gemv_rows(self.architecture, kind, shape, self.dtype, *self.defines)
             kernel = Kernel(code, "gemv_rows", self.device, self.limits.block_shared_bytes, dependent=True)
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
@@ -192,10 +187,9 @@ class CudaGemv:
         product((shape.n_blocks, 1), n_threads, shape.shared_bytes, (packed.tiles, stream, out, *sizes))
         return out
 
-    def rows(self, packed: PackedWeights, x: Tensor, *, gated: bool = False) -> Tensor:
-        """``x [T, K] W'`` -> [T, N], for T from 2 to what :meth:`prepare` says; gated [T, N / 2], if :meth:`gates`."""
-        kind, n_chunks, n_rows = packed.kind.name, packed.n_chunks, x.shape[0]
-        n_out = packed.n_rows // 2 if gated else packed.n_rows
+    def rows(self, packed: PackedWeights, x: Tensor) -> Tensor:
+        """``x [T, K] W'`` -> [T, N], for T from 2 to what :meth:`prepare` returned."""
+        kind, n_chunks, n_out, n_rows = packed.kind.name, packed.n_chunks, packed.n_rows, x.shape[0]
         if x.data_ptr() % 16 or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
         streamed = self._streamed_shape(packed, n_rows)
@@ -207,7 +201,7 @@ class CudaGemv:
         parts = split_buffer(out, shape.n_splits)
         n_blocks = min(self.limits.n_processors // shape.n_splits, padded_rows(n_out) // TILE_ROWS)
         arguments = (packed.tiles, x, out, parts, n_rows, n_out, n_chunks, x.shape[1])
-        kernel = self._rows_kernel(kind, shape, gated=gated)
+        kernel = self._rows_kernel(kind, shape)
         kernel((n_blocks, shape.n_splits), 32 * ROWS_WARPS, shape.shared_bytes, arguments)
         reduce_splits(parts, out)
         return out
@@ -228,19 +222,10 @@ class CudaGemv:
         self._one_row(packed, x, experts, pairs_per_row, out)
         return out
 
-    def gates(self, packed: PackedWeights, n_rows: int) -> bool:
-        """Whether :meth:`gated` has a kernel for so many rows: one that sees all of their columns."""
-        if n_rows == 1:
-            return True
-        shape = rows_shape(packed.kind.name, packed.n_chunks, n_rows, self.limits)
-        return self._streamed_shape(packed, n_rows) is None and shape is not None and shape.n_splits == 1
-
     def gated(self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1) -> Tensor:
-        """``silu(gate x) * (up x)`` of rows x [T, K], or of pairs as in a call, -> [., N / 2]: the first half of a
+        """``silu(gate x) * (up x)`` of one row x [1, K], or of pairs as in a call, -> [., N / 2]: the first half of a
         matrix's rows is the gate.  N is a multiple of 32.
         """
-        if experts is None and x.shape[0] > 1:
-            return self.rows(packed, x, gated=True)
         out = x.new_empty(1 if experts is None else experts.shape[0], packed.n_rows // 2)
         self._one_row(packed, x, experts, pairs_per_row, out, gated=True)
         return out

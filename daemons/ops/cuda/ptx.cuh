@@ -136,36 +136,19 @@ DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory
 // Waits until at most PENDING of this thread's groups are not there.
 template <int PENDING> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// ---- mbarriers: a phase ends with the last of its arrivals, and with the bytes that it expects
-
-DEVICE void init_barrier(u32 barrier, u32 n_arrivals = 1) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
-}
-
-DEVICE void arrive(u32 barrier) { asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory"); }
-
-// Waits for the end of the phase of that parity.
-DEVICE void wait_for_barrier(u32 barrier, u32 parity) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(
-                   barrier),
-               "r"(parity)
-               : "memory");
-#else
-  asm volatile("{.reg .pred p; AGAIN: mbarrier.test_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(
-                   barrier),
-               "r"(parity)
-               : "memory");
-#endif
-}
-
-// ---- bulk copies (sm_90), awaited on an mbarrier
+// ---- bulk copies (sm_90), awaited on an mbarrier: of one arrival, or of as many as are to say that a place is free
 
 #if __CUDA_ARCH__ >= 900 && !defined(NO_BULK_COPIES)
 #define BULK_COPIES
 #endif
 
 #ifdef BULK_COPIES
+DEVICE void init_barrier(u32 barrier, u32 n_arrivals = 1) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
+}
+
+DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
 // Barriers are seen by other threads and by the copy engine.
 DEVICE void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -191,6 +174,13 @@ template <int BYTES> DEVICE void store_bulk(u8* to, u32 from) {
 // Waits until shared memory that this thread's stores read may be written, and until all that they write is there.
 DEVICE void wait_until_stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+DEVICE void wait_for_barrier(u32 barrier, u32 parity) {
+  asm volatile("{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE; bra AGAIN; DONE:}" ::"r"(
+                   barrier),
+               "r"(parity)
+               : "memory");
+}
 #endif
 
 // ---- clusters (sm_90): blocks that reach each other's shared memory, once all have arrived for the first time
