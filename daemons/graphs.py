@@ -207,7 +207,7 @@ class StepGraphs(Generic[Output]):
         await_rows()
         if rows is not None:
             rows = rows.to(self.device, non_blocking=True)
-            if len(rows) < layout.n_rows:
+            if layout.is_padded:  # others may have fewer rows than tokens: a chain of drafts starts from one
                 rows = F.pad(rows, (0, 0, 0, layout.n_rows - len(rows)))
         return self._work(rows, batch, layout)
 

@@ -177,8 +177,7 @@ class Group:
         self.is_whole_step = layout.contiguous and b * n == n_rows
         self._memo: dict[tuple[Space, int, bool], tuple[Pages, Tensor | Causal | None]] = {}
         ids = [s.state for s in layout.sequences]
-        host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
-        self._on_host = host
+        self._on_host = host = metadata.device.type == "cpu" and not captured  # a graph would replay a baked-in address
         self.state_run = ids[0] if host and ids == list(range(ids[0], ids[0] + b)) else None
         self._kept = layout.states[0] if host and b == 1 else None
 
@@ -267,18 +266,13 @@ class Group:
     def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | Causal | None]:
         """Pages to read and the mask [B, 1, n, L] (None: all visible), shared by the layers that attend alike."""
         key = space, window, causal
-        found = self._memo.get(key)
-        if found is None:
-            found = self._memo[key] = self._keys(*key)
-        return found
+        return self._memo.get(key) or self._memo.setdefault(key, self._keys(*key))
 
     def _keys(self, space: Space, window: int, causal: bool) -> tuple[Pages, Tensor | Causal | None]:
         if self.is_padded:
             return self._bounded(space, window, causal)
-        ends = {start + self.n_tokens for start in self.layout.starts_in(space)}
-        whole = causal and not window and len(ends) == 1 and not (self.layout.lows or self.layout.reads_host)
-        if whole and self.n_tokens > 1 and is_flash_device(self.starts.device):
-            [end] = ends
+        end = self.layout.common_end(space) if causal and not window else 0
+        if end and is_flash_device(self.starts.device):
             index = self.tables[space][:, : pages_of(end)].index_select(0, self.table_rows)
             return Pages(index.reshape(-1), self.n_slices, 0, end), Causal.CAUSAL
         return (self._padded if self.n_slices > 1 else self._single)(space, window, causal)

@@ -58,6 +58,11 @@ class SliceGroup:
     def starts_in(self, space: Space) -> list[int]:
         return self.full_starts if space is Space.FULL else self.starts
 
+    def common_end(self, space: Space) -> int:
+        """Where slices of several tokens end in a space, if all end there and see all before them; else 0."""
+        ends = {start + self.n for start in self.starts_in(space)}
+        return ends.pop() if len(ends) == 1 and self.n > 1 and not (self.lows or self.reads_host) else 0
+
     @property
     def reads_host(self) -> bool:
         """Whether slices attend to pages in host memory."""

@@ -255,6 +255,20 @@ def test_metadata_of_pad_rows():
     assert numbers == others == [70, 70, 1, *others[3:4], 70 % 64, 45]
 
 
+def test_slices_that_end_alike_need_no_mask():
+    """On a GPU flash kernels take them; all others, and those with bounds, are masked."""
+    layout = open_layouts("qwen3")
+
+    def ends(*slices: tuple[int, int, int], **options) -> list[int]:
+        return [group.common_end(Space.FULL) for group in layout(*slices, **options).groups]
+
+    assert ends((0, 50, 40)) == ends((0, 50, 40), (1, 50, 40)) == [90]
+    assert ends((0, 50, 40), (1, 114, 40)) == [0]  # as far inside a chunk, but not as long
+    assert ends((0, 50, 40), (1, 0, 41)) == [90, 41]
+    assert ends((0, 50, 40), bounded=True) == [0]
+    assert ends((0, 50, 1)) == [0]
+
+
 def test_how_many_rows_are_pad_rows():
     assert PADDED_ROWS[-1] == GRAPH_ROWS
     for n in range(SHORT_SLICE + 1, GRAPH_ROWS + 1):
@@ -299,3 +313,13 @@ def test_a_cpu_pads_nothing():
     [stage] = load_stages(golden.spec)
     assert stage.graphs == [None]
     assert StepGraphs(stage.device, stage.shards[0].run, 1 << 30).chunk_rows == 0
+
+
+@pytest.mark.parametrize("chunk_rows", [0, GRAPH_ROWS])
+def test_fewer_rows_than_tokens_stay_as_they_are(chunk_rows):
+    """A chain of drafts starts from one hidden state, whatever its length."""
+    golden, layout = opened("qwen3"), open_layouts("qwen3")
+    given, found = torch.ones(1, golden.spec.boundary_width), []
+    graphs = StepGraphs(torch.device("cpu"), lambda rows, batch: found.append(rows), 0, chunk_rows=chunk_rows)
+    graphs.run(given, layout((0, 0, 5)), {})
+    assert torch.equal(found[0], given)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemons.ops.attention import attention, reference, visible
+from daemons.ops.attention import Causal, attention, reference, visible
 from daemons.ops.basic import RmsNorm, act_and_mul, plain_rope, rotate
 from daemons.ops.delta_rule import chunked, convolve, step
 from daemons.ops.linear import (
@@ -32,6 +32,18 @@ def _same_numbers_each_time():
 
 
 # ---- basic
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_causal_attention_is_that_of_its_mask(softcap):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, n, heads, 16, generator=generator) for n, heads in ((5, 4), (9, 2), (9, 2)))
+    positions = torch.arange(9)[None]
+    mask = visible(positions[:, 4:], positions, 0)
+    found, wanted = (attention(q, k, v, m, scale=0.25, softcap=softcap) for m in (Causal.CAUSAL, mask))
+    assert torch.equal(found, wanted)
+    assert not mask[0, 0, 0, 5]
+    assert mask[0, 0, -1].all()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
