@@ -22,7 +22,7 @@ EPSILON = 1e-6
 def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, n_rows: int) -> None:
     """Launch what ``n_rows`` rows of these layers need, on the current stream of ``selector``'s device.
 
-    Raises torch.OutOfMemoryError.
+    Raises RuntimeError, as torch does.
     """
     own = spec.layers[layers.start : layers.stop]
     rows = torch.zeros(n_rows, spec.hidden_size, dtype=selector.dtype, device=selector.device)
