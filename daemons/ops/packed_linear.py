@@ -1,4 +1,4 @@
-"""Linear layers and experts with packed weights, on Triton kernels and, for one row, CUDA C++.  For GPUs."""
+"""Linear layers and experts with packed weights, on Triton kernels and, for few rows, CUDA C++.  For GPUs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class RowGemv(Protocol):
     def __call__(
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
     ) -> Tensor: ...
+
+    def gates(self, packed: PackedWeights, n_rows: int) -> bool: ...
 
     def gated(
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
@@ -83,7 +85,9 @@ class PackedLinear:
 
     def gates(self, n_rows: int, activation: str) -> bool:
         """See :class:`daemons.ops.gated.GatedLinear`."""
-        return n_rows == 1 <= self.max_rows and self.row_gemv is not None and gateable(self.packed, activation)
+        if self.row_gemv is None or not 1 <= n_rows <= self.max_rows or not gateable(self.packed, activation):
+            return False
+        return self.row_gemv.gates(self.packed, n_rows)
 
     def gated(self, x: Tensor) -> Tensor:
         """See :class:`daemons.ops.gated.GatedLinear`."""

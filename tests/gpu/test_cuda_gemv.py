@@ -20,7 +20,8 @@ pytestmark = [
 ]
 
 from daemons.ops.cuda.gemv import KINDS, CudaGemv, cuda_gemv  # noqa: E402
-from daemons.ops.cuda.limits import DTYPES  # noqa: E402
+from daemons.ops.cuda.limits import DTYPES, SharedMemory  # noqa: E402
+from daemons.ops.cuda.slabs import SlabGemv, fitting_shape  # noqa: E402
 from daemons.ops.expert_pairs import ExpertPairs  # noqa: E402
 from daemons.ops.linear import ConcatLinear  # noqa: E402
 from daemons.ops.packed_linear import PackedLinear  # noqa: E402
@@ -51,7 +52,8 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 def test_one_row(kind, dtype, defines):
     """On a newer GPU the copies of an older one too, which has no clusters."""
     gemv = CudaGemv(torch.device("cuda", 0), dtype, *defines)
-    gemv.limits = replace(gemv.limits, clusters=gemv.limits.clusters and not defines)
+    if defines:
+        gemv.limits = replace(gemv.limits, clusters=False, wide_products=False)
     for n, k in SHAPES:
         if k % 256 and kind not in SHORT:
             continue
@@ -78,6 +80,27 @@ def test_several_rows(kind, dtype, n_rows):
         found = gemv(m.packed, x)
         assert_near(found, x.double() @ m.numbers.t())
         assert torch.equal(found, gemv(m.packed, x))
+
+
+@pytest.mark.parametrize("n_rows", [2, 8, 9, 17, 32])
+@of_dtypes
+@of_kinds
+def test_products_in_slabs(kind, dtype, n_rows):
+    """Also where others are faster: few chunks, many splits; with a gate as by two kernels."""
+    gemv, limits = SlabGemv(torch.device("cuda", 0), dtype), SharedMemory.of(torch.device("cuda", 0))
+    if not limits.wide_products:
+        pytest.skip("this GPU's matrix units read no factor from shared memory")
+    for n, k in ((31, 256), (1024, 3072), (16480, 5120), (5120, 17408), (2048, 4096)):
+        m = Matrix.random(kind, n, k)
+        x = (normal(n_rows, k) * normal(n_rows, k, seed=2) ** 3).to(dtype)
+        shape = fitting_shape(kind, n_rows, m.packed.n_chunks, -(-n // 16), limits)
+        assert shape is not None
+        found = gemv(shape, m.packed, x)
+        assert_near(found, x.double() @ m.numbers.t())
+        assert torch.equal(found, gemv(shape, m.packed, x))
+        if n % 32 == 0:
+            gated = gemv(replace(shape, gated=True), m.packed, x)
+            assert_near(gated, act_and_mul(found, "silu").double())
 
 
 @of_dtypes
@@ -123,6 +146,9 @@ def test_a_gate(dtype):
         m = Matrix.random(kind, n, k)
         x = normal(1, k, dtype=dtype)
         assert_near(gemv.gated(m.packed, x), act_and_mul(gemv(m.packed, x), "silu").double())
+        x = normal(16, k, dtype=dtype)
+        if gemv.prepare(m.packed) >= 16 and gemv.gates(m.packed, 16):
+            assert_near(gemv.gated(m.packed, x), act_and_mul(gemv(m.packed, x), "silu").double())
     experts, x = torch.tensor([3, 0, 6], device=DEVICE), normal(1, 2048, dtype=dtype)
     m = Matrix.random("Q4_K", 7 * 1024, 2048).experts(7)
     assert_near(gemv.gated(m.packed, x, experts, 3), act_and_mul(gemv(m.packed, x, experts, 3), "silu").double())

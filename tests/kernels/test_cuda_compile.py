@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,14 +21,18 @@ from daemons.ops.cuda.gemv import (
     gemv_constants,
     gemv_shape,
     rows_shape,
+    shape_of_rows,
 )
-from daemons.ops.cuda.limits import DTYPES, SharedMemory
-from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, compile_streamed, shapes, streamed_shape
+from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.slabs import WARPS, SlabShape, compile_slabs, fitting_shape
+from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, shapes, streamed_shape
+from daemons.weights.packed import tile_bytes
 from tests.kernels.delta_layers import Layer
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 CLUSTERS = ("sm_90", "sm_100")
 H200 = SharedMemory(132, 233472, 232448, clusters=True)
+HOPPER = replace(H200, wide_products=True)
 ADA = SharedMemory(128, 102400, 101376, clusters=False)
 
 
@@ -88,6 +93,49 @@ def test_streamed_rows_and_the_delta_net_compile(architecture):
     params = Layer.random(2, 6, 128, 4, (0.1, 8.0), 1).params
     for compiled in (compile_delta_net, compile_delta_net_batch):
         assert compiled(architecture, params, torch.bfloat16).startswith(b"\x7fELF")
+
+
+def test_products_in_slabs_compile():
+    """1 to 4 eights of rows, depths, gates and dtypes in turn: each of them for some kind."""
+    variants = itertools.cycle(itertools.product((1, 2), (False, True), DTYPES))
+    for i, (kind, (depth, gated, dtype)) in enumerate(zip(sorted(KINDS), variants, strict=False)):
+        shape = SlabShape(gated, i % 4 + 1, depth + 1, 1, 132, 0, i % 3 > 0)
+        assert compile_slabs(kind, shape, dtype).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_slab_shapes_fit(kind):
+    """Rings and a block's chunks of rows in its shared memory; no more blocks than run at once, each with a chunk."""
+    for n_rows, n_chunks, n_tiles in ((2, 20, 2176), (16, 68, 320), (24, 8, 772), (32, 1, 64), (32, 20, 15520)):
+        shape, slabs = fitting_shape(kind, n_rows, n_chunks, n_tiles, HOPPER), -(-n_tiles // WARPS)
+        assert shape is not None
+        assert shape.shared_bytes <= HOPPER.block_shared_bytes
+        assert shape.n_blocks * shape.n_splits <= HOPPER.n_processors
+        assert 1 <= shape.n_splits <= n_chunks
+        for split in range(shape.n_splits):
+            length = (split + 1) * n_chunks // shape.n_splits - split * n_chunks // shape.n_splits
+            assert shape.n_blocks <= slabs * length
+            kept = min(length, -(-slabs * length // shape.n_blocks))
+            rings = WARPS * shape.depth * (tile_bytes(kind) + 8)
+            assert rings + kept * shape.tiles_of_rows * eight_rows_bytes(kind) <= shape.shared_bytes
+
+
+def test_each_number_of_rows_has_the_kernel_that_is_fastest():
+    """As measured on an H200: rows that do not fit beside the rings, and large matrices from 9 rows on."""
+
+    def chosen(kind: str, n: int, k: int, n_rows: int, limits: SharedMemory = HOPPER) -> type:
+        return type(shape_of_rows(kind, k // 256, n // 16, n_rows, limits))
+
+    assert chosen("Q4_K", 34816, 5120, 8) is RowsShape
+    assert {chosen("Q4_K", 34816, 5120, n) for n in range(9, 33)} == {SlabShape}
+    assert {chosen("Q4_K", 5120, 17408, n) for n in range(2, 25)} == {SlabShape}
+    assert chosen("Q4_K", 5120, 17408, 32) is StreamedShape
+    assert chosen("Q6_K", 248320, 5120, 32) is StreamedShape  # parts would take too much memory
+    assert chosen("Q8_0", 34816, 5120, 16) is RowsShape
+    assert chosen("Q4_K", 5120, 6144, 16) is StreamedShape
+    assert chosen("Q4_K", 12352, 2048, 16) is RowsShape
+    assert chosen("Q4_K", 34816, 5120, 32, H200) is StreamedShape  # a GPU whose matrix units read registers alone
+    assert chosen("Q4_K", 34816, 5120, 16, ADA) is type(None)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

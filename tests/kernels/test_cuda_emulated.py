@@ -23,6 +23,7 @@ from daemons.ops.cuda.compiler import SOURCES
 from daemons.ops.cuda.delta_net import batch_constants, constants
 from daemons.ops.cuda.experts import ExpertsShape
 from daemons.ops.cuda.limits import eight_rows_bytes
+from daemons.ops.cuda.slabs import SlabShape
 from daemons.ops.cuda.streamed import StreamedShape
 from daemons.ops.triton.recurrent_delta_rule import L2_EPS
 from daemons.weights.dequant import dequantise
@@ -174,6 +175,42 @@ def test_streamed_rows(kind, n_rows, cluster, side, teams, library):
         -(-n // (16 * side)) * cluster, n, *pointers, *sizes
     )
     check(out, x.double() @ numbers.t())
+
+
+@pytest.mark.parametrize(("kind", "n_rows"), [(k, (5, 9, 20, 32)[i % 4]) for i, k in enumerate(sorted(gemv.KINDS))])
+@pytest.mark.parametrize("from_shared", [False, True])
+def test_products_in_slabs(kind, n_rows, from_shared, library):
+    """Blocks that end within a slab and those that share one; slabs whose last tiles do not exist; splits."""
+    for n, k, n_blocks, n_splits in ((300, 1280, 3, 1), (40, 1536, 4, 1), (530, 768, 2, 2), (256, 256, 1, 1)):
+        packed, numbers = matrix(kind, n, k)
+        x = torch.randn(n_rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+        shape = SlabShape(False, -(-n_rows // 8), 2, n_splits, n_blocks, 0, from_shared)
+        check(multiplied_in_slabs(library, shape, packed, x), x.double() @ numbers.t())
+
+
+@pytest.mark.parametrize(("kind", "n_rows"), [("Q4_K", 8), ("Q6_K", 20)])
+def test_a_gate_in_slabs(kind, n_rows, library):
+    """As by two kernels; a last slab that is not full."""
+    packed, numbers = matrix(kind, 320, 768)
+    x = torch.randn(n_rows, 768, generator=torch.Generator().manual_seed(1)).bfloat16()
+    shape = SlabShape(True, -(-n_rows // 8), 3, 1, 4, 0, n_rows > 8)
+    found = multiplied_in_slabs(library, shape, packed, x)
+    gate, up = (x.double() @ numbers.t()).float().bfloat16().double().chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(gate) * up
+    assert bool((found[1] == 7).all())
+    assert float((found[0].double() - wanted).norm() / wanted.norm()) < 2**-8
+
+
+def multiplied_in_slabs(library: Library, shape: SlabShape, packed: PackedWeights, x: Tensor) -> Tensor:
+    """The result, twice as long: behind it lie sevens.  Parts that nobody wrote are NaN."""
+    (n_rows, k), n = x.shape, packed.n_rows // (2 if shape.gated else 1)
+    out = torch.full((2, n_rows, n), 7.0, dtype=x.dtype)
+    parts = torch.full((shape.parts_bytes(-(-packed.n_rows // 16)) // 4 + 1,), torch.nan)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed.tiles, x, out, parts))
+    run = library("gemv_slabs", shape.constants(packed.kind.name)).run_gemv_slabs
+    run(shape.n_blocks, shape.n_splits, n, *pointers, n_rows, n, packed.n_chunks, k)
+    assert bool(parts[-1].isnan()), "more than the parts was written"
+    return out
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ extern "C" __global__ void
     __cluster_dims__(HEADS * HALVES, 1, 1)
 #endif
         __launch_bounds__(THREADS, 2)
-            delta_net(const u16* __restrict__ y, u16* out, float* conv_states, float* states, const long long* __restrict__ ids,
+            delta_net(const u16* y, u16* out, float* conv_states, float* states, const long long* __restrict__ ids,
                       const long long* __restrict__ kept, const float* __restrict__ conv_weight, const float* __restrict__ decay_rates,
                       const float* __restrict__ dt_bias, const float* __restrict__ norm, int n, int y_stride, float norm_eps, float l2_eps,
                       float scale) {

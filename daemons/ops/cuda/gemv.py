@@ -1,11 +1,12 @@
 """GEMV in CUDA C++: up to 32 rows times packed weights, or a row for each (token, expert) pair.
 
-gemv.cu has the kernel of one row, gemv_rows.cu and gemv_streamed.cu those of more, docs/kernels.md how they compute.
+gemv.cu has the kernel of one row, gemv_rows.cu, gemv_streamed.cu and gemv_slabs.cu those of more, docs/kernels.md how
+they compute.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -15,6 +16,7 @@ from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel
 from daemons.ops.cuda.experts import CudaExperts
 from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
+from daemons.ops.cuda.slabs import SlabGemv, SlabShape, slab_shape
 from daemons.ops.cuda.streamed import MAX_STREAMED_ROWS, StreamedShape, compile_streamed, streamed_shape
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.triton.split_k import reduce_splits, split_buffer
@@ -86,6 +88,17 @@ def rows_shape(kind: str, n_chunks: int, n_rows: int, limits: SharedMemory) -> R
     return None
 
 
+def shape_of_rows(
+    kind: str, n_chunks: int, n_tiles: int, n_rows: int, limits: SharedMemory
+) -> SlabShape | StreamedShape | RowsShape | None:
+    """How 2 to 32 rows are multiplied, by what was faster; the same for 1 to 8 of them, 9 to 16, and so on."""
+    beside = rows_shape(kind, n_chunks, n_rows, limits) if n_rows <= MAX_ROWS else None
+    slabs = slab_shape(kind, n_rows, n_chunks, n_tiles, limits)
+    if slabs is not None and (n_rows > 8 or beside is None or beside.n_splits > 1):
+        return slabs
+    return streamed_shape(kind, n_rows, n_chunks, n_tiles, limits) or beside
+
+
 def compile_gemv_rows(architecture: str, kind: str, shape: RowsShape, dtype: torch.dtype, *defines: str) -> bytes:
     """Machine code of the kernel of several rows.  Raises CompileError."""
     return compile_kernel("gemv_rows.cu", architecture, (*rows_constants(kind, shape), *DTYPES[dtype], *defines))
@@ -118,6 +131,7 @@ class CudaGemv:
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._experts = CudaExperts(device, dtype, self.architecture, *defines)
         self._streamed: dict[tuple[str, ...], tuple[Kernel, Kernel]] = {}
+        self._slabs = SlabGemv(device, dtype, *defines)
         self._rows_kernels: dict[tuple[str, int, int], Kernel] = {}
 
     def prepare(self, packed: PackedWeights) -> int:
@@ -133,17 +147,17 @@ class CudaGemv:
         n_rows = 1
         if packed.tiles.ndim == 4:  # experts
             return n_rows
-        for more in range(8, MAX_ROWS + 1, 8):
-            rows = rows_shape(kind, n_chunks, more, self.limits)
-            if rows is None:
-                break
-            self._rows_kernel(kind, rows)
+        for more in range(8, MAX_STREAMED_ROWS + 1, 8):
+            match self._shape_of_rows(packed, more):
+                case SlabShape() as slabs:
+                    self._slabs.kernels(kind, slabs)
+                case StreamedShape() as streamed:
+                    self._streamed_kernels(kind, streamed)
+                case RowsShape() as rows:
+                    self._rows_kernel(kind, rows)
+                case None:
+                    break
             n_rows = more
-        for more in range(16, MAX_STREAMED_ROWS + 1, 8):
-            streamed = self._streamed_shape(packed, more)
-            if streamed is not None and n_rows >= more - 8:
-                self._streamed_kernels(kind, streamed)
-                n_rows = more
         return n_rows
 
     def _kernel(self, kind: str, shape: GemvShape, *, gated: bool = False) -> Kernel:
@@ -161,9 +175,9 @@ class CudaGemv:
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
 
-    def _streamed_shape(self, packed: PackedWeights, n_rows: int) -> StreamedShape | None:
+    def _shape_of_rows(self, packed: PackedWeights, n_rows: int) -> SlabShape | StreamedShape | RowsShape | None:
         n_tiles = padded_rows(packed.n_rows) // TILE_ROWS
-        return streamed_shape(packed.kind.name, n_rows, packed.n_chunks, n_tiles, self.limits)
+        return shape_of_rows(packed.kind.name, packed.n_chunks, n_tiles, n_rows, self.limits)
 
     def _streamed_kernels(self, kind: str, shape: StreamedShape) -> tuple[Kernel, Kernel]:
         key = shape.constants(kind)
@@ -190,12 +204,11 @@ class CudaGemv:
     def rows(self, packed: PackedWeights, x: Tensor) -> Tensor:
         """``x [T, K] W'`` -> [T, N], for T from 2 to what :meth:`prepare` returned."""
         kind, n_chunks, n_out, n_rows = packed.kind.name, packed.n_chunks, packed.n_rows, x.shape[0]
-        if x.data_ptr() % 16 or not x.is_contiguous():
-            x = x.clone(memory_format=torch.contiguous_format)
-        streamed = self._streamed_shape(packed, n_rows)
-        if streamed is not None:
-            return self._stream(streamed, packed, x)
-        shape = rows_shape(kind, n_chunks, n_rows, self.limits)
+        x, shape = _aligned(x), self._shape_of_rows(packed, n_rows)
+        if isinstance(shape, SlabShape):
+            return self._slabs(shape, packed, x)
+        if isinstance(shape, StreamedShape):
+            return self._stream(shape, packed, x)
         assert shape is not None
         out = x.new_empty(n_rows, n_out)
         parts = split_buffer(out, shape.n_splits)
@@ -222,10 +235,18 @@ class CudaGemv:
         self._one_row(packed, x, experts, pairs_per_row, out)
         return out
 
+    def gates(self, packed: PackedWeights, n_rows: int) -> bool:
+        """Whether :meth:`gated` has a kernel for so many rows of x, up to what :meth:`prepare` returned."""
+        return n_rows == 1 or isinstance(self._shape_of_rows(packed, n_rows), SlabShape)
+
     def gated(self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1) -> Tensor:
-        """``silu(gate x) * (up x)`` of one row x [1, K], or of pairs as in a call, -> [., N / 2]: the first half of a
+        """``silu(gate x) * (up x)`` of rows x [T, K], or of pairs as in a call, -> [., N / 2]: the first half of a
         matrix's rows is the gate.  N is a multiple of 32.
         """
+        if experts is None and x.shape[0] > 1:
+            shape = self._shape_of_rows(packed, x.shape[0])
+            assert isinstance(shape, SlabShape)
+            return self._slabs(replace(shape, gated=True), packed, _aligned(x))
         out = x.new_empty(1 if experts is None else experts.shape[0], packed.n_rows // 2)
         self._one_row(packed, x, experts, pairs_per_row, out, gated=True)
         return out
@@ -252,13 +273,19 @@ class CudaGemv:
         kind, n_chunks, (n_results, n_out) = packed.kind.name, packed.n_chunks, out.shape
         shape = gemv_shape(kind, n_chunks, self.limits)
         assert shape is not None
-        if x.data_ptr() % 16 or not x.is_contiguous():
-            x = x.clone(memory_format=torch.contiguous_format)
+        x = _aligned(x)
         n_blocks = max(1, shape.per_processor * self.limits.n_processors // n_results)
         grid = (min(n_blocks, padded_rows(n_out) // TILE_ROWS), n_results)
         sizes = (n_out, n_chunks, x.shape[1], pairs_per_row, shape.round)
         arguments = (packed.tiles, x, experts, out, *sizes)
         self._kernel(kind, shape, gated=gated)(grid, 32 * shape.warps, shape.shared_bytes, arguments)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Its rows contiguous, at a multiple of 16 bytes."""
+    if x.data_ptr() % 16 or not x.is_contiguous():
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def cuda_gemv(device: torch.device, dtype: torch.dtype) -> CudaGemv:

@@ -10,6 +10,8 @@ DTYPES = {torch.bfloat16: (), torch.float16: ("FLOAT16_ACTIVATIONS",)}
 """dtype of the activations -> what the kernels are compiled with."""
 CLUSTER_CAPABILITIES = (9, 10)
 """Major capabilities of GPUs whose blocks work in clusters."""
+WIDE_CAPABILITY = (9, 0)
+"""That of GPUs whose matrix units read a factor from shared memory (wgmma)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,15 @@ class SharedMemory:
     block_shared_bytes: int
     clusters: bool
     """Whether blocks of a cluster reach each other's."""
+    wide_products: bool = False
+    """Whether matrix units read it (wgmma)."""
 
     @classmethod
     def of(cls, device: torch.device) -> SharedMemory:
         found = torch.cuda.get_device_properties(device)
         block = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stub
-        clusters = found.major in CLUSTER_CAPABILITIES
-        return cls(found.multi_processor_count, found.shared_memory_per_multiprocessor, block, clusters)
+        clusters, wide = found.major in CLUSTER_CAPABILITIES, (found.major, found.minor) == WIDE_CAPABILITY
+        return cls(found.multi_processor_count, found.shared_memory_per_multiprocessor, block, clusters, wide)
 
 
 def eight_rows_bytes(kind: str) -> int:

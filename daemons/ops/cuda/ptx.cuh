@@ -86,6 +86,64 @@ DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// ---- matrix units of four warps (sm_90a): they read the second factor from shared memory, once for 64 rows of the first.
+// Products pass while the warps go on, until they wait for them.
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WIDE_PRODUCTS
+#endif
+
+#ifdef WIDE_PRODUCTS
+// c [64, 8 N] (+)= a [64, 16] b [16, 8 N]: each warp has 16 rows of a and c as above, c[n] for columns 8 n and on.  b: where the
+// second factor lies (see wide.cuh).
+template <int N> DEVICE void start_product(float (&c)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int adds) {
+  static_assert(1 <= N && N <= 4);
+  if constexpr (N == 1)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, %8, p, 1, 1, 0;}"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+  else if constexpr (N == 2)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, "
+        "%6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;}"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
+          "+f"(c[1][3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+  else if constexpr (N == 3)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %17, 0; wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, "
+        "%6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, p, 1, 1, 0;}"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
+          "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+  else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, "
+        "%6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
+          "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),
+          "+f"(c[3][2]), "+f"(c[3][3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds));
+}
+
+// Registers are as they were written: before products that read them.
+DEVICE void publish_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Products started so far are a group.
+DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most PENDING groups are not there.
+template <int PENDING> DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+// Not read before the wait above, nor written after the start of what follows.
+template <int N> DEVICE void keep_in_order(float (&c)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n++) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
+}
+#endif
+
 // ---- a block's warps
 
 // Which one this is.  The compiler sees that it is one number for all lanes, and computes what follows from it once.

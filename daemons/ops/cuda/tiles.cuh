@@ -55,11 +55,11 @@ template <bool FIFTH> struct Codes {
 
 // ---- Q4_K, Q5_K: integer scales and minima.  With up to 16 rows of activations a group's scale acts on its float32 sum of
 // products with 1024 + code, or with 64 + code; that is too much by a product of scales and sums of activations, as minima are.
-// With more rows scales act on codes, and one product sums the whole chunk: code x scale < 2,048 is exact.
+// With more rows (MAX_SUMS eights) scales act on codes, and one product sums the whole chunk: code x scale < 2,048 is exact.
 
 template <bool FIFTH> struct IntegerScales {
   static constexpr int HIGH = 2048, SCALES = HIGH + (FIFTH ? 512 : 0), BYTES = SCALES + 256;
-  static constexpr int LANE = 16;
+  static constexpr int GROUPS = 8, LANE = 16, MAX_SUMS = 2;
   static constexpr bool SUMS = true;
   Codes<FIFTH> codes[2];
   uint4 scales[2];
@@ -76,18 +76,11 @@ template <bool FIFTH> struct IntegerScales {
   }
 
   template <class ORDER, int N> DEVICE void add(float (&sum)[N][4], const Activations (&x)[N]) const {
-    constexpr bool SCALED = N > 2;
+    constexpr bool SCALED = N > MAX_SUMS;
     float inner[N][4] = {};
     u32 magic = in_register(MAGIC), low[2], scale[2];
     groups<0, SCALED, ORDER>(inner, x, magic);
-    groups<1, SCALED, ORDER>(inner, x, magic);
-    groups<2, SCALED, ORDER>(inner, x, magic);
-    groups<3, SCALED, ORDER>(inner, x, magic);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      low[r] = add_half2(and_or<0x003F003Fu>(minima[r] >> 6, magic), 0xE400E400u);
-      scale[r] = integers(minima[r], magic);
-    }
+    all_factors(low, scale, magic);
 #pragma unroll
     for (int n = 0; n < N; n++) {
       float minimum[4] = {}, excess[4] = {};
@@ -95,12 +88,46 @@ template <bool FIFTH> struct IntegerScales {
       mma(minimum, low[0], low[1], low[0], low[1], sums, errors);
       if (!SCALED) mma(excess, scale[0], scale[1], scale[0], scale[1], sums, errors);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        u32 d_dmin = d_and_dmin(scales[i / 2]);
-        float total = inner[n][i] - 1024.f * excess[i];
-        sum[n][i] += x[n].factors[i % 2] * (low_float(d_dmin) * total - high_float(d_dmin) * minimum[i]);
-      }
+      for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * total(i, inner[n][i], excess[i], minimum[i]);
     }
+  }
+
+  // Group J as a lane has it of the first factor: 1024 + code, for odd groups 1024 + 16 code; SCALED: code x scale.
+  template <int J, bool SCALED> DEVICE void numbers(u32 (&a)[4][2], u32 magic) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      a[0][r] = codes[r].template biased<J, 0>(magic);
+      a[1][r] = codes[r].template biased<J, 1>(magic);
+      a[2][r] = codes[r].template biased<J, 2>(magic);
+      a[3][r] = codes[r].template biased<J, 3>(magic);
+      if (!SCALED) continue;
+      u32 two = integers(word<J / 2>(r), magic), bias = mul_half2(two, 0xE400E400u);
+      two = J % 2 ? both_high(two) : both_low(two);
+      bias = J % 2 ? both_high(bias) : both_low(bias);
+#pragma unroll
+      for (int q = 0; q < 4; q++) a[q][r] = fma_half2(a[q][r], two, bias);
+    }
+  }
+
+  // Of group J of row g or g + 8, over 16 for odd groups
+  template <int J> DEVICE float scale(int r, u32 magic) const {
+    u32 two = integers(word<J / 2>(r), magic);
+    return J % 2 ? high_float(two) : low_float(two);
+  }
+
+  // Minima and scales of a lane's two groups, to be multiplied with sums of activations
+  DEVICE void all_factors(u32 (&low)[2], u32 (&scale)[2], u32 magic) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      low[r] = add_half2(and_or<0x003F003Fu>(minima[r] >> 6, magic), 0xE400E400u);
+      scale[r] = integers(minima[r], magic);
+    }
+  }
+
+  // A lane's sum i of a chunk
+  DEVICE float total(int i, float inner, float excess, float minimum) const {
+    u32 d_dmin = d_and_dmin(scales[i / 2]);
+    return low_float(d_dmin) * (inner - 1024.f * excess) - high_float(d_dmin) * minimum;
   }
 
  private:
@@ -113,57 +140,29 @@ template <bool FIFTH> struct IntegerScales {
     return fma_half2(and_or<0x003F003Fu>(word, magic), 0x2C003C00u, 0xD400E400u);
   }
 
-  // Groups 2 W and 2 W + 1
-  template <int W, bool SCALED, class ORDER, int N>
+  template <int W> DEVICE u32 word(int r) const {
+    return W == 0 ? scales[r].x : W == 1 ? scales[r].y : W == 2 ? scales[r].z : scales[r].w;
+  }
+
+  // Groups from J on
+  template <int J, bool SCALED, class ORDER, int N>
   DEVICE void groups(float (&inner)[N][4], const Activations (&x)[N], u32 magic) const {
-    u32 scale[2], bias[2];
+    if constexpr (J < GROUPS) {
+      u32 a[4][2];
+      numbers<J, SCALED>(a, magic);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      scale[r] = integers(W == 0 ? scales[r].x : W == 1 ? scales[r].y : W == 2 ? scales[r].z : scales[r].w, magic);
-      bias[r] = mul_half2(scale[r], 0xE400E400u);
+      for (int n = 0; n < N; n++) {
+        if (SCALED) {
+          multiply<J, ORDER>(inner[n], a, x[n]);
+          continue;
+        }
+        float c[4] = {};
+        multiply<J, ORDER>(c, a, x[n]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) inner[n][i] += scale<J>(i / 2, magic) * c[i];
+      }
+      groups<J + 1, SCALED, ORDER>(inner, x, magic);
     }
-    if constexpr (SCALED) {
-      scaled_group<2 * W, ORDER>(inner, x, scale, bias, magic);
-      scaled_group<2 * W + 1, ORDER>(inner, x, scale, bias, magic);
-    } else {
-      group<2 * W, ORDER>(inner, x, scale, magic);
-      group<2 * W + 1, ORDER>(inner, x, scale, magic);
-    }
-  }
-
-  template <int J, class ORDER, int N>
-  DEVICE void group(float (&inner)[N][4], const Activations (&x)[N], const u32 (&scale)[2], u32 magic) const {
-    u32 a[4][2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      a[0][r] = codes[r].template biased<J, 0>(magic);
-      a[1][r] = codes[r].template biased<J, 1>(magic);
-      a[2][r] = codes[r].template biased<J, 2>(magic);
-      a[3][r] = codes[r].template biased<J, 3>(magic);
-    }
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      float c[4] = {};
-      multiply<J, ORDER>(c, a, x[n]);
-#pragma unroll
-      for (int i = 0; i < 4; i++) inner[n][i] += (J % 2 ? high_float(scale[i / 2]) : low_float(scale[i / 2])) * c[i];
-    }
-  }
-
-  template <int J, class ORDER, int N>
-  DEVICE void scaled_group(float (&inner)[N][4], const Activations (&x)[N], const u32 (&scale)[2], const u32 (&bias)[2],
-                           u32 magic) const {
-    u32 a[4][2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      u32 s = J % 2 ? both_high(scale[r]) : both_low(scale[r]), b = J % 2 ? both_high(bias[r]) : both_low(bias[r]);
-      a[0][r] = fma_half2(codes[r].template biased<J, 0>(magic), s, b);
-      a[1][r] = fma_half2(codes[r].template biased<J, 1>(magic), s, b);
-      a[2][r] = fma_half2(codes[r].template biased<J, 2>(magic), s, b);
-      a[3][r] = fma_half2(codes[r].template biased<J, 3>(magic), s, b);
-    }
-#pragma unroll
-    for (int n = 0; n < N; n++) multiply<J, ORDER>(inner[n], a, x[n]);
   }
 
   template <int J, class ORDER> DEVICE static void multiply(float (&c)[4], const u32 (&a)[4][2], const Activations& x) {
@@ -173,7 +172,7 @@ template <bool FIFTH> struct IntegerScales {
   }
 };
 
-// ---- The others: a scale for each of GROUPS groups, which acts on the group's sum.  A SELF has scale<J>(r), step(r), which
+// ---- The others: a scale for each of GROUPS groups, which acts on the group's sum.  A SELF has scale<J>(r, magic), step(r), which
 // acts on all groups of a row, and number<J, Q>(r, magic), pair Q of group J.
 
 template <class SELF, int GROUPS> struct GroupScales {
@@ -190,6 +189,20 @@ template <class SELF, int GROUPS> struct GroupScales {
       for (int i = 0; i < 4; i++) sum[n][i] += x[n].factors[i % 2] * self.step(i / 2) * inner[n][i];
   }
 
+  // Group J as a lane has it of the first factor
+  template <int J, bool> DEVICE void numbers(u32 (&a)[32 / GROUPS][2], u32 magic) const {
+    const SELF& self = *(const SELF*)this;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      a[0][r] = self.template number<J, 0>(r, magic);
+      a[1][r] = self.template number<J, 1>(r, magic);
+      if constexpr (GROUPS == 8) {
+        a[2][r] = self.template number<J, 2>(r, magic);
+        a[3][r] = self.template number<J, 3>(r, magic);
+      }
+    }
+  }
+
  private:
   // Groups from J on
   template <int J, class ORDER, int N>
@@ -198,15 +211,7 @@ template <class SELF, int GROUPS> struct GroupScales {
       constexpr int PAIRS = 32 / GROUPS;
       const SELF& self = *(const SELF*)this;
       u32 a[PAIRS][2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        a[0][r] = self.template number<J, 0>(r, magic);
-        a[1][r] = self.template number<J, 1>(r, magic);
-        if constexpr (PAIRS == 4) {
-          a[2][r] = self.template number<J, 2>(r, magic);
-          a[3][r] = self.template number<J, 3>(r, magic);
-        }
-      }
+      numbers<J, false>(a, magic);
 #pragma unroll
       for (int n = 0; n < N; n++) {
         u32 b[PAIRS];
@@ -215,7 +220,7 @@ template <class SELF, int GROUPS> struct GroupScales {
         mma(c, a[0][0], a[0][1], a[1][0], a[1][1], b[0], b[1]);
         if constexpr (PAIRS == 4) mma(c, a[2][0], a[2][1], a[3][0], a[3][1], b[2], b[3]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) inner[n][i] += self.template scale<J>(i / 2) * c[i];
+        for (int i = 0; i < 4; i++) inner[n][i] += self.template scale<J>(i / 2, magic) * c[i];
       }
       groups<J + 1, ORDER>(inner, x, magic);
     }
@@ -237,7 +242,7 @@ template <class SELF, int GROUPS> struct GroupScales {
 template <class SELF> struct FloatScales : GroupScales<SELF, 8> {
   uint4 steps[2];
 
-  template <int J> DEVICE float scale(int r) const {
+  template <int J> DEVICE float scale(int r, u32) const {
     u32 word = J / 2 == 0 ? steps[r].x : J / 2 == 1 ? steps[r].y : J / 2 == 2 ? steps[r].z : steps[r].w;
     return J % 2 ? high_float(word) : low_float(word);
   }
@@ -306,7 +311,7 @@ struct Q6_K : GroupScales<Q6_K, 16> {
     }
   }
 
-  template <int J> DEVICE float scale(int r) const {
+  template <int J> DEVICE float scale(int r, u32) const {
     u32 four = J / 4 == 0 ? scales[r].x : J / 4 == 1 ? scales[r].y : J / 4 == 2 ? scales[r].z : scales[r].w;
     return (float)(signed char)(four >> (8 * (J % 4)));
   }

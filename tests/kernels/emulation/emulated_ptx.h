@@ -40,6 +40,7 @@ using std::min;
 #ifndef NO_BULK_COPIES
 #define BULK_COPIES
 #endif
+#define WIDE_PRODUCTS
 
 alignas(128) u8 memory[1 << 18];  // shared memory of the block that runs
 
@@ -48,6 +49,7 @@ alignas(128) u8 memory[1 << 18];  // shared memory of the block that runs
 constexpr int STACK_BYTES = 1 << 16;
 struct Copy { u32 to; const u8* from; u32 n_bytes; };
 struct Store { u8* to; u32 from, n_bytes; bool read; std::vector<u8> bytes; };
+struct Product { float (*c)[4]; int n; u32 a[32][4]; u64 b; bool adds; };
 struct Meeting { int arrived = 0, generation = 0; };
 struct Barrier { u32 parity, n_arrivals, missing; bool pending; Copy copy; u64 lands_at; };
 struct Fiber {
@@ -56,6 +58,7 @@ struct Fiber {
   bool done;
   std::vector<std::vector<Copy>> groups;  // copies that are not there yet, the last group still open
   std::vector<Store> stores;              // that are not read or not there yet
+  std::vector<std::vector<Product>> products;  // groups that are not there yet, the last one still open
   int cluster_generation;
 };
 struct Block {
@@ -187,6 +190,41 @@ static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     c[i] = (float)sum;
   }
 }
+
+// The products of a fiber's lane are computed when they are waited for: who reads sums earlier finds what was there.
+static u64 second_half(u64 b, int shift) { return (b >> shift & 0x3FFF) << 4; }
+static void compute(const Product& p) {
+  int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int i = 0; i < 4 * p.n; i++) {
+    int row = i % 4 / 2, column = 2 * t + i % 2;
+    double sum = p.adds ? p.c[i / 4][i % 4] : 0;
+    for (int k = 0; k < 16; k++) {
+      u32 word;
+      u64 at = second_half(p.b, 0) + k / 8 * second_half(p.b, 16) + i / 4 * second_half(p.b, 32) + column * 16 + k % 8 / 2 * 4;
+      memcpy(&word, memory + at, 4);
+      sum += (double)half_at(p.a[g * 4 + k % 8 / 2][row + k / 8 * 2], k % 2) * half_at(word, k % 2);
+    }
+    p.c[i / 4][i % 4] = (float)sum;
+  }
+}
+template <int N> static void start_product(float (&c)[N][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int adds) {
+  meet_warp([&](u32* s) { s[0] = a0, s[1] = a1, s[2] = a2, s[3] = a3; });
+  Product p = {c, N, {}, b, adds != 0};
+  for (int lane = 0; lane < 32; lane++) memcpy(p.a[lane], what_was_put()[lane], sizeof(p.a[lane]));
+  auto& groups = block->fibers[running].products;
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back(p);
+}
+static void publish_registers() {}
+static void end_products() { block->fibers[running].products.emplace_back(); }
+template <int PENDING> static void wait_for_products() {
+  auto& groups = block->fibers[running].products;
+  while (groups.size() > PENDING + 1) {
+    for (auto& p : groups.front()) compute(p);
+    groups.erase(groups.begin());
+  }
+}
+template <int N> static void keep_in_order(float (&)[N][4]) {}
 
 static int this_warp() { return (int)threadIdx.x / 32; }
 
@@ -324,6 +362,7 @@ static void prepare_block(Block& b, int n_threads) {
     f.done = false;
     f.groups.clear();
     f.stores.clear();
+    f.products.clear();
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.data();
     f.context.uc_stack.ss_size = STACK_BYTES;

@@ -1,0 +1,189 @@
+// Up to 8 TILES_OF_ROWS rows of activations times packed weights, where much has to be read of the matrix (sm_90).
+//
+// The warps of a block take tiles side by side, a slab, chunk after chunk, each tile through the warp's own ring.  The chunks
+// of all slabs are one line, of which every block gets an equal piece, from the middle of one slab to the middle of another.  A
+// block keeps the rows' chunks of its piece in shared memory; where that is too many, the grid's second dimension splits the
+// columns, a line each.  Each block leaves its part of a slab's sums for a second kernel, which adds them, in order.  Compiled
+// with KIND, TILE_BYTES, WARPS of a block, DEPTH of their rings; FROM_SHARED: matrix units read the rows from shared memory,
+// once for 64 rows of the matrix (sm_90a); GATED: the first half of the matrix's rows is the gate of the other one, half of a
+// slab each, and results are silu(gate x) (other x).
+
+#if FROM_SHARED
+#include "wide.cuh"
+typedef WideCursor<TILES_OF_ROWS> Kept;
+#else
+#include "rows.cuh"
+typedef Cursor<TILES_OF_ROWS> Kept;
+#endif
+
+constexpr int ROWS = 16, N = TILES_OF_ROWS, HALVES = GATED ? 2 : 1, SIDE = WARPS / HALVES, AT_ONCE = 8;
+
+static_assert(KIND::BYTES == TILE_BYTES);
+
+// A warp's ring of tiles: chunks of one after the other, then those of the tile `next_slab` bytes behind.
+struct Ring {
+  const u8* from;  // of the next chunk to copy
+  long long next_slab;
+  u32 units, barriers, slot, parity;
+  int in_slab, length, left;  // chunks until the next slab, of a slab, all
+
+  // Starts to copy `left` chunks.
+  DEVICE Ring(const u8* from, long long next_slab, int in_slab, int length, int left, u32 units, u32 barriers, int lane)
+      : from(from), next_slab(next_slab), units(units), barriers(barriers), slot(0), parity(0), in_slab(in_slab),
+        length(length), left(left) {
+    if (lane == 0) {
+      for (int i = 0; i < DEPTH; i++) init_barrier(barriers + 8 * i);
+      publish_barriers();
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) copy(i, lane);
+  }
+
+  DEVICE void copy(u32 to, int lane) {
+    if (left <= 0) return;
+    if (lane == 0) copy_bulk<KIND::BYTES>(units + to * KIND::BYTES, from, barriers + 8 * to);
+    left--;
+    from += KIND::BYTES;
+    if (--in_slab == 0) {
+      from += next_slab;
+      in_slab = length;
+    }
+  }
+
+  // The address of the oldest chunk, once it is there.
+  DEVICE u32 wait() const {
+    wait_for_barrier(barriers + 8 * slot, parity);
+    return units + slot * KIND::BYTES;
+  }
+
+  // No lane needs it any more: copies another one over it.
+  DEVICE void release(int lane) {
+    __syncwarp();
+    copy(slot, lane);
+    if (++slot == DEPTH) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Equal pieces of n units
+struct Line {
+  int n, n_blocks;
+
+  DEVICE int begin(int block) const { return (int)((long long)block * n / n_blocks); }
+  DEVICE int block_of(int unit) const { return (int)(((long long)(unit + 1) * n_blocks - 1) / n); }
+};
+
+// Tiles of a half of the matrix, and slabs
+struct Slabs {
+  int n_tiles, count;
+
+  DEVICE Slabs(int n_out) : n_tiles((n_out + ROWS - 1) / ROWS), count((n_tiles + SIDE - 1) / SIDE) {}
+};
+
+// Grid (blocks of a line, splits).  tiles [HALVES, n_tiles, n_chunks] of KIND::BYTES; x [n_rows, width], 16-byte aligned rows;
+// parts float32 [splits, slabs + blocks, WARPS, N, 32, 4]: block b's part of slab s is number s + b.  n_out: rows of the matrix,
+// of the gate where there is one.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+    gemv_slabs(const u8* tiles, const u16* x, float4* parts, int n_rows, int n_out, int n_chunks, int width) {
+  extern __shared__ __align__(128) u8 memory[];
+  launch_dependents();
+  int warp = this_warp(), lane = threadIdx.x % 32;
+  Slabs slabs(n_out);
+  int first = blockIdx.y * n_chunks / gridDim.y, length = (blockIdx.y + 1) * n_chunks / gridDim.y - first;  // chunks
+  Line line = {slabs.count * length, (int)gridDim.x};
+  int begin = line.begin(blockIdx.x), end = line.begin(blockIdx.x + 1), n_kept = min(length, end - begin);
+  u32 barriers = shared_address(memory) + DEPTH * WARPS * KIND::BYTES;
+  u8* numbers = memory + DEPTH * WARPS * (KIND::BYTES + 8);  // [n_kept, N] of NUMBER_BYTES
+  u8* sums = numbers + n_kept * N * NUMBER_BYTES;            // [n_kept, N] of SUM_BYTES
+  u8* factors = sums + n_kept * N * SUM_BYTES;               // [n_kept, N] of FACTOR_BYTES
+  long long tile_bytes = (long long)n_chunks * KIND::BYTES;
+  int slab = begin / length, tile = slab * SIDE + warp % SIDE, last = slabs.n_tiles - 1;
+  const u8* from = tiles + (warp / SIDE * slabs.n_tiles + min(tile, last)) * tile_bytes + (long long)(first + begin % length) * KIND::BYTES;
+  // behind the matrix there is nothing to read: its last slab may be narrower
+  bool inside = (slabs.count - 1) * SIDE + warp % SIDE <= last;
+  int left = inside ? end - begin : min(end, (slabs.count - 1) * length) - begin;
+  Ring ring(from, SIDE * tile_bytes - (long long)length * KIND::BYTES, length - begin % length, length, left,
+            shared_address(memory) + warp * DEPTH * KIND::BYTES, barriers + warp * DEPTH * 8, lane);
+  wait_for_inputs();
+  uint4 raw[8], next[8];
+  auto load = [&](uint4(&to)[8], int at) {
+    int row = at % N * 8 + lane / 4, unit = n_kept == length ? at / N : (begin + at / N) % length;
+    load_rows(to, x + (long long)row * width, at < n_kept * N && row < n_rows, (first + unit) * COLUMNS, width, lane);
+  };
+  load(raw, warp);
+  for (int at = warp; at < n_kept * N; at += WARPS) {
+    load(next, at + WARPS);
+    keep_rows<Kept::ORDER>(numbers + at * NUMBER_BYTES, sums + at * SUM_BYTES, factors + at * FACTOR_BYTES, raw, lane);
+#pragma unroll
+    for (int j = 0; j < 8; j++) raw[j] = next[j];
+  }
+  publish_writes();
+  __syncthreads();
+  for (int unit = begin; unit < end; slab++) {
+    int behind = min(end, (slab + 1) * length), kept = unit - (n_kept == length ? slab * length : begin);
+    Kept rows(shared_address(numbers) + kept * N * NUMBER_BYTES, shared_address(sums) + kept * N * SUM_BYTES,
+              shared_address(factors) + kept * N * FACTOR_BYTES, lane);
+    bool idle = !inside && slab == slabs.count - 1;  // its products are started, as the other warps of four wait for them
+    float sum[N][4] = {};
+#pragma unroll 1
+    for (; unit < behind; unit++) {
+      KIND weights;
+      weights.load(idle ? ring.units : ring.wait(), lane);
+      if (!idle) ring.release(lane);
+      rows.add(sum, weights);
+    }
+    long long part = blockIdx.y * (slabs.count + gridDim.x) + slab + blockIdx.x;
+    float4* to = parts + (part * WARPS + warp) * (N * 32) + lane;
+#pragma unroll
+    for (int n = 0; n < N; n++) to[n * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+  }
+}
+
+// The sums of a slab's parts for one tile of each half
+DEVICE void add_parts(float (&total)[HALVES][4], const float4* parts, int count) {
+  for (int i = 0; i < count; i += AT_ONCE, parts += AT_ONCE * WARPS * N * 32) {
+    float4 part[HALVES][AT_ONCE];
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++)
+        part[h][j] = i + j < count ? parts[(j * WARPS + h * SIDE) * N * 32] : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        total[h][0] += part[h][j].x, total[h][1] += part[h][j].y, total[h][2] += part[h][j].z, total[h][3] += part[h][j].w;
+      }
+  }
+}
+
+// Grid (tiles of a half) of N warps: results from parts.  out [n_rows, n_out]; n_blocks, n_splits: the grid of the kernel above.
+extern "C" __global__ void __launch_bounds__(N * 32)
+    gemv_slabs_sums(const float4* parts, u16* out, int n_rows, int n_out, int n_chunks, int n_blocks, int n_splits) {
+  launch_dependents();
+  wait_for_inputs();
+  int n = this_warp(), lane = threadIdx.x % 32, tile = blockIdx.x, slab = tile / SIDE;
+  Slabs slabs(n_out);
+  float total[HALVES][4] = {};
+  for (int split = 0; split < n_splits; split++) {
+    int length = (split + 1) * n_chunks / n_splits - split * n_chunks / n_splits;
+    Line line = {slabs.count * length, n_blocks};
+    int block = line.block_of(slab * length), count = line.block_of((slab + 1) * length - 1) - block + 1;
+    long long part = split * (slabs.count + n_blocks) + slab + block;
+    add_parts(total, parts + ((part * WARPS + tile % SIDE) * N + n) * 32 + lane, count);
+  }
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    int row = n * 8 + lane % 4 * 2 + c % 2, column = tile * ROWS + lane / 4 + c / 2 * 8;
+    if (row >= n_rows || column >= n_out) continue;
+    float result = total[0][c];
+    if (GATED) {
+      float gate = from_activation(to_activation(result)), other = from_activation(to_activation(total[HALVES - 1][c]));
+      result = gate / (1.f + expf(-gate)) * other;
+    }
+    out[(long long)row * n_out + column] = to_activation(result);
+  }
+}
