@@ -34,7 +34,8 @@ BATCH_BYTES = 8 << 20
 """Bytes read and converted at a time, to fit a cpu's caches."""
 DEVICE_BATCHES, ROOMY_BATCHES = 4, 8
 """An accelerator takes so many times as much at once, and more where ROOM_BYTES are free: beside a replay each launch
-waits for multiprocessors, and a batch is some 25 launches and seven times its bytes.
+waits for multiprocessors.  A batch of packed weights is one launch, two where its parts are joined, and takes twice its
+bytes.
 """
 ROOM_BYTES = 4 << 30
 PACK_ROWS = 64
@@ -209,8 +210,9 @@ class WeightLoader:
             out = empty_packed(kind, n, columns, self.selector.device, n_matrices)
         self.n_bytes += out.nbytes
         for at, parts in self._batches(chunks, 1, expanded=False):
-            # in one launch: with many small experts in a batch, launches would take longer than the work
-            out.write(at, torch.cat([rows for _, rows in parts]))
+            # joined first: with many small experts in a batch, a launch for each would take longer than the work
+            raw = [rows for _, rows in parts]
+            self.selector.repack(out, at, raw[0] if len(raw) == 1 else torch.cat(raw))
         return out
 
     def _tiles(self, rows: list[Rows]) -> Tiles:

@@ -117,6 +117,13 @@ class KernelSelector:
         """Whether a matrix of that format is repacked here."""
         return fmt is WeightFormat.PACKED and bool(self.kernels)
 
+    def repack(self, packed: PackedWeights, first: int, raw: Tensor) -> None:
+        """``packed.write(first, raw)`` in one launch, for formats that :meth:`repacks`."""
+        from daemons.ops.triton.repack import write_packed
+
+        with launching(self.device):
+            write_packed(packed, first, raw)
+
     def tiles(self, kind: GgmlType, n_rows: int, n_columns: int, n_bytes: int) -> bool:
         """Whether a matrix is repacked to tiles for C++ on a cpu: those take no more than the ``n_bytes`` planned."""
         if self.cpu is None or kind.name not in KINDS:
