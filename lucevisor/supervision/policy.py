@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-AT_ONCE: Final = 2
-"""Failures in a row after which a process that had served is still replaced without backoff."""
+AT_ONCE: Final = 4
+"""Failures in a row after which a process that had served is still replaced without backoff: one less than the restarts
+after which a group is given up.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class SupervisionLimits:
     step_s: float = 120.0  # a daemon that works on one step or reset for longer is considered hung
     backoff_first_s: float = 0.25
     backoff_most_s: float = 30.0
-    served_s: float = 5.0  # one that was READY for this long is replaced at once, twice
+    served_s: float = 5.0  # one that was READY for this long is replaced at once
     stable_s: float = 60.0  # READY for this long resets the backoff
     lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core
@@ -72,7 +74,7 @@ class RestartPolicy:
     def delay_s(self, now: float) -> float | None:
         """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
 
-        Zero where a process had served, the first two times in a row: requests wait for the next one. Else
+        Zero where a process had served, the first four times in a row: requests wait for the next one. Else
         exponential backoff, with jitter between half of the step and all of it. A start that never succeeds is given up
         after `n_restarts` tries in a row, however slowly it fails.
         """

@@ -32,7 +32,7 @@ from tests.kernels.delta_layers import Layer
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 CLUSTERS = ("sm_90", "sm_100")
 H200 = SharedMemory(132, 233472, 232448, clusters=True)
-HOPPER = replace(H200, wide_products=True)
+HOPPER = replace(H200, wide_products=True, fast_memory=True)
 ADA = SharedMemory(128, 102400, 101376, clusters=False)
 
 
@@ -136,6 +136,8 @@ def test_each_number_of_rows_has_the_kernel_that_is_fastest():
     assert chosen("Q4_K", 12352, 2048, 16) is RowsShape
     assert chosen("Q4_K", 34816, 5120, 32, H200) is StreamedShape  # a GPU whose matrix units read registers alone
     assert chosen("Q4_K", 34816, 5120, 16, ADA) is type(None)
+    slower = replace(HOPPER, fast_memory=False)  # an H100, which waits for memory
+    assert chosen("Q4_K", 34816, 5120, 32, slower) is StreamedShape
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

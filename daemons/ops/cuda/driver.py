@@ -16,6 +16,7 @@ from torch import Tensor
 
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_MEMORY_CLOCK_RATE, _MEMORY_BUS_WIDTH = 36, 37  # CU_DEVICE_ATTRIBUTE_..., in kHz and bits
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -53,6 +54,18 @@ def _check(result: int, what: str) -> None:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(name))
         raise DriverError(f"{what} failed: {(name.value or b'unknown error').decode()}")
+
+
+def memory_speed(index: int) -> float:
+    """Bytes a second that a device's memory delivers at most, by its clock, both of whose edges count, and its width.
+
+    0.0: the driver does not say.
+    """
+    driver, device, kilohertz, bits = _driver(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    failed = driver.cuDeviceGet(ctypes.byref(device), index)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(kilohertz), _MEMORY_CLOCK_RATE, device)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(bits), _MEMORY_BUS_WIDTH, device)
+    return 0.0 if failed else 2e3 * kilohertz.value * bits.value / 8
 
 
 def _argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:

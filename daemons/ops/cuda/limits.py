@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
+from daemons.ops.cuda.driver import memory_speed
+
 DTYPES = {torch.bfloat16: (), torch.float16: ("FLOAT16_ACTIVATIONS",)}
 """dtype of the activations -> what the kernels are compiled with."""
 CLUSTER_CAPABILITIES = (9, 10)
 """Major capabilities of GPUs whose blocks work in clusters."""
 WIDE_CAPABILITY = (9, 0)
 """That of GPUs whose matrix units read a factor from shared memory (wgmma)."""
+FAST_MEMORY = 4e12
+"""Bytes a second from which on products of some rows wait for instructions, not memory: H200 4.9e12, H100 3.4e12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +29,16 @@ class SharedMemory:
     """Whether blocks of a cluster reach each other's."""
     wide_products: bool = False
     """Whether matrix units read it (wgmma)."""
+    fast_memory: bool = False
+    """Whether the device's memory delivers FAST_MEMORY and more."""
 
     @classmethod
     def of(cls, device: torch.device) -> SharedMemory:
         found = torch.cuda.get_device_properties(device)
         block = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stub
         clusters, wide = found.major in CLUSTER_CAPABILITIES, (found.major, found.minor) == WIDE_CAPABILITY
-        return cls(found.multi_processor_count, found.shared_memory_per_multiprocessor, block, clusters, wide)
+        fast = wide and memory_speed(device.index) >= FAST_MEMORY
+        return cls(found.multi_processor_count, found.shared_memory_per_multiprocessor, block, clusters, wide, fast)
 
 
 def eight_rows_bytes(kind: str) -> int:

@@ -65,7 +65,7 @@ def n_slabs(n_tiles: int) -> int:
 @cache
 def slab_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: SharedMemory) -> SlabShape | None:
     """None: there is no such kernel, or others are faster: blocks would have few chunks each, or leave many parts."""
-    if not limits.wide_products or not 1 < n_rows <= MAX_SLAB_ROWS:
+    if not (limits.wide_products and limits.fast_memory) or not 1 < n_rows <= MAX_SLAB_ROWS:
         return None
     found = fitting_shape(kind, n_rows, n_chunks, n_tiles, limits)
     if found is None or found.n_splits > MAX_SPLITS or found.parts_bytes(n_tiles) > MAX_PARTS_BYTES:

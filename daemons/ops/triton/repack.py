@@ -69,6 +69,7 @@ def k_scale_words(row, left, inside):
     return scale | (minimum << 6) | (d << 12) | (dmin << 28)
 
 
+# Long: the layouts of eight quant types
 @triton.jit(do_not_specialize=["first", "n_raw", "width", "n_rows", "n_tiles", "n_chunks"])
 def repack_kernel(
     raw, codes, high, scales, steps, first, n_raw, width, n_rows, n_tiles, n_chunks,
