@@ -5,6 +5,7 @@ The one that runs listens on a Unix socket of the run directory.  What is said t
     new to old   Request: who asks, and for how long the old one may finish requests
     old to new   Offer, with descriptors (SCM_RIGHTS): the lock of the run directory, the listening sockets
     new to old   SERVING: it accepts connections
+    old to new   GIVEN: the name is the new one's, and systemd knows (its reports would be the old one's before that)
     old to new   SAVED: prefix slots are in cache.dir; then the end of file when it has ended
 
 Invariant: until SERVING the old one goes on as if nothing had been asked, so a new one that fails costs nothing; both
@@ -31,6 +32,7 @@ from lucevisor.protocol import descriptors
 log = structlog.get_logger("lucevisor.handover")
 
 SERVING: Final = b"serving"
+GIVEN: Final = b"given"
 SAVED: Final = b"saved"
 ANSWER_S: Final = 5.0
 SERVING_S: Final = 60.0
@@ -63,8 +65,11 @@ class Giver(Protocol):
     def keep(self) -> None:
         """The other supervisor failed: continue as before."""
 
-    async def give_up(self, request: Request) -> None:
-        """The other one serves: accept nothing more, and save prefix slots."""
+    def give_up(self, request: Request) -> None:
+        """The other one serves: leave the name to it, and accept nothing more."""
+
+    async def save(self) -> None:
+        """Save prefix slots for the other one."""
 
 
 class HandoverServer:
@@ -124,7 +129,10 @@ class HandoverServer:
         async with asyncio.timeout(SERVING_S):
             if await loop.sock_recv(connection, _MAX_BYTES) != SERVING:
                 raise OSError("the other supervisor ended before it served")
-        await self._giver.give_up(request)
+        self._giver.give_up(request)
+        with contextlib.suppress(OSError):
+            await loop.sock_sendall(connection, GIVEN)
+        await self._giver.save()
         with contextlib.suppress(OSError):
             await loop.sock_sendall(connection, SAVED)
         return True
@@ -146,8 +154,14 @@ class Taken:
             sock.close()
 
     async def serving(self) -> None:
-        """Tell the other one that connections are accepted."""
-        await asyncio.get_running_loop().sock_sendall(self._connection, SERVING)
+        """Tell the other one that connections are accepted; return when it has given up the name, or has ended."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._connection, SERVING)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await loop.sock_recv(self._connection, len(GIVEN))
+        except (TimeoutError, OSError) as error:  # clients are served here already: there is no way back
+            log.warning("the other supervisor did not say that it gave up", pid=self.offer.pid, reason=repr(error))
 
     async def saves(self) -> AsyncIterator[None]:
         """Yield when the other one has saved prefix slots, for the last time when it has ended."""

@@ -109,12 +109,15 @@ class Succession:
         """The other supervisor failed: continue as before."""
         self._report.ready()
 
-    async def give_up(self, request: Request) -> None:
-        """Stop when the running requests have ended, and save what they computed until then."""
+    def give_up(self, request: Request) -> None:
+        """Leave the name to the other one; stop when the running requests have ended."""
         self._report.leave(request.pid)
         self._run_dir.release()
         log.info("handed over", to_pid=request.pid, drain_s=request.drain_s)
         self._tasks.append(asyncio.create_task(self._finish(request.drain_s), name="finish requests"))
+
+    async def save(self) -> None:
+        """Save what has been computed until now."""
         await self._service.save_prefixes(SAVE_S)
 
     async def _finish(self, drain_s: float) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from lucevisor.app.handover import HandoverServer, Offer, Request, Taken, take
 from lucevisor.errors import LucevisorError
@@ -27,6 +28,7 @@ class Giver:
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.said: list[object] = []
         self.refuses = ""
+        self.may_save = asyncio.Event()
 
     def offer(self) -> tuple[Offer, list[int]]:
         self.said.append("offer")
@@ -35,8 +37,12 @@ class Giver:
     def keep(self) -> None:
         self.said.append("keep")
 
-    async def give_up(self, request: Request) -> None:
+    def give_up(self, request: Request) -> None:
         self.said.append(request)
+
+    async def save(self) -> None:
+        await self.may_save.wait()
+        self.said.append("save")
 
 
 @pytest.fixture
@@ -68,10 +74,24 @@ async def test_sockets_lock_and_what_was_saved(giver: Giver, tmp_path: Path) -> 
     assert not any(os.get_inheritable(fd) for fd in (taken.lock, taken.sockets[0].fileno()))
     assert giver.said == ["offer"]
     await taken.serving()
+    assert giver.said == ["offer", ASK]  # the name was given up before what the new one does next
+    giver.may_save.set()
     saves = taken.saves()
     await anext(saves)  # it has saved what it had
-    assert giver.said == ["offer", ASK]
+    assert giver.said == ["offer", ASK, "save"]
     await saves.aclose()
+    taken.decline()
+
+
+async def test_one_that_serves_goes_on_when_the_other_one_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lucevisor.app.handover.ANSWER_S", 0.05)
+    mine, other = socket.socketpair()
+    mine.setblocking(False)
+    taken = Taken(mine, Offer(1), [os.open("/dev/null", os.O_RDONLY)])
+    with other, capture_logs() as said:
+        await taken.serving()
+        assert other.recv(16) == b"serving"
+    assert "did not say that it gave up" in said[0]["event"]
     taken.decline()
 
 

@@ -93,14 +93,20 @@ def reading(manager: Manager) -> Iterator[None]:
         thread.join()
 
 
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    one = Manager(str(tmp_path / "notify"))
+    yield one
+    one.sock.close()
+
+
 def pids(status: dict[str, Any]) -> list[int]:
     return [status["pid"], *(group["pid"] for group in status["groups"])]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("n_times", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_eight_clients_notice_nothing_of_a_new_supervisor(cli: Cli, n_times: int, tmp_path: Path) -> None:
-    manager = Manager(str(tmp_path / "notify"))
+def test_eight_clients_notice_nothing_of_a_new_supervisor(cli: Cli, n_times: int, manager: Manager) -> None:
     cli.env |= manager.environ
     status = cli.start(DEMO, *EXACT)
     clients = Clients(status["url"])
@@ -120,7 +126,6 @@ def test_eight_clients_notice_nothing_of_a_new_supervisor(cli: Cli, n_times: int
     assert said.count("READY=1") == n_times + 1
     cli.stop()
     assert not cli.socket().parent.exists()
-    manager.sock.close()
 
 
 @pytest.mark.slow  # the parts: tests/app/test_handover.py
