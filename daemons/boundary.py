@@ -1,6 +1,6 @@
 """Boundary activations handed from one stage to the next: rows in, rows out, one region a step.
 
-Knows neither stages nor steps.  Invariant: when ``write`` returns, the bytes are where the next stage reads
+Knows no stages.  Invariant: when ``write`` returns, the bytes are where the next stage reads
 them, unless its caller is to wait.
 """
 
@@ -9,18 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from daemons import device as devices
+from daemons.deferred import SentRows, recorded
 from daemons.errors import DeviceError, LoadError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.doorbell import Doorbells
 from lucevisor.protocol.loading import Load
+from lucevisor.protocol.steps import Step
 
 RowWait = Callable[[Doorbells, int, int], float]
 """Waits for the rows of a region and step; see Inbox.await_rows."""
@@ -28,17 +31,23 @@ RowWait = Callable[[Doorbells, int, int], float]
 
 @dataclass(slots=True)
 class Arrival:
-    """When the rows of a step came: ``waited_s`` for them, and ``hop_s`` since their doorbell."""
+    """When the rows of a step came: ``waited_s`` for them, until ``at``, and ``hop_s`` since their doorbell."""
 
     wait: Callable[[], float] = lambda: 0.0
     waited_s: float = 0.0
     hop_s: float = 0.0
+    at: float = 0.0
 
     def __call__(self) -> None:
         """Wait for them."""
         started = time.monotonic()
         self.hop_s = self.wait()
-        self.waited_s = time.monotonic() - started
+        self.at = time.monotonic()
+        self.waited_s = self.at - started
+
+    def idle_s(self, since: float) -> float:
+        """The part of the wait in which the device had nothing to do: from ``since`` on."""
+        return max(0.0, min(self.waited_s, self.at - since))
 
 
 class BoundaryBuffer(Protocol):
@@ -89,6 +98,25 @@ class SharedMemoryBuffer:
         self.read(region, rows.shape[0]).copy_(rows, non_blocking=True)
         if wait:
             devices.synchronize(rows.device)
+
+
+def rows_of(boundary: BoundaryBuffer | None, step: Step, await_rows: RowWait | None) -> tuple[Tensor | None, Arrival]:
+    """Where the stage before writes the rows of a step, and what waits for them; nothing for the first stage."""
+    if boundary is None:
+        return None, Arrival()
+    rows = boundary.read(step.region, step.n_tokens)
+    if await_rows is None:
+        return rows, Arrival()
+    return rows, Arrival(partial(await_rows, boundary.bells, step.region, step.step_id))
+
+
+def hand_over(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, wait: bool) -> SentRows | None:
+    """Hand the rows of a step to the next stage; without ``wait`` its bell is rung by what is returned."""
+    boundary.write(step.region, rows, wait=wait)
+    if not wait:
+        return SentRows(boundary.bells, step.region, step.step_id, recorded(rows.device))
+    boundary.bells.ring(step.region, step.step_id)
+    return None
 
 
 def arena_width(load: Load, arena: int, spec: ModelSpec) -> int:

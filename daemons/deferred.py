@@ -1,6 +1,7 @@
-"""Tokens drawn on a device without waiting for them, so that the next step can be queued at once.
+"""Results of a step that nobody waits for on the host, so that the next step can be queued behind it at once.
 
-The next step reads them on the device (``Fill``); the host gets an asynchronous copy (``settle``).
+Tokens: the next step reads them on the device (``Fill``), the host gets an asynchronous copy.  Rows for the next stage:
+its bell is rung when they have left the device.  Both are over with ``settle``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,35 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lucevisor.protocol.doorbell import Doorbells
+
+
+def recorded(device: torch.device) -> torch.cuda.Event:
+    """An event behind everything queued on the device's current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(slots=True, eq=False)
+class SentRows:
+    """Rows of a step on their way into a region, and the bell that says that they are there."""
+
+    bells: Doorbells
+    region: int
+    step_id: int
+    copied: torch.cuda.Event
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``settle`` returns at once."""
+        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Wait for the device; ring."""
+        self.copied.synchronize()
+        self.bells.ring(self.region, self.step_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +56,7 @@ class DeferredTokens:
         """Start the copy to the host."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(tokens.device))
-        return cls([*sequences], tokens, host, copied)
+        return cls([*sequences], tokens, host, recorded(tokens.device))
 
     @property
     def ready(self) -> bool:

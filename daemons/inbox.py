@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -57,17 +58,20 @@ class Inbox:
         ends = any(isinstance(frame.message, Recall | Reset | Shutdown) for frame in self._waiting)
         return ends or self._link.closed_because is not None
 
-    def await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:
+    def await_rows(
+        self, bells: Doorbells, region: int, step_id: int, computing: Callable[[], bool] = lambda: False
+    ) -> float:
         """Wait until the rows of a posted step are there; seconds since then, or since this was called if they were.
 
-        Polls for ``spin_s``, then sleeps until the bell or the link wakes it.  Raises StepRecalled.
+        Polls for ``spin_s``, then sleeps until the bell or the link wakes it; asks ``computing`` meanwhile and does not
+        sleep while that says so.  Raises StepRecalled.
         """
         began = time.monotonic()
         until = began + self.spin_s
         while not bells.rung(region, step_id):
             if self.recalling:
                 raise StepRecalled(f"step {step_id}")
-            spins = time.monotonic() < until
+            spins = computing() or time.monotonic() < until
             if spins and any(bells.rung(region, step_id) for _ in range(_LOOKS)):
                 break
             self._look(bells, None if not spins else 0)

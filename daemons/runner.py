@@ -11,20 +11,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width
-from daemons.deferred import DeferredTokens, Fill
+from daemons.boundary import (
+    Arrival,
+    BoundaryBuffer,
+    RowWait,
+    SharedMemoryBuffer,
+    arena_width,
+    hand_over,
+    rows_of,
+)
+from daemons.deferred import DeferredTokens, Fill, SentRows
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
 from daemons.identities import expect, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays
-from daemons.models.stage import LoadedStage, StageOutput
+from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter, warn_once
 from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler
@@ -40,9 +49,7 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena, attach_all
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import (
-    CloseSequence,
     DraftStep,
-    OpenSequence,
     PageScores,
     Sampled,
     Scored,
@@ -51,6 +58,7 @@ from lucevisor.protocol.steps import (
     StepResult,
 )
 
+T = TypeVar("T")
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
 """Returns the masks of a step and its slices when they are there; see Inbox.take."""
 
@@ -73,6 +81,10 @@ class ModelRunner:
         ]
         self._ring = next((TokenRing(arenas[p.tokens]) for p in load.stages if p.tokens is not None), None)
         self._settled_at = self._upkeep_s = 0.0
+        self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
+        # A step is queued behind one that is not settled: that is settled while this one waits for its rows.
+        self._queues = pinned and self.is_awaited and len(load.stages) == 1 and load.draft is None
+        self._is_computing = False  # a step is not settled
         self._warned: set[str] = set()
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
@@ -102,8 +114,13 @@ class ModelRunner:
             kernels |= stage.kernels
             if plan.output:
                 runner._sampler = Sampler(runner.spec.vocabulary, stage.device)
-        problem = runner._try_to_load_draft(reporter) if load.draft is not None else ""
-        score_problem = runner._try_to_load_scorer(reporter) if load.score is not None else ""
+        problem = score_problem = ""
+        if load.draft is not None:
+            runner._draft, problem = runner._try_to_load("drafter", reporter, runner._load_draft)
+            if problem:
+                runner._draft_inputs = None
+        if load.score is not None:
+            runner.scorer, score_problem = runner._try_to_load("scoring model", reporter, runner._load_scorer)
         draft, scorer = runner._draft, runner.scorer
         assert runner.spec.files is not None
         identities = unchanged(runner.spec.files)
@@ -135,38 +152,30 @@ class ModelRunner:
             return False
         for stage, replay in replays.items():
             for step in replay.steps:
-                self._follow(self._plans[stage], step)
-                self._count(self._plans[stage], step)
+                if self._plans[stage].output and self._sampler is not None:
+                    self._sampler.follow(step.operations)
+                    self._sampler.count_context(step.slices)
         n_tokens = sum(step.n_tokens for replay in replays.values() for step in replay.steps)
         reporter.log("info", "replayed while loading", n_tokens=n_tokens, seconds=seconds)
         return True
 
-    def _try_to_load_draft(self, reporter: Reporter) -> str:
-        """Load the draft stage; return why it cannot be loaded if the daemon has other stages, which go on without.
+    def _try_to_load(self, what: str, reporter: Reporter, load: Callable[[Reporter], T]) -> tuple[T | None, str]:
+        """Return a helping stage, or why it cannot be loaded if the daemon has other stages, which go on without.
 
         Raises as :meth:`load` does if it has none.
         """
         try:
-            self._draft = self._load_draft(reporter)
+            return load(reporter), ""
         except (GgufError, LoadError, DeviceError, OSError) as error:
             if not self._load.stages:
                 raise
-            reporter.log("error", "the drafter cannot be loaded", reason=str(error))
-            self._draft_inputs = None
-            return f"the drafter cannot be loaded: {error}"
-        return ""
+            reporter.log("error", f"the {what} cannot be loaded", reason=str(error))
+            return None, f"the {what} cannot be loaded: {error}"
 
-    def _try_to_load_scorer(self, reporter: Reporter) -> str:
-        """The same for the scoring stage."""
-        try:
-            self.scorer = ScoreStage.load(self._load, self._backend, reporter.progress)
-        except (GgufError, LoadError, DeviceError, OSError) as error:
-            if not self._load.stages:
-                raise
-            reporter.log("error", "the scoring model cannot be loaded", reason=str(error))
-            return f"the scoring model cannot be loaded: {error}"
-        warn_once(reporter, self._warned, self.scorer.warnings, "scoring")
-        return ""
+    def _load_scorer(self, reporter: Reporter) -> ScoreStage:
+        scorer = ScoreStage.load(self._load, self._backend, reporter.progress)
+        warn_once(reporter, self._warned, scorer.warnings, "scoring")
+        return scorer
 
     def _load_draft(self, reporter: Reporter) -> DraftStage:
         assert self._load.draft is not None
@@ -191,45 +200,46 @@ class ModelRunner:
         ``await_rows`` of a posted step is called when all is prepared but its rows; it may raise StepRecalled, after
         which the step's operations count as applied.
         ``queued`` is called before anything waits for the device: the time to settle the step before.  That may be
-        deferred, and this step may be queued behind it, where all stages are here.
+        deferred, and this step may be queued behind it, where all stages are here, or where ``await_rows`` settles it.
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
         asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
+        queues = self._queues and await_rows is not None
         if fill is None:
-            queued()
+            if not queues:
+                queued()
             if plan.output and self._draft_inputs is not None:
                 self._draft_inputs.keep_slices(step, step.slices)
         self._apply(stage, plan, step)
         arrival = Arrival()
-        deferred: DeferredTokens | None = None
-        payload = Payload()
-        sampled: list[Sampled] = []
-        scored: list[Scored] = []
-        page_scores: list[PageScores] = []
+        deferred: DeferredTokens | SentRows | None = None
+        payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
-            rows_in, arrival = self._rows_in(plan, step, await_rows)
+            source = None if plan.source is None else self._boundaries[plan.source]
+            rows_in, arrival = rows_of(source, step, await_rows)
             out = stage.forward(step, rows_in, fill or following, arrival)
             if following is not None:
                 arrival, sampled = following.arrival, following.tokens
-            self._count(plan, step)
+            wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
             page_scores = out.page_scores
             if step.want_hidden:
                 payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
-            self._hand_over(plan, step, out)
-            if plan.target is None:
-                scored = self._score(stage, step, out.rows)
+            if out.captures is not None:
+                self._hand_captures(plan, step, out.captures, queued)
+            if plan.target is not None:
+                deferred = hand_over(self._boundaries[plan.target], step, out.rows, wait=not queues)
+            else:
                 told = queued if fill is None else partial(self._tell, asked, queued)
+                scored = self._count(stage, step, out.rows, queued)
                 found = self._sample(stage, step, out.rows, masks, payload, told)
-                if isinstance(found, DeferredTokens):
-                    deferred = found
-                else:
-                    sampled = found
-                if not found:  # else drawing waited: steps are not queued on the device, and their time is known
-                    devices.synchronize(stage.device)
+                deferred, sampled = (found, []) if isinstance(found, DeferredTokens) else (None, found)
+        queued()
+        self._is_computing = deferred is not None
         if plan.output and self._draft_inputs is not None and deferred is None:
             self._draft_inputs.keep_tokens(step, sampled)
-        compute_s, wait_s = time.monotonic() - started - arrival.waited_s, wait_s + arrival.waited_s
+        started += arrival.waited_s
+        compute_s = time.monotonic() - max(started, self._settled_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
         result = StepResult(
             step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
@@ -249,26 +259,21 @@ class ModelRunner:
         following = FollowingStep(self._ring, step, await_tokens) if plan.embedding else None
         return without_tokens(step), None, following
 
-    def _rows_in(self, plan: StagePlan, step: Step, await_rows: RowWait | None) -> tuple[Tensor | None, Arrival]:
-        """Where the stage before writes the rows of a step, and what waits for them."""
-        if plan.source is None:
-            return None, Arrival()
-        boundary = self._boundaries[plan.source]
-        rows = boundary.read(step.region, step.n_tokens)
-        if await_rows is None:
-            return rows, Arrival()
-        return rows, Arrival(partial(await_rows, boundary.bells, step.region, step.step_id))
-
     def tell(self, output: StepOutput) -> None:
         """Hand the tokens of a step that the supervisor was told of to the first stage, if that is another daemon's."""
         if self._ring is not None and self._sampler is not None and output.step is not None and output.result.sampled:
             self._ring.tell(output.step, output.result.sampled)
 
     def settle(self, output: StepOutput) -> StepOutput:
-        """Wait for the deferred tokens of a step."""
-        if output.deferred is None or self._sampler is None:
+        """Wait for what a step has deferred."""
+        deferred, sampled = output.deferred, output.result.sampled
+        if isinstance(deferred, SentRows):
+            deferred.settle()
+        elif deferred is not None and self._sampler is not None:
+            sampled = self._sampler.settle(deferred)
+        else:
             return output
-        sampled, now = self._sampler.settle(output.deferred), time.monotonic()
+        now, self._is_computing = time.monotonic(), False
         if self._draft_inputs is not None and output.step is not None:
             self._draft_inputs.keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
@@ -281,15 +286,9 @@ class ModelRunner:
         if self._draft_inputs is not None and self._sampler is not None:
             self._draft_inputs.keep_slices(asked, self._sampler.told(asked.slices))
 
-    def _hand_over(self, plan: StagePlan, step: Step, out: StageOutput) -> None:
-        """Hand a stage's rows to the next one, and its captures to the draft stage, in this daemon or in another."""
-        if out.captures is not None:
-            self._hand_captures(plan, step, out.captures)
-        if plan.target is not None:
-            self._boundaries[plan.target].write(step.region, out.rows)
-            self._boundaries[plan.target].bells.ring(step.region, step.step_id)
-
-    def _hand_captures(self, plan: StagePlan, step: Step, captures: Tensor) -> None:
+    def _hand_captures(self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None]) -> None:
+        """Hand a stage's captures to the draft stage, in this daemon or in another."""
+        queued()
         if plan.capture_target is not None:
             # the output stage waits for its device in any case, before anybody hears of the step
             wait = not plan.output or captures.device != self.stages[plan.stage].device
@@ -344,26 +343,17 @@ class ModelRunner:
         stage.apply(step.operations)
         if step.upkeep and plan.output and self._draft is not None:
             self._draft.apply(step.operations)
-        self._follow(plan, step)
-
-    def _follow(self, plan: StagePlan, step: Step) -> None:
-        """Keep what sampling needs of a step's operations."""
         if plan.output and self._sampler is not None:
-            for operation in step.operations:
-                if isinstance(operation, OpenSequence):
-                    self._sampler.open(operation.sequence, operation.sampling, operation.history, operation.mu)
-                elif isinstance(operation, CloseSequence):
-                    self._sampler.close(operation.sequence)
+            self._sampler.follow(step.operations)
 
-    def _count(self, plan: StagePlan, step: Step) -> None:
-        """Count the tokens of a step that is computed."""
-        if plan.output and self._sampler is not None:
-            for slice_ in step.slices:
-                self._sampler.count(slice_.sequence, slice_.tokens[: slice_.n_context])
-
-    def _score(self, stage: LoadedStage, step: Step, rows: Tensor) -> list[Scored]:
-        if self._sampler is None or not any(s.scored for s in step.slices):
+    def _count(self, stage: LoadedStage, step: Step, rows: Tensor, queued: Callable[[], None]) -> list[Scored]:
+        """Count the tokens of a step that is computed, and score those that are to be."""
+        if self._sampler is None:
             return []
+        self._sampler.count_context(step.slices)
+        if not any(s.scored for s in step.slices):
+            return []
+        queued()
         states = self._sampler.states
         return score(step.slices, partial(stage.logits, rows), lambda s: states[s].sampling.n_top_logprobs)
 
@@ -377,6 +367,7 @@ class ModelRunner:
         queued: Callable[[], None],
     ) -> list[Sampled] | DeferredTokens:
         if step.want_logits:
+            queued()
             payload.add("logits", stage.logits(rows, None).cpu())
         wanted: list[int] = []
         end = 0
@@ -385,12 +376,15 @@ class ModelRunner:
             if slice_.sample:
                 wanted += range(end - 1 - slice_.n_drafts, end)
         if not wanted or self._sampler is None:
+            queued()
+            devices.synchronize(stage.device)  # as drawing does: the step's time is known
             return []
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
         slices = [s for s in step.slices if s.sample]
-        # drafts begin with tokens that the host reads, and other stages wait for the result
+        # drafts begin with tokens that the host reads
         drafts = self._draft_inputs is not None and any(s.n_ahead for s in slices)
-        alone = not drafts and self._plans[stage.plan.stage].source is None and not step.want_logits
+        queues = self._queues or self._plans[stage.plan.stage].source is None
+        alone = not drafts and queues and not step.want_logits
         deferred = self._sampler.defer(slices, logits) if alone else None
         queued()
         if deferred is not None:

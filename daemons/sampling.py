@@ -21,8 +21,9 @@ from daemons.errors import StateError
 from daemons.masks import apply_masks
 from daemons.ops.choices import likeliest
 from daemons.repetition import Breakers, Context, breakers_by_head, penalise_repetition
+from daemons.scoring import TokenReport, report_of, sampled_of
 from daemons.truncation import filtered, mirostat_keeps, next_mu
-from lucevisor.protocol.steps import PENDING, Sampled, Sampling, Slice, Step
+from lucevisor.protocol.steps import PENDING, CloseSequence, OpenSequence, Operation, Sampled, Sampling, Slice, Step
 
 CANDIDATES = 1024
 """Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""
@@ -92,6 +93,14 @@ class Sampler:
         self.states.pop(sequence, None)
         self._last.pop(sequence, None)
 
+    def follow(self, operations: Sequence[Operation]) -> None:
+        """Open and close sequences as a step's operations say."""
+        for operation in operations:
+            if isinstance(operation, OpenSequence):
+                self.open(operation.sequence, operation.sampling, operation.history, operation.mu)
+            elif isinstance(operation, CloseSequence):
+                self.close(operation.sequence)
+
     def reset(self) -> None:
         self.states.clear()
         self._last.clear()
@@ -157,6 +166,11 @@ class Sampler:
             index = torch.tensor(ids, dtype=torch.long, device=self.device)
             state.counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
+    def count_context(self, slices: Sequence[Slice]) -> None:
+        """Count the tokens of a step that is computed."""
+        for s in slices:
+            self.count(s.sequence, s.tokens[: s.n_context])
+
     def sample(self, slices: Sequence[Slice], logits: Tensor, masks: Tensor | None = None) -> list[Sampled]:
         """Tokens of each slice: the one after its context, then one after each accepted draft, which is counted.
 
@@ -164,12 +178,12 @@ class Sampler:
         bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted,
         but for mirostat, which draws in order.
         """
-        rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[_Report | None]()
+        rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[TokenReport | None]()
         masked = list[int]()
         for slice_ in slices:
             state, drafts = self.states[slice_.sequence], slice_.drafts
             block = logits[len(rows) : len(rows) + 1 + len(drafts)]
-            reports.append(_report(block, state.sampling.n_top_logprobs))
+            reports.append(report_of(block, state.sampling.n_top_logprobs))
             adjust(state, block, drafts)
             if slice_.masked:
                 masked += range(len(rows), len(rows) + len(block))
@@ -192,7 +206,7 @@ class Sampler:
             at = end
             self.count(slice_.sequence, drafts[: len(tokens) - 1])
             self._last[slice_.sequence] = tokens[-1]
-            out += _sampled(slice_.sequence, tokens, report, mus)
+            out += sampled_of(slice_.sequence, tokens, report, mus)
         return out
 
 
@@ -234,40 +248,6 @@ def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
     )
     ones = counts.new_ones(()).expand(len(where))
     return counts.repeat(n, 1).index_put_(tuple(where.unbind(1)), ones, accumulate=True)
-
-
-# ---- log-probabilities
-
-
-@dataclass(slots=True)
-class _Report:
-    """Log-probabilities of the model itself, before penalties, masks and temperature: [n, V]; the best of each row."""
-
-    logprobs: Tensor
-    values: Tensor
-    ids: Tensor
-
-
-def _report(logits: Tensor, n_top: int) -> _Report | None:
-    """The report of rows [n, V], which may then be changed; None unless asked for."""
-    if n_top < 0:
-        return None
-    logprobs = torch.log_softmax(logits, dim=-1)
-    return _Report(logprobs, *logprobs.topk(min(n_top, logits.shape[-1])))
-
-
-def _sampled(sequence: int, tokens: list[int], report: _Report | None, mus: list[float]) -> list[Sampled]:
-    standing: Sequence[float | None] = mus or [None] * len(tokens)
-    if report is None:
-        return [Sampled(sequence, token, mu=mu) for token, mu in zip(tokens, standing, strict=True)]
-    n = len(tokens)
-    index = torch.tensor(tokens, device=report.logprobs.device).unsqueeze(1)
-    own = report.logprobs[:n].gather(1, index).squeeze(1).tolist()
-    top = zip(report.ids[:n].tolist(), report.values[:n].tolist(), strict=True)
-    return [
-        Sampled(sequence, token, logprob, list(zip(ids, values, strict=True)), mu)
-        for token, logprob, (ids, values), mu in zip(tokens, own, top, standing, strict=True)
-    ]
 
 
 # ---- draws

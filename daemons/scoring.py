@@ -1,17 +1,18 @@
-"""Log-probabilities of tokens that are given, not drawn: those of prompts, on the output stage.
+"""Log-probabilities on the output stage: of tokens that were drawn, and of given ones, those of prompts.
 
-Knows rows and ids only.  A few rows are turned into logits at a time, so that a long prompt takes no more memory than
+Knows rows and ids only.  Of a prompt a few rows are turned into logits at a time, so that it takes no more memory than
 a decode of as many sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.steps import Scored, Slice
+from lucevisor.protocol.steps import Sampled, Scored, Slice
 
 ROWS = 16
 """Rows whose logits are in memory at once."""
@@ -41,3 +42,35 @@ def _score(slice_: Slice, first: int, logits_of: Callable[[Sequence[int]], Tenso
         best = report.topk(max(0, min(n_top, report.shape[-1])))
         tops += [list(zip(i, v, strict=True)) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return Scored(slice_.sequence, slice_.start + 1, logprobs, tops)
+
+
+@dataclass(slots=True)
+class TokenReport:
+    """Log-probabilities of the model itself, before penalties, masks and temperature: [n, V]; the best of each row."""
+
+    logprobs: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+def report_of(logits: Tensor, n_top: int) -> TokenReport | None:
+    """The report of rows [n, V], which may then be changed; None unless asked for."""
+    if n_top < 0:
+        return None
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return TokenReport(logprobs, *logprobs.topk(min(n_top, logits.shape[-1])))
+
+
+def sampled_of(sequence: int, tokens: list[int], report: TokenReport | None, mus: list[float]) -> list[Sampled]:
+    """Tokens that were drawn, with what their report says of them and mirostat's ``mus``."""
+    standing: Sequence[float | None] = mus or [None] * len(tokens)
+    if report is None:
+        return [Sampled(sequence, token, mu=mu) for token, mu in zip(tokens, standing, strict=True)]
+    n = len(tokens)
+    index = torch.tensor(tokens, device=report.logprobs.device).unsqueeze(1)
+    own = report.logprobs[:n].gather(1, index).squeeze(1).tolist()
+    top = zip(report.ids[:n].tolist(), report.values[:n].tolist(), strict=True)
+    return [
+        Sampled(sequence, token, logprob, list(zip(ids, values, strict=True)), mu)
+        for token, logprob, (ids, values), mu in zip(tokens, own, top, standing, strict=True)
+    ]

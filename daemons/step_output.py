@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from daemons.deferred import DeferredTokens
+from daemons.deferred import DeferredTokens, SentRows
 from lucevisor.protocol.steps import Step, StepResult
 
 
@@ -27,11 +27,12 @@ class Payload:
 class StepOutput:
     """A step result and its payload, float32 arrays.
 
-    ``deferred``: the tokens of ``step`` that the result lacks until ``ModelRunner.settle``; it began at ``started``.
+    ``deferred``: what ``step`` still lacks until ``ModelRunner.settle``: its tokens, or the next stage its rows.  It
+    began at ``started``, when its own rows had come.
     """
 
     result: StepResult
     payload: list[Tensor]
-    deferred: DeferredTokens | None = None
+    deferred: DeferredTokens | SentRows | None = None
     step: Step | None = None
     started: float = 0.0

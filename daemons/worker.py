@@ -44,7 +44,7 @@ from lucevisor.protocol.steps import DraftStep, Recall, Recalled, Reset, ResetDo
 from lucevisor.protocol.transfers import Restore, Save
 
 _POLL_S = 5e-5
-"""How often the daemon looks whether the device is done while no frame comes."""
+"""How often the daemon looks whether the device is done while no frame comes; all the time if others wait for it."""
 
 
 def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
@@ -145,11 +145,21 @@ class _MessageLoop:
 
     def _receive(self) -> Frame | None:
         """The next frame; meanwhile answer the step on the device when that is done."""
-        while (output := self._deferred) is not None and not self._inbox.wait(_POLL_S):
-            if output.deferred is None or output.deferred.ready:
-                self._answer_deferred()
-                self._idle()
+        while self._deferred is not None and not self._inbox.wait(self._poll_s):
+            self._answer_if_done()
         return self._inbox.receive()
+
+    @property
+    def _poll_s(self) -> float:
+        return 0.0 if self._runtime is not None and self._runtime.is_awaited else _POLL_S
+
+    def _answer_if_done(self) -> bool:
+        """Answer the step on the device if that is done; return whether there still is one."""
+        output = self._deferred
+        if output is not None and (output.deferred is None or output.deferred.ready):
+            self._answer_deferred()
+            self._idle()
+        return self._deferred is not None
 
     def _answer_deferred(self) -> None:
         """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
@@ -260,8 +270,9 @@ class _MessageLoop:
         return None
 
     def _await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:
-        self._reporter.phase("idle")
-        seconds = self._inbox.await_rows(bells, region, step_id)
+        if self._deferred is None:
+            self._reporter.phase("idle")
+        seconds = self._inbox.await_rows(bells, region, step_id, self._answer_if_done)
         self._reporter.phase("step", step_id)
         return seconds
 
