@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.deferred import SentRows, recorded
+from daemons.deferred import QueuedStep, recorded
 from daemons.errors import DeviceError, LoadError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
@@ -110,11 +110,11 @@ def rows_of(boundary: BoundaryBuffer | None, step: Step, await_rows: RowWait | N
     return rows, Arrival(partial(await_rows, boundary.bells, step.region, step.step_id))
 
 
-def hand_over(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, wait: bool) -> SentRows | None:
+def hand_over(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, wait: bool) -> QueuedStep | None:
     """Hand the rows of a step to the next stage; without ``wait`` its bell is rung by what is returned."""
     boundary.write(step.region, rows, wait=wait)
     if not wait:
-        return SentRows(boundary.bells, step.region, step.step_id, recorded(rows.device))
+        return QueuedStep(recorded(rows.device), boundary.bells, step.region, step.step_id)
     boundary.bells.ring(step.region, step.step_id)
     return None
 

@@ -23,23 +23,24 @@ def recorded(device: torch.device) -> torch.cuda.Event:
 
 
 @dataclass(slots=True, eq=False)
-class SentRows:
-    """Rows of a step on their way into a region, and the bell that says that they are there."""
+class QueuedStep:
+    """A step whose result is none, or rows on their way into a region, and the bell that says that they are there."""
 
-    bells: Doorbells
-    region: int
-    step_id: int
-    copied: torch.cuda.Event
+    done: torch.cuda.Event
+    bells: Doorbells | None = None
+    region: int = 0
+    step_id: int = 0
 
     @property
     def ready(self) -> bool:
         """Whether ``settle`` returns at once."""
-        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+        return bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         """Wait for the device; ring."""
-        self.copied.synchronize()
-        self.bells.ring(self.region, self.step_id)
+        self.done.synchronize()
+        if self.bells is not None:
+            self.bells.ring(self.region, self.step_id)
 
 
 @dataclass(slots=True, eq=False)

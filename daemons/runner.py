@@ -27,7 +27,7 @@ from daemons.boundary import (
     hand_over,
     rows_of,
 )
-from daemons.deferred import DeferredTokens, Fill, SentRows
+from daemons.deferred import DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
@@ -205,7 +205,7 @@ class ModelRunner:
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
         asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
-        queues = self._queues and await_rows is not None
+        queues = self._queues and not (step.want_hidden or step.want_logits or step.rank_pages)
         if fill is None:
             if not queues:
                 queued()
@@ -213,7 +213,7 @@ class ModelRunner:
                 self._draft_inputs.keep_slices(step, step.slices)
         self._apply(stage, plan, step)
         arrival = Arrival()
-        deferred: DeferredTokens | SentRows | None = None
+        deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
             source = None if plan.source is None else self._boundaries[plan.source]
@@ -232,8 +232,8 @@ class ModelRunner:
             else:
                 told = queued if fill is None else partial(self._tell, asked, queued)
                 scored = self._count(stage, step, out.rows, queued)
-                found = self._sample(stage, step, out.rows, masks, payload, told)
-                deferred, sampled = (found, []) if isinstance(found, DeferredTokens) else (None, found)
+                found = self._sample(stage, step, out.rows, masks, payload, told, queues)
+                deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
         self._is_computing = deferred is not None
         if plan.output and self._draft_inputs is not None and deferred is None:
@@ -267,7 +267,7 @@ class ModelRunner:
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for what a step has deferred."""
         deferred, sampled = output.deferred, output.result.sampled
-        if isinstance(deferred, SentRows):
+        if isinstance(deferred, QueuedStep):
             deferred.settle()
         elif deferred is not None and self._sampler is not None:
             sampled = self._sampler.settle(deferred)
@@ -365,7 +365,8 @@ class ModelRunner:
         masks: MaskSource,
         payload: Payload,
         queued: Callable[[], None],
-    ) -> list[Sampled] | DeferredTokens:
+        queues: bool,
+    ) -> list[Sampled] | DeferredTokens | QueuedStep:
         if step.want_logits:
             queued()
             payload.add("logits", stage.logits(rows, None).cpu())
@@ -376,6 +377,8 @@ class ModelRunner:
             if slice_.sample:
                 wanted += range(end - 1 - slice_.n_drafts, end)
         if not wanted or self._sampler is None:
+            if queues:
+                return QueuedStep(recorded(stage.device))
             queued()
             devices.synchronize(stage.device)  # as drawing does: the step's time is known
             return []
@@ -383,8 +386,7 @@ class ModelRunner:
         slices = [s for s in step.slices if s.sample]
         # drafts begin with tokens that the host reads
         drafts = self._draft_inputs is not None and any(s.n_ahead for s in slices)
-        queues = self._queues or self._plans[stage.plan.stage].source is None
-        alone = not drafts and queues and not step.want_logits
+        alone = not drafts and (queues or self._plans[stage.plan.stage].source is None) and not step.want_logits
         deferred = self._sampler.defer(slices, logits) if alone else None
         queued()
         if deferred is not None:

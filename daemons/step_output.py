@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from daemons.deferred import DeferredTokens, SentRows
+from daemons.deferred import DeferredTokens, QueuedStep
 from lucevisor.protocol.steps import Step, StepResult
 
 
@@ -27,12 +27,12 @@ class Payload:
 class StepOutput:
     """A step result and its payload, float32 arrays.
 
-    ``deferred``: what ``step`` still lacks until ``ModelRunner.settle``: its tokens, or the next stage its rows.  It
-    began at ``started``, when its own rows had come.
+    ``deferred``: what ``step`` still lacks until ``ModelRunner.settle``: its tokens, or to be done.  It began at
+    ``started``, when its own rows had come.
     """
 
     result: StepResult
     payload: list[Tensor]
-    deferred: DeferredTokens | SentRows | None = None
+    deferred: DeferredTokens | QueuedStep | None = None
     step: Step | None = None
     started: float = 0.0

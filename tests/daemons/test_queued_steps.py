@@ -113,7 +113,9 @@ class TwoStages:
             self.threads.append(thread)
 
     def post(self, step: Step, stage: int) -> None:
-        self.links[stage].send(encode(step, step.step_id, stage | POSTED))
+        """As the supervisor does: the first stage waits only for tokens."""
+        posted = POSTED if stage or step.follows else 0
+        self.links[stage].send(encode(step, step.step_id, stage | posted))
 
     def answer(self, stage: int) -> StepResult | Recalled:
         frame = self.links[stage].receive()
@@ -154,20 +156,27 @@ def opening(spec: ModelSpec, sequence: int, sampling: Sampling) -> list[Operatio
 
 
 def run(both: TwoStages, ids: list[int], batches: list[list[int]]) -> dict[int, list[int]]:
-    """N_TOKENS of each sequence, in micro-batches that take turns; each has a step under way and one behind it."""
+    """N_TOKENS of each sequence after a prompt in two parts, in micro-batches that take turns.
+
+    Each has a step under way and one behind it.
+    """
     steps, last = list[Step](), dict[int, int]()
-    for turn in range(N_TOKENS):
+    for turn in range(-1, N_TOKENS):
         for at, batch in enumerate(batches):
             operations: list[Operation] = []
             slices = []
             for s in batch:
                 prompt = ids[: 5 + s]
-                if turn == 0:
+                if turn == -1:
                     operations += opening(both.spec, s, GREEDY if s != 1 else DRAWN)
-                slices.append(Slice(s, 0, [*prompt], True) if turn == 0 else Slice(s, 4 + s + turn, [PENDING], True))
+                if turn < 0:
+                    slices.append(Slice(s, 0, prompt[:2], False))
+                else:
+                    slices.append(Slice(s, 4 + s + turn, [PENDING], True) if turn else Slice(s, 2, prompt[2:], True))
             number = len(steps) + 1
             steps.append(Step(number, number % N_REGIONS, operations, slices, follows=last.get(at, 0)))
-            last[at] = number
+            if turn >= 0:
+                last[at] = number
     drawn: dict[int, list[int]] = {}
     ahead = 2 * len(batches)
     for i in range(len(steps) + ahead):
@@ -197,8 +206,8 @@ def test_tokens_are_those_of_stages_that_wait(
         return events[-1]
 
     if backend is Backend.CPU:
-        monkeypatch.setattr("daemons.boundary.recorded", late)
-        monkeypatch.setattr("daemons.sampling.Sampler.defer", lambda *_: None)
+        for place in ("boundary", "runner"):
+            monkeypatch.setattr(f"daemons.{place}.recorded", late)
     with two_stages(golden.spec, backend, 0.0) as both:
         wanted = run(both, golden.ids, batches)
     assert not events
@@ -207,7 +216,7 @@ def test_tokens_are_those_of_stages_that_wait(
     assert found == wanted
     assert all(len(tokens) == N_TOKENS for tokens in found.values())
     if backend is Backend.CPU:
-        assert len(events) == N_TOKENS * len(batches)
+        assert len(events) == (N_TOKENS + 2) * len(batches)  # of the last stage only one step samples nothing
         polled = sum(event.polled for event in events)
         assert polled > 10 * len(events)  # nothing else ended the wait
 
