@@ -53,11 +53,10 @@ def switched(graphs, on):
         graph._pool = None
 
 
-def run(stage, options, rounds):
-    """Logits of every step, and median milliseconds of those after the capture, by number of sequences."""
-    most, spaces = max(options.sequences), stage.spec.spaces()
+def opened(stage, most):
+    """Sequences 0 to ``most`` - 1, each with a prompt of PROMPT tokens."""
+    spaces = stage.spec.spaces()
     stage.reset()
-    at, logits, ms = [PROMPT] * most, [], {}
     for s in range(most):
         tables = [
             SetPages(s, x, 0, list(range(PAGES * s, PAGES * s + PAGES))) for x in spaces if x is not Space.RECURRENT
@@ -65,6 +64,13 @@ def run(stage, options, rounds):
         states = [ZeroState(s)] if Space.RECURRENT in spaces else []
         stage.apply([*states, OpenSequence(s, s, Sampling()), *tables])
         step(stage, [Slice(s, 0, [0] * PROMPT, True)], s)
+
+
+def run(stage, options, rounds):
+    """Logits of every step, and median milliseconds of those after the capture, by number of sequences."""
+    most = max(options.sequences)
+    opened(stage, most)
+    at, logits, ms = [PROMPT] * most, [], {}
     for n in options.sequences:
         times = []
         for i in range(rounds):

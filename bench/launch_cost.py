@@ -14,26 +14,19 @@ import time
 from pathlib import Path
 
 import torch
-from decode import PAGES, PROMPT, loaded, step
+from decode import PROMPT, loaded, opened, step
 
 from daemons.device import prepare
 from daemons.kv.batch import Layout
-from lucevisor.model.values import Backend, Space
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, ZeroState
+from lucevisor.model.values import Backend
+from lucevisor.protocol.steps import Slice
 
 QUEUED = 8
 
 
-def opened(stage, options):
-    """Sequences with a prompt each, and captured decodes of each number of them."""
-    spaces = stage.spec.spaces()
-    for s in range(max(options.sequences)):
-        tables = [
-            SetPages(s, x, 0, list(range(PAGES * s, PAGES * s + PAGES))) for x in spaces if x is not Space.RECURRENT
-        ]
-        states = [ZeroState(s)] if Space.RECURRENT in spaces else []
-        stage.apply([*states, OpenSequence(s, s, Sampling()), *tables])
-        step(stage, [Slice(s, 0, [0] * PROMPT, True)], s)
+def captured_decodes(stage, options):
+    """Sequences, and graphs of a decode of each number of them."""
+    opened(stage, max(options.sequences))
     for n in options.sequences:
         for i in range(3):
             step(stage, [Slice(s, PROMPT, [1], True) for s in range(n)], i)
@@ -93,7 +86,7 @@ def main():
     stage = loaded(options)
     print(torch.cuda.get_device_name(0), torch.__version__, flush=True)
     with torch.inference_mode():
-        opened(stage, options)
+        captured_decodes(stage, options)
         for n in options.sequences:
             found = parts(stage, n, options.rounds)
             print(n, {name: round(1e6 * s, 1) for name, s in found.items()}, flush=True)

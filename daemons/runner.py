@@ -81,6 +81,7 @@ class ModelRunner:
         ]
         self._ring = next((TokenRing(arenas[p.tokens]) for p in load.stages if p.tokens is not None), None)
         self._settled_at = self._upkeep_s = 0.0
+        # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
         # A step is queued behind one that is not settled: that is settled while this one waits for its rows.
         self._queues = pinned and self.is_awaited and len(load.stages) == 1 and load.draft is None
@@ -231,7 +232,7 @@ class ModelRunner:
                 deferred = hand_over(self._boundaries[plan.target], step, out.rows, wait=not queues)
             else:
                 told = queued if fill is None else partial(self._tell, asked, queued)
-                scored = self._count(stage, step, out.rows, queued)
+                scored = self._count_and_score(stage, step, out.rows, queued)
                 found = self._sample(stage, step, out.rows, masks, payload, told, queues)
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
@@ -346,7 +347,9 @@ class ModelRunner:
         if plan.output and self._sampler is not None:
             self._sampler.follow(step.operations)
 
-    def _count(self, stage: LoadedStage, step: Step, rows: Tensor, queued: Callable[[], None]) -> list[Scored]:
+    def _count_and_score(
+        self, stage: LoadedStage, step: Step, rows: Tensor, queued: Callable[[], None]
+    ) -> list[Scored]:
         """Count the tokens of a step that is computed, and score those that are to be."""
         if self._sampler is None:
             return []

@@ -154,12 +154,21 @@ class _MessageLoop:
         return 0.0 if self._runtime is not None and self._runtime.is_awaited else _POLL_S
 
     def _answer_if_done(self) -> bool:
-        """Answer the step on the device if that is done; return whether there still is one."""
+        """Answer the step on the device if that is done; return whether there still is one.
+
+        Raises _StepFailed after it said why.
+        """
         output = self._deferred
-        if output is not None and (output.deferred is None or output.deferred.ready):
+        if output is None:
+            return False
+        try:
+            done = output.deferred is None or output.deferred.ready
+        except Exception as e:  # process boundary: report, then exit
+            raise self._failed(output, e) from e
+        if done:
             self._answer_deferred()
             self._idle()
-        return self._deferred is not None
+        return not done
 
     def _answer_deferred(self) -> None:
         """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
@@ -170,13 +179,16 @@ class _MessageLoop:
         try:
             output = self._runtime.settle(output)
         except Exception as e:  # process boundary: report, then exit
-            result = output.result
-            raise _StepFailed(self._fail(f"step {result.step_id}", e, f"stage {result.stage}")) from e
+            raise self._failed(output, e) from e
         self._answer(output, self._n_rows)
         if waiting is not None and isinstance(waiting.message, DraftStep):
             code = self._step(waiting.message, waiting.flags, 0.0)
             if code is not None:
                 raise _StepFailed(code)
+
+    def _failed(self, output: StepOutput, error: Exception) -> _StepFailed:
+        """Say why the step on the device failed."""
+        return _StepFailed(self._fail(f"step {output.result.step_id}", error, f"stage {output.result.stage}"))
 
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]

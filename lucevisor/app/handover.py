@@ -161,7 +161,11 @@ class Taken:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_recv(self._connection, len(GIVEN))
         except (TimeoutError, OSError) as error:  # clients are served here already: there is no way back
-            log.warning("the other supervisor did not say that it gave up", pid=self.offer.pid, reason=repr(error))
+            log.warning(
+                "the other supervisor did not say that it gave up: what systemd hears of it may come late",
+                pid=self.offer.pid,
+                reason=repr(error),
+            )
 
     async def saves(self) -> AsyncIterator[None]:
         """Yield when the other one has saved prefix slots, for the last time when it has ended."""

@@ -205,7 +205,7 @@ class EngineConfig:
         Key(
             OrAuto(Whole(1, 2**20)),
             "Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. "
-            "`auto`: 2048 on GPUs of one group with memory for it, 1024 on those of several, else 512.",
+            "`auto`: 2048 on GPUs with memory for it, else 512.",
             "tokens",
         ),
     ] = "auto"

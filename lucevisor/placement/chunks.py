@@ -1,10 +1,8 @@
 """The automatic prefill chunk: long where GPUs alone compute and have the memory for it.
 
 On a GPU a step of 512 tokens dequantises as many weights as one of 2,048 and launches as many kernels, so long chunks
-compute prompts faster; on a cpu they only take longer each.  n groups compute a prompt of k chunks in (k + n - 1) / k n
-of one's time, and 1,024 tokens take a 27B model as long each as 2,048 do (docs/performance.md#two-groups), so their
-chunks are shorter.  Which chunks a prompt gets beside others is the engine's choice (engine/scheduling/chunking.py).
-Pure.
+compute prompts faster; on a cpu they only take longer each.  Which chunks a prompt gets beside others is the engine's
+choice (engine/scheduling/chunking.py).  Pure.
 """
 
 from __future__ import annotations
@@ -21,9 +19,6 @@ from lucevisor.placement.sizing import Sizing, compute_sizes
 
 LONG_CHUNKS: Final = (2048, 1024)
 
-PIPELINED_CHUNKS: Final = (1024,)
-"""The same where several groups compute."""
-
 MAX_SHARE: Final = 0.1
 """Of the pages and of the context, what the workspace of longer steps may take."""
 
@@ -37,10 +32,8 @@ def choose_chunk(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> tuple[Si
     memories = memories_of(inputs.all_targets).values()
     known = all(memory.usable_bytes is not None for memory in memories)
     if known and usual.fits and not any(target.backend is Backend.CPU for target in inputs.targets):
-        n_groups = len({target.device.group for target in inputs.targets})
-        longer_chunks = LONG_CHUNKS if n_groups == 1 else PIPELINED_CHUNKS
-        most = max(longer_chunks) if inputs.pool_pages is None else max_resident_chunk(inputs.pool_pages)
-        for chunk in (chunk for chunk in longer_chunks if chunk <= most):
+        most = max(LONG_CHUNKS) if inputs.pool_pages is None else max_resident_chunk(inputs.pool_pages)
+        for chunk in (chunk for chunk in LONG_CHUNKS if chunk <= most):
             longer_inputs = replace(inputs, prefill_chunk=chunk)
             longer = compute_sizes(longer_inputs, ranges)
             if longer.fits and _leaves_enough(longer, usual):

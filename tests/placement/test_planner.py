@@ -238,14 +238,6 @@ def test_chunks_are_long_where_gpus_have_memory_for_them(big, tmp_path):
     assert 0.9 * usual.pools.full_pages <= p.pools.full_pages < usual.pools.full_pages
 
 
-def test_chunks_are_shorter_where_several_groups_compute(big, tmp_path):
-    """The last stage waits for the first chunk, and the first one idles during the last."""
-    two = {"cuda": [gpu(0, 120)], "hip": [gpu(0, 120)]}
-    assert placed(big, configure(tmp_path, ["cuda:0", "hip:0"]), two).prefill_chunk == 1024
-    pair = {"cuda": [gpu(0, 120), gpu(1, 120)]}
-    assert placed(big, configure(tmp_path, ["cuda:0", "cuda:1"]), pair).prefill_chunk == 2048
-
-
 @pytest.mark.parametrize(("gib", "chunk"), [(20, 512), (34, 1024), (120, 2048)])
 def test_chunks_do_not_take_much_of_the_context(big, tmp_path, gib, chunk):
     """The mask of a step is as long as the context."""
