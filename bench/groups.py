@@ -44,6 +44,8 @@ def configured(path, options, devices):
         f"engine.prefill_chunk={options.chunk}",
     ]
     settings += [f"engine.pages={context // 64 + 16 * n_sequences}", "cache.prefix_slots=0", "draft.kind=off"]
+    on_cpu = [i for i, device in enumerate(devices) if device.startswith("cpu")]
+    settings += [f"groups.g{i}.threads={options.threads}" for i in on_cpu]
     return write_config(path, options.file, devices, settings)
 
 
@@ -59,7 +61,11 @@ async def measure(options, devices):
             await service.start()
             if not await service.wait_ready(600.0):
                 raise SystemExit(service.reason())
-            for turn in range(options.rounds + 1):
+            turns = range(options.rounds + 1)
+            for turn in turns:  # before any stream: beside short prompts, or soon after them, chunks are shorter
+                prompt_s = options.prompt / await tokens_per_s(service, Case(prompt=options.prompt), turn)
+                found["prompt_s"] += [prompt_s] if turn else []
+            for turn in turns:
                 for n in counts:
                     before = hops(service)
                     token_s = n / await tokens_per_s(service, Case(answer=options.tokens, streams=n), turn)
@@ -67,9 +73,6 @@ async def measure(options, devices):
                         found["streams"][n].append(token_s)
                         if n == 1:
                             found["hop_s"].append(mean_since(before, hops(service)))
-                prompt_s = options.prompt / await tokens_per_s(service, Case(prompt=options.prompt), turn)
-                if turn:
-                    found["prompt_s"].append(prompt_s)
         finally:
             await service.stop(0.0)
     return found
@@ -114,6 +117,7 @@ def main():
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of a daemon on a cpu")
     parser.add_argument("--save", action="store_true", help="write bench/results/groups-SHAPE.json")
     parser.add_argument("--json", type=Path, help="write to this file, and go on from what it has")
     options = parser.parse_args()

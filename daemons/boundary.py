@@ -7,7 +7,7 @@ them, unless its caller is to wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -65,14 +65,16 @@ class BoundaryBuffer(Protocol):
         ``wait``: the caller waits for the device before anybody reads them.
         """
 
+    def close(self) -> None:
+        """Release the memory; idempotent."""
+
 
 class SharedMemoryBuffer:
     """Rows in an arena that both neighbours map; ``pinned``: registered with the device driver for its copies."""
 
     def __init__(self, arena: Arena, dtype: Dtype, width: int, *, pinned: bool = False) -> None:
         self._arena, self._dtype, self._width = arena, dtype, width
-        if pinned:
-            devices.register_host(arena.view())
+        self._locked = pinned and devices.register_host(arena.view())
 
     @property
     def bells(self) -> Doorbells:
@@ -99,11 +101,21 @@ class SharedMemoryBuffer:
         if wait:
             devices.synchronize(rows.device)
 
+    def close(self) -> None:
+        """Release the arena."""
+        if self._locked:
+            devices.unregister_host(self._arena.view())
+        self._locked = False
+        self._arena.close()
 
-def rows_of(boundary: BoundaryBuffer | None, step: Step, await_rows: RowWait | None) -> tuple[Tensor | None, Arrival]:
+
+def rows_of(
+    boundaries: Sequence[BoundaryBuffer], source: int | None, step: Step, await_rows: RowWait | None
+) -> tuple[Tensor | None, Arrival]:
     """Where the stage before writes the rows of a step, and what waits for them; nothing for the first stage."""
-    if boundary is None:
+    if source is None:
         return None, Arrival()
+    boundary = boundaries[source]
     rows = boundary.read(step.region, step.n_tokens)
     if await_rows is None:
         return rows, Arrival()

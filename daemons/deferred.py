@@ -91,6 +91,10 @@ class Fill:
                 runs.append((row, at, 1))
         return cls(tokens, runs)
 
+    def onto(self, metadata: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The copies to make: where to, and of what."""
+        return [(metadata[row : row + n], self.tokens[at : at + n]) for row, at, n in self.runs]
+
     def __call__(self, metadata: Tensor) -> None:
-        for row, at, n in self.runs:
-            metadata[row : row + n].copy_(self.tokens[at : at + n], non_blocking=True)
+        for target, source in self.onto(metadata):
+            target.copy_(source, non_blocking=True)

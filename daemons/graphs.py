@@ -100,9 +100,10 @@ class CapturedGraph(Generic[Output]):
 
     def replay(self, rows: Tensor | None, layout: Layout, await_rows: Callable[[], None]) -> Output:
         layout.refill(self.metadata)
+        static = None if rows is None or self.rows is None else self.rows[: len(rows)]
         await_rows()
-        if rows is not None and self.rows is not None:
-            self.rows[: len(rows)].copy_(rows, non_blocking=True)
+        if rows is not None and self.rows is not None and static is not None:
+            static.copy_(rows, non_blocking=True)
             if len(rows) < len(self.rows):
                 self.rows[len(rows) :].zero_()  # also pad rows are those of the eager step
         self.graph.replay()

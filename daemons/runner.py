@@ -129,8 +129,7 @@ class ModelRunner:
             kernels |= draft.kernels
             identities += draft.spec.files.identities
         use = draft.usage()[0] if draft is not None else None
-        if scorer is not None:
-            kernels |= scorer.kernels
+        kernels |= scorer.kernels if scorer is not None else {}
         score_use = scorer.usage() if scorer is not None else None
         seconds = time.monotonic() - started
         replayed = runner._take_replays(replays, reporter, started)
@@ -152,10 +151,8 @@ class ModelRunner:
             reporter.log("info", "nothing was replayed while loading", reason=problem, seconds=seconds)
             return False
         for stage, replay in replays.items():
-            for step in replay.steps:
-                if self._plans[stage].output and self._sampler is not None:
-                    self._sampler.follow(step.operations)
-                    self._sampler.count_context(step.slices)
+            if self._plans[stage].output and self._sampler is not None:
+                self._sampler.replayed(replay.steps)
         n_tokens = sum(step.n_tokens for replay in replays.values() for step in replay.steps)
         reporter.log("info", "replayed while loading", n_tokens=n_tokens, seconds=seconds)
         return True
@@ -195,13 +192,14 @@ class ModelRunner:
         masks: MaskSource = lambda step_id, slices: None,
         queued: Callable[[], None] = lambda: None,
         await_rows: RowWait | None = None,
+        between: Callable[[], object] = lambda: None,
     ) -> StepOutput:
         """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled.
 
-        ``await_rows`` of a posted step is called when all is prepared but its rows; it may raise StepRecalled, after
-        which the step's operations count as applied.
-        ``queued`` is called before anything waits for the device: the time to settle the step before.  That may be
-        deferred, and this step may be queued behind it, where all stages are here, or where ``await_rows`` settles it.
+        ``await_rows`` of a posted step is called when all but its rows is prepared; it may raise StepRecalled, after
+        which the step's operations count as applied.  ``queued`` is called before anything waits for the device: the
+        time to settle the step before.  That may be deferred, and this step may be queued behind it, where all stages
+        are here, or where ``await_rows`` settles it.  ``between``, called between launches, may settle it earlier.
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
@@ -217,8 +215,7 @@ class ModelRunner:
         deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
-            source = None if plan.source is None else self._boundaries[plan.source]
-            rows_in, arrival = rows_of(source, step, await_rows)
+            rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
             out = stage.forward(step, rows_in, fill or following, arrival)
             if following is not None:
                 arrival, sampled = following.arrival, following.tokens
@@ -233,7 +230,7 @@ class ModelRunner:
             else:
                 told = queued if fill is None else partial(self._tell, asked, queued)
                 scored = self._count_and_score(stage, step, out.rows, queued)
-                found = self._sample(stage, step, out.rows, masks, payload, told, queues)
+                found = self._sample(stage, step, out.rows, masks, payload, told, between, queues)
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
         self._is_computing = deferred is not None
@@ -368,8 +365,10 @@ class ModelRunner:
         masks: MaskSource,
         payload: Payload,
         queued: Callable[[], None],
+        between: Callable[[], object],
         queues: bool,
     ) -> list[Sampled] | DeferredTokens | QueuedStep:
+        between()
         if step.want_logits:
             queued()
             payload.add("logits", stage.logits(rows, None).cpu())
@@ -386,6 +385,7 @@ class ModelRunner:
             devices.synchronize(stage.device)  # as drawing does: the step's time is known
             return []
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
+        between()
         slices = [s for s in step.slices if s.sample]
         # drafts begin with tokens that the host reads
         drafts = self._draft_inputs is not None and any(s.n_ahead for s in slices)

@@ -101,6 +101,12 @@ class Sampler:
             elif isinstance(operation, CloseSequence):
                 self.close(operation.sequence)
 
+    def replayed(self, steps: Sequence[Step]) -> None:
+        """Follow steps that were computed while the daemon loaded."""
+        for step in steps:
+            self.follow(step.operations)
+            self.count_context(step.slices)
+
     def reset(self) -> None:
         self.states.clear()
         self._last.clear()

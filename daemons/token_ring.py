@@ -29,7 +29,7 @@ class TokenRing:
     def tell(self, step: Step, sampled: Sequence[Sampled]) -> None:
         """Hand the newest token of each sequence of a step to the first stage."""
         newest = {one.sequence: one.token for one in sampled}
-        numbers = array("q", [len(newest), *(number for pair in newest.items() for number in pair)])
+        numbers = array("q", [len(newest), *newest, *newest.values()])
         self._numbers(step.region)[: len(numbers)] = memoryview(numbers)
         self._arena.bells.ring(step.region, step.step_id)
 
@@ -37,11 +37,19 @@ class TokenRing:
         """Wait until the tokens of a step are there; see RowWait."""
         return await_tokens(self._arena.bells, step_id % self._arena.plan.n_regions, step_id)
 
-    def read(self, step_id: int) -> dict[int, int]:
-        """The newest tokens of a step by sequence."""
+    def read(self, step_id: int) -> tuple[list[int], list[int]]:
+        """The sequences of a step, and their newest tokens."""
         numbers = self._numbers(step_id % self._arena.plan.n_regions)
         n = numbers[0]
-        return dict(zip(numbers[1 : 2 * n : 2].tolist(), numbers[2 : 2 * n + 1 : 2].tolist(), strict=True))
+        return numbers[1 : 1 + n].tolist(), numbers[1 + n : 1 + 2 * n].tolist()
+
+    def tokens(self, step_id: int, n: int) -> Tensor:
+        """Where the tokens of a step of ``n`` sequences lie, int64 [n]: page-locked as its arena is.
+
+        They stay there until a step comes that is a whole round of regions later.
+        """
+        region = self._arena.region(step_id % self._arena.plan.n_regions)
+        return torch.frombuffer(region, dtype=torch.int64, count=n, offset=8 * (1 + n))
 
     def _numbers(self, region: int) -> memoryview[int]:
         return self._arena.region(region).cast("q")
@@ -63,25 +71,31 @@ class FollowingStep:
             where = f"step {step.step_id}"
             raise StateError(where, "it has pending tokens, and was not posted or there is no arena for them")
         self._ring, self._follows = ring, step.follows
+        self._sequences: list[int] = []
         self.arrival = Arrival(lambda: ring.wait(step.follows, await_tokens))
         self.tokens: list[Sampled] = []
-        self._places: list[tuple[int, int]] = []  # (row, sequence)
+        self._rows: list[int] = []  # of their tokens
         row = 0
         for piece in step.slices:
             if piece.tokens == [PENDING]:
-                self._places.append((row, piece.sequence))
+                self._rows.append(row)
+                self._sequences.append(piece.sequence)
             row += len(piece.tokens)
         self.step = without_tokens(step)
 
     def __call__(self, metadata: Tensor) -> None:
+        n = len(self._rows)
+        copies = Fill.of(self._ring.tokens(self._follows, n), [*zip(self._rows, range(n), strict=True)]).onto(metadata)
         if not self.tokens:
             self.arrival()
-            newest = self._ring.read(self._follows)
-            if missing := [sequence for _, sequence in self._places if sequence not in newest]:
+        sequences, tokens = self._ring.read(self._follows)
+        if sequences != self._sequences:  # of others, too
+            if missing := [one for one in self._sequences if one not in sequences]:
                 where = f"step {self.step.step_id}"
                 raise StateError(where, f"step {self._follows} sampled no token of the sequences {missing}")
-            self.tokens = [Sampled(sequence, newest[sequence]) for _, sequence in self._places]
-        tokens = torch.tensor([one.token for one in self.tokens], dtype=metadata.dtype)
-        if metadata.device.type != "cpu":
-            tokens = tokens.pin_memory()
-        Fill.of(tokens, [(row, at) for at, (row, _) in enumerate(self._places)])(metadata)
+            at = [sequences.index(one) for one in self._sequences]
+            places, tokens = [*zip(self._rows, at, strict=True)], [tokens[i] for i in at]
+            copies = Fill.of(self._ring.tokens(self._follows, len(sequences)), places).onto(metadata)
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+        self.tokens = [*map(Sampled, self._sequences, tokens)]

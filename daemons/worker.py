@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 import traceback
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -153,10 +154,9 @@ class _MessageLoop:
     def _poll_s(self) -> float:
         return 0.0 if self._runtime is not None and self._runtime.is_awaited else _POLL_S
 
-    def _answer_if_done(self) -> bool:
-        """Answer the step on the device if that is done; return whether there still is one.
-
-        Raises _StepFailed after it said why.
+    def _answer_if_done(self, *, idle: bool = True) -> bool:
+        """Answer the step on the device if that is done; return whether there still is one.  ``idle``: nothing else is
+        done meanwhile.  Raises _StepFailed after it said why.
         """
         output = self._deferred
         if output is None:
@@ -167,6 +167,7 @@ class _MessageLoop:
             raise self._failed(output, e) from e
         if done:
             self._answer_deferred()
+        if done and idle:
             self._idle()
         return not done
 
@@ -258,8 +259,9 @@ class _MessageLoop:
                 outcome = self._runtime.run_draft(message, wait_s)
             else:
                 await_rows = self._await_rows if posted else None
+                between = partial(self._answer_if_done, idle=False)
                 outcome = self._runtime.run_step(
-                    message, stage, wait_s, self._inbox.take, self._answer_deferred, await_rows
+                    message, stage, wait_s, self._inbox.take, self._answer_deferred, await_rows, between
                 )
         except (LinkClosed, _StepFailed):
             raise

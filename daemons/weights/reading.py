@@ -10,9 +10,11 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,11 @@ from lucevisor.model.gguf_header import TensorInfo
 
 REPORT_S = 0.05
 HUGE_PAGE_BYTES = 2 << 20
+MOST_READERS = 4
+"""Threads that read for a GPU, on a machine with four cores for each: one copies less from the page cache than the GPU
+takes."""
+LEAST_SHARE_BYTES = 4 << 20
+"""What a thread reads at least: less is not worth handing over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +58,42 @@ class TensorChunk:
         return (self.stop - self.start) * (self.tensor.n_bytes // row_count(self.tensor))
 
 
+class Read(NamedTuple):
+    """Bytes of a tensor from ``skip`` on, to be read into ``target``."""
+
+    target: memoryview
+    tensor: TensorInfo
+    skip: int
+
+
+def shares_of(reads: Sequence[Read], n: int) -> list[list[Read]]:
+    """The reads in up to ``n`` shares of about as many bytes, of LEAST_SHARE_BYTES at least, in order."""
+    total = sum(len(read.target) for read in reads)
+    n = max(1, min(n, total // LEAST_SHARE_BYTES))
+    shares: list[list[Read]] = [[] for _ in range(n)]
+    at = done = 0  # the share, and the bytes before it
+    for target, tensor, skip in reads:
+        while target:
+            n_bytes = min(len(target), total * (at + 1) // n - done)
+            shares[at].append(Read(target[:n_bytes], tensor, skip))
+            target, skip, done = target[n_bytes:], skip + n_bytes, done + n_bytes
+            at += at < n - 1 and done == total * (at + 1) // n
+    return shares
+
+
 class StagingBuffers:
     """Reused host buffers between the files and the device.
 
-    An accelerator has two page-locked ones that alternate, so that reading overlaps copying.
+    An accelerator has two page-locked ones that alternate, so that reading overlaps copying, and ``n_readers`` threads
+    that fill them.
     """
 
-    def __init__(self, files: GgufFiles, device: torch.device) -> None:
+    def __init__(self, files: GgufFiles, device: torch.device, n_readers: int = 0) -> None:
+        """``n_readers`` 0: one on a cpu, whose threads are counted; else by the cores of this process."""
         self.files, self.device = files, device
+        on_device = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 4))
+        self.n_readers = n_readers or (on_device if device.type != "cpu" else 1)
+        self._readers = ThreadPoolExecutor(max(1, self.n_readers - 1), thread_name_prefix="weights")
         self.accelerated = device.type != "cpu"
         self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2 if self.accelerated else 1)]
         self.busy: list[torch.cuda.Event | None] = [None] * len(self.buffers)
@@ -68,6 +103,7 @@ class StagingBuffers:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def close(self) -> None:
+        self._readers.shutdown()
         self.descriptors = []
         self.buffers = []
 
@@ -83,8 +119,13 @@ class StagingBuffers:
         for size in sizes:
             offsets.append(-(-(offsets[-1] + size) // 64) * 64)  # keeps every format aligned
         buffer = self._grown(offsets[-1])
-        for chunk, n, size, at in zip(chunks, row_bytes, sizes, offsets, strict=False):
-            self._read(buffer[at : at + size], chunk.tensor, chunk.start * n)
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        self._read_all(
+            [
+                Read(view[at : at + size], chunk.tensor, chunk.start * n)
+                for chunk, n, size, at in zip(chunks, row_bytes, sizes, offsets, strict=False)
+            ]
+        )
         on_device = buffer.to(self.device, non_blocking=True) if self.accelerated else buffer
         if self.accelerated:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -97,12 +138,26 @@ class StagingBuffers:
             self.buffers[self.turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.accelerated)
         return self.buffers[self.turn][:n_bytes]
 
-    def _read(self, target: Tensor, tensor: TensorInfo, skip: int) -> None:
-        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+    def _read_all(self, reads: Sequence[Read]) -> None:
+        """Read them, in several threads at once.  Nothing is being read any more when this returns or raises."""
+        first, *others = shares_of(reads, self.n_readers)
+        futures = [self._readers.submit(self._read_each, share) for share in others]
+        try:
+            self._read_each(first)
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
+
+    def _read_each(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            self._read(*read)
+
+    def _read(self, target: memoryview, tensor: TensorInfo, skip: int) -> None:
         at = 0
-        while at < len(view):
+        while at < len(target):
             try:
-                n = os.preadv(self.descriptors[tensor.part], [view[at:]], tensor.offset + skip + at)
+                n = os.preadv(self.descriptors[tensor.part], [target[at:]], tensor.offset + skip + at)
             except OSError as error:
                 raise self._failed(
                     tensor, f"reading failed: {error.strerror}", "check the disk and the file"

@@ -53,12 +53,16 @@ def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenR
     assert metadata.tolist() == [102, 100, -7, -7, -7, -7]
     assert one.tokens == [Sampled(4, 102), Sampled(9, 100)]
     assert one.arrival.hop_s == 0.25
+    all_of_them = FollowingStep(first, following(8, 5, 9, 2, 4), rung)
+    all_of_them(metadata)
+    assert metadata.tolist() == [100, 101, 102, -7, -7, -7]
+    assert all_of_them.tokens == [Sampled(9, 100), Sampled(2, 101), Sampled(4, 102)]
 
 
 def test_the_newest_of_several_tokens_of_a_sequence_counts(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
     last.tell(decode(5, 9), [Sampled(9, 100), Sampled(9, 101)])
-    assert first.read(5) == {9: 101}
+    assert first.read(5) == ([9], [101])
 
 
 def test_what_nobody_sampled_is_refused(ends: tuple[TokenRing, TokenRing]) -> None:
