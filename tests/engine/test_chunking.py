@@ -277,3 +277,28 @@ def test_chunks_are_whole_until_whole_ones_were_measured() -> None:
     for _ in range(2):
         chunks.measured([piece(512)], SLOW.step_s(512))
     assert chunks.chunk(0, others=True) == 128
+
+
+def test_chunks_are_whole_where_small_ones_take_as_long_as_their_launches() -> None:
+    """Two GPUs with half of a 27B model each, and graphs up to 8,192 positions."""
+
+    def seconds(n: int, start: int) -> float:
+        launches_s = 0.08 if start + n > 8192 else 0.0
+        return max(0.005 + 0.00007 * n, launches_s)
+
+    chunks, n_tokens, full = SharedChunks(2, 1024), 16384, 1024
+    taken, smallest = list[float](), dict[int, int]()
+    for _ in range(8):
+        chunks.measured([piece(16)], seconds(16, 0))
+        at, taken_s = 0, 0.0
+        while at < n_tokens:
+            n = min(chunks.chunk(at, others=False), full - at % full, n_tokens - at)
+            chunks.charge([(n_tokens, piece(n, at))])
+            chunks.measured([piece(n, at)], seconds(n, at))
+            smallest[at // full] = min(n, smallest.get(at // full, full))
+            taken_s += seconds(n, at)
+            at += n
+        taken.append(taken_s)
+    whole_s = sum(seconds(full, at) for at in range(0, n_tokens, full))
+    assert max(taken) <= 1.2 * whole_s  # 1.5 x where steps were not compared at their depth
+    assert smallest[0] < full  # where small ones are cheap they are used

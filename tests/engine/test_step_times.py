@@ -152,6 +152,29 @@ def test_a_size_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
     assert found.step_s(512) == rows_s(512)
 
 
+def test_what_short_steps_take_longer_at_a_depth_is_no_cost_of_their_tokens() -> None:
+    """A GPU replays graphs up to a position; beyond, a short step takes as long as its launches."""
+    cost = StepCost(0.003, 0.00007, 2e-9)
+
+    def seconds(n: int, start: int) -> float:
+        return max(cost.step_s(n, start), 0.08 if start + n > 8192 else 0.0)
+
+    times = StepTimes()
+    for _ in range(4):
+        for n in (40, 64, 256, 1024):
+            for start in (0, 1024, 5120, 9216, 12288):
+                times.add(slices(n, start=start), seconds(n, start))
+    found = times.cost()
+    assert found is not None
+    for n in (64, 256, 1024):
+        for start in (0, 2048, 6144, 10240, 14336):
+            assert found.step_s(n, start) == pytest.approx(seconds(n, start), rel=0.05)
+            assert found.seconds([(n, start)]) == found.step_s(n, start)
+    assert found.surplus_s(64, 0) == found.surplus_s(64, 6144) == found.surplus_s(1024, 10240) == 0.0
+    assert found.surplus_s(128, 10240) == 0.0  # of this size nothing is known
+    assert found.seconds([]) == found.flat_s(0)
+
+
 def test_a_whole_chunk_alone_costs_no_positions() -> None:
     """Larger steps have more positions before their tokens: only steps of one size tell what those cost."""
     times = StepTimes()

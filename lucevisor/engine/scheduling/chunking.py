@@ -114,7 +114,8 @@ class SharedChunks:
         if choice is not None and pieces:
             cost, most, n_tokens = choice.cost, MAX_OVERHEAD_SHARE * HORIZON_S, sum(n for n, _ in pieces)
             whole_s = self._pieces_s(cost, self._base) * n_tokens / self._full
-            lost_s = max(0.0, cost.flat_s(n_tokens) - whole_s)
+            surplus_s = cost.surplus_s(n_tokens, max(start for _, start in pieces))
+            lost_s = max(0.0, cost.flat_s(n_tokens) + surplus_s - whole_s)
             earned_s = MAX_OVERHEAD_SHARE * (whole_s + sum(cost.depth_s(n, start) for n, start in pieces))
             self._credit_s = min(most, max(-most, self._credit_s + earned_s - lost_s))
             if any((start + n) % self._full == 0 for n, start in pieces):
@@ -208,10 +209,13 @@ class SharedChunks:
             self._last = choice
         return self._last
 
-    def _pieces_s(self, cost: MeasuredCost, size: int) -> float:
-        """Return the seconds of a whole chunk in pieces of a size, without what positions before them cost."""
+    def _pieces_s(self, cost: MeasuredCost, size: int, start: int | None = None) -> float:
+        """Return the seconds of a whole chunk in pieces of a size, without what positions before them cost; with what
+        steps of the size take more from ``start`` on, if that is given.
+        """
         n, rest = divmod(self._full, size)
-        return n * cost.flat_s(size) + (cost.flat_s(rest) if rest else 0.0)
+        more_s = 0.0 if start is None else n * cost.surplus_s(size, start)
+        return n * cost.flat_s(size) + (cost.flat_s(rest) if rest else 0.0) + more_s
 
     def _base_size(self, cost: MeasuredCost, own_s: float) -> int:
         """Return the largest chunk beside others: the largest that keeps the bound, else the smallest whose loss is
@@ -234,7 +238,8 @@ class SharedChunks:
         """
         cost, whole_s = choice.cost, choice.cost.step_s(self._full, start)
         seconds = {size: cost.step_s(size, start) for size in self._sizes if size <= base}
-        lost = {size: (self._pieces_s(cost, size) - cost.flat_s(self._full)) / whole_s for size in seconds}
+        whole_flat_s = self._pieces_s(cost, self._full, start)
+        lost = {size: (self._pieces_s(cost, size, start) - whole_flat_s) / whole_s for size in seconds}
         allowed = [size for size in seconds if size == base or lost[size] <= loss]
         quick_s = self._quick_s(choice.own_s, MAX_SLOWDOWN)
         quick = max((size for size in allowed if seconds[size] <= quick_s), default=None)

@@ -4,6 +4,8 @@ Pure: sizes and seconds in.  A linear fit (an overhead a step, a cost a token, w
 used where it predicts all measured sizes.  Where it does not, because steps of some sizes run other kernels (on a GPU
 one of 65 tokens dequantises all weights and costs what one of 512 does), the cost is the median of recent steps of
 about a size, and a line between measured sizes.  Medians, so a step that compiled or was disturbed does not count.
+What steps of a size take longer from some position on (a GPU does not replay a graph there, and a short one waits for
+its launches) is kept beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median_low
@@ -29,6 +31,9 @@ be tried again."""
 
 MAX_ERROR: Final = 0.1
 """The fit is used where it predicts every measured size within this share: made of all steps, it is less noisy."""
+
+LEAST_SURPLUS: Final = 0.25
+"""Steps that take this share longer than their cost, from a position on, are dearer there; less may be noise."""
 
 _KEPT: Final = 9  # steps per class: a few outliers do not move their median
 _LEAST_STEPS: Final = 2
@@ -60,20 +65,24 @@ class MeasuredCost:
     """Seconds of a step at the slowest stage.
 
     ``points``: measured sizes and their seconds at the start of a prompt; both rise.  ``fit`` gives the cost of a
-    position, and of a token beyond the points.
+    position, and of a token beyond the points.  ``surpluses``: seconds by depth class, rising, that steps of a size
+    class take more than that.
     """
 
     fit: StepCost
     points: tuple[tuple[float, float], ...]
+    surpluses: Mapping[tuple[bool, int], Sequence[tuple[int, float]]] = field(default_factory=dict)
 
     def step_s(self, n_tokens: int, start: int = 0) -> float:
         """Return the seconds of a step that carries one slice."""
-        return self.flat_s(n_tokens) + self.depth_s(n_tokens, start)
+        return self.flat_s(n_tokens) + self.depth_s(n_tokens, start) + self.surplus_s(n_tokens, start)
 
     def seconds(self, slices: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of a step with slices of (tokens, start)."""
         pieces = list(slices)
-        return self.flat_s(sum(n for n, _ in pieces)) + sum(self.depth_s(n, start) for n, start in pieces)
+        n_tokens, deepest = sum(n for n, _ in pieces), max((start for _, start in pieces), default=0)
+        depth_s = sum(self.depth_s(n, start) for n, start in pieces)
+        return self.flat_s(n_tokens) + depth_s + self.surplus_s(n_tokens, deepest)
 
     def flat_s(self, n_tokens: int) -> float:
         """Return the seconds of a step without what the positions before its slices cost."""
@@ -90,6 +99,12 @@ class MeasuredCost:
     def depth_s(self, n_tokens: int, start: int) -> float:
         """Return what the positions before a slice, and in it, cost."""
         return n_tokens * self.fit.depth_s * (start + n_tokens / 2)
+
+    def surplus_s(self, n_tokens: int, start: int) -> float:
+        """Return what steps of such a size take more at a position, by the deepest measured ones that are no deeper."""
+        depth, size = _depth_class(start + n_tokens / 2), _size_class(max(1, n_tokens))
+        found = [seconds for at, seconds in self.surpluses.get(size, ()) if at <= depth]
+        return found[-1] if found else 0.0
 
     def measured(self, n_tokens: int) -> bool:
         """Return whether steps of about so many tokens were measured."""
@@ -117,6 +132,16 @@ class _SizeClass:
         """Return the median size, and the median seconds without ``depth_s`` a token and position."""
         steps = [step for found in self.by_depth.values() for step in found]
         return median_low(n for n, _, _ in steps), median_low(max(0.0, t - depth_s * depth) for _, depth, t in steps)
+
+    def surpluses(self, depth_s: float) -> list[tuple[int, float]]:
+        """Return by depth class what the median step takes more than those of all; 0 where that may be noise."""
+        found, (_, flat_s) = list[tuple[int, float]](), self.point(depth_s)
+        for at, steps in sorted(self.by_depth.items()):
+            if len(steps) >= _LEAST_STEPS:
+                _, depth, seconds = _middle(steps)
+                more_s = seconds - flat_s - depth_s * depth
+                found.append((at, more_s if more_s > LEAST_SURPLUS * seconds else 0.0))
+        return found
 
     def slopes(self) -> tuple[float, float]:
         """Return sums of products and of squares, of seconds and positions by token between medians of depth classes:
@@ -148,7 +173,7 @@ class StepTimes:
         n_tokens = sum(n for _, n in pieces)
         depth = sum(n * (start + n / 2) for start, n in pieces if n >= _LEAST_TOKENS)
         found = self._classes.setdefault(_size_class(n_tokens), _SizeClass())
-        steps = found.by_depth.setdefault((int(depth / n_tokens) // _DEPTH_CLASS).bit_length(), deque(maxlen=_KEPT))
+        steps = found.by_depth.setdefault(_depth_class(depth / n_tokens), deque(maxlen=_KEPT))
         steps.append((n_tokens, depth, seconds))
         self._n_added += 1
         found.last = self._n_added
@@ -168,18 +193,32 @@ class StepTimes:
         known = [found for found in self._classes.values() if found.n_steps >= _LEAST_STEPS]
         if len(known) < 2:
             return None
-        products, squares = (sum(sums) for sums in zip(*(found.slopes() for found in known), strict=True))
-        depth_s = max(0.0, products / squares) if squares else 0.0
+        depth_s = _slope(known)
         points = _rising(sorted(found.point(depth_s) for found in known))
         overhead_s, token_s = _fit(points)
         fitted = tuple((size, overhead_s + size * token_s) for size, _ in points)
         near = all(abs(a - b) <= MAX_ERROR * a for (_, a), (_, b) in zip(points, fitted, strict=True))
-        return MeasuredCost(StepCost(overhead_s, token_s, depth_s), fitted if near else points)
+        surpluses = {size: found.surpluses(depth_s) for size, found in self._classes.items()}
+        return MeasuredCost(StepCost(overhead_s, token_s, depth_s), fitted if near else points, surpluses)
 
 
 def _size_class(n_tokens: int) -> tuple[bool, int]:
     """Four classes from a power of two to the next; a page is the end of one, as GPUs have other kernels beyond it."""
     return n_tokens > PAGE_TOKENS, round(4 * math.log2(n_tokens))
+
+
+def _slope(known: Iterable[_SizeClass]) -> float:
+    """Return the cost of a token for each position before it, by the longest steps of several depths: what shorter ones
+    take longer at a depth may be something else.
+    """
+    sums = [(found.point(0.0)[0], *found.slopes()) for found in known]
+    longest = max((size for size, _, squares in sums if squares), default=0.0)
+    products, squares = (sum(one[i] for one in sums if 2 * one[0] >= longest) for i in (1, 2))
+    return max(0.0, products / squares) if squares else 0.0
+
+
+def _depth_class(position: float) -> int:
+    return (int(position) // _DEPTH_CLASS).bit_length()
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
