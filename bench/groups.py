@@ -1,7 +1,7 @@
 """What a boundary between groups costs, and what two groups gain: streams and a long prompt on one device and on two.
 
     python bench/groups.py --shape qwen3.6-27b --devices cuda:0 cuda:1 [--streams 1 8] [--prompt 16384] [--chunk 2048]
-                           [--rounds 3] [--file PATH] [--save | --json PATH]
+                           [--rounds 3] [--threads N] [--file PATH] [--save | --json PATH]
 
 One daemon on the first device, then one on each, with the layers halved; random weights (full_size.py), the same
 requests.  Per number of streams n: milliseconds a token of one stream with n and with n / 2 streams on one device, and

@@ -26,8 +26,8 @@ from lucevisor.model.gguf_header import TensorInfo
 REPORT_S = 0.05
 HUGE_PAGE_BYTES = 2 << 20
 MOST_READERS = 4
-"""Threads that read for a GPU, on a machine with four cores for each: one copies less from the page cache than the GPU
-takes."""
+"""Threads that read for a GPU, one for every four cores: a single one copies less from the page cache than a GPU takes.
+"""
 LEAST_SHARE_BYTES = 4 << 20
 """What a thread reads at least: less is not worth handing over."""
 
