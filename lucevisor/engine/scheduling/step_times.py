@@ -33,7 +33,7 @@ MAX_ERROR: Final = 0.1
 """The fit is used where it predicts every measured size within this share: made of all steps, it is less noisy."""
 
 LEAST_SURPLUS: Final = 0.25
-"""Steps that take this share longer than their cost, from a position on, are dearer there; less may be noise."""
+"""Steps are dearer from a position on if this share of their time is more than they cost; less may be noise."""
 
 _KEPT: Final = 9  # steps per class: a few outliers do not move their median
 _LEAST_STEPS: Final = 2
