@@ -208,11 +208,12 @@ def _size_class(n_tokens: int) -> tuple[bool, int]:
 
 
 def _slope(known: Iterable[_SizeClass]) -> float:
-    """Return the cost of a token for each position before it, by the longest steps of several depths: what shorter ones
-    take longer at a depth may be something else.
+    """Return the cost of a token for each position before it, by the longest steps if they were of several depths: what
+    shorter ones take longer at a depth may be something else, and taken for a cost of every token it would be more than
+    long steps take.
     """
     sums = [(found.point(0.0)[0], *found.slopes()) for found in known]
-    longest = max((size for size, _, squares in sums if squares), default=0.0)
+    longest = max(size for size, _, _ in sums)
     products, squares = (sum(one[i] for one in sums if 2 * one[0] >= longest) for i in (1, 2))
     return max(0.0, products / squares) if squares else 0.0
 
