@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from daemons.errors import LoadError
-from lucevisor.model.gguf_files import GgufFiles
+from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.values import FileIdentity
+from lucevisor.protocol.loading import Load
 
 ADVICE = "leave the file alone while a daemon loads it"
+
+
+def opened(load: Load, before: GgufFiles | None) -> GgufFiles:
+    """Return the files of ``load``: those that were opened ``before``, if they are the ones that it asks for.
+
+    Raises GgufError, or LoadError when they do not have the identities that it names.
+    """
+    paths = tuple(map(Path, load.files))
+    if before is not None and before.paths == paths and list(before.identities) == load.identities:
+        return before
+    return expect(open_model(paths), load.identities)
 
 
 def expect(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:

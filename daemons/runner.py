@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -31,7 +30,7 @@ from daemons.deferred import DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
-from daemons.identities import expect, unchanged
+from daemons.identities import opened, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter, warn_once
@@ -43,7 +42,7 @@ from daemons.step_output import Payload, StepOutput
 from daemons.token_ring import FollowingStep, TokenRing, without_tokens
 from daemons.warm import warm_up_all
 from lucevisor.model.families import read_spec
-from lucevisor.model.gguf_files import open_model
+from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena, attach_all
@@ -66,13 +65,12 @@ MaskSource = Callable[[int, list[Slice]], Tensor | None]
 class ModelRunner:
     """The stages of one daemon, its draft and its scoring stage, each of which it may lack; after :meth:`load`."""
 
-    def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena]) -> None:
+    def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena], files: GgufFiles) -> None:
         self._load = load
         self._backend = backend
         self.stages: dict[int, LoadedStage] = {}
         self._plans: dict[int, StagePlan] = {p.stage: p for p in load.stages}
         self._sampler: Sampler | None = None
-        files = expect(open_model([Path(f) for f in load.files]), load.identities)
         self.spec = read_spec(files, load.options)
         pinned = backend is not Backend.CPU
         self._boundaries: list[BoundaryBuffer] = [
@@ -92,16 +90,18 @@ class ModelRunner:
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
     @classmethod
-    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
+    def load(
+        cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter, files: GgufFiles | None = None
+    ) -> tuple[ModelRunner, Loaded]:
         """Attach the arenas, load and warm up every stage, and load the draft stage and the scoring stage.
 
-        Raises GgufError, ArenaError, LoadError or DeviceError.
+        ``files``: the model's, if they are open.  Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
         n_own = 2 * len(load.arenas)
         if len(fds) != n_own + bool(load.replay):
             raise ValueError(f"Load names {n_own + bool(load.replay)} files, {len(fds)} descriptors arrived")
-        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas))
+        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), opened(load, files))
         replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
         uses: list[DeviceUse] = []
         kernels: dict[str, str] = {}

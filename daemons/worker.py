@@ -22,13 +22,16 @@ import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
 from daemons.errors import DaemonError, describe
+from daemons.identities import opened
 from daemons.inbox import Inbox, StepRecalled
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
 from daemons.pulse import Reporter
+from daemons.rehearsal import rehearse
 from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
+from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.blocking_link import BlockingLink
@@ -37,7 +40,7 @@ from lucevisor.protocol.doorbell import Doorbells
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.frames import POSTED, Frame
-from lucevisor.protocol.loading import Hello, Load
+from lucevisor.protocol.loading import Hello, Load, Rehearse, Rehearsed
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
 from lucevisor.protocol.scoring import ScoreWindow, WindowScores
 from lucevisor.protocol.source_hash import source_hash
@@ -112,6 +115,7 @@ class _MessageLoop:
         self._link, self._reporter, self._options = link, reporter, options
         self._inbox = Inbox(link)
         self._runtime: ModelRunner | None = None
+        self._files: GgufFiles | None = None  # the model's, opened by a rehearsal
         self._transfers: TransferExecutor | None = None
         self._broken = False
         self._deferred: StepOutput | None = None  # of a step that is computed on the device
@@ -213,6 +217,9 @@ class _MessageLoop:
                 return self._score(score)
             case Load() as load:
                 return self._load(load, frame.fds)
+            case Rehearse(load):
+                self._rehearse(load)
+                return None
             case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
                 self._runtime.flush()
                 self._transfers.submit(order, *frame.fds)
@@ -303,10 +310,19 @@ class _MessageLoop:
         self._link.send(answer, payload=[] if scores is None else [scores.contiguous().numpy().data])
         return None
 
+    def _rehearse(self, load: Load) -> None:
+        self._reporter.phase("load")
+        try:
+            self._files = opened(load, None)
+            done = rehearse(load, self._options.backend, self._files)
+        except (DaemonError, GgufError, OSError) as error:  # of the file: the load says it, if it still is so then
+            done = Rehearsed(0.0, describe(error))
+        self._link.send(done)
+
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
         self._reporter.phase("load")
         try:
-            self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter)
+            self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter, self._files)
         except Exception as e:  # process boundary: report, then exit
             places = [f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards]
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]

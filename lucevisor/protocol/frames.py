@@ -63,6 +63,8 @@ LIMITS: dict[MessageKind, Limits] = {
         MAX_METADATA_BYTES, 0, "paths of a split file, at most 4 KiB each; 5 bytes for each of 131,072 tokens to replay"
     ),
     MessageKind.LOADED: Limits(256 * KIB, 0, "one record per shard, one line per operation"),
+    MessageKind.REHEARSE: Limits(1 * MIB, 0, "as Load, without steps to replay"),
+    MessageKind.REHEARSED: Limits(64 * KIB, 0, "a number and a sentence"),
     MessageKind.STEP: Limits(
         MAX_METADATA_BYTES,
         MAX_PAYLOAD_BYTES,

@@ -3,9 +3,9 @@
 A frame's kind selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
 Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  No sockets, no tensors.
 
-Direction: ``link`` carries Load, Step, DraftStep, Masks, ScoreWindow, Recall, Reset, Check, Save, Restore and Shutdown
-down, and Hello, Loaded, StepResult, WindowScores, Recalled, ResetDone, Failed, Checked, Saved, Restored and
-TransferFailed up; ``pulse`` carries Heartbeat, Progress and LogLine up.
+Direction: ``link`` carries Load, Rehearse, Step, DraftStep, Masks, ScoreWindow, Recall, Reset, Check, Save, Restore and
+Shutdown down, and Hello, Loaded, Rehearsed, StepResult, WindowScores, Recalled, ResetDone, Failed, Checked, Saved,
+Restored and TransferFailed up; ``pulse`` carries Heartbeat, Progress and LogLine up.
 
 The records of loading, checks, steps and transfers live in their own modules.  docs/protocol.md is generated from them.
 """
@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from lucevisor.protocol.checks import Check, Checked
-from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.loading import Hello, Load, Loaded, Rehearse, Rehearsed
 from lucevisor.protocol.scoring import ScoreWindow, WindowScores
 from lucevisor.protocol.steps import DraftStep, Masks, Recall, Recalled, Reset, ResetDone, Step, StepResult
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
@@ -51,6 +51,8 @@ class MessageKind(IntEnum):
     WINDOW_SCORES = 20
     RECALL = 21
     RECALLED = 22
+    REHEARSE = 23
+    REHEARSED = 24
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -108,6 +110,8 @@ Message = (
     Hello
     | Load
     | Loaded
+    | Rehearse
+    | Rehearsed
     | Step
     | DraftStep
     | Masks
@@ -136,6 +140,8 @@ MESSAGES: dict[MessageKind, type[Message]] = {
     MessageKind.HELLO: Hello,
     MessageKind.LOAD: Load,
     MessageKind.LOADED: Loaded,
+    MessageKind.REHEARSE: Rehearse,
+    MessageKind.REHEARSED: Rehearsed,
     MessageKind.STEP: Step,
     MessageKind.DRAFT_STEP: DraftStep,
     MessageKind.MASKS: Masks,

@@ -40,6 +40,8 @@ SENDERS: dict[MessageKind, tuple[Channel, Role]] = {
     MessageKind.HELLO: (Channel.LINK, Role.DAEMON),
     MessageKind.LOAD: (Channel.LINK, Role.SUPERVISOR),
     MessageKind.LOADED: (Channel.LINK, Role.DAEMON),
+    MessageKind.REHEARSE: (Channel.LINK, Role.SUPERVISOR),
+    MessageKind.REHEARSED: (Channel.LINK, Role.DAEMON),
     MessageKind.STEP: (Channel.LINK, Role.SUPERVISOR),
     MessageKind.DRAFT_STEP: (Channel.LINK, Role.SUPERVISOR),
     MessageKind.MASKS: (Channel.LINK, Role.SUPERVISOR),
@@ -74,6 +76,8 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.IDLE: {
         MessageKind.LOAD: LinkState.LOADING,
+        MessageKind.REHEARSE: LinkState.IDLE,
+        MessageKind.REHEARSED: LinkState.IDLE,
         MessageKind.CHECK: LinkState.IDLE,
         MessageKind.CHECKED: LinkState.IDLE,
         MessageKind.FAILED: LinkState.IDLE,
@@ -81,6 +85,7 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.LOADING: {
         MessageKind.LOADED: LinkState.READY,
+        MessageKind.REHEARSED: LinkState.LOADING,  # answer to a Rehearse sent before the Load
         MessageKind.CHECKED: LinkState.LOADING,  # answer to a Check sent before the Load
         MessageKind.FAILED: LinkState.LOADING,  # a process loads once: the next Load goes to the next process
         MessageKind.SHUTDOWN: LinkState.CLOSING,
@@ -112,6 +117,7 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.CLOSING: {
         MessageKind.HELLO: LinkState.CLOSING,  # was in transit when Shutdown was sent; so were the others
         MessageKind.LOADED: LinkState.CLOSING,
+        MessageKind.REHEARSED: LinkState.CLOSING,
         MessageKind.STEP_RESULT: LinkState.CLOSING,
         MessageKind.WINDOW_SCORES: LinkState.CLOSING,
         MessageKind.RECALLED: LinkState.CLOSING,

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 import structlog
+from msgspec.structs import replace
 
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
-from lucevisor.protocol.loading import Hello, Loaded
+from lucevisor.protocol.loading import Hello, Load, Loaded, Rehearse, Rehearsed
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
@@ -59,6 +60,7 @@ class Daemon:
         self.name = expected.group
         self.hello: Hello | None = None
         self.loaded: Loaded | None = None
+        self.ordered: Load | None = None  # what it was sent
         self.heartbeat: Heartbeat | None = None
         self.link: Link
         self.child: DaemonProcess
@@ -67,6 +69,7 @@ class Daemon:
         self._callbacks = callbacks
         self._emit = emit
         self._ready = False
+        self._on_rehearsed: Callable[[], None] = lambda: None
         self._loading: asyncio.Task[None] | None = None
         self._ended: Ended | None = None
         self._log = _log.bind(group=self.name)
@@ -80,7 +83,16 @@ class Daemon:
 
     def enlist(self, number: int, emit: Callable[[ev.Event], None]) -> None:
         """Let a spare join its group, under a child number of it; ``emit`` gets the events from now on."""
-        self.number, self._emit = number, emit
+        self.number, self._emit, self._on_rehearsed = number, emit, lambda: None
+
+    def rehearse(self, load: Load, done: Callable[[], None]) -> None:
+        """Let a spare prepare for a load like this one; ``done`` is called when it has, unless it is enlisted before.
+
+        A dead link says so by itself.
+        """
+        self._on_rehearsed = done
+        with contextlib.suppress(ProtocolError):
+            self.link.send(Rehearse(replace(load, replay=[])))
 
     # ---- instructions of the machine
 
@@ -143,6 +155,7 @@ class Daemon:
         try:
             order = await self._callbacks.make_load(self.name, hello)
             self.link.send(order.load, fds=order.fds)
+            self.ordered = order.load
         except LinkClosed:
             return  # on_closed reports it
         except (LucevisorError, LocalProtocolError) as error:
@@ -163,6 +176,9 @@ class Daemon:
                 self.loaded = loaded
                 problem = self._callbacks.check_loaded(self.name, loaded)
                 self._emit(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
+            case Rehearsed(seconds, problem):
+                self._log.info("rehearsed", seconds=round(seconds, 3), left_out=problem or None)
+                self._on_rehearsed()
             case Failed() as failed:
                 self._on_failed(failed)
             case _ if self._ready:

@@ -20,7 +20,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.handshake import Expected
-from lucevisor.protocol.loading import Hello, Loaded
+from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
@@ -72,7 +72,7 @@ class GroupSupervisor:
         self._loop = asyncio.get_running_loop()
         self._clock = awake.AwakeClock()
         self._daemon: Daemon | None = None
-        self._spares = Spares(config.name, n_spares, self._launch, self.limits, self._clock)
+        self._spares = Spares(config.name, n_spares, self._launch, self._ordered, self.limits, self._clock)
         self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
         self._events: deque[ev.Event] = deque()
         self._pumping = False
@@ -283,6 +283,10 @@ class GroupSupervisor:
             self._emit(ev.SpawnFailed(number, f"groups.{self.name}: {error.reason}", error.configuration))
         else:
             self._emit(ev.Spawned(number, self._daemon.child.pid))
+
+    def _ordered(self) -> Load | None:
+        """What the present process was sent to load."""
+        return None if self._daemon is None else self._daemon.ordered
 
     def _launch(self, number: int, emit: Callable[[ev.Event], None]) -> Daemon:
         """Start a process.  Raises SpawnError."""

@@ -1,4 +1,4 @@
-"""Warm processes of one group: torch imported, hello said, nothing loaded; one takes over where the present one ends.
+"""Warm processes of one group: torch imported, hello said, a load rehearsed; one takes over where the present one ends.
 
 Knows neither states nor steps: the group asks for a spare where it would start a process.  A failed spare affects no
 request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to this pool, never to
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import SpawnError
@@ -28,18 +29,19 @@ LaunchSpare = Callable[[int, Callable[[ev.Event], None]], Daemon]
 
 @dataclass(frozen=True, slots=True)
 class SpareUse:
-    """A spare as `status` shows it.  ``warm``: it has said hello."""
+    """A spare as `status` shows it.  ``warm``: it has said hello, and rehearsed its load."""
 
     pid: int
     warm: bool
     rss_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Spare:
     daemon: Daemon
     heard_at: float
-    deadline: asyncio.TimerHandle  # of its hello
+    deadline: asyncio.TimerHandle  # of its hello, then of its rehearsal
+    greeted: bool = False
     warm: bool = False
 
     def use(self) -> SpareUse:
@@ -48,12 +50,21 @@ class _Spare:
 
 
 class Spares:
-    """``n``: how many are kept while the group is READY.  ``clock``: of supervision."""
+    """``n``: how many are kept while the group is READY.  ``present_load``: what its daemon was sent.  ``clock``: of
+    supervision.
+    """
 
     def __init__(
-        self, group: str, n: int, launch: LaunchSpare, limits: SupervisionLimits, clock: Callable[[], float]
+        self,
+        group: str,
+        n: int,
+        launch: LaunchSpare,
+        present_load: Callable[[], Load | None],
+        limits: SupervisionLimits,
+        clock: Callable[[], float],
     ) -> None:
         self._group, self._n, self._launch, self._limits, self._clock = group, n, launch, limits, clock
+        self._present_load = present_load
         self._loop = asyncio.get_running_loop()
         self._spares: dict[int, _Spare] = {}
         self._ending: dict[int, Daemon] = {}
@@ -73,7 +84,7 @@ class Spares:
         self._fill_after(self._limits.spare_delay_s)
 
     async def prepare(self) -> bool:
-        """Start a spare unless there is one; return whether it is warm, at the latest when its hello is overdue."""
+        """Start a spare unless there is one; return whether it is warm, at the latest when it is overdue."""
         self._n_wanted = max(1, self._n)
         if not self._spares:
             self._start()
@@ -83,12 +94,15 @@ class Spares:
         return bool(self._spares)
 
     def take(self) -> Daemon | None:
-        """Hand over a warm spare that has sent a heartbeat lately; None without one."""
-        for number, spare in [*self._spares.items()]:
-            if not spare.warm:
+        """Hand over a spare that has sent a heartbeat lately, a warm one if there is one, else one that has said hello;
+        None without one.
+        """
+        for number, spare in sorted(self._spares.items(), key=lambda found: not found[1].warm):
+            if not spare.greeted:
                 continue
             if self._clock() - spare.heard_at <= self._limits.heartbeat_s:
                 del self._spares[number]
+                spare.deadline.cancel()
                 return spare.daemon
             self._drop(number, "no heartbeat within its limit: the process hangs or is stopped")
         return None
@@ -137,10 +151,13 @@ class Spares:
         except SpawnError as error:
             self._failed(error.reason, configuration=error.configuration)
             return False
-        overdue = f"no hello in {self._limits.hello_s:g} s"
-        deadline = self._loop.call_later(self._limits.hello_s, self._drop, number, overdue)
-        self._spares[number] = _Spare(daemon, self._clock(), deadline)
+        self._spares[number] = _Spare(daemon, self._clock(), self._deadline(number, "hello"))
         return True
+
+    def _deadline(self, number: int, what: str) -> asyncio.TimerHandle:
+        """Drop a spare from which nothing is heard in the time that a hello has."""
+        seconds = self._limits.hello_s
+        return self._loop.call_later(seconds, self._drop, number, f"no {what} in {seconds:g} s")
 
     def _take_event(self, event: ev.Event) -> None:
         number = getattr(event, "child", 0)
@@ -153,9 +170,13 @@ class Spares:
                 self._changed.set()
             case ev.HelloReceived() if spare is not None:
                 spare.deadline.cancel()
-                spare.warm, spare.heard_at, self._n_failed = True, self._clock(), 0
-                _log.info("spare is warm", group=self._group, pid=spare.daemon.child.pid)
-                self._changed.set()
+                spare.greeted, spare.heard_at = True, self._clock()
+                load = self._present_load()
+                if load is None:
+                    self._warm(spare)
+                else:
+                    spare.deadline = self._deadline(number, "rehearsal")
+                    spare.daemon.rehearse(load, lambda: self._warm(spare))
             case ev.Beat() if spare is not None:
                 spare.heard_at = self._clock()
             case ev.Failure(_, reason, configuration, _) if spare is not None:
@@ -164,6 +185,14 @@ class Spares:
                 self._drop(number, reason)
             case _:
                 pass
+
+    def _warm(self, spare: _Spare) -> None:
+        if spare not in self._spares.values():
+            return  # dropped meanwhile
+        spare.deadline.cancel()
+        spare.warm, self._n_failed = True, 0
+        _log.info("spare is warm", group=self._group, pid=spare.daemon.child.pid)
+        self._changed.set()
 
     def _drop(self, number: int, failure: str = "", *, configuration: bool = False) -> None:
         """Kill a spare; ``failure``: why, or empty if it is just not needed any more."""

@@ -76,6 +76,47 @@ async def test_spares_that_die_are_replaced_later_and_later_and_concern_nobody(t
         assert owner.news == ["ready"]
 
 
+async def test_a_spare_in_its_rehearsal_is_not_warm_and_still_better_than_none(tmp_path):
+    async with tiny_group(tmp_path, "pause at rehearsal", limits=LIMITS, n_spares=1) as (group, owner):
+        await group.start()
+        await ready(group)
+        await until(lambda: group._spares._spares and all(s.greeted for s in group._spares._spares.values()))
+        assert warm(group) == []
+        [spare] = [one.pid for one in group.spares]
+        os.kill(group.pid, signal.SIGKILL)
+        await ready(group, 1)
+        assert group.pid == spare
+        assert owner.news == ["ready", "lost", "ready"]
+
+
+async def test_a_spare_that_hangs_in_its_rehearsal_is_replaced(tmp_path):
+    limits = brisk(spare_delay_s=0.01, hello_s=3.0)
+    async with tiny_group(tmp_path, "hang at rehearsal", limits=limits, n_spares=1) as (group, owner):
+        await group.start()
+        await ready(group)
+        await until(lambda: group.spares)
+        [spare] = [one.pid for one in group.spares]
+        await until(lambda: group.spares and group.spares[0].pid != spare)
+        assert not exists(spare)
+        assert warm(group) == []
+        assert (group.state, owner.news) == (State.READY, ["ready"])
+
+
+async def test_a_spare_rehearses_what_the_present_daemon_was_sent(tmp_path):
+    async with tiny_group(tmp_path, limits=LIMITS, n_spares=1) as (group, _):
+        await group.start()
+        await ready(group)
+        await until(lambda: warm(group))
+        seen, spares = [], group._spares
+        load = spares._present_load
+        spares._present_load = lambda: seen.append(load()) or seen[-1]
+        os.kill(group.pid, signal.SIGKILL)
+        await ready(group, 1)
+        await until(lambda: warm(group))
+        assert seen == [group._daemon.ordered]
+        assert seen[0] is not None
+
+
 async def test_a_spare_that_hangs_is_not_taken(tmp_path):
     async with tiny_group(tmp_path, limits=SHORT, n_spares=1) as (group, _):
         await group.start()

@@ -19,7 +19,7 @@ import daemons
 import lucevisor
 from lucevisor.model.values import Backend, LayerRange
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded
+from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded, Rehearse, Rehearsed
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, LogLine, Progress, Shutdown
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
@@ -59,6 +59,9 @@ class Tiny:
             match frame.message:
                 case Load() as load:
                     self.load(load)
+                case Rehearse():
+                    self.at("rehearsal")
+                    self.link.send(Rehearsed(0.0))
                 case Step() as step:
                     self.step(step)
                 case Reset(token):
@@ -142,6 +145,8 @@ class Tiny:
             block, _keeps_it_in_the_middle = LIBC.malloc(2000), LIBC.malloc(1)
             LIBC.free(block)
             LIBC.free(block)
+        if f"pause at {place}" in self.how:
+            time.sleep(2)
         if f"sleep at {place}" in self.how:
             time.sleep(600)
         if f"hang at {place}" in self.how:
