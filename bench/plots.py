@@ -168,12 +168,9 @@ def recovery(figure, *runs):
                 bbox_to_anchor=(0.45, 1.2), fontsize=8)  # fmt: skip
 
 
-SPEED = (
-    "speed-h200-27b.json", "speed-h200-27b-again.json", "speed-h200-27b-fourth.json", "speed-h200-35b-a3b.json",
-)  # fmt: skip
 PLOTS = {
-    "decode-by-streams": Plot(decode, SPEED),
-    "prefill": Plot(prefill, SPEED),
+    "decode-by-streams": Plot(decode, ("speed-h200-27b-fifth.json", "speed-h200-35b-a3b-fifth.json")),
+    "prefill": Plot(prefill, ("speed-h200-27b-prompts.json", "speed-h200-35b-a3b-fifth.json")),
     "roofline": Plot(roofline, ("gemv-h200.txt", "gemv-instructions-h200.txt"), (6.0, 3.6)),
     "kv-flash": Plot(kv_flash, ("kv-flash-h200-27b.json",), (6.0, 3.2)),
     "recovery": Plot(recovery, ("recovery-h200-27b.json", "recovery-cpu.json"), (7.2, 2.4)),

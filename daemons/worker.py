@@ -24,10 +24,10 @@ from daemons.check import run_check
 from daemons.errors import DaemonError, describe
 from daemons.identities import opened
 from daemons.inbox import Inbox, StepRecalled
+from daemons.models.rehearsal import rehearse
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
 from daemons.pulse import Reporter
-from daemons.rehearsal import rehearse
 from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput

@@ -24,7 +24,7 @@ HOST_PAGES = 0.25
 DEVICE_RESERVE_BYTES = 512 << 20
 DEVICE_RESERVE = 0.01
 """Kept free on a GPU for fragmentation of the allocator: a constant, and a share of the device's memory."""
-SPARE_DEVICE_BYTES = 512 << 20
+SPARE_DEVICE_BYTES = 800 << 20
 SPARE_HOST_BYTES = 300 << 20
 """What a spare takes: a context on each GPU of its group, and host memory."""
 

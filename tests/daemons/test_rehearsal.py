@@ -10,11 +10,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from daemons import rehearsal
 from daemons.errors import LoadError
 from daemons.identities import opened
+from daemons.models import rehearsal
+from daemons.models.rehearsal import rehearse, some_of_each_kind
 from daemons.models.replay import WORK_BYTES, LayerwiseReplay
-from daemons.rehearsal import rehearse, some_of_each_kind
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
