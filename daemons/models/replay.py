@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ MAX_STEPS_AT_ONCE = 8
 """Steps of different sequences that a GPU with room for it computes together: fewer launches, and longer products."""
 SWITCH_S = 5e-4
 """How long the thread that loads waits at most for the interpreter while the other one computes, and the other way."""
+MOST_ROW_READERS = 4
+LEAST_PART_BYTES = 16 << 20
+"""Rows are read by several threads, of so much each: memory that nothing was in is slow to write to."""
 POLL_S = 1e-3
 """How often one looks for rows that are still being written."""
 
@@ -85,14 +89,24 @@ class RowFile:
             # by numpy, which raises MemoryError where torch raises a RuntimeError
             self._buffer = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
         view, at = memoryview(self._buffer[: n * row_bytes].numpy()), first * row_bytes  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        n_parts = max(1, min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES))
+        borders = [len(view) * i // n_parts for i in range(n_parts + 1)]
+        with ThreadPoolExecutor(n_parts, thread_name_prefix="rows") as readers:
+            parts = [readers.submit(self._read, view[a:b], at + a) for a, b in pairwise(borders)]
+        if not all(part.result() for part in parts):
+            raise OSError(f"the file of rows ends before row {first + n}")
+
+    def _read(self, view: memoryview, at: int) -> bool:
+        """Read bytes of the file; return whether it has them."""
         while view:
             complete = self._is_complete()
             n_read = os.preadv(self._fd, [view], at)
             if not n_read and complete:
-                raise OSError(f"the file of rows ends before row {first + n}")
+                return False
             if not n_read:
                 time.sleep(POLL_S)
             view, at = view[n_read:], at + n_read
+        return True
 
     def _is_complete(self) -> bool:
         return bool(fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL))
