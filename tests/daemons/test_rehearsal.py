@@ -72,13 +72,17 @@ def test_some_layers_are_loaded_and_replayed(architecture, on_a_device):
     assert sum(s.n_tokens for s in replay.steps) == 9 * 128
 
 
-def test_fewer_rows_where_little_memory_is_free_and_none_where_too_little_is(on_a_device):
+def test_fewer_rows_where_little_memory_is_free_and_kernels_alone_where_too_little_is(on_a_device, monkeypatch):
     spec = golden_spec("qwen35")
-    made = on_a_device(5 * WORK_BYTES)
+    made = on_a_device(9 * WORK_BYTES)
     assert rehearse(load_of(spec), Backend.CUDA, spec.files).problem == ""
     assert sum(s.n_tokens for s in made[0].steps) == 3 * 128  # two sequences
-    on_a_device(2 * WORK_BYTES)
-    assert f"where {2 * WORK_BYTES} are free" in rehearse(load_of(spec), Backend.CUDA, spec.files).problem
+    kernels = []
+    monkeypatch.setattr(rehearsal, "load_kernels", lambda spec, layers, *_: kernels.append(layers))
+    for free, n_loaded in ((4 * WORK_BYTES, 1), (WORK_BYTES - 1, 1)):
+        on_a_device(free)
+        assert f"where {free} are free" in rehearse(load_of(spec), Backend.CUDA, spec.files).problem
+        assert len(kernels) == n_loaded
     assert len(made) == 1
 
 
