@@ -10,6 +10,10 @@ constexpr int MAX_ROWS = 8;  // of activations in registers at a time
 constexpr int AHEAD = 8192;  // bytes that few rows prefetch: the processor alone stops at 30 of 36 GB/s a thread
 constexpr int SUM = 32;      // columns whose activations are summed, for minima
 
+inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* at, int n_bytes) {
+  for (int i = 0; i < n_bytes; i += 64) _mm_prefetch((const char*)at + AHEAD + i, _MM_HINT_T0);
+}
+
 // Whether two float32 multiply-adds are faster than a `vdpbf16ps`: an Intel Xeon starts one in 2.2 cycles.
 // It adds the odd column first and rounds each sum, so both give the same bits, but for denormals: it takes them as 0.
 // One row alone keeps it, since to take pairs apart costs as much.
@@ -45,11 +49,12 @@ void multiply_strip(const uint8_t* tile, const Activations& a, long first, Float
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) total[0][r] = total[1][r] = splat(0.f);
   for (long at = 0; at < a.columns; at += T::BLOCK, tile += T::BYTES) {
+    prefetch_ahead(tile, T::FIRST_GROUP);  // 10 lines left out halve what a Zen 4 reads
     const Floats d[2] = {load_half(tile), load_half(tile + TILE)};
     const Floats m[2] = {tile_minimum<T>(tile, 0), tile_minimum<T>(tile, 1)};
     for (int g = 0; g < T::GROUPS; g++) {
       const uint8_t* half[2] = {half_group<T>(tile, g, 0), half_group<T>(tile, g, 1)};
-      for (int i = 0; i < T::GROUP_BYTES; i += 64) _mm_prefetch((const char*)half[0] + AHEAD + i, _MM_HINT_T0);
+      prefetch_ahead(half[0], T::GROUP_BYTES);
       const uint16_t* columns = x + at + g * T::GROUP;
       Floats part[2][R];
 #pragma GCC unroll 8
