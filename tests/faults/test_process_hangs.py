@@ -35,6 +35,8 @@ async def test_a_stopped_daemon_is_detected_asked_for_its_stacks_killed_and_rest
             await group.start()
             await ready(group)
             first = group.pid
+            # it waits for messages: its stacks could be those of the end of its load
+            await until(lambda: group.heartbeat and group.heartbeat.phase == "idle")
             os.kill(first, signal.SIGSTOP)
             await until(lambda: group.state is State.STOPPING)
             assert "no heartbeat" in group.reason
