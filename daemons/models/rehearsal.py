@@ -11,14 +11,14 @@ import fcntl
 import gc
 import os
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 import torch
 from msgspec.structs import replace
 
 from daemons.device import launching, memory_free, torch_device, torch_dtype
 from daemons.errors import DaemonError, describe
-from daemons.models.replay import MAX_STEPS_AT_ONCE, WORK_BYTES, LayerwiseReplay, layerwise_replays
+from daemons.models.replay import MAX_STEPS_AT_ONCE, WORK_BYTES, layerwise_replays
 from daemons.models.replay_kernels import load_kernels
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
@@ -67,7 +67,8 @@ def _rehearse_shard(spec: ModelSpec, shard: ShardPlan, load: Load, backend: Back
     if n_sequences < 1:
         if free >= WORK_BYTES:
             _load_kernels(spec, layers, selector)
-        return f"layers {layers} take {weights + WORK_BYTES} bytes on {selector.device}, where {free} are free"
+        needed = weights + WORK_BYTES
+        return f"layers {layers} take {needed} bytes, a quarter of the {free} that are free on {device} is less"
     return _replayed(spec, ShardPlan(shard.device, layers), load, backend, n_sequences)
 
 
@@ -86,7 +87,7 @@ def some_of_each_kind(spec: ModelSpec, layers: LayerRange) -> LayerRange:
 def _replayed(spec: ModelSpec, shard: ShardPlan, load: Load, backend: Backend, n_sequences: int) -> str:
     """Replay a chunk of each sequence, and one behind it of the first."""
     length, spaces = load.max_step_tokens, spec.spaces()
-    steps = list(_steps(spaces, n_sequences, length))
+    steps = _steps(spaces, n_sequences, length)
     n_pages = (n_sequences + 1) * -(-length // PAGE_TOKENS)
     pools = PoolSizes(
         full_pages=n_pages if Space.FULL in spaces else 0,
@@ -99,13 +100,13 @@ def _replayed(spec: ModelSpec, shard: ShardPlan, load: Load, backend: Backend, n
         attend_host=False, rank_pages=False, replay=[StageReplay(0, steps)],
     )  # fmt: skip
     fd = _zeros((n_sequences + 1) * length * spec.boundary_width * torch_dtype(load.dtype).itemsize)
-    replay: LayerwiseReplay = layerwise_replays(one, spec, fd)[0]
+    replay = layerwise_replays(one, spec, fd)[0]
     stage = LoadedStage.load(spec, plan, one, backend, lambda _: None, replay)
     stage.replayed(replay)
     return replay.problem
 
 
-def _steps(spaces: Set[Space], n_sequences: int, length: int) -> Sequence[Step]:
+def _steps(spaces: Set[Space], n_sequences: int, length: int) -> list[Step]:
     pages = -(-length // PAGE_TOKENS)
     opening: list[Operation] = []
     for i in range(n_sequences):

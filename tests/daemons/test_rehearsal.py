@@ -23,12 +23,12 @@ from tests.daemons.snapshot_pipeline import golden_spec
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
 
-def load_of(spec, layers=None, **more) -> Load:
-    own = layers or LayerRange(0, spec.n_layers)
-    plan = StagePlan(0, [ShardPlan(0, own)], None, None, embedding=own.start == 0, output=own.stop == spec.n_layers)
+def load_of(spec) -> Load:
+    shard = ShardPlan(0, LayerRange(0, spec.n_layers))
+    plan = StagePlan(0, [shard], None, None, embedding=True, output=True)
     paths = [str(path) for path in spec.files.paths]
     pools = PoolSizes(full_pages=2, window_pages=0, states=1)
-    return Load(paths, Dtype.FLOAT32, Dtype.FLOAT32, [plan], [], pools, 1, 128, **more)
+    return Load(paths, Dtype.FLOAT32, Dtype.FLOAT32, [plan], [], pools, 1, 128)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_fewer_rows_where_little_memory_is_free_and_kernels_alone_where_too_litt
     monkeypatch.setattr(rehearsal, "load_kernels", lambda spec, layers, *_: kernels.append(layers))
     for free, n_loaded in ((4 * WORK_BYTES, 1), (WORK_BYTES - 1, 1)):
         on_a_device(free)
-        assert f"where {free} are free" in rehearse(load_of(spec), Backend.CUDA, spec.files).problem
+        assert f"a quarter of the {free} that are free" in rehearse(load_of(spec), Backend.CUDA, spec.files).problem
         assert len(kernels) == n_loaded
     assert len(made) == 1
 
