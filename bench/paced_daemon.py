@@ -25,7 +25,7 @@ _due_s = 0.0
 
 
 @torch.inference_mode()
-def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, await_rows=None):
+def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, await_rows=None, between=None):
     """In place of ModelRunner.run_step.  After a pause the step takes no time."""
     global _due_s
     started = time.monotonic()

@@ -28,6 +28,7 @@ from lucevisor.protocol.steps import Sampling
 
 PROMPT, ANSWER = 64, 512
 TOKEN = 300
+STUCK_S = 30.0
 
 
 @contextlib.contextmanager
@@ -69,10 +70,18 @@ def daemons_cpu_s():
 
 
 async def steps(service, n):
-    """Wait for n more steps; returns seconds, CPU seconds of this process and those of all daemons for each."""
+    """Wait for n more steps; returns seconds, CPU seconds of this process and those of all daemons for each.
+
+    SystemExit if there are none for a while.
+    """
     first = service.engine._totals.n_steps
     began, cpu, others = time.perf_counter(), time.process_time(), daemons_cpu_s()
-    while (done := service.engine._totals.n_steps - first) < n:  # noqa: ASYNC110 - it has no event
+    seen, seen_at = 0, began
+    while (done := service.engine._totals.n_steps - first) < n:
+        if done > seen:
+            seen, seen_at = done, time.perf_counter()
+        elif time.perf_counter() - seen_at > STUCK_S:
+            raise SystemExit(f"no step in {STUCK_S:.0f} s: {service.reason() or 'the log says why'}")
         await asyncio.sleep(0.05)
     seconds = time.perf_counter() - began
     return seconds / done, (time.process_time() - cpu) / done, (daemons_cpu_s() - others) / done
