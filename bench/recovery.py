@@ -128,11 +128,16 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
+async def warm(service):
+    """Wait until all groups have their warm spares: a rehearsal of one takes the devices of others."""
+    n_spares = service.config.recovery.spares * len(service.groups)
+    await until(lambda: sum(spare.warm for one in service.groups.values() for spare in one.spares) == n_spares)
+
+
 async def kill(service, group):
     """Kill a group's daemon; seconds of the pause and of its parts."""
     engine, one = service.engine, service.groups[group]
     before = engine.statistics().recovery
-    await until(lambda: sum(spare.warm for spare in one.spares) == service.config.recovery.spares)
     pid, at = one.pid, [time.perf_counter()]
     os.kill(pid, signal.SIGKILL)
     for reached in (
@@ -238,11 +243,13 @@ async def measure(options, cost, keep):
             asked = prompts()
             right = [await ask(on, prompt, 8) for prompt in asked]
             for group in on.groups if options.kills else ():
+                await warm(on)
                 alone = await kill(on, group)
                 kills.append(told_kill(alone | {"beside": "alone"}))
                 keep(cost, kills, moves)
             for i in range(options.kills):
                 for group in on.groups:
+                    await warm(on)
                     told = [0] * len(asked)
 
                     def count(at, told=told):

@@ -72,6 +72,13 @@ class Family(ABC):
 # ---- layers
 
 
+def remember(block: Block, x: Tensor, batch: Batch) -> None:
+    """Advance the pages and states of a layer as a call of its block does.  A block with a method of this name leaves
+    out what only the result needs.
+    """
+    getattr(block, "remember", block)(x, batch)
+
+
 class PreNormLayer:
     """``h += mixer(norm(h)); h += mlp(norm(h))``."""
 
@@ -81,6 +88,10 @@ class PreNormLayer:
 
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
         return self.operations.add(*self.advance(h, None, batch))
+
+    def remember(self, h: Tensor, batch: Batch) -> None:
+        """See the function."""
+        remember(self.mixer, self.mixer_norm(h), batch)
 
     def advance(self, h: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same on ``h + delta`` (None: 0), as two terms: the next layer's norm adds them, in one kernel."""
@@ -189,6 +200,10 @@ class Attention:
             return self.output(self.operations.output_gate(out, gate, self.shape.softplus))
         return self.output(out.reshape(batch.n_rows, -1))
 
+    def remember(self, x: Tensor, batch: Batch) -> None:
+        """See the function."""
+        self.write(x, batch)
+
     def write(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Write keys and values of the rows; returns their queries [T, H, D] and gates."""
         s = self.shape
@@ -283,6 +298,10 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         o = batch.map_groups(self._mix, self.w.inputs(x))
         return self.w.output(o.reshape(batch.n_rows, -1).to(x.dtype))
+
+    def remember(self, x: Tensor, batch: Batch) -> None:
+        """See the function."""
+        batch.map_groups(self._mix, self.w.inputs(x))
 
     def _mix(self, group: Group, y: Tensor) -> Tensor:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; advances the group's states."""

@@ -33,6 +33,9 @@ from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages
 FEW_ROWS = 128
 """Rows whose kernels are loaded where layers have no room: those of many rows, in little memory."""
 
+BEHIND = (1023, 778, 502, 301, 131, 47, 21, 6)
+"""Tokens of the slices behind the chunks of sequences, at most a chunk: each length is computed by itself."""
+
 
 def rehearse(load: Load, backend: Backend, files: GgufFiles) -> Rehearsed:
     """Load some layers of each shard of ``load`` on its device from the open ``files``, replay zeros, and forget them.
@@ -69,7 +72,11 @@ def _rehearse_shard(spec: ModelSpec, shard: ShardPlan, load: Load, backend: Back
             _load_kernels(spec, layers, selector)
         needed = weights + WORK_BYTES
         return f"layers {layers} take {needed} bytes, a quarter of the {free} that are free on {device} is less"
-    return _replayed(spec, ShardPlan(shard.device, layers), load, backend, n_sequences)
+    problem = _replayed(spec, ShardPlan(shard.device, layers), load, backend, n_sequences)
+    for layer in of_other_types(spec, shard.layers, layers):
+        plan, one = _alone(ShardPlan(shard.device, layer), load, _pools(spec, 1, 1))
+        LoadedStage.load(spec, plan, one, backend, lambda _: None)
+    return problem
 
 
 @torch.inference_mode()
@@ -84,39 +91,73 @@ def some_of_each_kind(spec: ModelSpec, layers: LayerRange) -> LayerRange:
     return LayerRange(layers.start, layers.start + 1 + max(spaces.index(space) for space in set(spaces)))
 
 
-def _replayed(spec: ModelSpec, shard: ShardPlan, load: Load, backend: Backend, n_sequences: int) -> str:
-    """Replay a chunk of each sequence, and one behind it of the first."""
-    length, spaces = load.max_step_tokens, spec.spaces()
-    steps = _steps(spaces, n_sequences, length)
-    n_pages = (n_sequences + 1) * -(-length // PAGE_TOKENS)
-    pools = PoolSizes(
-        full_pages=n_pages if Space.FULL in spaces else 0,
-        window_pages=n_pages if Space.WINDOW in spaces else 0,
-        states=n_sequences if Space.RECURRENT in spaces else 0,
-    )
+def of_other_types(spec: ModelSpec, layers: LayerRange, rehearsed: LayerRange) -> list[LayerRange]:
+    """One layer of each kind that has matrices of other types or shapes than those rehearsed: other kernels."""
+    assert spec.files is not None
+    tensors, found = spec.files.tensors, []
+    seen: set[tuple[Space, tuple[tuple[str, tuple[int, ...]], ...]]] = set()
+    for i in [*range(rehearsed.start, rehearsed.stop), *range(layers.start, layers.stop)]:
+        own = [tensors[name] for name in spec.layers[i].tensors if name in tensors]
+        kind = spec.layers[i].space, tuple(sorted((one.kind.name, one.shape) for one in own))
+        if kind not in seen and i not in rehearsed and spec.layers[i].shares_with is None:
+            found.append(LayerRange(i, i + 1))
+        seen.add(kind)
+    return found
+
+
+def _alone(shard: ShardPlan, load: Load, pools: PoolSizes) -> tuple[StagePlan, Load]:
+    """A stage of one shard, and a load of nothing else."""
     plan = StagePlan(0, [shard], source=0, target=0, embedding=False, output=False)
-    one = replace(
-        load, stages=[plan], arenas=[], pools=pools, max_sequences=n_sequences, draft=None, max_drafts=0, score=None,
-        attend_host=False, rank_pages=False, replay=[StageReplay(0, steps)],
+    return plan, replace(
+        load, stages=[plan], arenas=[], pools=pools, draft=None, max_drafts=0, score=None, attend_host=False,
+        rank_pages=False, replay=[],
     )  # fmt: skip
-    fd = _zeros((n_sequences + 1) * length * spec.boundary_width * torch_dtype(load.dtype).itemsize)
+
+
+def _replayed(spec: ModelSpec, shard: ShardPlan, load: Load, backend: Backend, n_sequences: int) -> str:
+    """Replay chunks of some sequences, what follows them, and a token of each."""
+    length = load.max_step_tokens
+    steps = _steps(spec.spaces(), n_sequences, length)
+    pools = _pools(spec, n_sequences * _n_pages(length), n_sequences)
+    plan, one = _alone(shard, load, pools)
+    one = replace(one, max_sequences=n_sequences, replay=[StageReplay(0, steps)])
+    fd = _zeros(sum(step.n_tokens for step in steps) * spec.boundary_width * torch_dtype(load.dtype).itemsize)
     replay = layerwise_replays(one, spec, fd)[0]
+    replay.whole = True
     stage = LoadedStage.load(spec, plan, one, backend, lambda _: None, replay)
     stage.replayed(replay)
     return replay.problem
 
 
+def _pools(spec: ModelSpec, n_pages: int, n_states: int) -> PoolSizes:
+    spaces = spec.spaces()
+    return PoolSizes(
+        full_pages=n_pages if Space.FULL in spaces else 0,
+        window_pages=n_pages if Space.WINDOW in spaces else 0,
+        states=n_states if Space.RECURRENT in spaces else 0,
+    )
+
+
+def _n_pages(length: int) -> int:
+    """Pages of a sequence."""
+    return -(-(2 * length + max(BEHIND) + 1) // PAGE_TOKENS)
+
+
 def _steps(spaces: Set[Space], n_sequences: int, length: int) -> list[Step]:
-    pages = -(-length // PAGE_TOKENS)
+    """Two chunks of each sequence, slices of different lengths behind them, and a decode of all."""
+    n_pages = _n_pages(length)
     opening: list[Operation] = []
     for i in range(n_sequences):
-        first, n = (0, 2 * pages) if i == 0 else ((i + 1) * pages, pages)
         opening += [ZeroState(i)] if Space.RECURRENT in spaces else []
         opening.append(OpenSequence(i, i, Sampling()))
-        opening += [SetPages(i, s, 0, list(range(first, first + n))) for s in spaces - {Space.RECURRENT}]
-    slices = [Slice(i, 0, [0] * length, sample=False) for i in range(n_sequences)]
-    slices.append(Slice(0, length, [0] * length, sample=False))
-    return [Step(0, 0, opening), *(Step(i, 0, [], [one]) for i, one in enumerate(slices, 1))]
+        pages = list(range(i * n_pages, (i + 1) * n_pages))
+        opening += [SetPages(i, s, 0, pages) for s in spaces - {Space.RECURRENT}]
+    behind = [min(length, n) for n in BEHIND[:n_sequences]]
+    slices = [Slice(i, at, [0] * length, sample=False) for at in (0, length) for i in range(n_sequences)]
+    slices += [Slice(i, 2 * length, [0] * n, sample=False) for i, n in enumerate(behind)]
+    decodes = [Slice(i, 2 * length + n, [0], sample=True) for i, n in enumerate(behind)]
+    parts = [[], *([one] for one in slices), decodes]
+    return [Step(i, 0, opening if i == 0 else [], part) for i, part in enumerate(parts)]
 
 
 def _zeros(n_bytes: int) -> int:

@@ -15,12 +15,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from daemons.device import CPU, launching, memory_free, synchronize, torch_dtype
 from daemons.errors import StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
-from daemons.models.blocks import Block
+from daemons.models.blocks import Block, remember
 from daemons.models.replay_kernels import load_kernels
 from daemons.models.shard import ShardModel
 from daemons.ops.selection import KernelSelector
@@ -44,72 +43,92 @@ MAX_STEPS_AT_ONCE = 8
 SWITCH_S = 5e-4
 """How long the thread that loads waits at most for the interpreter while the other one computes, and the other way."""
 MOST_ROW_READERS = 4
-LEAST_PART_BYTES = 16 << 20
-"""Rows are read by several threads, of so much each: memory that nothing was in is slow to write to."""
+LEAST_PART_BYTES = 4 << 20
+"""Rows are read by several threads, of so much each at least: one copies less than a GPU takes."""
+SLOT_BYTES = 32 << 20
+N_SLOTS = 2
+"""Page-locked memory through which rows go to a GPU: one slot is filled while the other is copied."""
 POLL_S = 1e-3
-"""How often one looks for rows that are still being written."""
+"""How often one looks whether all rows are written."""
 
 
 class RowFile:
     """Boundary rows ``[n, width]`` in a memfd, by index of the first one.
 
-    They may still be written, one after the other: it is complete once it is sealed against growth, or cannot be.
+    They may still be written: the file is complete once it is sealed against growth, or cannot be.
     """
 
     def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
         """``fd`` is closed with this object."""
         self._fd, self._width, self._dtype = fd, width, dtype
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # page-locking one would take longer than copying without
-        self._fetched = range(0)  # rows that are in the buffer
         weakref.finalize(self, os.close, fd)
 
-    def fetch(self, first: int, n: int) -> None:
-        """Read so many rows, for ``read`` to find them.  Raises as ``read`` does, or MemoryError."""
-        self._fill(first, n)
-        self._fetched = range(first, first + n)
-
-    def forget(self) -> None:
-        """Give back the memory of what was fetched."""
-        self._buffer, self._fetched = torch.empty(0, dtype=torch.uint8), range(0)
-
     def read(self, first: int, n: int, device: torch.device) -> Tensor:
-        """``[n, width]`` on a device, when they are there.  Raises OSError if the file is complete without them."""
-        at = first - self._fetched.start
-        if first not in self._fetched or first + n > self._fetched.stop:
-            self._fill(first, n)
-            self._fetched, at = range(0), 0
-        row_bytes = self._width * self._dtype.itemsize
-        found = self._buffer[at * row_bytes : (at + n) * row_bytes].view(self._dtype).view(n, self._width)
-        return found.clone() if device == CPU else found.to(device)
+        """``[n, width]`` on a device, each part as soon as it is there; a GPU may still be copying on its current
+        stream.
 
-    def _fill(self, first: int, n: int) -> None:
-        """Read rows into the buffer."""
+        Raises OSError if the file is complete without them, MemoryError if memory for them cannot be page-locked.
+        """
         row_bytes = self._width * self._dtype.itemsize
-        if self._buffer.numel() < n * row_bytes:
-            # by numpy, which raises MemoryError where torch raises a RuntimeError
-            self._buffer = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
-        view, at = memoryview(self._buffer[: n * row_bytes].numpy()), first * row_bytes  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
-        n_parts = max(1, min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES))
-        borders = [len(view) * i // n_parts for i in range(n_parts + 1)]
-        with ThreadPoolExecutor(n_parts, thread_name_prefix="rows") as readers:
-            parts = [readers.submit(self._read, view[a:b], at + a) for a, b in pairwise(borders)]
-        if not all(part.result() for part in parts):
-            raise OSError(f"the file of rows ends before row {first + n}")
+        found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
+        at, slots = first * row_bytes, [] if device == CPU else [_Slot() for _ in range(N_SLOTS)]
+        with ThreadPoolExecutor(MOST_ROW_READERS, thread_name_prefix="rows") as readers:
+            for part in torch.split(found, SLOT_BYTES):
+                while not self._has(at + len(part)):
+                    time.sleep(POLL_S)
+                if slots:
+                    slots.append(slot := slots.pop(0))
+                    self._fill(readers, slot.take(len(part)), at)
+                    slot.copy_to(part)
+                else:
+                    self._fill(readers, part, at)
+                at += len(part)
+        return found.view(self._dtype).view(n, self._width)
 
-    def _read(self, view: memoryview, at: int) -> bool:
-        """Read bytes of the file; return whether it has them."""
+    def _fill(self, readers: Executor, target: Tensor, at: int) -> None:
+        """Read bytes that are there into host memory."""
+        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        n = max(1, min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES))
+        borders = [len(view) * i // n for i in range(n + 1)]
+        for done in [readers.submit(self._read, view[a:b], at + a) for a, b in pairwise(borders)]:
+            done.result()
+
+    def _read(self, view: memoryview, at: int) -> None:
         while view:
-            complete = self._is_complete()
             n_read = os.preadv(self._fd, [view], at)
-            if not n_read and complete:
-                return False
-            if not n_read:
-                time.sleep(POLL_S)
             view, at = view[n_read:], at + n_read
-        return True
 
-    def _is_complete(self) -> bool:
-        return bool(fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL))
+    def _has(self, n_bytes: int) -> bool:
+        """Whether the file has so many bytes by now.  Raises OSError if it never will."""
+        seals = fcntl.fcntl(self._fd, fcntl.F_GET_SEALS)
+        if os.fstat(self._fd).st_size >= n_bytes:
+            return True
+        if seals & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL):
+            raise OSError(f"the file of rows ends before row {n_bytes // (self._width * self._dtype.itemsize)}")
+        return False
+
+
+class _Slot:
+    """Page-locked memory between the file and a GPU, which torch keeps for the next one."""
+
+    def __init__(self) -> None:
+        """Raises MemoryError."""
+        try:
+            self._memory = torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise MemoryError(f"{SLOT_BYTES} bytes cannot be page-locked: {error}") from error
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, n_bytes: int) -> Tensor:
+        """So many bytes, when nothing copies them any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._memory[:n_bytes]
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy the first bytes to a GPU, on its current stream."""
+        target.copy_(self._memory[: len(target)], non_blocking=True)
+        self._copied = torch.cuda.current_stream(target.device).record_event()
 
 
 @dataclass(slots=True)
@@ -141,10 +160,13 @@ class LayerwiseReplay:
         self.sequences: Sequences | None = None
         self.problem = ""
         self.max_rows = 0  # that are computed together; 0: those of a step
+        self.whole = False  # the last layer is computed whole, too, though nobody reads its rows
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
-        self._embeds, self._layers = plan.embedding, plan.shards[0].layers
+        self._layers = plan.shards[0].layers
         self._chunks: list[_Chunk] = []
         self._thread: ThreadPoolExecutor | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self._all_rows: Future[Tensor] | None = None  # from the file, until the first layer is computed
         self._submitted: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None  # on which weights are loaded
         self._missing_bytes = 0  # of weights, when the last layer was loaded
@@ -162,17 +184,14 @@ class LayerwiseReplay:
         device = selector.device
         if device.type == "cpu" or self.problem:
             yield
-            self._forget_rows()
+            self._chunks.clear()
             return
         stream = self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
-        reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
         self._submitted.append(self._thread.submit(self._load_kernels, selector))
-        if not self._embeds:
-            self._submitted.append(self._thread.submit(reader.submit(self._fetch).result))  # layers come behind it
         try:
             with torch.cuda.stream(stream):
                 yield
@@ -180,18 +199,20 @@ class LayerwiseReplay:
                 one.result()  # raises what nobody expected, as it would without a thread
         finally:
             self._thread.shutdown(cancel_futures=True)
-            reader.shutdown()
+            self._reader.shutdown(cancel_futures=True)
             sys.setswitchinterval(interval)
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._forget_rows()
+        self._chunks.clear()
         torch.cuda.empty_cache()  # what loading took for a while belongs to its stream
 
     def layer_loaded(self, shard: ShardModel, missing_bytes: int) -> None:
-        """The shard has one layer more; ``missing_bytes`` of its weights are still to be loaded."""
-        layer, at = shard.layers[-1], len(shard.layers) - 1
+        """The shard has pools and embedding, or one layer more; ``missing_bytes`` of its weights are still to be
+        loaded.
+        """
+        n_layers = len(shard.layers)
         self._missing_bytes = missing_bytes
         if self._thread is None or self._stream is None:
-            self._try(shard, layer, at)
+            self._try(shard, n_layers)
             return
         loaded = self._stream.record_event()
 
@@ -201,7 +222,7 @@ class LayerwiseReplay:
             steps = torch.cuda.default_stream(shard.device)
             steps.wait_event(loaded)
             with torch.cuda.stream(steps), launching(shard.device):
-                self._try(shard, layer, at)
+                self._try(shard, n_layers)
 
         self._submitted.append(self._thread.submit(compute))
 
@@ -223,19 +244,13 @@ class LayerwiseReplay:
         except RuntimeError:
             pass  # also a lack of memory: what cannot run fails in the layers, where it is reported
 
-    def _fetch(self) -> None:
+    def _try(self, shard: ShardModel, n_layers: int) -> None:
+        """Compute all rows of the last of so many layers, or what comes before the first, if it was possible so far."""
         try:
-            self._rows.fetch(self._replay.first_row, sum(step.n_tokens for step in self.steps))
-        except (MemoryError, OSError) as error:
-            self._give_up(f"{type(error).__name__}: {error}")
-
-    def _try(self, shard: ShardModel, layer: Block, at: int) -> None:
-        """Compute all rows of the shard's layer ``at``, if it was possible so far."""
-        try:
-            if at == 0 and not self.problem:
+            if not self.problem and n_layers:
+                self._advance(shard, shard.layers[n_layers - 1], n_layers - 1)
+            elif not self.problem:
                 self._begin(shard)
-            if not self.problem:
-                self._advance(shard, layer, at)
         except (torch.OutOfMemoryError, MemoryError, OSError, StateError) as error:
             self._give_up(f"{type(error).__name__}: {error}")
 
@@ -246,19 +261,25 @@ class LayerwiseReplay:
             assert chunk.arranged is not None
             layout, metadata = chunk.arranged
             batch = Batch(layout, tables, metadata)
-            if at == 0:
+            if chunk.rows is None:
                 chunk.rows = self._first_rows(shard, chunk, batch)
-            assert chunk.rows is not None
-            # ends in torch's sum, which waits for all kernels ahead: the next chunk reads what these wrote
-            chunk.rows = layer(chunk.rows, batch)
+            # ends in torch's kernel, which waits for all ahead: the next chunk reads what these wrote
+            if index + 1 == self._layers.stop and not self.whole:
+                remember(layer, chunk.rows, batch)  # nobody reads what it returns
+                chunk.rows = chunk.rows[:1].clone()
+            else:
+                chunk.rows = layer(chunk.rows, batch)
             for operation in chunk.copies:
                 _copy(shard, operation, index)
+        self._all_rows = None
 
     def _begin(self, shard: ShardModel) -> None:
         """Open the sequences, and arrange the steps; decline if their rows have no room."""
         n_rows = sum(step.n_tokens for step in self.steps)
         width = max(self._spec.hidden_size, self._spec.boundary_width)
-        # layers may have been loaded since the first one: they are missing no more, and their memory is not free
+        if shard.embedding is None:
+            width += self._spec.boundary_width  # as they come from the file, too
+        # layers may have been loaded meanwhile: they are missing no more, and their memory is not free
         needed = n_rows * width * torch_dtype(self._load.dtype).itemsize + self._missing_bytes
         if shard.device != CPU:
             free = memory_free(shard.device)
@@ -273,9 +294,14 @@ class LayerwiseReplay:
         )
         self._chunks = self._joined(self._arranged(sequences))
         sequences.flush()
+        if shard.embedding is None and self._thread is not None:
+            self._all_rows = self._reader.submit(self._read_rows, n_rows, shard.device)
         for chunk in self._chunks:
             layout = Layout(chunk.slices, sequences, self._spec)
             chunk.arranged = layout, layout.on(shard.device)
+            if shard.embedding is not None:
+                batch = Batch(layout, sequences.tables(shard.device), chunk.arranged[1])
+                chunk.rows = self._first_rows(shard, chunk, batch)
 
     def _arranged(self, sequences: Sequences) -> list[_Chunk]:
         """Apply the operations, but for copies, which go to the chunk behind which they come."""
@@ -318,22 +344,30 @@ class LayerwiseReplay:
                     open_rows = n
         return joined + chunks[n_alone:]
 
+    @torch.inference_mode()
+    def _read_rows(self, n: int, device: torch.device) -> Tensor:
+        """All rows from the file, in a thread and on a stream of its own: they come while layers are loaded."""
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            rows = self._rows.read(self._replay.first_row, n, device)
+        stream.synchronize()
+        rows.record_stream(torch.cuda.default_stream(device))
+        return rows
+
     def _first_rows(self, shard: ShardModel, chunk: _Chunk, batch: Batch) -> Tensor:
         """The residual stream before the shard's first layer."""
         if shard.embedding is not None:
-            rows = shard.embedding(batch)
+            return shard.from_boundary(shard.embedding(batch), batch)
+        if self._all_rows is None:
+            parts = [self._rows.read(first, n, shard.device) for first, n in chunk.places]
         else:
-            rows = torch.cat([self._rows.read(first, n, shard.device) for first, n in chunk.places])
-        return shard.from_boundary(rows, batch)
+            found, start = self._all_rows.result(), self._replay.first_row
+            parts = [found[first - start : first - start + n] for first, n in chunk.places]
+        return shard.from_boundary(torch.cat(parts), batch)
 
     def _give_up(self, problem: str) -> None:
-        self.problem, self.sequences = problem, None
-        self._forget_rows()
-
-    def _forget_rows(self) -> None:
-        """Give back the memory of all rows."""
+        self.problem, self.sequences, self._all_rows = problem, None, None
         self._chunks.clear()
-        self._rows.forget()
 
 
 def _copy(shard: ShardModel, operation: Operation, layer: int) -> None:

@@ -31,6 +31,8 @@ def load_kernels(spec: ModelSpec, layers: LayerRange, selector: KernelSelector, 
     if selector.kernels:
         _products(spec, own, selector, rows)
     _attention(own, selector)
+    if layers.start == 0:
+        _lookup(spec, selector, n_rows)
     recurrent = next((layer for layer in own if layer.space is Space.RECURRENT), None)
     if recurrent is not None:
         _delta_net(recurrent, selector, n_rows)
@@ -46,6 +48,17 @@ def _products(spec: ModelSpec, layers: tuple[LayerSpec, ...], selector: KernelSe
         packed = empty_packed(kind, TILE_ROWS, spec.hidden_size, selector.device)
         packed.tiles.zero_()
         selector.operations.act_and_mul(PackedLinear(packed, spec.hidden_size)(rows), "silu")
+
+
+def _lookup(spec: ModelSpec, selector: KernelSelector, n_rows: int) -> None:
+    """Rows of the token table, which nothing else needs before the first layer."""
+    assert spec.files is not None
+    for kind, shape in ((spec.files.tensors[name].kind, shape) for name, shape in spec.embedding_tensors.items()):
+        if kind.name in TILES:
+            row_bytes = shape[-1] // kind.block_elements * kind.block_bytes
+            blocks = torch.zeros(1, row_bytes, dtype=torch.uint8, device=selector.device)
+            ids = torch.zeros(n_rows, dtype=torch.int64, device=selector.device)
+            selector.table(kind, blocks, shape[-1])(ids)
 
 
 def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:

@@ -81,7 +81,9 @@ class ShardModel:
         report: Callable[[int, int], None],
         on_layer: Callable[[ShardModel, int], None] = lambda shard, missing_bytes: None,
     ) -> None:
-        """``on_layer`` is called when a layer more can run; with it, how many bytes of weights are missing."""
+        """``on_layer`` is called when pools and embedding are there, and when a layer more can run; with it, how many
+        bytes of weights are missing.
+        """
         spec, layers = config.spec, config.plan.layers
         self.device, self.plan, self.selector = selector.device, config.plan, selector
         self.page_sums = selector.operations.page_sums()
@@ -103,9 +105,11 @@ class ShardModel:
             self.from_boundary, self.to_boundary = family.from_boundary, family.to_boundary
             self.embedding: Callable[[Batch], Tensor] | None = family.embedding() if config.embedding else None
             self.layers: list[Block] = []
+            n_bytes = sum(layout.n_bytes for layout in kept)
+            on_layer(self, n_bytes - weights.n_bytes)
             for i in range(layers.start, layers.stop):
                 self.layers.append(family.layer(i))
-                on_layer(self, sum(layout.n_bytes for layout in kept) - weights.n_bytes)
+                on_layer(self, n_bytes - weights.n_bytes)
             self.output: Callable[[Tensor], Tensor] | None = family.output() if config.output else None
         finally:
             weights.close()

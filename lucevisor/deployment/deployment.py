@@ -328,10 +328,10 @@ class Deployment:
             self._draft_loaded = False
         if self._assembly is not None:
             self._assembly.lost(group, reason)
-        if self.transfers is not None:
-            self.transfers.lost(group, reason)
-        if self.scoring is not None:
-            self.scoring.lost(group, reason)
+        self._successors.lost(group, self._assembly)
+        for part in (self.transfers, self.scoring):
+            if part is not None:
+                part.lost(group, reason)
         self._hooks.on_change()
 
     def _on_frame(self, group: str, frame: Frame) -> None:

@@ -6,8 +6,9 @@ daemon has read it, or there is none.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import structlog
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
 from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.recovery.replay import StateReplay
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.placement.result import Placement
@@ -36,6 +38,7 @@ class Successors:
         self._layers = layers
         self._handed: dict[str, StateMemory] = {}
         self._rows: dict[str, int] = {}  # descriptors of the files that loads carry
+        self._early: dict[str, asyncio.Task[StateReplay | None]] = {}  # prepared before a process can be sent its load
 
     async def order(self, group: str, load: Load, fds: Sequence[int], assembly: PipelineAssembly | None) -> LoadOrder:
         """Return a load, with what its daemon is to replay meanwhile.  It skips the warm-up, whose kernels are in
@@ -43,12 +46,27 @@ class Successors:
         """
         self._close_rows(group)
         if assembly is None or assembly.complete:
+            self._forget([group])
             return LoadOrder(load, fds)
-        found = None if group in self._handed else await assembly.replay(group, _SETTLE_S)
+        if group not in self._early:
+            self._prepare(group, assembly)
+        found = await self._early.pop(group)
         if found is None:
             return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
         self._rows[group] = found.file
         return LoadOrder(replace(load, replay=[*found.stages], warm_up=False), [*fds, found.file])
+
+    def lost(self, group: str, assembly: PipelineAssembly | None) -> None:
+        """A daemon is gone, or about to be: prepare what the next one replays, which it would wait for."""
+        self._forget([*self._early])  # it holds until another stage is lost
+        if assembly is not None and not assembly.complete:
+            self._prepare(group, assembly)
+
+    def _prepare(self, group: str, assembly: PipelineAssembly) -> None:
+        async def prepare() -> StateReplay | None:
+            return None if group in self._handed else await assembly.replay(group, _SETTLE_S)
+
+        self._early[group] = asyncio.get_running_loop().create_task(prepare(), name=f"replay of {group}")
 
     async def keep(
         self,
@@ -72,17 +90,30 @@ class Successors:
     def drop(self, group: str) -> None:
         """Drop the state: the group will have no next daemon."""
         self._close_rows(group)
+        self._forget([group])
         if group in self._handed:
             self._handed.pop(group).close()
 
     def close(self) -> None:
         """Give everything back."""
-        for group in {*self._handed, *self._rows}:
+        for group in {*self._handed, *self._rows, *self._early}:
             self.drop(group)
+
+    def _forget(self, groups: Iterable[str]) -> None:
+        """Nobody will read what was prepared."""
+        for group in groups:
+            if (task := self._early.pop(group, None)) is not None:
+                task.cancel()
+                task.add_done_callback(_close_unread)
 
     def _close_rows(self, group: str) -> None:
         if group in self._rows:
             os.close(self._rows.pop(group))
+
+
+def _close_unread(task: asyncio.Task[StateReplay | None]) -> None:
+    if not task.cancelled() and task.exception() is None and (found := task.result()) is not None:
+        os.close(found.file)
 
 
 async def take_over(memory: StateMemory, transfers: ShardTransfers, group: str) -> bool:

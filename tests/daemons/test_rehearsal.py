@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from daemons.errors import LoadError
 from daemons.identities import opened
 from daemons.models import rehearsal
-from daemons.models.rehearsal import rehearse, some_of_each_kind
+from daemons.models.rehearsal import of_other_types, rehearse, some_of_each_kind
 from daemons.models.replay import WORK_BYTES, LayerwiseReplay
 from lucevisor.model.gguf_files import open_model
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -68,15 +69,27 @@ def test_some_layers_are_loaded_and_replayed(architecture, on_a_device):
     assert done.problem == ""
     [replay] = made
     assert replay.sequences is not None  # computed: else the problem says why not
-    assert {s.n_tokens for s in replay.steps} == {0, 128}
-    assert sum(s.n_tokens for s in replay.steps) == 9 * 128
+    sizes = [s.n_tokens for s in replay.steps]
+    assert sizes == [
+        0,
+        *[128] * 16,
+        128,
+        128,
+        128,
+        128,
+        128,
+        47,
+        21,
+        6,
+        8,
+    ]  # chunks, what follows them, a token of each
 
 
 def test_fewer_rows_where_little_memory_is_free_and_kernels_alone_where_too_little_is(on_a_device, monkeypatch):
     spec = golden_spec("qwen35")
     made = on_a_device(9 * WORK_BYTES)
     assert rehearse(load_of(spec), Backend.CUDA, spec.files).problem == ""
-    assert sum(s.n_tokens for s in made[0].steps) == 3 * 128  # two sequences
+    assert [s.n_tokens for s in made[0].steps] == [0, *[128] * 4, 128, 128, 2]  # two sequences
     kernels = []
     monkeypatch.setattr(rehearsal, "load_kernels", lambda spec, layers, *_: kernels.append(layers))
     for free, n_loaded in ((4 * WORK_BYTES, 1), (WORK_BYTES - 1, 1)):
@@ -110,6 +123,24 @@ def test_layers_until_there_is_one_of_each_kind():
     assert attention > 0
     assert some_of_each_kind(spec, LayerRange(0, spec.n_layers)) == LayerRange(0, attention + 1)
     assert some_of_each_kind(spec, LayerRange(attention, attention + 1)) == LayerRange(attention, attention + 1)
+
+
+def test_a_layer_of_each_other_type_of_matrices_is_loaded():
+    def layer(space, kind, shares_with=None):
+        names = [f"blk.{len(layers)}.{name}" for name in ("up", "norm")]
+        for name, shape in zip(names, ((8, 4), (4,)), strict=True):
+            tensors[name] = SimpleNamespace(kind=SimpleNamespace(name=kind), shape=shape)
+        layers.append(SimpleNamespace(space=space, tensors=[*names, "shared"], shares_with=shares_with))
+
+    layers, tensors = [], {}
+    for one in (
+        (Space.FULL, "Q6_K"), (Space.FULL, "Q6_K"), (Space.FULL, "Q4_K"), (Space.FULL, "Q6_K"),
+        (Space.RECURRENT, "Q4_K"), (Space.FULL, "Q4_K"), (Space.FULL, "Q5_K", 2),
+    ):  # fmt: skip
+        layer(*one)
+    spec = SimpleNamespace(layers=layers, files=SimpleNamespace(tensors=tensors))
+    found = of_other_types(spec, LayerRange(1, 7), LayerRange(1, 2))
+    assert found == [LayerRange(2, 3), LayerRange(4, 5)]
 
 
 def test_a_load_takes_the_files_of_its_rehearsal_only_if_they_are_those_it_names(tmp_path):

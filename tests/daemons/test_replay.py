@@ -15,6 +15,7 @@ import torch
 
 import daemons.models.replay as replay_module
 from daemons.kv.sequences import Sequences
+from daemons.models.blocks import GatedMlp
 from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
 from daemons.models.replay_kernels import load_kernels
 from daemons.models.stage import LoadedStage
@@ -181,7 +182,6 @@ def test_rows_are_given_back_when_the_stage_is_loaded(threaded, request):
     loaded(spec, plan, load, replay)
     assert not replay.problem
     assert not replay._chunks
-    assert not replay._rows._buffer.numel()
 
 
 @pytest.mark.usefixtures("in_a_thread")
@@ -220,17 +220,41 @@ def test_sliding_layers_are_not_replayed():
 
 def test_rows_come_from_where_they_lie():
     rows = torch.arange(40.0).view(10, 4)
-    file = RowFile(file_of(rows, 2), 4, torch.float32)
-    assert torch.equal(file.read(5, 4, torch.device("cpu")), rows[3:7])
+    file, cpu = RowFile(file_of(rows, 2), 4, torch.float32), torch.device("cpu")
+    assert torch.equal(file.read(5, 4, cpu), rows[3:7])
     with pytest.raises(OSError, match="before row 13"):
-        file.read(11, 2, torch.device("cpu"))
-    file.fetch(4, 6)
-    for first, n in ((4, 6), (6, 2), (3, 2), (5, 4)):  # the third one is not fetched as a whole
-        assert torch.equal(file.read(first, n, torch.device("cpu")), rows[first - 2 : first - 2 + n])
-    file.forget()
-    assert torch.equal(file.read(5, 4, torch.device("cpu")), rows[3:7])
-    with pytest.raises(MemoryError):
-        file.fetch(0, 1 << 46)
+        file.read(11, 2, cpu)
+
+
+@pytest.mark.parametrize("n_rows", [1, 7, 40])
+def test_rows_go_to_a_gpu_through_slots(monkeypatch, n_rows):
+    """Of four rows each, which are not taken again before they are copied."""
+    rows = torch.arange(4.0 * n_rows).view(n_rows, 4)
+    monkeypatch.setattr(replay_module, "CPU", torch.device("meta"))  # as if the cpu were a GPU
+    monkeypatch.setattr(replay_module, "SLOT_BYTES", 64)
+    monkeypatch.setattr(replay_module, "LEAST_PART_BYTES", 24)  # two threads fill a slot
+    empty, waited = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    file = RowFile(file_of(rows, 2), 4, torch.float32)
+    assert torch.equal(file.read(2, n_rows, torch.device("cpu")), rows)
+    assert len(waited) == max(0, -(-n_rows // 4) - 2)
+    with pytest.raises(OSError, match="before row"):
+        file.read(3, n_rows, torch.device("cpu"))
+
+
+def test_rows_for_which_no_memory_can_be_locked_are_not_read(monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(replay_module, "CPU", torch.device("meta"))
+    file, empty = RowFile(file_of(torch.zeros(4, 4), 0), 4, torch.float32), torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, pin_memory=False, **o: refused() if pin_memory else empty(*shape, **o)
+    )
+    with pytest.raises(MemoryError, match="page-locked"):
+        file.read(0, 4, torch.device("cpu"))
 
 
 def test_rows_that_are_being_written_are_waited_for():
@@ -256,11 +280,14 @@ def test_rows_that_are_being_written_are_waited_for():
 @pytest.fixture
 def in_a_thread(monkeypatch):
     """Replays run in a thread, as on a GPU, whose streams are left out: on a cpu work is done when a call returns."""
-    stream = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None, wait_stream=lambda _: None)
+    stream = SimpleNamespace(
+        record_event=lambda: None, wait_event=lambda _: None, wait_stream=lambda _: None, synchronize=lambda: None
+    )
     for name in ("Stream", "current_stream", "default_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(LayerwiseReplay, "_load_kernels", lambda *_: None)
     loading = LayerwiseReplay.loading
     monkeypatch.setattr(LayerwiseReplay, "loading", lambda self, _: loading(self, SELECTOR))
@@ -316,3 +343,15 @@ def test_kernels_are_loaded_by_shapes_of_the_header(architecture, monkeypatch):
     (_, n_key, n_value, dim, columns), shape = seen
     assert (n_key, n_value, dim) == (p.delta_key_heads, p.delta_value_heads, p.delta_dim)
     assert shape == (40, columns)
+
+
+def test_of_the_last_layer_only_what_is_kept_is_computed(monkeypatch):
+    spec = golden_spec("qwen35")
+    plan = plans_of(spec)[0]
+    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
+    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
+    calls, call = [], GatedMlp.__call__
+    monkeypatch.setattr(GatedMlp, "__call__", lambda self, x, batch: calls.append(self) or call(self, x, batch))
+    loaded(spec, plan, load, replay)
+    assert not replay.problem
+    assert len({id(mlp) for mlp in calls}) == len(plan.shards[0].layers) - 1

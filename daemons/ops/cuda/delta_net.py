@@ -7,7 +7,7 @@ from torch import Tensor
 
 from daemons.ops.basic import l2_scale
 from daemons.ops.cuda.compiler import compile_kernel
-from daemons.ops.cuda.driver import Kernel
+from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.limits import DTYPES, SharedMemory
 from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams
 from daemons.ops.triton.recurrent_delta_rule import L2_EPS
@@ -82,13 +82,13 @@ class CudaDeltaNet:
     ) -> None:
         code = compile_delta_net(architecture, params, dtype)
         most, cluster = shared_bytes(params, MAX_DECODE_TOKENS), halves(params) * (params.n_value // params.n_key)
-        self.kernel = Kernel(code, "delta_net", device, most, dependent=True, cluster=cluster)
+        self.kernel = load_kernel(code, "delta_net", device, most, dependent=True, cluster=cluster)
         self.limits = SharedMemory.of(device)
         self.batch_kernel: Kernel | None = None
         if batch_bytes(params, 1) <= self.limits.block_shared_bytes:
             code = compile_delta_net_batch(architecture, params, dtype)
             limit = self.limits.block_shared_bytes
-            self.batch_kernel = Kernel(code, "delta_net_batch", device, limit, dependent=True)
+            self.batch_kernel = load_kernel(code, "delta_net_batch", device, limit, dependent=True)
 
     def __call__(
         self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams

@@ -131,3 +131,14 @@ class Kernel:
         stream, attributes = torch.cuda.current_stream(self.device).cuda_stream, ctypes.addressof(self._attributes)
         n_attributes = int(self.cluster > 1) + int(self.dependent and self.dependent_launches)
         return _Config(*grid, 1, n_threads, 1, 1, shared_bytes, stream, attributes, n_attributes)
+
+
+@cache
+def load_kernel(
+    code: bytes, name: str, device: torch.device, shared_bytes: int, *, dependent: bool, cluster: int = 1
+) -> Kernel:
+    """The kernel, loaded once in a process: the driver waits for all that the device computes when it loads one.
+
+    A spare's rehearsal leaves them to its load.
+    """
+    return Kernel(code, name, device, shared_bytes, dependent=dependent, cluster=cluster)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from daemons.ops.cuda.compiler import compile_kernel
-from daemons.ops.cuda.driver import Kernel
+from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
 from daemons.weights.packed import PackedWeights, tile_bytes
 from lucevisor.model.quant_types import TILE_ROWS, padded_rows
@@ -122,7 +122,7 @@ class CudaExperts:
         key = shape.constants(kind)
         if key not in self._kernels:
             code, limit = compile_experts(self.architecture, kind, shape, self.dtype, *self.defines), 0
-            order = Kernel(code, "order_pairs", self.device, limit, dependent=True)
-            product = Kernel(code, "gemv_experts", self.device, self.limits.block_shared_bytes, dependent=True)
+            order = load_kernel(code, "order_pairs", self.device, limit, dependent=True)
+            product = load_kernel(code, "gemv_experts", self.device, self.limits.block_shared_bytes, dependent=True)
             self._kernels[key] = order, product
         return self._kernels[key]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from daemons.ops.cuda.compiler import compile_kernel
-from daemons.ops.cuda.driver import Kernel
+from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.experts import CudaExperts
 from daemons.ops.cuda.limits import DTYPES, SharedMemory, eight_rows_bytes
 from daemons.ops.cuda.slabs import SlabGemv, SlabShape, slab_shape
@@ -164,14 +164,14 @@ class CudaGemv:
         key = gemv_constants(kind, shape.warps, shape.depth, gated=gated)
         if key not in self._kernels:
             code = compile_gemv(self.architecture, key, self.dtype, *self.defines)
-            self._kernels[key] = Kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
+            self._kernels[key] = load_kernel(code, "gemv", self.device, self.limits.block_shared_bytes, dependent=True)
         return self._kernels[key]
 
     def _rows_kernel(self, kind: str, shape: RowsShape) -> Kernel:
         key = (kind, shape.tiles_of_rows, shape.depth)
         if key not in self._rows_kernels:
             code = compile_gemv_rows(self.architecture, kind, shape, self.dtype, *self.defines)
-            kernel = Kernel(code, "gemv_rows", self.device, self.limits.block_shared_bytes, dependent=True)
+            kernel = load_kernel(code, "gemv_rows", self.device, self.limits.block_shared_bytes, dependent=True)
             self._rows_kernels[key] = kernel
         return self._rows_kernels[key]
 
@@ -184,8 +184,8 @@ class CudaGemv:
         if key not in self._streamed:
             code = compile_streamed(self.architecture, kind, shape, self.dtype, *self.defines)
             limit, cluster = self.limits.block_shared_bytes, shape.cluster
-            spread = Kernel(code, "stream_rows", self.device, 0, dependent=True)
-            product = Kernel(code, "gemv_streamed", self.device, limit, dependent=True, cluster=cluster)
+            spread = load_kernel(code, "stream_rows", self.device, 0, dependent=True)
+            product = load_kernel(code, "gemv_streamed", self.device, limit, dependent=True, cluster=cluster)
             self._streamed[key] = spread, product
         return self._streamed[key]
 
