@@ -105,11 +105,16 @@ class Journal:
             if isinstance(one, CopyPage) and one.space is Space.FULL
         ]
         filing, row = _Filing(step.region, copied), 0
+        parts, generation_of = filing.parts, self._pages.generation_of
         for piece in step.slices:
-            stop = piece.start + len(piece.tokens)
-            pages = pages_between(lives[piece.sequence], piece.start, stop)
-            filing.parts.extend(self._runs(piece.sequence, pages, piece.start, stop, row))
-            row += len(piece.tokens)
+            sequence, start, n = piece.sequence, piece.start, len(piece.tokens)
+            pages = pages_between(lives[sequence], start, start + n)
+            if n == 1 and pages:
+                page = pages[0]
+                parts.append(_PageRun(sequence, page, generation_of(page), start % PAGE_TOKENS, row, 1))
+            else:
+                parts.extend(self._runs(sequence, pages, start, start + n, row))
+            row += n
         if copied or row:
             self._filings[step.step_id] = filing
 

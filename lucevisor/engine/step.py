@@ -160,7 +160,7 @@ class ScheduledStep:
     @property
     def n_ahead(self) -> int:
         """The most drafts that a slice asks for."""
-        return max((part.slice.n_ahead for part in self.parts.values()), default=0)
+        return max([part.slice.n_ahead for part in self.parts.values()], default=0)
 
 
 def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:

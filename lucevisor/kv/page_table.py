@@ -211,7 +211,7 @@ class PageTable:
     @property
     def ranks_next(self) -> bool:
         """Whether a slice should rank the pages, if it is one that does: some are out."""
-        return self.n_out > 0 and self._residency is not None and self._residency.ranks_pages
+        return self._residency is not None and self._residency.ranks_pages and self.n_out > 0
 
     def ranks_at(self, position: int) -> bool:
         """Whether a decode at ``position`` ranks the pages."""
@@ -282,6 +282,15 @@ class PageTable:
         while n_old and pool.epoch_of(pages[n_old - 1]) == pool.epoch:
             n_old -= 1
         return (self._entries[Space.FULL].entry_of(n_old - 1) + 1) * PAGE_TOKENS if n_old else 0
+
+    def covers(self, stop: int) -> bool:
+        """Whether a slice that ends at ``stop`` takes no page, and certainly neither releases nor swaps any: 63 of 64
+        decodes.
+        """
+        if self._residency is not None or self._window_tokens is not None:
+            return False
+        n_pages = pages_of(stop)
+        return all([entries.stop >= n_pages for entries in self._entries.values()])  # noqa: C419 - a list is quicker
 
     def grow(self, start: int, stop: int, n_ahead: int = 0) -> list[Growth] | None:
         """Allocate pages for a slice ``[start, stop)``, after releasing the window pages that it cannot see and those

@@ -9,7 +9,7 @@ Invariant: a sequence has at most one token that is planned and not known.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.scheduling.drafts import Drafting
@@ -25,7 +25,7 @@ def choose_ahead(
     """
     if any(step.n_ahead for step in in_flight):
         return []
-    if not all(_may_run_ahead(record) for record in records):
+    if not _may_run_ahead(records):
         return []
     followed = {step.follows for step in in_flight}
     for step in in_flight:
@@ -55,11 +55,14 @@ def n_microbatches(in_flight: Collection[ScheduledStep]) -> int:
     return sum(step.decodes and step.follows not in ids for step in in_flight)
 
 
-def _may_run_ahead(record: RequestRecord) -> bool:
-    """Whether a request decodes with a step in flight, and the next one may follow that, or nothing has to."""
-    live = record.live
-    if live is None or not record.plain or record.state is not RequestState.DECODE:
-        return False
-    if live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
-        return False
-    return live.n_computed == live.n_scheduled >= record.n_tokens
+def _may_run_ahead(records: Iterable[RequestRecord]) -> bool:
+    """Whether all requests decode with a step in flight, and the next ones may follow these, or nothing has to."""
+    for record in records:  # one loop for all: it runs for every step
+        live = record.live
+        if live is None or not record.plain or record.state is not RequestState.DECODE:
+            return False
+        if live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
+            return False
+        if not live.n_computed == live.n_scheduled >= record.n_tokens:
+            return False
+    return True

@@ -253,6 +253,9 @@ class Scheduler(SchedulerState):
         too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
         secured = []
         for one in sorted(chosen, key=lambda one: one.record.arrival):
+            if one.record.live is one.live and one.live.table.covers(one.stop):
+                secured.append(one)
+                continue
             while one.record.live is one.live:  # not preempted for an older one, nor for itself
                 try:
                     operations = self.running.grow(one)
@@ -287,7 +290,9 @@ class Scheduler(SchedulerState):
         self._shares.charge(
             (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
         )
-        self.chunks.charge((one.n_prefill, s) for one, s in zip(chosen, slices, strict=True))
+        n_decoding = sum([one.record.state is RequestState.DECODE for one in chosen])
+        if n_decoding < len(chosen):
+            self.chunks.charge((one.n_prefill, s) for one, s in zip(chosen, slices, strict=True))
         wanted = chosen[0].record.wanted if chosen else None
         step = Step(
             step_id=self._last_step,
@@ -296,7 +301,7 @@ class Scheduler(SchedulerState):
             slices=slices,
             want_logits=wanted is not None,
             want_hidden=wanted is not None and wanted.hidden,
-            rank_pages=[one.live.sequence for one in chosen if one.live.ranking and self.limits.stages_rank],
+            rank_pages=[one.live.sequence for one in chosen if one.live.ranking] if self.limits.stages_rank else [],
             follows=follows if self.n_stages > 1 else 0,
             upkeep=bool(chosen) and self.drafting.keeps_up(slices, self.n_stages),
         )
@@ -308,9 +313,8 @@ class Scheduler(SchedulerState):
             s.sequence: ScheduledSequence(one.record, one.live, s, one.n_proposed)
             for one, s in zip(chosen, slices, strict=True)
         }
-        decodes = any(one.record.state is RequestState.DECODE for one in chosen)
         self._waits.planned(now)
-        self.in_flight.append(ScheduledStep(step.step_id, parts, decodes, follows))
+        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, follows))
         self.drafting.planned(self.in_flight[-1], upkeep=step.upkeep)
         self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple(one.record.request.request_id for one in chosen), mask_jobs(parts.values()))

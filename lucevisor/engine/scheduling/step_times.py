@@ -79,10 +79,13 @@ class MeasuredCost:
 
     def seconds(self, slices: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of a step with slices of (tokens, start)."""
-        pieces = list(slices)
-        n_tokens, deepest = sum(n for n, _ in pieces), max((start for _, start in pieces), default=0)
-        depth_s = sum(self.depth_s(n, start) for n, start in pieces)
-        return self.flat_s(n_tokens) + depth_s + self.surplus_s(n_tokens, deepest)
+        n_tokens = deepest = 0
+        positions = 0.0
+        for n, start in slices:
+            n_tokens += n
+            positions += n * (start + n / 2)
+            deepest = max(deepest, start)
+        return self.flat_s(n_tokens) + positions * self.fit.depth_s + self.surplus_s(n_tokens, deepest)
 
     def flat_s(self, n_tokens: int) -> float:
         """Return the seconds of a step without what the positions before its slices cost."""
