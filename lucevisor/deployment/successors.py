@@ -48,9 +48,10 @@ class Successors:
         if assembly is None or assembly.complete:
             self._forget([group])
             return LoadOrder(load, fds)
-        if group not in self._early:
-            self._prepare(group, assembly)
-        found = await self._early.pop(group)
+        early = self._early.pop(group, None)
+        found = None if early is None else await early
+        if found is None:  # or steps on their way to others took longer then
+            found = await self._replay(group, assembly)
         if found is None:
             return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
         self._rows[group] = found.file
@@ -60,13 +61,11 @@ class Successors:
         """A daemon is gone, or about to be: prepare what the next one replays, which it would wait for."""
         self._forget([*self._early])  # it holds until another stage is lost
         if assembly is not None and not assembly.complete:
-            self._prepare(group, assembly)
+            work = self._replay(group, assembly)
+            self._early[group] = asyncio.get_running_loop().create_task(work, name=f"replay of {group}")
 
-    def _prepare(self, group: str, assembly: PipelineAssembly) -> None:
-        async def prepare() -> StateReplay | None:
-            return None if group in self._handed else await assembly.replay(group, _SETTLE_S)
-
-        self._early[group] = asyncio.get_running_loop().create_task(prepare(), name=f"replay of {group}")
+    async def _replay(self, group: str, assembly: PipelineAssembly) -> StateReplay | None:
+        return None if group in self._handed else await assembly.replay(group, _SETTLE_S)
 
     async def keep(
         self,
