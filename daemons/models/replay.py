@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,8 +71,13 @@ class RowFile:
         Raises OSError if the file is complete without them, MemoryError if memory for them cannot be page-locked.
         """
         row_bytes = self._width * self._dtype.itemsize
-        found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
-        at, slots = first * row_bytes, [] if device == CPU else [_Slot() for _ in range(N_SLOTS)]
+        at, slots = first * row_bytes, list[_Slot]()
+        if device == CPU:
+            # by numpy, which raises MemoryError where torch raises a RuntimeError
+            found = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
+        else:
+            found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
+            slots += [_Slot() for _ in range(N_SLOTS)]
         with ThreadPoolExecutor(MOST_ROW_READERS, thread_name_prefix="rows") as readers:
             for part in torch.split(found, SLOT_BYTES):
                 while not self._has(at + len(part)):
@@ -88,7 +94,10 @@ class RowFile:
     def _fill(self, readers: Executor, target: Tensor, at: int) -> None:
         """Read bytes that are there into host memory."""
         view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
-        n = max(1, min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES))
+        n = min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES)
+        if n < 2:
+            self._read(view, at)
+            return
         borders = [len(view) * i // n for i in range(n + 1)]
         for done in [readers.submit(self._read, view[a:b], at + a) for a, b in pairwise(borders)]:
             done.result()
@@ -96,6 +105,8 @@ class RowFile:
     def _read(self, view: memoryview, at: int) -> None:
         while view:
             n_read = os.preadv(self._fd, [view], at)
+            if not n_read:
+                raise OSError("the file of rows was cut off")
             view, at = view[n_read:], at + n_read
 
     def _has(self, n_bytes: int) -> bool:

@@ -224,6 +224,8 @@ def test_rows_come_from_where_they_lie():
     assert torch.equal(file.read(5, 4, cpu), rows[3:7])
     with pytest.raises(OSError, match="before row 13"):
         file.read(11, 2, cpu)
+    with pytest.raises(MemoryError):
+        file.read(0, 1 << 46, cpu)
 
 
 @pytest.mark.parametrize("n_rows", [1, 7, 40])
