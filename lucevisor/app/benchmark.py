@@ -50,8 +50,8 @@ class Figures:
 async def measure(
     service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None
 ) -> AsyncIterator[list[Figures]]:
-    """Run the cases ``n_rounds`` times after one to warm up, each round followed by one of llama-bench; yield the
-    figures after each.
+    """Run the cases ``n_rounds`` times after one to warm up, prompts after two: the first step of a size compiles, the
+    second one is captured.  Each round is followed by one of llama-bench; yield the figures after each.
 
     Raises LucevisorError for a case that does not fit the service's context, or whose requests fail.
     """
@@ -63,16 +63,18 @@ async def measure(
             f"raise engine.max_context, or ask for less"
         )
     figures = [Figures(case) for case in wanted]
-    for turn in range(n_rounds + 1):
+    for turn in range(-1, n_rounds + 1):
         for of_case in figures:
+            if turn < 0 and not of_case.case.prompt:
+                continue
             found = await tokens_per_s(service, of_case.case, turn)
-            if turn:
+            if turn > 0:
                 of_case.rounds.append(found)
-        if against is not None and turn:
+        if against is not None and turn > 0:
             theirs = await asyncio.to_thread(against.run, wanted)
             for of_case in figures:
                 of_case.against += [theirs[of_case.case]] if of_case.case in theirs else []
-        if turn:
+        if turn > 0:
             yield figures
 
 

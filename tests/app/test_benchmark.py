@@ -92,11 +92,11 @@ def test_a_batched_bench_without_the_asked_streams_is_told(tmp_path):
 
 
 async def test_what_was_measured_is_there_when_a_later_round_fails(tmp_path, monkeypatch):
-    """The round that warms up is not counted, and llama-bench runs after each other one."""
+    """Rounds that warm up are not counted, two of prompts and one of answers; llama-bench runs after each other one."""
     order = []
 
     async def tokens_per_s(service, case, turn):
-        order.append(f"ours {turn}")
+        order.append(f"{case.name} {turn}")
         return float(turn)
 
     class Peer:
@@ -110,11 +110,13 @@ async def test_what_was_measured_is_there_when_a_later_round_fails(tmp_path, mon
     service, kept = SimpleNamespace(placement=SimpleNamespace(max_context=100)), []
 
     async def every_round():
-        async for figures in benchmark.measure(service, [Case(answer=8)], 3, Peer()):
+        async for figures in benchmark.measure(service, [Case(prompt=4), Case(answer=8)], 3, Peer()):
             kept.extend(f.as_json() for f in figures)
 
     with pytest.raises(LucevisorError, match="it crashed"):
         await every_round()
-    assert order == ["ours 0", "ours 1", "theirs", "ours 2", "theirs"]
-    [figure] = kept
-    assert (figure["rounds"], figure["against_rounds"], figure["ratio"]) == ([1.0], [0.5], 2.0)
+    warm = ["pp4 -1", "pp4 0", "tg8 0"]
+    assert order == [*warm, "pp4 1", "tg8 1", "theirs", "pp4 2", "tg8 2", "theirs"]
+    assert [figure["name"] for figure in kept] == ["pp4", "tg8"]
+    for figure in kept:
+        assert (figure["rounds"], figure["against_rounds"], figure["ratio"]) == ([1.0], [0.5], 2.0)
