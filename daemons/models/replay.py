@@ -50,7 +50,7 @@ SLOT_BYTES = 32 << 20
 N_SLOTS = 2
 """Page-locked memory through which rows go to a GPU: one slot is filled while the other is copied."""
 POLL_S = 1e-3
-"""How often one looks whether all rows are written."""
+"""How often one looks for rows that are still being written."""
 
 
 class RowFile:

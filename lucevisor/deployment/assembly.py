@@ -87,7 +87,10 @@ class PipelineAssembly:
             return None
         self._replaying[group] += 1
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
-        return await self._engine.replays.make(stages, timeout_s)
+        found = await self._engine.replays.make(stages, timeout_s)
+        if found is None and self._replaying[group]:
+            self._replaying[group] -= 1  # no load carried it
+        return found
 
     def ready(
         self,

@@ -111,7 +111,11 @@ class Successors:
 
 
 def _close_unread(task: asyncio.Task[StateReplay | None]) -> None:
-    if not task.cancelled() and task.exception() is None and (found := task.result()) is not None:
+    if task.cancelled():
+        return
+    if (error := task.exception()) is not None:
+        log.warning("a replay that is not needed any more failed", what=task.get_name(), reason=repr(error))
+    elif (found := task.result()) is not None:
         os.close(found.file)
 
 

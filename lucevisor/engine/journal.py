@@ -109,7 +109,7 @@ class Journal:
         for piece in step.slices:
             sequence, start, n = piece.sequence, piece.start, len(piece.tokens)
             pages = pages_between(lives[sequence], start, start + n)
-            if n == 1 and pages:
+            if n == 1 and pages:  # a decode, of which a step may have many
                 page = pages[0]
                 parts.append(_PageRun(sequence, page, generation_of(page), start % PAGE_TOKENS, row, 1))
             else:

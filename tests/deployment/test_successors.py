@@ -24,12 +24,16 @@ class LostPipeline:
     complete = holding = False
 
     def __init__(self) -> None:
+        self.n_busy = 0  # times that steps are on their way to other stages for too long
         self.files: list[tuple[int, int]] = []  # descriptors and inodes
         self.asked: list[str] = []
 
     async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
         self.asked.append(group)
         await asyncio.sleep(0)
+        if self.n_busy:
+            self.n_busy -= 1
+            return None
         fd = os.memfd_create(group)
         self.files.append((fd, os.fstat(fd).st_ino))
         return StateReplay([StageReplay(len(self.files), [])], fd)
@@ -64,6 +68,19 @@ def test_a_load_carries_what_was_prepared_when_the_daemon_was_lost() -> None:
         assert not is_open(pipeline.files[0])
         successors.close()
         assert not is_open(pipeline.files[1])
+
+    asyncio.run(run())
+
+
+def test_what_could_not_be_prepared_at_the_loss_is_prepared_for_the_load() -> None:
+    async def run() -> None:
+        pipeline, successors = LostPipeline(), Successors([])
+        assembly, pipeline.n_busy = cast(PipelineAssembly, pipeline), 1
+        successors.lost("a", assembly)
+        await asyncio.sleep(0.01)
+        assert (await successors.order("a", LOAD, [], assembly)).load.replay == [StageReplay(1, [])]
+        assert pipeline.asked == ["a", "a"]
+        successors.close()
 
     asyncio.run(run())
 
