@@ -40,6 +40,7 @@ class JournalRows:
         memory = mmap.mmap(-1, self.n_pages * PAGE_TOKENS * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)  # a first touch of 4 KiB pages costs as much as the copy
         self._blocks = np.frombuffer(memory, dtype=np.uint8).reshape(-1, PAGE_TOKENS, row_bytes)
+        self._all_rows = self._blocks.reshape(-1, row_bytes)
         self._regions = {
             (boundary, region): _rows(arena.region(region), row_bytes)
             for boundary, arena in arenas.items()
@@ -62,7 +63,10 @@ class JournalRows:
     def _file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         rows = self._regions[boundary, region]
         for block, offset, row, n in copies:
-            self._blocks[block, offset : offset + n] = rows[row : row + n]
+            if n == 1:  # a decode, of which a step may have many: an index is quicker than a slice
+                self._all_rows[block * PAGE_TOKENS + offset] = rows[row]
+            else:
+                self._blocks[block, offset : offset + n] = rows[row : row + n]
 
     def place(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Copy rows into a step's region."""

@@ -13,6 +13,7 @@ closed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lucevisor.engine import validation
@@ -31,7 +32,7 @@ from lucevisor.engine.recovery.recovery import Recovery
 from lucevisor.engine.recovery.replay import StageReplays
 from lucevisor.engine.recovery.stages import StageRecovery
 from lucevisor.engine.relevance import PageRelevance
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady, QueueFull, RequestError
+from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, NotReady, QueueFull, RequestError
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
 from lucevisor.engine.scheduling.preemption import SwapSpace
 from lucevisor.engine.scheduling.scheduler import Scheduler
@@ -67,7 +68,7 @@ class Engine:
         self._rows = RowSteps()
         self.relevance = PageRelevance(lambda: self._proceed([]))
         self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
-        self._outbox: Events = []
+        self._outbox: deque[tuple[str, Event]] = deque()
         self._changes = Changes()
         self._n_ids_runs = 0
         self.slots = SlotAccess(
@@ -390,9 +391,9 @@ class Engine:
             self._outbox += self._scheduler.end_probes(self._clock())
         # A dead link reenters here through on_failed; the outbox keeps events in order.
         while self._outbox:
-            request_id, event = self._outbox.pop(0)
+            request_id, event = self._outbox.popleft()
             self._handles[request_id].push(event)
-            if isinstance(event, FinishedEvent):
+            if type(event) is FinishedEvent:
                 del self._handles[request_id]
         self._changes.notify()
         if self._settings.validate and self._scheduler.idle:

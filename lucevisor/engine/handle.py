@@ -30,11 +30,11 @@ class RequestHandle:
 
     def push(self, event: Event) -> None:
         """Add an event; for the engine."""
-        if isinstance(event, FinishedEvent):
+        if type(event) is FinishedEvent:
             self.finished = event
         self._events.append(event)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if (reader := self._reader) is not None and not reader.done():
+            reader.set_result(None)
 
     def cancel(self) -> None:
         """End the request and free its pages; a FinishedEvent follows the events already queued.
@@ -57,7 +57,7 @@ class RequestHandle:
             finally:
                 self._reader = None
         event = self._events.popleft()
-        self._read_all = isinstance(event, FinishedEvent)
+        self._read_all = event is self.finished
         return event
 
     def __enter__(self) -> RequestHandle:

@@ -107,13 +107,12 @@ class Journal:
         filing, row = _Filing(step.region, copied), 0
         parts, generation_of = filing.parts, self._pages.generation_of
         for piece in step.slices:
-            sequence, start, n = piece.sequence, piece.start, len(piece.tokens)
-            pages = pages_between(lives[sequence], start, start + n)
-            if n == 1 and pages:  # a decode, of which a step may have many
-                page = pages[0]
+            sequence, start, n, live = piece.sequence, piece.start, len(piece.tokens), lives[piece.sequence]
+            page = live.table.page(Space.FULL, start // PAGE_TOKENS) if n == 1 else None
+            if page is not None:  # a decode, of which a step may have many
                 parts.append(_PageRun(sequence, page, generation_of(page), start % PAGE_TOKENS, row, 1))
             else:
-                parts.extend(self._runs(sequence, pages, start, start + n, row))
+                parts.extend(self._runs(sequence, pages_between(live, start, start + n), start, start + n, row))
             row += n
         if copied or row:
             self._filings[step.step_id] = filing
@@ -141,13 +140,17 @@ class Journal:
             if known is not None and known.n_rows >= n_rows and (block := self._take(boundary, *target)) is not None:
                 self._store.copy(known.index, block.index, n_rows)
                 block.n_rows = n_rows
-        copies = []
+        copies, blocks = [], self._blocks
         for part in filing.parts:
-            block, offset = self._take(boundary, part.page, part.generation), part.offset
+            block, offset = blocks.get((boundary, part.page)), part.offset
+            if block is None or block.generation != part.generation:
+                block = self._take(boundary, part.page, part.generation)
             if block is None or block.n_rows < offset:
                 continue  # no room, or a gap that nobody can fill
+            stop = offset + part.n
             copies.append(RowCopy(block.index, offset, part.row, part.n))
-            block.n_rows = max(block.n_rows, offset + part.n)
+            if stop > block.n_rows:
+                block.n_rows = stop
         if copies:
             self._store.file(boundary, filing.region, copies)
 

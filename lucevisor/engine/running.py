@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
+from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, grown, page_operations
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.kv.page_pool import PageAllocator, PagePools
@@ -39,6 +40,11 @@ class RunningRequests(Collection[RequestRecord]):
 
     def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self._records.values())
+
+    @property
+    def states(self) -> list[RequestState]:
+        """The states of all requests, in no order that matters."""
+        return [record.state for record in self._records.values()]
 
     @property
     def full(self) -> bool:

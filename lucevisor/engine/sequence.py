@@ -173,6 +173,7 @@ class RequestRecord:
 
     n_tokens: int = 0  # length of ``tokens``, which every step needs several times
     ended: bool = False  # the request is over
+    most_tokens: int = 0  # how many it has at its longest
     uncached: bool = False  # it neither uses the prefix cache nor is cached: it inspects the pipeline
     plain: bool = False  # its tokens are drawn from their rows and positions alone
 
@@ -180,6 +181,7 @@ class RequestRecord:
         self.tokens = TokenBuffer(self.request.prompt)
         self.drafts = RequestDrafts(self.request.request_id)
         self.n_tokens = len(self.tokens)
+        self.most_tokens = self.n_tokens + self.max_tokens
         self.uncached = self.wanted is not None or self.probe is not None
         stateless = self.request.constraint is None and self.request.sampling.stateless
         self.plain = stateless and not self.uncached

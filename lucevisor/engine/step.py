@@ -6,8 +6,11 @@ Records and checks; decides nothing.  Invariant: a result is applied whole or re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
 
 from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.drafting.statistics import PrefixOrigin
@@ -35,8 +38,7 @@ class StepPlan:
     lone: LoneWork | None = None  # what some stages do besides
 
 
-@dataclass(slots=True)  # not frozen: a step makes one for each sequence, and freezing takes three times as long
-class ScheduledSlice:
+class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a dataclass: a step has one for each sequence
     """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``, then ``drafts``.
 
     ``n_proposed``: of the drafts, those before the padding.  ``states`` and ``n_ahead`` as in Slice.
@@ -80,30 +82,29 @@ class ScheduledSlice:
 
     def schedule(self, step_id: int, draft_from: int) -> Slice:
         """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
-        live, record, samples, n_drafts = self.live, self.record, self.samples, len(self.drafts)
-        ranks = self._ranks_pages
-        found = Slice(
-            live.sequence,
-            live.n_scheduled,
-            [PENDING] if self.stop > record.n_tokens else [*record.tokens[live.n_scheduled : self.stop], *self.drafts],
-            sample=samples,
-            n_drafts=n_drafts,
-            states=[*self.states],
-            n_ahead=self.n_ahead,
-            draft_from=draft_from,
-            masked=samples and record.request.constraint is not None,
-            scored=record.scored(live.n_scheduled, self.stop),
-        )
-        live.ranking = step_id if ranks else 0
+        live, record, stop, n_drafts = self.live, self.record, self.stop, len(self.drafts)
+        request, start, samples = record.request, live.n_scheduled, stop >= record.n_tokens
+        live.ranking = step_id if live.table.ranks_next and self._ranks_pages else 0
         live.drafted, live.awaiting = None, 0
         live.draft_states = [*self.states[1:]]
-        live.n_computed, live.n_scheduled = self.stop, self.stop + n_drafts
+        live.n_computed, live.n_scheduled = stop, stop + n_drafts
         live.last_step = step_id
         record.n_in_flight += 1
-        return found
+        return Slice(  # by position, which is quicker
+            live.sequence,
+            start,
+            [PENDING] if stop > record.n_tokens else [*record.tokens[start:stop], *self.drafts],
+            samples,
+            n_drafts,
+            [*self.states],
+            self.n_ahead,
+            draft_from,
+            samples and request.constraint is not None,
+            record.scored(start, stop) if request.score_prompt else [],
+        )
 
 
-class ScheduledSequence(NamedTuple):
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another.
 
     ``n_proposed`` as in ScheduledSlice.
@@ -129,12 +130,16 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step between plan and result.  ``parts``: by sequence id at the time of the plan."""
+    """A step between plan and result.  ``parts``: by sequence id at the time of the plan.
+
+    ``plain``: all its slices are decodes without drafts that ask for nothing more, as those of most steps are.
+    """
 
     step_id: int
     parts: dict[int, ScheduledSequence]
     decodes: bool
     follows: int = 0  # the step that samples the tokens it starts from; 0: they are known
+    plain: bool = False
 
     @property
     def lives(self) -> dict[int, LiveSequence]:
@@ -143,7 +148,7 @@ class ScheduledStep:
 
     def take_scores(self, scored: Sequence[Scored]) -> None:
         """Give the requests the scores of their prompts.  Raises WrongResult, changing nothing, if others came."""
-        if not scored and not any(part.slice.scored for part in self.parts.values()):
+        if not scored and (self.plain or not any(part.slice.scored for part in self.parts.values())):
             return
         asked = {(s, part.slice.start + 1, len(part.slice.scored)) for s, part in self.parts.items()}
         if {(one.sequence, one.start, len(one.logprobs)) for one in scored} != {one for one in asked if one[2]}:
@@ -155,12 +160,17 @@ class ScheduledStep:
     @property
     def only_decodes(self) -> bool:
         """Whether it computes no prompt, and something."""
-        return bool(self.parts) and all(part.slice.sample and part.slice.n_context == 1 for part in self.parts.values())
+        return bool(self.parts) and (self.plain or all(is_decode(part.slice) for part in self.parts.values()))
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it verifies any."""
+        return not self.plain and any(part.slice.n_drafts for part in self.parts.values())
 
     @property
     def n_ahead(self) -> int:
         """The most drafts that a slice asks for."""
-        return max([part.slice.n_ahead for part in self.parts.values()], default=0)
+        return 0 if self.plain else max([part.slice.n_ahead for part in self.parts.values()], default=0)
 
 
 def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
@@ -194,12 +204,14 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
             drawn[sampled.sequence].append(sampled)
         else:
             drawn[sampled.sequence] = [sampled]
-    asked = {sequence for sequence, part in scheduled.parts.items() if part.slice.sample}
+    asked: AbstractSet[int] = scheduled.parts.keys()
+    if not scheduled.plain:
+        asked = {sequence for sequence, part in scheduled.parts.items() if part.slice.sample}
     if asked != drawn.keys():
         raise WrongResult(
             f"step {result.step_id} asked for tokens of sequences {sorted(asked)}, the result has {sorted(drawn)}"
         )
-    for sequence, tokens in drawn.items():
+    for sequence, tokens in drawn.items() if len(drawn) < len(result.sampled) else ():
         if len(tokens) == 1:
             continue
         accepted, piece = [sampled.token for sampled in tokens[:-1]], scheduled.parts[sequence].slice
@@ -233,7 +245,12 @@ def all_decodes(slices: Sequence[Slice]) -> bool:
 
 def is_decode(piece: Slice) -> bool:
     """Whether a slice has one token that is certain, and samples."""
-    return piece.sample and piece.n_context == 1
+    return piece.sample and len(piece.tokens) - piece.n_drafts == 1
+
+
+def is_plain(piece: Slice) -> bool:
+    """Whether a slice is a decode without drafts that asks for nothing more."""
+    return piece.sample and len(piece.tokens) == 1 and not piece.n_ahead and not piece.scored
 
 
 def padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:

@@ -180,6 +180,12 @@ class PageTable:
         left, pages = dict(zip(entries.out[n_out:n_left], entries.hosts[n_out:n_left], strict=True)), iter(resident)
         return [left[entry] if entry in left else next(pages) for entry in range(start, min(stop, entries.stop))]
 
+    def page(self, space: Space, entry: int) -> int | None:
+        """Return the page of an entry; None if it does not hold it, or some are paged out (``entries`` knows those)."""
+        entries = self._entries[space]
+        place = entry - entries.first_held
+        return entries.pages[place] if not entries.out and 0 <= place < len(entries.pages) else None
+
     def missing(self, n_tokens: int, n_ahead: int = 0) -> dict[Space, int]:
         """Return the pages that positions ``0 .. n_tokens - 1`` need beyond those held; only spaces that need some.
 
@@ -284,13 +290,15 @@ class PageTable:
         return (self._entries[Space.FULL].entry_of(n_old - 1) + 1) * PAGE_TOKENS if n_old else 0
 
     def covers(self, stop: int) -> bool:
-        """Whether a slice that ends at ``stop`` takes no page, and certainly neither releases nor swaps any: 63 of 64
-        decodes.
-        """
-        if self._residency is not None or self._window_tokens is not None:
-            return False
-        n_pages = pages_of(stop)
-        return all([entries.stop >= n_pages for entries in self._entries.values()])  # noqa: C419 - a list is quicker
+        """Whether a slice up to ``stop`` takes no page, and surely neither releases nor swaps any: 63 of 64 decodes."""
+        return self._residency is None and self._window_tokens is None and self._holds(stop)
+
+    def _holds(self, stop: int) -> bool:
+        """Whether all spaces have the pages of positions before ``stop``, or had them."""
+        for entries in self._entries.values():  # without a call for each
+            if (entries.first_held + len(entries.out) + len(entries.pages)) * PAGE_TOKENS < stop:
+                return False
+        return True
 
     def grow(self, start: int, stop: int, n_ahead: int = 0) -> list[Growth] | None:
         """Allocate pages for a slice ``[start, stop)``, after releasing the window pages that it cannot see and those
@@ -301,14 +309,7 @@ class PageTable:
         nothing, if host memory has too few for those that leave.
         """
         self.slide(start)
-        n_pages = pages_of(stop + n_ahead)
-        for entries in self._entries.values():
-            if entries.stop < n_pages:
-                break
-        else:
-            return []  # 63 of 64 decodes
-        needs = self.missing(stop, n_ahead)
-        if not needs:
+        if self._holds(stop + n_ahead) or not (needs := self.missing(stop, n_ahead)):
             return []
         surplus = self.surplus(stop) if Space.FULL in needs else []
         if surplus and not self._pools.fits(self.needs(stop)):

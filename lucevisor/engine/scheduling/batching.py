@@ -193,5 +193,5 @@ def _n_decodes(
     n_groups = drafting.n_groups(n_stages)
     if n_microbatches(in_flight) + drafting.n_drafting >= n_groups:
         return 0
-    n_decoding = sum(record.state is RequestState.DECODE for record in records)
+    n_decoding = [record.state for record in records].count(RequestState.DECODE)
     return -(-n_decoding // n_groups)

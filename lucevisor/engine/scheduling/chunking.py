@@ -171,7 +171,7 @@ class SharedChunks:
     def step_s(self, slices: Iterable[Slice]) -> float:
         """Return the estimated seconds of a stage for a step; 0 while unknown."""
         choice = self._chosen()
-        return 0.0 if choice is None else choice.cost.seconds((len(piece.tokens), piece.start) for piece in slices)
+        return 0.0 if choice is None else choice.cost.seconds([(len(piece.tokens), piece.start) for piece in slices])
 
     def may_follow(self, backlog: Backlog, now: float, start: int, *, others: bool) -> bool:
         """Whether a long prompt's chunk from ``start`` may be sent now.

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lucevisor.engine.constraint import within_masks
 from lucevisor.engine.drafting.lookup import INDEX_TOKENS, NgramLookup
@@ -35,21 +36,13 @@ from lucevisor.engine.step import (
     WrongResult,
     all_decodes,
     check_drafts,
-    is_decode,
     padded,
     unseen,
 )
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import (
-    CloseSequence,
-    Drafted,
-    Operation,
-    Sampled,
-    Slice,
-    StepResult,
-)
+from lucevisor.protocol.steps import CloseSequence, Drafted, Operation, Sampled, Slice, StepResult
 
 
 class Drafting:
@@ -234,8 +227,9 @@ class Drafting:
     def keeps_up(self, slices: Sequence[Slice], n_stages: int) -> bool:
         """Whether the drafter takes decodes along without a message and an answer of its own: it is asked for nothing,
         in the output stage's daemon, which does one step after the other where there are several stages."""
-        asked = any(piece.n_ahead for piece in slices)
-        return self.active and not self._overlaps and n_stages > 1 and not asked and all_decodes(slices)
+        if not self.active or self._overlaps or n_stages == 1:
+            return False
+        return all_decodes(slices) and not any(piece.n_ahead for piece in slices)
 
     def planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
         """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
@@ -296,11 +290,11 @@ class Drafting:
 
     def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
-        record, n_accepted = part.record, len(drawn) - 1
+        record, piece, n_accepted = part.record, part.slice, len(drawn) - 1
         if part.n_proposed:
             self.speculation.verified(record.drafts, part.n_proposed, min(n_accepted, part.n_proposed))
-        if record.ended or record.first_token_at is None or not is_decode(part.slice):
-            return
+        if record.ended or record.first_token_at is None or len(piece.tokens) - piece.n_drafts != 1:
+            return  # not a decode
         if not n_accepted and not part.n_proposed:
             self.statistics.by_origin[part.origin].n_plain += 1
             return
@@ -315,7 +309,7 @@ class Drafting:
     def stepped(self, step: ScheduledStep, seconds: float) -> None:
         """Note how long the stages took for a step, one after the other."""
         self._step_s = seconds
-        if not any(part.slice.n_drafts for part in step.parts.values()):
+        if not step.has_drafts:
             return
         shares = []
         for part in step.parts.values():

@@ -39,13 +39,11 @@ def choose_ahead(
 
 def _behind(step: ScheduledStep) -> list[ScheduledSlice]:
     """Return the decodes that follow a step."""
-    parts = [part for part in step.parts.values() if part.record.live is part.live]
-    chosen = [
-        ScheduledSlice(part.record, part.live, part.live.n_scheduled + 1)
-        for part in parts
-        if part.live.n_scheduled == part.record.n_tokens and part.record.n_generated + 1 < part.record.max_tokens
-    ]
-    chosen.sort(key=lambda one: (one.live.last_step, one.record.arrival))
+    chosen = []
+    for part in step.parts.values():
+        record, live = part.record, part.live
+        if record.live is live and live.n_scheduled == record.n_tokens and record.n_tokens + 1 < record.most_tokens:
+            chosen.append(ScheduledSlice(record, live, live.n_scheduled + 1))
     return chosen
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from lucevisor.engine.request import (
     Event,
@@ -36,6 +37,7 @@ from lucevisor.engine.step import (
     StepPlan,
     all_decodes,
     drawn_tokens,
+    is_plain,
     mask_jobs,
 )
 from lucevisor.kv.page_table import HostMemoryFull
@@ -172,7 +174,8 @@ class Scheduler(SchedulerState):
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
             n_stopped = self._n_stopped
             if secured := self._secure(chosen, now):
-                return self._plan([self._fit(one) for one in secured], now)
+                drafts = self.limits.speculation.max_drafts > 0
+                return self._plan([self._fit(one) for one in secured] if drafts else secured, now)
             if self._n_stopped == n_stopped:  # else all that were chosen are gone: choose again
                 break
         if refills:
@@ -215,7 +218,7 @@ class Scheduler(SchedulerState):
     def first_stage_done(self, now: float) -> bool:
         """The first stage finished its oldest step; return whether prompts may have waited for that."""
         self._backlog.first_stage_done(now)
-        return any(record.state is RequestState.PREFILL for record in self.running)
+        return RequestState.PREFILL in self.running.states
 
     def apply(self, result: StepResult, now: float) -> Events:
         """Apply the last stage's result of the oldest step in flight.
@@ -227,21 +230,22 @@ class Scheduler(SchedulerState):
         self.in_flight[0].take_scores(result.scored)
         scheduled = self.in_flight.popleft()
         self._backlog.answered(now)
-        self._waits.applied(scheduled, drawn, self.running, now, idle=not self.in_flight)
+        self._waits.applied(scheduled, drawn, self.running.states, now, idle=not self.in_flight)
         self.last_applied = scheduled.step_id
         self.refills.applied(scheduled.step_id)
         events: Events = []
         for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
-            events += self._take(part, drawn.get(sequence, []), now)
+            if tokens := drawn.get(sequence):
+                self._take(events, part, tokens, now)
         self.drafting.applied(scheduled, now, result.upkeep_s)
         return events
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
-        """Note how long each stage took for a step."""
+        """Note how long each stage took for a step, the oldest in flight."""
         if self.in_flight:
             self.drafting.stepped(self.in_flight[0], sum(stages_s))
-        if all_decodes(slices):
+        if (self.in_flight and self.in_flight[0].plain) or all_decodes(slices):
             self.drafting.measured(slices, stages_s)
         else:
             self.chunks.measured(slices, max(stages_s))
@@ -252,7 +256,7 @@ class Scheduler(SchedulerState):
         """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
         too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
         secured = []
-        for one in sorted(chosen, key=lambda one: one.record.arrival):
+        for one in sorted(chosen, key=attrgetter("record.arrival")):
             if one.record.live is one.live and one.live.table.covers(one.stop):
                 secured.append(one)
                 continue
@@ -291,6 +295,7 @@ class Scheduler(SchedulerState):
             (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
         )
         n_decoding = sum([one.record.state is RequestState.DECODE for one in chosen])
+        plain = all([is_plain(piece) for piece in slices])  # noqa: C419 - a list is quicker
         if n_decoding < len(chosen):
             self.chunks.charge((one.n_prefill, s) for one, s in zip(chosen, slices, strict=True))
         wanted = chosen[0].record.wanted if chosen else None
@@ -314,20 +319,18 @@ class Scheduler(SchedulerState):
             for one, s in zip(chosen, slices, strict=True)
         }
         self._waits.planned(now)
-        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, follows))
+        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, follows, plain))
         self.drafting.planned(self.in_flight[-1], upkeep=step.upkeep)
         self._backlog.sent(self.chunks.step_s(slices), now)
-        return StepPlan(step, tuple(one.record.request.request_id for one in chosen), mask_jobs(parts.values()))
+        return StepPlan(step, tuple([one.record.request.request_id for one in chosen]), mask_jobs(parts.values()))
 
     # ---- inside: results and ends
 
-    def _take(self, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> Events:
+    def _take(self, events: Events, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> None:
         """Append the tokens drawn for a slice; all but the last are accepted drafts, which are computed already."""
         record, live = part.record, part.live
         state = live.state
-        events: Events = []
-        if drawn:
-            self.drafting.drawn(part, drawn)
+        self.drafting.drawn(part, drawn)
         for i, sampled in enumerate(drawn):
             if record.ended:
                 break
@@ -338,7 +341,6 @@ class Scheduler(SchedulerState):
         if part.slice.n_drafts and record.live is live:
             self._shares.charge([(record.request.key_id, len(drawn) - 1)])
             self._operations += self.running.settle(live, state)
-        return events
 
     def _accept(self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> None:
         request = record.request
@@ -352,7 +354,7 @@ class Scheduler(SchedulerState):
             events.append(self._finish(record, "stop", now, stop_id=sampled.token))
             return
         events.append((request.request_id, TokenEvent(sampled.token, sampled.logprob, tuple(sampled.top), drafted)))
-        if record.n_generated >= record.max_tokens:
+        if record.n_tokens >= record.most_tokens:
             events.append(self._finish(record, "length", now))
 
     def _finish(

@@ -84,7 +84,8 @@ class MeasuredCost:
         for n, start in slices:
             n_tokens += n
             positions += n * (start + n / 2)
-            deepest = max(deepest, start)
+            if start > deepest:  # quicker than a call, of which a step of decodes would have many
+                deepest = start
         return self.flat_s(n_tokens) + positions * self.fit.depth_s + self.surplus_s(n_tokens, deepest)
 
     def flat_s(self, n_tokens: int) -> float:

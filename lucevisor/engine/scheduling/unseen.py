@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import ScheduledStep
 from lucevisor.protocol.steps import PENDING, Drafted
@@ -31,5 +33,5 @@ def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: 
                 continue
             drafted = drafts.get(sequence, Drafted(sequence, []))
             n_proposed, piece = min(part.n_proposed, len(drafted.tokens)), part.slice.with_drafts(drafted.tokens)
-            step.parts[sequence] = part._replace(slice=piece, n_proposed=n_proposed)
+            step.parts[sequence] = replace(part, slice=piece, n_proposed=n_proposed)
             part.record.drafts.probabilities = drafted.probabilities

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from lucevisor.engine.request import Reason, RequestState
@@ -80,23 +80,23 @@ class WaitEstimate:
         self,
         scheduled: ScheduledStep,
         drawn: Mapping[int, Sequence[Sampled]],
-        live: Collection[RequestRecord],
+        states: Sequence[RequestState],
         now: float,
         *,
         idle: bool,
     ) -> None:
-        """Note a step's result before it is applied: ``drawn`` tokens by sequence.  ``idle``: no other step is in
-        flight.
+        """Note a step's result before it is applied: ``drawn`` tokens by sequence.  ``states``: of what runs.
+        ``idle``: no other step is in flight.
         """
         seconds = now - (now if self._counted_until is None else self._counted_until)
         self._counted_until = None if idle else now
         keep = 0.5 ** (seconds / HALF_LIFE_S)
-        prompt = {s: part for s, part in scheduled.parts.items() if part.record.state is RequestState.PREFILL}
-        states = [record.state for record in live]
+        n_tokens = sum(map(len, drawn.values()))
         if RequestState.PREFILL in states:
-            self._prompts.add(sum(len(part.slice.tokens) for part in prompt.values()), seconds, keep)
+            prompts = [(s, part) for s, part in scheduled.parts.items() if part.record.state is RequestState.PREFILL]
+            self._prompts.add(sum(len(part.slice.tokens) for _, part in prompts), seconds, keep)
+            n_tokens -= sum(len(drawn.get(sequence, ())) for sequence, _ in prompts)
         if n_decoding := states.count(RequestState.DECODE):
-            n_tokens = sum(len(tokens) for sequence, tokens in drawn.items() if sequence not in prompt)
             self._answers.add(n_tokens, seconds * n_decoding, keep)
 
     def finished(self, record: RequestRecord, reason: Reason) -> None:
