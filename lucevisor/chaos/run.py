@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -82,16 +83,25 @@ class Chaos:
         self.report = Report(seed)
 
     def run(self, seconds: float) -> Report:
-        """Return the report.  Raises LucevisorError when the supervisor does not start or does not recover."""
-        with tempfile.TemporaryDirectory(prefix="lucevisor-chaos-") as directory:
-            process = self._start(Path(directory))
+        """Return the report.  Raises LucevisorError when the supervisor does not start or does not recover.
+
+        The supervisor's log is kept if anything was wrong; ``say`` is told where.
+        """
+        directory, done = Path(tempfile.mkdtemp(prefix="lucevisor-chaos-")), False
+        try:
+            process = self._start(directory)
             try:
-                url = self._until_ready(Path(directory), process)
-                asyncio.run(self._run(Path(directory), process.pid, url, seconds))
+                url = self._until_ready(directory, process)
+                asyncio.run(self._run(directory, process.pid, url, seconds))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
             finally:
                 self._stop(process)
+            done = self.report.good
+        finally:
+            shutil.rmtree(directory if done else directory / "cache", ignore_errors=True)
+            if not done:
+                self._say(f"the supervisor's log is kept below {directory}")
         return self.report
 
     def _start(self, directory: Path) -> subprocess.Popen[bytes]:
@@ -148,7 +158,7 @@ class Chaos:
             left = left or self._rng.sample(list(FAULTS), len(FAULTS))
             names = [left.pop()]
             if self._rng.random() < TWO_AT_ONCE:
-                names.append(self._rng.choice(list(FAULTS)))
+                names.append(self._rng.choice([name for name in FAULTS if name != names[0]]))
             self._say(" and ".join(names))
             async with traffic.counting() as counts:
                 async with asyncio.TaskGroup() as tasks:

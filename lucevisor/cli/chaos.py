@@ -41,8 +41,7 @@ def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FAILED))  # not without its supervisor
 
     def say(what: str) -> None:
-        if not as_json:
-            click.echo(f"{time.monotonic() - began_s:7.1f} s  {what}", err=True)
+        click.echo(f"{time.monotonic() - began_s:7.1f} s  {what}", err=True)
 
     def ask(socket: Path, method: str, path: str) -> dict[str, Any]:
         return AdminClient(socket).call(method, path)
