@@ -124,6 +124,8 @@ class StepGraphs(Generic[Output]):
     """Rows up to which steps of one long slice are padded and captured; 0: none are."""
     share_output: Callable[[Output], Output] = lambda out: out
     """Moves their output to memory that all of them share: the pool would keep one for each graph."""
+    cold: bool = False
+    """The last run compiled kernels or captured a graph: the next one of its key is faster."""
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _chunk_graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
@@ -155,7 +157,7 @@ class StepGraphs(Generic[Output]):
 
         ``rows`` may be in host memory, and are read when ``await_rows`` has returned.
         """
-        layout = self._padded(layout)
+        layout, self.cold = self._padded(layout), False
         key = layout.graph_key
         if key is not None and self.device.type == "cpu" and not layout.is_padded:
             key = key._replace(max_length=0)  # its kernels read lengths from memory
@@ -170,6 +172,7 @@ class StepGraphs(Generic[Output]):
         graphs, most = (self._chunk_graphs, CHUNK_GRAPHS) if layout.is_padded else (self._graphs, MAX_GRAPHS)
         found = graphs.get(key)
         if found is None:
+            self.cold = True
             if len(self._seen) >= MAX_SEEN:
                 self._seen.clear()
             self._seen[key] = self._seen.get(key, 0) + 1

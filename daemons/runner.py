@@ -211,7 +211,7 @@ class ModelRunner:
             if plan.output and self._draft_inputs is not None:
                 self._draft_inputs.keep_slices(step, step.slices)
         self._apply(stage, plan, step)
-        arrival = Arrival()
+        arrival, cold = Arrival(), False
         deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
@@ -220,7 +220,7 @@ class ModelRunner:
             if following is not None:
                 arrival, sampled = following.arrival, following.tokens
             wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
-            page_scores = out.page_scores
+            page_scores, cold = out.page_scores, out.cold
             if step.want_hidden:
                 payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
             if out.captures is not None:
@@ -241,7 +241,7 @@ class ModelRunner:
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
         result = StepResult(
             step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
-            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s,
+            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold,
         )  # fmt: skip
         return StepOutput(result, payload.arrays, deferred, step, started)
 

@@ -43,6 +43,7 @@ class StageOutput:
     hidden: list[Tensor] = field(default_factory=list)
     captures: Tensor | None = None
     page_scores: list[PageScores] = field(default_factory=list)
+    cold: bool = False
 
 
 class LoadedStage:
@@ -191,6 +192,7 @@ class LoadedStage:
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []
+        cold = False
         for shard, graphs in zip(self.shards, self.graphs, strict=True):
             device = shard.device
             tables = self.sequences.tables(device)
@@ -208,6 +210,7 @@ class LoadedStage:
                         scores.append(rank_pages(batch, layout, shard.page_sums))
                 else:
                     out = graphs.run(h, layout, tables, await_rows)
+                    cold = cold or graphs.cold
                     h, captured = out.rows[:n], None if out.captures is None else out.captures[:n]
                     if layout.is_ranked:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
@@ -215,7 +218,7 @@ class LoadedStage:
                 captures.append(captured.to(self.device, non_blocking=True))
         assert h is not None
         joined = torch.cat(captures, dim=-1) if len(captures) > 1 else next(iter(captures), None)
-        return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores))
+        return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores), cold)
 
     @torch.inference_mode()
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:

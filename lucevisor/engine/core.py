@@ -288,7 +288,7 @@ class Engine:
         now = self._clock()
         self._stages.finished(result.step.step_id)
         self._totals.add(result)
-        self._scheduler.measured(result.step.slices, [stage.compute_s for stage in result.results])
+        self._scheduler.measured(result.step.slices, result.results)
         n_before = self._scheduler.n_generated_tokens
         try:
             if self._scheduler.in_flight:

@@ -291,6 +291,26 @@ def test_chunks_have_a_list_of_graphs_of_their_own(monkeypatch):
     assert keys(graphs) == [(96, 128), (48, 128)]
 
 
+def test_a_step_is_cold_until_it_is_replayed():
+    golden = opened("qwen3")
+    [stage] = load_stages(golden.spec)
+    repeating([stage])
+    c, cold = Pipeline(golden.spec, [stage]), []
+    forward = stage.forward
+
+    def noted(*arguments):
+        out = forward(*arguments)
+        cold.append(out.cold)
+        return out
+
+    stage.forward = noted
+    for n in (40, 40, 40, 60, 130, 130, 40):  # 60 have a graph of their own, and 130 are too many for one
+        c.open(0)
+        c.run((0, (golden.ids * 8)[:n]))
+        c.close(0)
+    assert cold == [True, True, False, True, False, False, False]
+
+
 @pytest.mark.parametrize(("limit", "value"), [("chunk_rows", 0), ("chunk_rows", 47), ("max_tokens", 47)])
 def test_other_chunks_run_eagerly_as_they_are(limit, value):
     golden = opened("qwen3")

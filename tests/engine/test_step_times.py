@@ -72,6 +72,27 @@ def test_steps_that_compiled_or_were_disturbed_do_not_count() -> None:
     assert found.step_s(512) == pytest.approx(cost.step_s(512))
 
 
+def test_cold_steps_do_not_count_unless_all_are() -> None:
+    cost = StepCost(0.008, 0.000385)
+    times = StepTimes()
+    for n in (40, 256):
+        for _ in range(8):
+            times.add(slices(n), 0.5, cold=True)
+    assert times.cost() is None
+    for n in (40, 256):
+        for _ in range(2):
+            times.add(slices(n), cost.step_s(n))
+    found = times.cost()
+    assert found is not None
+    assert found.step_s(128) == pytest.approx(cost.step_s(128))
+    for n in (40, 256):
+        for _ in range(8 + 9):
+            times.add(slices(n), 0.5, cold=True)
+    found = times.cost()
+    assert found is not None
+    assert found.step_s(128) == pytest.approx(0.5)
+
+
 def test_decodes_and_short_slices_say_nothing() -> None:
     times = seen(StepCost(0.008, 0.000385))
     before = times.cost()

@@ -92,9 +92,9 @@ class SharedChunks:
 
     # ---- inputs
 
-    def measured(self, slices: Iterable[Slice], seconds: float) -> None:
-        """Note how long the slowest stage of a step took."""
-        self._times.add(slices, seconds)
+    def measured(self, slices: Iterable[Slice], seconds: float, *, cold: bool = False) -> None:
+        """Note how long the slowest stage of a step took; ``cold`` as in StepResult."""
+        self._times.add(slices, seconds, cold=cold)
 
     def started(self, n_tokens: int, now: float, *, beside_long: bool = False) -> None:
         """Note that a prompt starts with ``n_tokens`` to compute, perhaps while a long one is computed."""
@@ -165,7 +165,7 @@ class SharedChunks:
         key = start, others, self._loss
         if key not in choice.sizes:
             size = self._best(choice, start, self._base, self._loss)
-            choice.sizes[key] = self._next_to_measure(choice.cost, size)
+            choice.sizes[key] = self._next_to_measure(choice.cost, size, tries=others)
         return choice.sizes[key]
 
     def step_s(self, slices: Iterable[Slice]) -> float:
@@ -246,11 +246,13 @@ class SharedChunks:
         gaining = (size for size in allowed if 1 - seconds[size] / seconds[base] >= MIN_GAIN * lost[size])
         return min(gaining, default=base) if quick is None else quick
 
-    def _next_to_measure(self, cost: MeasuredCost, size: int) -> int:
+    def _next_to_measure(self, cost: MeasuredCost, size: int, *, tries: bool) -> int:
         """Return ``size`` if steps of it were measured, else the size to measure first: half of the next measured one,
-        so that one that gains nothing costs one more step like it.
+        so that one that gains nothing costs one more step like it; the measured one itself without ``tries``.
         """
         if cost.measured(size):
             return size
         measured = next(larger for larger in self._sizes if larger > size and cost.measured(larger))
+        if not tries:
+            return measured
         return max(size, *(smaller for smaller in self._sizes if 2 * smaller <= measured))

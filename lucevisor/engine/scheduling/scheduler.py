@@ -241,14 +241,15 @@ class Scheduler(SchedulerState):
         self.drafting.applied(scheduled, now, result.upkeep_s)
         return events
 
-    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
+    def measured(self, slices: Sequence[Slice], results: Sequence[StepResult]) -> None:
         """Note how long each stage took for a step, the oldest in flight."""
+        stages_s = [stage.compute_s for stage in results]
         if self.in_flight:
             self.drafting.stepped(self.in_flight[0], sum(stages_s))
         if (self.in_flight and self.in_flight[0].plain) or all_decodes(slices):
             self.drafting.measured(slices, stages_s)
         else:
-            self.chunks.measured(slices, max(stages_s))
+            self.chunks.measured(slices, max(stages_s), cold=any(stage.cold for stage in results))
 
     # ---- inside: choice, pages, plans
 

@@ -3,7 +3,8 @@
 Pure: sizes and seconds in.  A linear fit (an overhead a step, a cost a token, which grows with the tokens before it) is
 used where it predicts all measured sizes.  Where it does not, because steps of some sizes run other kernels (on a GPU
 one of 65 tokens dequantises all weights and costs what one of 512 does), the cost is the median of recent steps of
-about a size, and a line between measured sizes.  Medians, so a step that compiled or was disturbed does not count.
+about a size, and a line between measured sizes.  Medians, so a step that was disturbed does not count; one that
+compiled or captured does not either.
 What steps of a size take longer from some position on (a GPU does not replay a graph there, and a short one waits for
 its launches) is kept beside it.
 """
@@ -36,6 +37,7 @@ LEAST_SURPLUS: Final = 0.25
 """Steps are dearer from a position on if this share of their time is more than they cost; less may be noise."""
 
 _KEPT: Final = 9  # steps per class: a few outliers do not move their median
+_MOST_COLD: Final = 8  # steps of a class in a row that are not counted as they are cold; then that is what they cost
 _LEAST_STEPS: Final = 2
 _LEAST_TOKENS: Final = 16  # of a slice: shorter ones run other kernels, as decodes do
 _DEPTH_CLASS: Final = 1024  # positions
@@ -127,6 +129,7 @@ class _SizeClass:
 
     by_depth: dict[int, deque[_Step]] = field(default_factory=dict)
     last: int = 0  # number of the last step
+    n_cold: int = 0  # since the last one that was not
 
     @property
     def n_steps(self) -> int:
@@ -169,14 +172,17 @@ class StepTimes:
         self._cost: MeasuredCost | None = None
         self._stale = False
 
-    def add(self, slices: Iterable[Slice], seconds: float) -> None:
-        """Count a step if it computed a prompt; ``seconds``: of its slowest stage."""
+    def add(self, slices: Iterable[Slice], seconds: float, *, cold: bool = False) -> None:
+        """Count a step if it computed a prompt; ``seconds``: of its slowest stage, ``cold`` as in StepResult."""
         pieces = [(piece.start, len(piece.tokens)) for piece in slices]
         if seconds <= 0 or max((n for _, n in pieces), default=0) < _LEAST_TOKENS:
             return
         n_tokens = sum(n for _, n in pieces)
         depth = sum(n * (start + n / 2) for start, n in pieces if n >= _LEAST_TOKENS)
         found = self._classes.setdefault(_size_class(n_tokens), _SizeClass())
+        found.n_cold = found.n_cold + 1 if cold else 0
+        if 0 < found.n_cold <= _MOST_COLD:
+            return
         steps = found.by_depth.setdefault(_depth_class(depth / n_tokens), deque(maxlen=_KEPT))
         steps.append((n_tokens, depth, seconds))
         self._n_added += 1
@@ -202,7 +208,7 @@ class StepTimes:
         overhead_s, token_s = _fit(points)
         fitted = tuple((size, overhead_s + size * token_s) for size, _ in points)
         near = all(abs(a - b) <= MAX_ERROR * a for (_, a), (_, b) in zip(points, fitted, strict=True))
-        surpluses = {size: found.surpluses(depth_s) for size, found in self._classes.items()}
+        surpluses = {size: found.surpluses(depth_s) for size, found in self._classes.items() if found.by_depth}
         return MeasuredCost(StepCost(overhead_s, token_s, depth_s), fitted if near else points, surpluses)
 
 
