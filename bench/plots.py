@@ -169,8 +169,8 @@ def recovery(figure, *runs):
 
 
 PLOTS = {
-    "decode-by-streams": Plot(decode, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-fifth.json")),
-    "prefill": Plot(prefill, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-fifth.json")),
+    "decode-by-streams": Plot(decode, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-seventh.json")),
+    "prefill": Plot(prefill, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-seventh.json")),
     "roofline": Plot(roofline, ("gemv-h200.txt", "gemv-instructions-h200.txt"), (6.0, 3.6)),
     "kv-flash": Plot(kv_flash, ("kv-flash-h200-27b.json",), (6.0, 3.2)),
     "recovery": Plot(recovery, ("recovery-h200-27b.json", "recovery-cpu.json"), (7.2, 2.4)),

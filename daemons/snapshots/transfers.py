@@ -8,6 +8,7 @@ written any more, and a cancelled transfer is never answered as done.
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
@@ -27,6 +28,8 @@ from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, Transfe
 
 SAVE_NICE = 10
 """Niceness of saving threads, which yield to the compute thread; a request waits for a restore."""
+BEGIN_S = 5.0
+"""Until a thread has begun."""
 MAX_PENDING = 64
 """Pending transfers; each holds a descriptor."""
 
@@ -64,7 +67,8 @@ class _Job:
 
 class TransferExecutor:
     """``answer(message, request_id)`` sends an answer, from any thread.  ``on_device_lost()`` is called when a
-    device failed for good.  ``before_io(tensor)`` runs before each system call on a file, and may raise."""
+    device failed for good, or a thread.  ``before_io(tensor)`` runs before each system call on a file, and may raise.
+    Raises RuntimeError when a thread does not begin."""
 
     def __init__(
         self,
@@ -80,8 +84,8 @@ class TransferExecutor:
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
         n_cores = len(os.sched_getaffinity(0))
-        self._saving = _Threads("save", max(1, min(2, n_cores // 4)), SAVE_NICE)
-        self._restoring = _Threads("restore", max(1, min(4, n_cores // 4)), 0)
+        self._saving = _Threads(max(1, min(2, n_cores // 4)), SAVE_NICE, on_device_lost)
+        self._restoring = _Threads(max(1, min(4, n_cores // 4)), 0, on_device_lost)
 
     def submit(self, order: Save | Restore, fd: int) -> None:
         """Queue a transfer; takes ownership of the descriptor."""
@@ -276,24 +280,35 @@ class _ThreadStreams:
 
 
 class _Threads:
-    """Threads that serve one queue; started by the first ``put``, ended with the process."""
+    """Threads that serve one queue, ended with the process; ``on_lost`` is called when one of them cannot go on.
 
-    def __init__(self, name: str, n_threads: int, nice: int) -> None:
-        self.n_threads, self._name, self._nice = n_threads, name, nice
+    Started with the daemon's load and not by the first transfer, and without ``Thread.start``, which waits forever for
+    a thread that found no memory to begin (https://github.com/python/cpython/issues/140746).
+    Raises RuntimeError when a thread does not begin.
+    """
+
+    def __init__(self, n_threads: int, nice: int, on_lost: Callable[[], None]) -> None:
+        self.n_threads, self._nice, self._on_lost = n_threads, nice, on_lost
         self._queue: SimpleQueue[Callable[[_ThreadStreams], None]] = SimpleQueue()
-        self._started = False
+        for _ in range(n_threads):
+            begun = threading.Lock()
+            begun.acquire()
+            _thread.start_new_thread(self._run, (begun,))
+            if not begun.acquire(timeout=BEGIN_S):
+                raise RuntimeError(f"a thread for snapshots did not begin in {BEGIN_S:.0f} s: no memory is left for it")
 
     def put(self, work: Callable[[_ThreadStreams], None]) -> None:
-        if not self._started:  # only the compute thread puts the first work
-            self._started = True
-            for i in range(self.n_threads):
-                threading.Thread(target=self._run, name=f"{self._name} {i}", daemon=True).start()
         self._queue.put(work)
 
-    def _run(self) -> None:
-        if self._nice:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone
-        streams = _ThreadStreams()
-        with torch.inference_mode():
-            while True:
-                self._queue.get()(streams)
+    def _run(self, begun: threading.Lock) -> None:
+        begun.release()
+        try:
+            if self._nice:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone
+            streams = _ThreadStreams()
+            with torch.inference_mode():
+                while True:
+                    self._queue.get()(streams)
+        except Exception:  # a transfer answers its own errors; without this thread others would never end
+            self._on_lost()
+            traceback.print_exc()
