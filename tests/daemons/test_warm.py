@@ -236,6 +236,7 @@ class Plain:
     """Runs a shard's step without recording it."""
 
     compiles = True
+    cold = False
 
     def __init__(self, stage: LoadedStage) -> None:
         [self.shard] = stage.shards
