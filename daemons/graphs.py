@@ -125,7 +125,7 @@ class StepGraphs(Generic[Output]):
     share_output: Callable[[Output], Output] = lambda out: out
     """Moves their output to memory that all of them share: the pool would keep one for each graph."""
     cold: bool = False
-    """The last run compiled kernels or captured a graph: the next one of its key is faster."""
+    """The last run's key is captured, and had no graph yet: the next ones are faster."""
     _seen: dict[GraphKey, int] = field(default_factory=dict)
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _chunk_graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)

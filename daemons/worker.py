@@ -315,7 +315,7 @@ class _MessageLoop:
         try:
             self._files = opened(load, None)
             done = rehearse(load, self._options.backend, self._files)
-        except (DaemonError, GgufError, OSError) as error:  # of the file: the load says it, if it still is so then
+        except Exception as error:  # process boundary: the load says it, if it still is so then
             done = Rehearsed(0.0, describe(error))
         self._link.send(done)
 
@@ -344,7 +344,7 @@ class _MessageLoop:
             self._transfers.cancel(reason)
 
     def _break(self) -> None:
-        """A device failed in a transfer: wake the compute thread to end the process."""
+        """A device failed in a transfer, or a thread that serves them: wake the compute thread to end the process."""
         self._broken = True
         self._link.close()
 

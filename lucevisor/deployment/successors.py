@@ -49,18 +49,27 @@ class Successors:
             self._forget([group])
             return LoadOrder(load, fds)
         early = self._early.pop(group, None)
-        found = None if early is None else await early
+        try:
+            found = None if early is None else await early
+        except asyncio.CancelledError:  # the process died before it was sent anything
+            if early is not None:
+                early.add_done_callback(_close_unread)
+            raise
         if found is None:  # or steps on their way to others took longer then
             found = await self._replay(group, assembly)
         if found is None:
             return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
         self._rows[group] = found.file
+        assembly.replay_sent(group)
         return LoadOrder(replace(load, replay=[*found.stages], warm_up=False), [*fds, found.file])
 
     def lost(self, group: str, assembly: PipelineAssembly | None) -> None:
         """A daemon is gone, or about to be: prepare what the next one replays, which it would wait for."""
-        self._forget([*self._early])  # it holds until another stage is lost
-        if assembly is not None and not assembly.complete:
+        lost = frozenset[str]() if assembly is None else assembly.lost_groups
+        if lost and group not in lost:
+            return  # it has no stages, so what was prepared for others holds
+        self._forget([*self._early])
+        if assembly is not None and group in lost:
             work = self._replay(group, assembly)
             self._early[group] = asyncio.get_running_loop().create_task(work, name=f"replay of {group}")
 

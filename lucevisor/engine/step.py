@@ -132,7 +132,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 class ScheduledStep:
     """A step between plan and result.  ``parts``: by sequence id at the time of the plan.
 
-    ``plain``: all its slices are decodes without drafts that ask for nothing more, as those of most steps are.
+    ``plain``: it has no slice but decodes without drafts that ask for neither drafts nor scores, as most steps; masks
+    they may have.
     """
 
     step_id: int

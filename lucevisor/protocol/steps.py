@@ -324,7 +324,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     page_scores: list[PageScores] = []  # of slices that ask for it
     hop_s: float = 0.0  # of a posted step: from the doorbell of its rows until this stage took them
     upkeep_s: float = 0.0  # of the output stage: what the draft stage took since the last result for steps with upkeep
-    cold: bool = False  # it compiled kernels or captured a graph: the next one of its shape is faster
+    cold: bool = False  # of a shape that is captured, and before its graph was there: the next ones are faster
 
 
 class Recall(msgspec.Struct, frozen=True):

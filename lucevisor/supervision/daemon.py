@@ -155,7 +155,7 @@ class Daemon:
         try:
             order = await self._callbacks.make_load(self.name, hello)
             self.link.send(order.load, fds=order.fds)
-            self.ordered = order.load
+            self.ordered = replace(order.load, replay=[])  # of many tokens, and out of date soon
         except LinkClosed:
             return  # on_closed reports it
         except (LucevisorError, LocalProtocolError) as error:

@@ -285,8 +285,8 @@ class GroupSupervisor:
             self._emit(ev.Spawned(number, self._daemon.child.pid))
 
     def _ordered(self) -> Load | None:
-        """What the present process was sent to load."""
-        return None if self._daemon is None else self._daemon.ordered
+        """What the present process was sent to load; None while none has loaded, which needs the memory itself."""
+        return self._daemon.ordered if self._daemon is not None and self.state is State.READY else None
 
     def _launch(self, number: int, emit: Callable[[ev.Event], None]) -> Daemon:
         """Start a process.  Raises SpawnError."""

@@ -42,6 +42,7 @@ class _Spare:
     heard_at: float
     deadline: asyncio.TimerHandle  # of its hello, then of its rehearsal
     greeted: bool = False
+    rehearses: bool = False
     warm: bool = False
 
     def use(self) -> SpareUse:
@@ -50,8 +51,8 @@ class _Spare:
 
 
 class Spares:
-    """``n``: how many are kept while the group is READY.  ``present_load``: what its daemon was sent.  ``clock``: of
-    supervision.
+    """``n``: how many are kept while the group is READY.  ``present_load``: what its daemon was sent; None unless it is
+    READY, as a rehearsal would take memory that a load needs.  ``clock``: of supervision.
     """
 
     def __init__(
@@ -79,8 +80,13 @@ class Spares:
         return [spare.use() for spare in self._spares.values()]
 
     def keep(self) -> None:
-        """The group is READY: start what is missing, a little later, for it has work to do first."""
+        """The group is READY: let those rehearse that said hello while it was not, and start what is missing, a little
+        later, for it has work to do first.
+        """
         self._n_failed, self._n_wanted = 0, self._n
+        for number, spare in [*self._spares.items()]:
+            if spare.greeted and not spare.rehearses and not spare.warm:
+                self._rehearse(number, spare)
         self._fill_after(self._limits.spare_delay_s)
 
     async def prepare(self) -> bool:
@@ -171,12 +177,7 @@ class Spares:
             case ev.HelloReceived() if spare is not None:
                 spare.deadline.cancel()
                 spare.greeted, spare.heard_at = True, self._clock()
-                load = self._present_load()
-                if load is None:
-                    self._warm(spare)
-                else:
-                    spare.deadline = self._deadline(number, "rehearsal")
-                    spare.daemon.rehearse(load, lambda: self._warm(spare))
+                self._rehearse(number, spare)
             case ev.Beat() if spare is not None:
                 spare.heard_at = self._clock()
             case ev.Failure(_, reason, configuration, _) if spare is not None:
@@ -185,6 +186,14 @@ class Spares:
                 self._drop(number, reason)
             case _:
                 pass
+
+    def _rehearse(self, number: int, spare: _Spare) -> None:
+        """Let a spare rehearse what the present daemon has loaded; later if there is no such daemon now."""
+        load = self._present_load()
+        if load is not None:
+            spare.rehearses = True
+            spare.deadline = self._deadline(number, "rehearsal")
+            spare.daemon.rehearse(load, lambda: self._warm(spare))
 
     def _warm(self, spare: _Spare) -> None:
         if spare not in self._spares.values():

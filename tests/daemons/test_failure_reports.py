@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from daemons import worker as worker_module
 from daemons.errors import DeviceError, describe
 from daemons.ops.basic import rotate
 from daemons.options import Options
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Backend
 from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
+from lucevisor.protocol.loading import Rehearsed
 
 
 class Sent:
@@ -72,3 +76,16 @@ def test_a_file_that_is_missing_in_a_step_is_tried_again_and_in_a_load_is_not(ki
 )
 def test_the_advice_names_what_is_short(error, advice):
     assert reported("step 7", error)[1].advice.startswith(advice)
+
+
+def test_a_rehearsal_that_fails_in_any_way_is_told_and_ends_nothing(monkeypatch):
+    def broken(*_):
+        raise KeyError("blk.0.attn_q.weight")
+
+    monkeypatch.setattr(worker_module, "opened", broken)
+    link = Sent()
+    phases = SimpleNamespace(phase=lambda *_: None)
+    _MessageLoop(link, phases, Options("left", Backend.CPU, 0, 0, 0, 1, ()))._rehearse(None)
+    [message] = link.messages
+    assert isinstance(message, Rehearsed)
+    assert "blk.0.attn_q.weight" in message.problem

@@ -27,6 +27,11 @@ class LostPipeline:
         self.n_busy = 0  # times that steps are on their way to other stages for too long
         self.files: list[tuple[int, int]] = []  # descriptors and inodes
         self.asked: list[str] = []
+        self.sent: list[str] = []
+        self.lost_groups = frozenset({"a", "b"})  # a group without stages is never one
+
+    def replay_sent(self, group: str) -> None:
+        self.sent.append(group)
 
     async def replay(self, group: str, timeout_s: float) -> StateReplay | None:
         self.asked.append(group)
@@ -64,7 +69,7 @@ def test_a_load_carries_what_was_prepared_when_the_daemon_was_lost() -> None:
         assert [*order.fds] == [fd for fd, _ in pipeline.files]
         again = await successors.order("a", LOAD, [], assembly)  # the process died as it loaded
         assert again.load.replay == [StageReplay(2, [])]
-        assert pipeline.asked == ["a", "a"]
+        assert pipeline.asked == pipeline.sent == ["a", "a"]
         assert not is_open(pipeline.files[0])
         successors.close()
         assert not is_open(pipeline.files[1])
@@ -80,6 +85,41 @@ def test_what_could_not_be_prepared_at_the_loss_is_prepared_for_the_load() -> No
         await asyncio.sleep(0.01)
         assert (await successors.order("a", LOAD, [], assembly)).load.replay == [StageReplay(1, [])]
         assert pipeline.asked == ["a", "a"]
+        successors.close()
+
+    asyncio.run(run())
+
+
+def test_the_loss_of_a_group_without_stages_changes_nothing() -> None:
+    async def run() -> None:
+        pipeline, successors = LostPipeline(), Successors([])
+        assembly = cast(PipelineAssembly, pipeline)
+        successors.lost("a", assembly)
+        await made(pipeline, 1)
+        successors.lost("drafter", assembly)
+        assert is_open(pipeline.files[0])
+        assert (await successors.order("a", LOAD, [], assembly)).load.replay == [StageReplay(1, [])]
+        assert pipeline.asked == ["a"]
+        successors.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_dies_before_it_is_sent_its_load_leaves_nothing_open() -> None:
+    async def run() -> None:
+        pipeline, successors = LostPipeline(), Successors([])
+        assembly = cast(PipelineAssembly, pipeline)
+        successors.lost("a", assembly)
+        order = asyncio.get_running_loop().create_task(successors.order("a", LOAD, [], assembly))
+        for _ in range(5):
+            if pipeline.files:
+                break
+            await asyncio.sleep(0)
+        order.cancel()  # the replay is there, and the order has not gone on
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert order.cancelled()
+        assert not is_open(pipeline.files[0])
         successors.close()
 
     asyncio.run(run())

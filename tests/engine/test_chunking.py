@@ -368,3 +368,21 @@ def test_cold_steps_do_not_make_small_chunks_cheap() -> None:
     rates = prompts_after_short_ones(told=True)
     assert min(rates[2:]) >= 0.95 * max(rates)
     assert min(prompts_after_short_ones(told=False)[2:]) < 0.2 * max(rates)  # where nobody says that they are cold
+
+
+def test_a_chunk_as_long_as_the_longest_beside_others_earns_credit_at_every_depth() -> None:
+    """Steps of up to 1,024 tokens take as long as their launches behind 8,192 positions, where no graph is replayed."""
+
+    def seconds(n: int, start: int) -> float:
+        return max(0.005 + 0.00007 * n, 0.08 if n <= 1024 and start >= 8192 else 0.0)
+
+    chunks = SharedChunks(1, 2048)
+    for n in chunk_sizes(2048) * 4:
+        for start in (0, 9 * 1024):
+            chunks.measured([piece(n, start)], seconds(n, start))
+    for start in (0, 8192):
+        size = chunks.chunk(start, others=True)
+        chunks._base = size  # whatever is chosen instead of it
+        before = chunks._credit_s
+        chunks.charge([(1 << 16, piece(size, start))])
+        assert chunks._credit_s > before

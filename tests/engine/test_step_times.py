@@ -116,6 +116,12 @@ def test_a_step_costs_its_overhead_once() -> None:
     assert cost.seconds([(10, 100), (20, 100)]) == pytest.approx(0.01 + 0.03 + 1e-6 * (10 * 105 + 20 * 110))
 
 
+def test_where_decodes_are_is_no_depth_of_a_step() -> None:
+    cost = MeasuredCost(StepCost(0.01, 0.001), ((10, 0.02), (60, 0.07)), {(False, 24): [(0, 0.0), (4, 1.0)]})
+    assert cost.seconds([(60, 0), (1, 10_000)]) == pytest.approx(0.071)
+    assert cost.seconds([(60, 10_000), (1, 0)]) == pytest.approx(1.071)
+
+
 # ---- costs that are no line
 
 

@@ -117,6 +117,21 @@ async def test_a_spare_rehearses_what_the_present_daemon_was_sent(tmp_path):
         assert seen[0] is not None
 
 
+async def test_a_spare_that_says_hello_while_its_group_loads_rehearses_when_that_is_ready(tmp_path):
+    async with tiny_group(tmp_path, limits=LIMITS, n_spares=1) as (group, _):
+        await group.start()
+        assert group._ordered() is None
+        await ready(group)
+        load, spares = group._ordered(), group._spares
+        assert load is not None
+        spares._present_load = lambda: None  # as if it loaded again
+        await until(lambda: spares._spares and all(spare.greeted for spare in spares._spares.values()))
+        assert warm(group) == []
+        spares._present_load = lambda: load
+        spares.keep()
+        await until(lambda: warm(group))
+
+
 async def test_a_spare_that_hangs_is_not_taken(tmp_path):
     async with tiny_group(tmp_path, limits=SHORT, n_spares=1) as (group, _):
         await group.start()

@@ -113,9 +113,9 @@ class SharedChunks:
         pieces = [(len(piece.tokens), piece.start) for n_prefill, piece in slices if n_prefill > max_short_tokens]
         if choice is not None and pieces:
             cost, most, n_tokens = choice.cost, MAX_OVERHEAD_SHARE * HORIZON_S, sum(n for n, _ in pieces)
-            whole_s = self._pieces_s(cost, self._base) * n_tokens / self._full
-            surplus_s = cost.surplus_s(n_tokens, max(start for _, start in pieces))
-            lost_s = max(0.0, cost.flat_s(n_tokens) + surplus_s - whole_s)
+            start = max(start for _, start in pieces)
+            whole_s = self._pieces_s(cost, self._base, start) * n_tokens / self._full
+            lost_s = max(0.0, cost.flat_s(n_tokens) + cost.surplus_s(n_tokens, start) - whole_s)
             earned_s = MAX_OVERHEAD_SHARE * (whole_s + sum(cost.depth_s(n, start) for n, start in pieces))
             self._credit_s = min(most, max(-most, self._credit_s + earned_s - lost_s))
             if any((start + n) % self._full == 0 for n, start in pieces):

@@ -36,6 +36,7 @@ from lucevisor.engine.step import (
     WrongResult,
     all_decodes,
     check_drafts,
+    is_decode,
     padded,
     unseen,
 )
@@ -290,11 +291,11 @@ class Drafting:
 
     def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
-        record, piece, n_accepted = part.record, part.slice, len(drawn) - 1
+        record, n_accepted = part.record, len(drawn) - 1
         if part.n_proposed:
             self.speculation.verified(record.drafts, part.n_proposed, min(n_accepted, part.n_proposed))
-        if record.ended or record.first_token_at is None or len(piece.tokens) - piece.n_drafts != 1:
-            return  # not a decode
+        if record.ended or record.first_token_at is None or not is_decode(part.slice):
+            return
         if not n_accepted and not part.n_proposed:
             self.statistics.by_origin[part.origin].n_plain += 1
             return

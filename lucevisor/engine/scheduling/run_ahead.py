@@ -38,7 +38,7 @@ def choose_ahead(
 
 
 def _behind(step: ScheduledStep) -> list[ScheduledSlice]:
-    """Return the decodes that follow a step."""
+    """Return the decodes that follow a step, in its order: by arrival."""
     chosen = []
     for part in step.parts.values():
         record, live = part.record, part.live

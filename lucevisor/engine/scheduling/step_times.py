@@ -3,8 +3,8 @@
 Pure: sizes and seconds in.  A linear fit (an overhead a step, a cost a token, which grows with the tokens before it) is
 used where it predicts all measured sizes.  Where it does not, because steps of some sizes run other kernels (on a GPU
 one of 65 tokens dequantises all weights and costs what one of 512 does), the cost is the median of recent steps of
-about a size, and a line between measured sizes.  Medians, so a step that was disturbed does not count; one that
-compiled or captured does not either.
+about a size, and a line between measured sizes.  Medians, so a step that was disturbed does not count; a cold one does
+not either.
 What steps of a size take longer from some position on (a GPU does not replay a graph there, and a short one waits for
 its launches) is kept beside it.
 """
@@ -86,7 +86,7 @@ class MeasuredCost:
         for n, start in slices:
             n_tokens += n
             positions += n * (start + n / 2)
-            if start > deepest:  # quicker than a call, of which a step of decodes would have many
+            if start > deepest and n >= _LEAST_TOKENS:  # as in ``add``: where a decode is says nothing of a chunk
                 deepest = start
         return self.flat_s(n_tokens) + positions * self.fit.depth_s + self.surplus_s(n_tokens, deepest)
 
