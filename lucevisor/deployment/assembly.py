@@ -52,7 +52,7 @@ class PipelineAssembly:
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
         self._kept: set[str] = set()  # groups whose daemons took over their predecessors' state
         self._draft_kept = False  # the drafter's daemon took over that of its predecessor, too
-        self._replaying: Counter[str] = Counter()  # by lost group, loads that carried a replay since the last loss
+        self._replaying: Counter[str] = Counter()  # lost groups, and replays prepared for them since the last loss
         self._replayed: set[str] = set()  # those of them whose daemons computed it while they loaded
         self._resetting: set[str] = set()
         self._token = 0  # identifies the last Reset
@@ -91,11 +91,11 @@ class PipelineAssembly:
         if group not in self._lost or self._replaying[group] == MAX_REPLAYS:
             return None
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
-        return await self._engine.replays.make(stages, timeout_s)
-
-    def replay_sent(self, group: str) -> None:
-        """A group's next daemon is sent a load with what ``replay`` returned."""
-        self._replaying[group] += 1
+        self._replaying[group] += 1  # here, for a loss that comes before it is sent makes it out of date
+        found = await self._engine.replays.make(stages, timeout_s)
+        if found is None and self._replaying[group]:
+            self._replaying[group] -= 1  # no load carried it
+        return found
 
     def ready(
         self,

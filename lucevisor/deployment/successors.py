@@ -60,7 +60,6 @@ class Successors:
         if found is None:
             return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
         self._rows[group] = found.file
-        assembly.replay_sent(group)
         return LoadOrder(replace(load, replay=[*found.stages], warm_up=False), [*fds, found.file])
 
     def lost(self, group: str, assembly: PipelineAssembly | None) -> None:
