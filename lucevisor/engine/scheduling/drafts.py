@@ -189,10 +189,9 @@ class Drafting:
     def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
         """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
 
-        As many drafts as that leaves room for.  Call it in the order of the step's slices, and plan all of them.
+        As many drafts as that leaves room for.  Call it where drafts are on, in the order of the step's slices, and
+        plan all of them.
         """
-        if not self._settings.max_drafts:
-            return one, []
         live, table = one.live, one.live.table
         n_drafts, room = len(one.drafts), table.draft_room(one.stop)
         n_drafts = n_drafts if room is None else min(n_drafts, room)
