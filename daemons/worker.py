@@ -323,18 +323,18 @@ class _MessageLoop:
         self._reporter.phase("load")
         try:
             self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter, self._files)
+            self._transfers = TransferExecutor(
+                self._runtime.state_map(),
+                lambda answer, request_id: self._link.send(answer, request_id=request_id),
+                group=self._options.group,
+                on_broken=self._break,
+            )
         except Exception as e:  # process boundary: report, then exit
             places = [f"device {s.device} layers {s.layers}" for p in load.stages for s in p.shards]
             places += [] if load.draft is None else [f"device {load.draft.device} draft stage"]
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
         self._inbox.spin_s = load.spin_s
-        self._transfers = TransferExecutor(
-            self._runtime.state_map(),
-            lambda answer, request_id: self._link.send(answer, request_id=request_id),
-            group=self._options.group,
-            on_device_lost=self._break,
-        )
         self._reporter.memory(free_bytes=self._runtime.free_bytes())
         self._link.send(loaded)
         return None

@@ -15,12 +15,14 @@ where the test has as many), always the same, so that a failure is the change's 
 (``make slow``) tries DEEP times as many, others each time.
 """
 
+import _thread
 import atexit
 import gc
 import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from typing import Any
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+from lucevisor.protocol import threads
 
 DEEP = 10
 LEAST = 30
@@ -103,3 +107,12 @@ def pytest_sessionfinish() -> None:
 def scaled(own: settings, deep: bool) -> settings:
     n = own.max_examples
     return settings(own, max_examples=DEEP * n if deep else max(n // 3, min(n, LEAST)))
+
+
+@pytest.fixture
+def no_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads find no memory to begin, and those that start them wait in vain; ours for a moment only."""
+    monkeypatch.setattr(threads, "BEGIN_S", 0.05)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # what Thread.start calls, by version of Python
+        monkeypatch.setattr(threading, name, lambda *_, **__: 0, raising=False)

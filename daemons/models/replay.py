@@ -8,19 +8,13 @@ Knows no links.  Invariant: pages, states and tables are as if the steps had run
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sys
-import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +24,14 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
 from daemons.models.blocks import Block, remember
 from daemons.models.replay_kernels import load_kernels
+from daemons.models.row_file import RowFile
 from daemons.models.shard import ShardModel
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import Load, StagePlan, StageReplay
 from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Slice, Step
+from lucevisor.protocol.threads import ThreadExecutor
 
 WORK_BYTES = 1 << 30
 """Device memory left beside rows and weights to layers that compute as many rows as a step has."""
@@ -43,103 +39,6 @@ MAX_STEPS_AT_ONCE = 8
 """Steps of different sequences that a GPU with room for it computes together: fewer launches, and longer products."""
 SWITCH_S = 5e-4
 """How long the thread that loads waits at most for the interpreter while the other one computes, and the other way."""
-MOST_ROW_READERS = 4
-LEAST_PART_BYTES = 4 << 20
-"""Rows are read by several threads, of so much each at least: one copies less than a GPU takes."""
-SLOT_BYTES = 32 << 20
-N_SLOTS = 2
-"""Page-locked memory through which rows go to a GPU: one slot is filled while the other is copied."""
-POLL_S = 1e-3
-"""How often one looks for rows that are still being written."""
-
-
-class RowFile:
-    """Boundary rows ``[n, width]`` in a memfd, by index of the first one.
-
-    They may still be written: the file is complete once it is sealed against growth, or cannot be.
-    """
-
-    def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
-        """``fd`` is closed with this object."""
-        self._fd, self._width, self._dtype = fd, width, dtype
-        weakref.finalize(self, os.close, fd)
-
-    def read(self, first: int, n: int, device: torch.device) -> Tensor:
-        """``[n, width]`` on a device, each part as soon as it is there; a GPU may still be copying on its current
-        stream.
-
-        Raises OSError if the file is complete without them, MemoryError if memory for them cannot be page-locked.
-        """
-        row_bytes = self._width * self._dtype.itemsize
-        at, slots = first * row_bytes, list[_Slot]()
-        if device == CPU:
-            # by numpy, which raises MemoryError where torch raises a RuntimeError
-            found = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
-        else:
-            found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
-            slots += [_Slot() for _ in range(N_SLOTS)]
-        with ThreadPoolExecutor(MOST_ROW_READERS, thread_name_prefix="rows") as readers:
-            for part in torch.split(found, SLOT_BYTES):
-                while not self._has(at + len(part)):
-                    time.sleep(POLL_S)
-                if slots:
-                    slots.append(slot := slots.pop(0))
-                    self._fill(readers, slot.take(len(part)), at)
-                    slot.copy_to(part)
-                else:
-                    self._fill(readers, part, at)
-                at += len(part)
-        return found.view(self._dtype).view(n, self._width)
-
-    def _fill(self, readers: Executor, target: Tensor, at: int) -> None:
-        """Read bytes that are there into host memory."""
-        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
-        n = min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES)
-        if n < 2:
-            self._read(view, at)
-            return
-        borders = [len(view) * i // n for i in range(n + 1)]
-        for done in [readers.submit(self._read, view[a:b], at + a) for a, b in pairwise(borders)]:
-            done.result()
-
-    def _read(self, view: memoryview, at: int) -> None:
-        while view:
-            n_read = os.preadv(self._fd, [view], at)
-            if not n_read:
-                raise OSError("the file of rows was cut off")
-            view, at = view[n_read:], at + n_read
-
-    def _has(self, n_bytes: int) -> bool:
-        """Whether the file has so many bytes by now.  Raises OSError if it never will."""
-        seals = fcntl.fcntl(self._fd, fcntl.F_GET_SEALS)
-        if os.fstat(self._fd).st_size >= n_bytes:
-            return True
-        if seals & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL):
-            raise OSError(f"the file of rows ends before row {n_bytes // (self._width * self._dtype.itemsize)}")
-        return False
-
-
-class _Slot:
-    """Page-locked memory between the file and a GPU, which torch keeps for the next one."""
-
-    def __init__(self) -> None:
-        """Raises MemoryError."""
-        try:
-            self._memory = torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            raise MemoryError(f"{SLOT_BYTES} bytes cannot be page-locked: {error}") from error
-        self._copied: torch.cuda.Event | None = None
-
-    def take(self, n_bytes: int) -> Tensor:
-        """So many bytes, when nothing copies them any more."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._memory[:n_bytes]
-
-    def copy_to(self, target: Tensor) -> None:
-        """Copy the first bytes to a GPU, on its current stream."""
-        target.copy_(self._memory[: len(target)], non_blocking=True)
-        self._copied = torch.cuda.current_stream(target.device).record_event()
 
 
 @dataclass(slots=True)
@@ -175,8 +74,8 @@ class LayerwiseReplay:
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
         self._layers = plan.shards[0].layers
         self._chunks: list[_Chunk] = []
-        self._thread: ThreadPoolExecutor | None = None
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self._thread: ThreadExecutor | None = None
+        self._reader: ThreadExecutor | None = None
         self._all_rows: Future[Tensor] | None = None  # from the file, until the first layer is computed
         self._submitted: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None  # on which weights are loaded
@@ -193,7 +92,7 @@ class LayerwiseReplay:
         Rows are given back at the end: what else the daemon loads was planned without them.
         """
         device = selector.device
-        if device.type == "cpu" or self.problem:
+        if device.type == "cpu" or self.problem or (threads := self._begin_threads()) is None:
             yield
             self._chunks.clear()
             return
@@ -201,7 +100,7 @@ class LayerwiseReplay:
         stream.wait_stream(torch.cuda.current_stream(device))
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
+        self._thread, self._reader = threads
         self._submitted.append(self._thread.submit(self._load_kernels, selector))
         try:
             with torch.cuda.stream(stream):
@@ -245,6 +144,14 @@ class LayerwiseReplay:
         return self.sequences
 
     # ---- inside
+
+    def _begin_threads(self) -> tuple[ThreadExecutor, ThreadExecutor] | None:
+        """One that computes, one that reads rows; None if there is no memory for them, and nothing is replayed."""
+        try:
+            return ThreadExecutor(1, "replay"), ThreadExecutor(1, "replay rows")
+        except MemoryError as error:
+            self._give_up(str(error))
+            return None
 
     @torch.inference_mode()
     def _load_kernels(self, selector: KernelSelector) -> None:
@@ -305,7 +212,7 @@ class LayerwiseReplay:
         )
         self._chunks = self._joined(self._arranged(sequences))
         sequences.flush()
-        if shard.embedding is None and self._thread is not None:
+        if shard.embedding is None and self._reader is not None:
             self._all_rows = self._reader.submit(self._read_rows, n_rows, shard.device)
         for chunk in self._chunks:
             layout = Layout(chunk.slices, sequences, self._spec)

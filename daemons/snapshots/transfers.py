@@ -8,7 +8,6 @@ written any more, and a cancelled transfer is never answered as done.
 
 from __future__ import annotations
 
-import _thread
 import os
 import threading
 import time
@@ -24,12 +23,11 @@ from daemons.snapshots.state_map import Conversion, StateMap, StateSegment
 from daemons.snapshots.streams import CopyStream, SnapshotIO, copy_stream_for
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.threads import BegunThread
 from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 SAVE_NICE = 10
 """Niceness of saving threads, which yield to the compute thread; a request waits for a restore."""
-BEGIN_S = 5.0
-"""Until a thread has begun."""
 MAX_PENDING = 64
 """Pending transfers; each holds a descriptor."""
 
@@ -66,9 +64,9 @@ class _Job:
 
 
 class TransferExecutor:
-    """``answer(message, request_id)`` sends an answer, from any thread.  ``on_device_lost()`` is called when a
-    device failed for good, or a thread.  ``before_io(tensor)`` runs before each system call on a file, and may raise.
-    Raises RuntimeError when a thread does not begin."""
+    """``answer(message, request_id)`` sends an answer, from any thread.  ``on_broken()`` is called when no transfer
+    can be relied on any more: a device failed for good, or a thread.  ``before_io(tensor)`` runs before each system
+    call on a file, and may raise.  Raises MemoryError when a thread does not begin."""
 
     def __init__(
         self,
@@ -76,16 +74,16 @@ class TransferExecutor:
         answer: Callable[[Answer, int], None],
         *,
         group: str = "",
-        on_device_lost: Callable[[], None] = lambda: None,
+        on_broken: Callable[[], None] = lambda: None,
         before_io: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._states, self._answer, self._group = states, answer, group
-        self._on_device_lost, self._before_io = on_device_lost, before_io
+        self._on_broken, self._before_io = on_broken, before_io
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
         n_cores = len(os.sched_getaffinity(0))
-        self._saving = _Threads(max(1, min(2, n_cores // 4)), SAVE_NICE, on_device_lost)
-        self._restoring = _Threads(max(1, min(4, n_cores // 4)), 0, on_device_lost)
+        self._saving = _Threads("save", max(1, min(2, n_cores // 4)), SAVE_NICE, on_broken)
+        self._restoring = _Threads("restore", max(1, min(4, n_cores // 4)), 0, on_broken)
 
     def submit(self, order: Save | Restore, fd: int) -> None:
         """Queue a transfer; takes ownership of the descriptor."""
@@ -221,7 +219,7 @@ class TransferExecutor:
                 self._jobs.pop(id(job), None)
                 self._changed.notify_all()
         if isinstance(answer, Failed):
-            self._on_device_lost()
+            self._on_broken()
 
     def _failed(self, job: _Job, error: Exception) -> TransferFailed | Failed:
         device_failed = False
@@ -282,26 +280,19 @@ class _ThreadStreams:
 class _Threads:
     """Threads that serve one queue, ended with the process; ``on_lost`` is called when one of them cannot go on.
 
-    Started with the daemon's load and not by the first transfer, and without ``Thread.start``, which waits forever for
-    a thread that found no memory to begin (https://github.com/python/cpython/issues/140746).
-    Raises RuntimeError when a thread does not begin.
+    Started with the daemon's load and not by the first transfer.  Raises MemoryError when one does not begin.
     """
 
-    def __init__(self, n_threads: int, nice: int, on_lost: Callable[[], None]) -> None:
+    def __init__(self, name: str, n_threads: int, nice: int, on_lost: Callable[[], None]) -> None:
         self.n_threads, self._nice, self._on_lost = n_threads, nice, on_lost
         self._queue: SimpleQueue[Callable[[_ThreadStreams], None]] = SimpleQueue()
-        for _ in range(n_threads):
-            begun = threading.Lock()
-            begun.acquire()
-            _thread.start_new_thread(self._run, (begun,))
-            if not begun.acquire(timeout=BEGIN_S):
-                raise RuntimeError(f"a thread for snapshots did not begin in {BEGIN_S:.0f} s: no memory is left for it")
+        for i in range(n_threads):
+            BegunThread(f"{name}_{i}", self._run)
 
     def put(self, work: Callable[[_ThreadStreams], None]) -> None:
         self._queue.put(work)
 
-    def _run(self, begun: threading.Lock) -> None:
-        begun.release()
+    def _run(self) -> None:
         try:
             if self._nice:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone

@@ -10,7 +10,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +22,7 @@ from torch import Tensor
 from daemons.errors import LoadError
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import TensorInfo
+from lucevisor.protocol.threads import ThreadExecutor
 
 REPORT_S = 0.05
 HUGE_PAGE_BYTES = 2 << 20
@@ -89,11 +90,14 @@ class StagingBuffers:
     """
 
     def __init__(self, files: GgufFiles, device: torch.device, n_readers: int = 0) -> None:
-        """``n_readers`` 0: one on a cpu, whose threads are counted; else by the cores of this process."""
+        """``n_readers`` 0: one on a cpu, whose threads are counted; else by the cores of this process.
+
+        Raises MemoryError when a thread does not begin.
+        """
         self.files, self.device = files, device
         on_device = max(1, min(MOST_READERS, len(os.sched_getaffinity(0)) // 4))
         self.n_readers = n_readers or (on_device if device.type != "cpu" else 1)
-        self._readers = ThreadPoolExecutor(max(1, self.n_readers - 1), thread_name_prefix="weights")
+        self._readers = ThreadExecutor(self.n_readers - 1, "weights")  # one more is who loads
         self.accelerated = device.type != "cpu"
         self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2 if self.accelerated else 1)]
         self.busy: list[torch.cuda.Event | None] = [None] * len(self.buffers)

@@ -1,7 +1,8 @@
 """The memory of the journal: boundary rows, copied between the arenas and blocks of one page each.
 
 Knows bytes, neither sequences nor steps.  Memory is taken from the system when a block is first written.  Rows of long
-steps are copied in a thread, beside the event loop and the daemons.
+steps are copied in a thread, beside the event loop and the daemons; it begins with the journal, as the event loop
+cannot wait for one.
 Invariants: never more than ``Placement.journal_bytes``; copies happen in the order asked for.
 """
 
@@ -12,9 +13,9 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +25,18 @@ from lucevisor.engine.journal import RowCopy
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.arena import Arena
+from lucevisor.protocol.threads import ThreadExecutor
 
 log = structlog.get_logger("journal")
-
-Result = TypeVar("Result")
 
 _QUICK_BYTES: Final = 256 * 1024  # copied in some 30 us
 
 
 class JournalRows:
-    """``arenas``: by boundary, all with rows of ``row_bytes``.  ``n_pages``: blocks that fit into ``n_bytes``."""
+    """``arenas``: by boundary, all with rows of ``row_bytes``.  ``n_pages``: blocks that fit into ``n_bytes``.
+
+    Raises OSError or MemoryError.
+    """
 
     def __init__(self, arenas: Mapping[int, Arena], row_bytes: int, n_bytes: int) -> None:
         self.n_pages = n_bytes // (PAGE_TOKENS * row_bytes)
@@ -47,7 +50,7 @@ class JournalRows:
             for region in range(arena.plan.n_regions)
         }
         self._row_bytes = row_bytes
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadExecutor(1, "journal")
         self._waiting: deque[tuple[int, Future[None]]] = deque()  # copies in the thread, and the region they read
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
@@ -86,10 +89,11 @@ class JournalRows:
         """
         fd = os.memfd_create("lucevisor-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            self._submit(partial(self._gather, steps, os.dup(fd)))  # the caller may close its own meanwhile
-        except (OSError, RuntimeError) as error:  # no thread can be started now: the next one closes the copy
+            copy = os.dup(fd)  # the caller may close its own meanwhile
+        except OSError as error:
             os.close(fd)
             raise OSError(f"rows cannot be written: {error}") from error
+        self._thread.submit(self._gather, steps, copy)
         return fd
 
     def _gather(self, steps: Sequence[Sequence[RowCopy]], fd: int) -> None:
@@ -116,12 +120,7 @@ class JournalRows:
         if not self._waiting and n_bytes <= _QUICK_BYTES:
             copy()
             return
-        self._waiting.append((region, self._submit(copy)))
-
-    def _submit(self, work: Callable[[], Result]) -> Future[Result]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        return self._thread.submit(work)
+        self._waiting.append((region, self._thread.submit(copy)))
 
 
 def _rows(region: memoryview, row_bytes: int) -> npt.NDArray[np.uint8]:
@@ -139,7 +138,7 @@ def journal_rows(buffers: Mapping[tuple[bool, int], Arena], placement: Placement
     row_bytes = arenas[0].plan.region_bytes // placement.max_step_tokens
     try:
         return JournalRows(arenas, row_bytes, placement.journal_bytes)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         log.warning("no journal: all shards compute again what one has lost", reason=str(error),
                     hint=f"lower recovery.journal, now {placement.journal_bytes} bytes")  # fmt: skip
         return None

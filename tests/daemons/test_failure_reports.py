@@ -89,3 +89,16 @@ def test_a_rehearsal_that_fails_in_any_way_is_told_and_ends_nothing(monkeypatch)
     [message] = link.messages
     assert isinstance(message, Rehearsed)
     assert "blk.0.attn_q.weight" in message.problem
+
+
+@pytest.mark.usefixtures("no_thread_begins")
+def test_a_load_whose_threads_find_no_memory_to_begin_fails_with_their_name(monkeypatch):
+    runner = SimpleNamespace(load=lambda *_: (SimpleNamespace(state_map=lambda: None), None))
+    monkeypatch.setattr(worker_module, "ModelRunner", runner)
+    link, reporter = Sent(), SimpleNamespace(phase=lambda *_: None)
+    loop = _MessageLoop(link, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))
+    assert loop._load(SimpleNamespace(stages=[], draft=None, score=None, spin_s=0.0), ()) == EXIT_FAILED
+    [message] = link.messages
+    assert (message.what, message.configuration) == ("load", False)
+    assert "the thread 'save_0' did not begin" in message.reason
+    assert "memory is full" in message.advice

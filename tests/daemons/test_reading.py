@@ -68,3 +68,13 @@ def test_a_file_that_was_cut_is_reported_from_any_thread(tmp_path: Path, monkeyp
     with pytest.raises(LoadError, match="unexpected end of file"):
         staging.load([TensorChunk(last, 0, reading.row_count(last), (0, last.shape[-1]))])
     staging.close()
+
+
+@pytest.mark.usefixtures("no_thread_begins")
+def test_readers_that_find_no_memory_to_begin_end_the_load(files: GgufFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LEAST_SHARE_BYTES", 1000)
+    largest = max(files.tensors.values(), key=lambda tensor: tensor.n_bytes)
+    chunk = TensorChunk(largest, 0, reading.row_count(largest), (0, largest.shape[-1]))
+    StagingBuffers(files, torch.device("cpu"), 1).load([chunk])  # needs none
+    with pytest.raises(MemoryError, match="did not begin"):
+        StagingBuffers(files, torch.device("cpu"), 2).load([chunk])

@@ -15,9 +15,11 @@ import torch
 
 import daemons.models.replay as replay_module
 from daemons.kv.sequences import Sequences
+from daemons.models import row_file
 from daemons.models.blocks import GatedMlp
-from daemons.models.replay import LayerwiseReplay, RowFile, layerwise_replays
+from daemons.models.replay import LayerwiseReplay, layerwise_replays
 from daemons.models.replay_kernels import load_kernels
+from daemons.models.row_file import RowFile
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -232,9 +234,9 @@ def test_rows_come_from_where_they_lie():
 def test_rows_go_to_a_gpu_through_slots(monkeypatch, n_rows):
     """Of four rows each, which are not taken again before they are copied."""
     rows = torch.arange(4.0 * n_rows).view(n_rows, 4)
-    monkeypatch.setattr(replay_module, "CPU", torch.device("meta"))  # as if the cpu were a GPU
-    monkeypatch.setattr(replay_module, "SLOT_BYTES", 64)
-    monkeypatch.setattr(replay_module, "LEAST_PART_BYTES", 24)  # two threads fill a slot
+    monkeypatch.setattr(row_file, "CPU", torch.device("meta"))  # as if the cpu were a GPU
+    monkeypatch.setattr(row_file, "SLOT_BYTES", 64)
+    monkeypatch.setattr(row_file, "LEAST_PART_BYTES", 24)  # two threads fill a slot
     empty, waited = torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
@@ -250,13 +252,23 @@ def test_rows_for_which_no_memory_can_be_locked_are_not_read(monkeypatch):
     def refused(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(replay_module, "CPU", torch.device("meta"))
+    monkeypatch.setattr(row_file, "CPU", torch.device("meta"))
     file, empty = RowFile(file_of(torch.zeros(4, 4), 0), 4, torch.float32), torch.empty
     monkeypatch.setattr(
         torch, "empty", lambda *shape, pin_memory=False, **o: refused() if pin_memory else empty(*shape, **o)
     )
     with pytest.raises(MemoryError, match="page-locked"):
         file.read(0, 4, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("no_thread_begins")
+def test_rows_whose_readers_find_no_memory_to_begin_are_not_read(monkeypatch):
+    rows = torch.arange(40.0).view(10, 4)
+    file = RowFile(file_of(rows, 0), 4, torch.float32)
+    assert torch.equal(file.read(0, 9, torch.device("cpu")), rows[:9])  # so few need none
+    monkeypatch.setattr(row_file, "LEAST_PART_BYTES", 24)
+    with pytest.raises(MemoryError, match="did not begin"):
+        file.read(0, 9, torch.device("cpu"))
 
 
 def test_rows_that_are_being_written_are_waited_for():
@@ -304,6 +316,17 @@ def test_a_replay_in_a_thread_leaves_what_the_steps_leave(architecture):
 @pytest.mark.usefixtures("in_a_thread")
 def test_rows_that_a_thread_misses_leave_a_stage_without_sequences():
     test_what_cannot_be_replayed_leaves_a_stage_without_sequences()
+
+
+@pytest.mark.usefixtures("in_a_thread", "no_thread_begins")
+def test_a_replay_whose_thread_finds_no_memory_to_begin_leaves_a_stage_without_sequences():
+    spec = golden_spec("qwen35")
+    plan = plans_of(spec)[0]
+    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
+    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
+    loaded(spec, plan, load, replay)
+    assert "'replay_0' did not begin" in replay.problem
+    assert replay.sequences is None
 
 
 @pytest.mark.usefixtures("in_a_thread")

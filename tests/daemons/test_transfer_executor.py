@@ -1,6 +1,5 @@
 """Transfers beside the compute thread: steps go on, cancel waits for what must end, and the queue is bounded."""
 
-import _thread
 import contextlib
 import os
 import threading
@@ -9,7 +8,6 @@ import time
 import pytest
 import torch
 
-from daemons.snapshots import transfers as transfers_module
 from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import MAX_PENDING, TransferExecutor
 from lucevisor.model.values import LayerRange, Space
@@ -41,11 +39,10 @@ def gated(pipeline):
     return gate, answers, TransferExecutor(states, lambda message, _: answers.append(message), before_io=gate)
 
 
-def test_a_thread_that_finds_no_memory_to_begin_is_not_waited_for(spec, monkeypatch):
+def test_a_thread_that_finds_no_memory_to_begin_is_not_waited_for(spec, request):
     states = StateMap(spec, [k.pools for k in SlotPipeline(spec, seed=1).stages[0].shards])
-    monkeypatch.setattr(transfers_module, "BEGIN_S", 0.05)
-    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
-    with pytest.raises(RuntimeError, match="did not begin"):
+    request.getfixturevalue("no_thread_begins")  # those of the pipeline did
+    with pytest.raises(MemoryError, match="did not begin"):
         TransferExecutor(states, lambda *_: None)
 
 
@@ -58,7 +55,7 @@ def test_a_thread_that_cannot_go_on_ends_the_daemon(spec, tmp_path, capfd):
         raise MemoryError
 
     states = StateMap(spec, [k.pools for k in pipeline.stages[0].shards])
-    transfers = TransferExecutor(states, answer, on_device_lost=lost.set)
+    transfers = TransferExecutor(states, answer, on_broken=lost.set)
     writing = store.begin(made_slot(spec))
     transfers.submit(Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers))), os.dup(writing.fd))
     assert lost.wait(20)

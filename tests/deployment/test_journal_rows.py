@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lucevisor.deployment.journal_rows import JournalRows
+from lucevisor.deployment.journal_rows import JournalRows, journal_rows
 from lucevisor.engine.journal import RowCopy
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan
@@ -73,19 +73,25 @@ def test_rows_of_steps_are_gathered_in_a_file_behind_copies_on_their_way() -> No
     arena.close()
 
 
-def test_where_no_thread_can_be_started_rows_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_thread_begins")
+def test_where_no_thread_begins_there_is_no_journal() -> None:
+    """The event loop would wait for it otherwise, at the first long copy."""
+    arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * ROW_BYTES, n_regions=1))
+    placed = SimpleNamespace(journal_bytes=3 * 64 * ROW_BYTES, max_step_tokens=64)
+    assert journal_rows({(False, 0): arena}, placed) is None  # type: ignore[arg-type]
+    arena.close()
+
+
+def test_rows_are_not_gathered_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * ROW_BYTES, n_regions=1))
     rows = JournalRows({0: arena}, ROW_BYTES, 3 * 64 * ROW_BYTES)
-    taken: list[int] = []
-
-    def submit(work: partial[None]) -> None:
-        taken.append(work.args[1])
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(rows, "_submit", submit)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="can't start new thread"):
+
+    def none_left(_: int) -> int:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(os, "dup", none_left)
+    with pytest.raises(OSError, match="rows cannot be written: Too many"):
         rows.gather([[RowCopy(1, 0, 0, 1)]])
-    os.close(taken[0])  # which the work has, and may still do
     assert len(os.listdir("/proc/self/fd")) == before
     arena.close()

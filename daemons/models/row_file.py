@@ -1,0 +1,121 @@
+"""Boundary rows in a memfd, read by several threads: what a replay computes again.
+
+Knows bytes and tensors, neither steps nor layers.  Invariant: nothing is being read any more when ``read`` returns or
+raises.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import weakref
+from concurrent.futures import Executor
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from daemons.device import CPU
+from lucevisor.protocol.threads import ThreadExecutor
+
+MOST_ROW_READERS = 4
+LEAST_PART_BYTES = 4 << 20
+"""Rows are read by several threads, of so much each at least: one copies less than a GPU takes."""
+SLOT_BYTES = 32 << 20
+N_SLOTS = 2
+"""Page-locked memory through which rows go to a GPU: one slot is filled while the other is copied."""
+POLL_S = 1e-3
+"""How often one looks for rows that are still being written."""
+
+
+class RowFile:
+    """Boundary rows ``[n, width]`` in a memfd, by index of the first one.
+
+    They may still be written: the file is complete once it is sealed against growth, or cannot be.
+    """
+
+    def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
+        """``fd`` is closed with this object."""
+        self._fd, self._width, self._dtype = fd, width, dtype
+        weakref.finalize(self, os.close, fd)
+
+    def read(self, first: int, n: int, device: torch.device) -> Tensor:
+        """``[n, width]`` on a device, each part as soon as it is there; a GPU may still be copying on its current
+        stream.
+
+        Raises OSError if the file is complete without them, MemoryError if memory for them cannot be page-locked or a
+        thread does not begin.
+        """
+        row_bytes = self._width * self._dtype.itemsize
+        at, slots = first * row_bytes, list[_Slot]()
+        if device == CPU:
+            # by numpy, which raises MemoryError where torch raises a RuntimeError
+            found = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
+        else:
+            found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
+            slots += [_Slot() for _ in range(N_SLOTS)]
+        n_readers = min(MOST_ROW_READERS, len(found) // LEAST_PART_BYTES)
+        with ThreadExecutor(n_readers if n_readers > 1 else 0, "row reader") as readers:
+            for part in torch.split(found, SLOT_BYTES):
+                while not self._has(at + len(part)):
+                    time.sleep(POLL_S)
+                if slots:
+                    slots.append(slot := slots.pop(0))
+                    self._fill(readers, slot.take(len(part)), at)
+                    slot.copy_to(part)
+                else:
+                    self._fill(readers, part, at)
+                at += len(part)
+        return found.view(self._dtype).view(n, self._width)
+
+    def _fill(self, readers: Executor, target: Tensor, at: int) -> None:
+        """Read bytes that are there into host memory."""
+        view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
+        n = min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES)
+        if n < 2:
+            self._read(view, at)
+            return
+        borders = [len(view) * i // n for i in range(n + 1)]
+        for done in [readers.submit(self._read, view[a:b], at + a) for a, b in pairwise(borders)]:
+            done.result()
+
+    def _read(self, view: memoryview, at: int) -> None:
+        while view:
+            n_read = os.preadv(self._fd, [view], at)
+            if not n_read:
+                raise OSError("the file of rows was cut off")
+            view, at = view[n_read:], at + n_read
+
+    def _has(self, n_bytes: int) -> bool:
+        """Whether the file has so many bytes by now.  Raises OSError if it never will."""
+        seals = fcntl.fcntl(self._fd, fcntl.F_GET_SEALS)
+        if os.fstat(self._fd).st_size >= n_bytes:
+            return True
+        if seals & (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL):
+            raise OSError(f"the file of rows ends before row {n_bytes // (self._width * self._dtype.itemsize)}")
+        return False
+
+
+class _Slot:
+    """Page-locked memory between the file and a GPU, which torch keeps for the next one."""
+
+    def __init__(self) -> None:
+        """Raises MemoryError."""
+        try:
+            self._memory = torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise MemoryError(f"{SLOT_BYTES} bytes cannot be page-locked: {error}") from error
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, n_bytes: int) -> Tensor:
+        """So many bytes, when nothing copies them any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._memory[:n_bytes]
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy the first bytes to a GPU, on its current stream."""
+        target.copy_(self._memory[: len(target)], non_blocking=True)
+        self._copied = torch.cuda.current_stream(target.device).record_event()
