@@ -1,92 +1,122 @@
 """Makes the masks of constrained slices in threads, while the shards compute the step.
 
 The event loop hands over a step's jobs and gets the masks back in a callback; neither waits for the other.  Knows no
-scheduler.  Invariant: every step that was handed over comes back exactly once, on the event loop's thread.
+scheduler.  Invariants: every step that was handed over comes back exactly once, on the event loop's thread; a daemon
+never waits for masks that do not come: where they cannot be made or sent, the pipeline fails, whose requests are held.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from lucevisor.engine.constraint import MadeMasks, make_masks
+import structlog
+
+from lucevisor.engine.constraint import MadeMasks, MaskJob, make_masks, unmasked
 from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.step import StepPlan
 from lucevisor.protocol.steps import Masks
+from lucevisor.protocol.threads import ThreadExecutor
+
+log = structlog.get_logger("masks")
 
 _MOST_THREADS: Final = 4
+_RETRY_S: Final = 0.01
 _JOBS_A_THREAD: Final = 4  # fewer are not worth another thread: most masks take less than 0.1 ms
 
 
 class MaskMaker:
     """``fail(request_id, error)`` ends a request whose constraint cannot go on.  ``threaded`` False: on the calling
-    thread, before ``planned`` returns, for tests that have no event loop."""
+    thread, before ``planned`` returns, for tests that have no event loop, and where there is no memory for threads.
+    """
 
     def __init__(self, fail: Callable[[str, RequestError], None], *, threaded: bool = True) -> None:
         self._fail = fail
-        self._threaded = threaded
-        self._pool: ThreadPoolExecutor | None = None  # most servers never need one
         self._n_threads = min(_MOST_THREADS, os.cpu_count() or 1)
+        self._threads: ThreadExecutor | None = None
+        if threaded:
+            try:  # now, as the event loop cannot wait for a thread that may never begin
+                self._threads = ThreadExecutor(self._n_threads, "masks")
+            except MemoryError as error:
+                log.warning("masks of constrained output are made on the event loop", reason=str(error))
 
     def planned(self, plan: StepPlan, pipeline: Pipeline) -> None:
         """Make the masks of a step that was submitted, and send them after it."""
         jobs, step_id = plan.mask_jobs, plan.step.step_id
         if not jobs:
             return
-        if not self._threaded:
-            self._made(pipeline, make_masks(step_id, jobs))
+        if self._threads is None:
+            self._send(pipeline, step_id, lambda: make_masks(step_id, jobs))
             return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._n_threads, thread_name_prefix="masks")
         size = max(_JOBS_A_THREAD, -(-len(jobs) // self._n_threads))
-        work = _StepWork(step_id, -(-len(jobs) // size), partial(self._made, pipeline))
-        for index in range(work.n_parts):
-            future = self._pool.submit(make_masks, step_id, jobs[index * size : (index + 1) * size])
-            future.add_done_callback(work.part_done(index))
+        parts = [jobs[at : at + size] for at in range(0, len(jobs), size)]
+        work = _StepWork(step_id, parts, partial(self._send, pipeline, step_id))
+        for index, part in enumerate(parts):
+            self._threads.submit(make_masks, step_id, part).add_done_callback(work.part_done(index))
 
     def close(self) -> None:
         """Start nothing more, and drop what is being made."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
 
-    def _made(self, pipeline: Pipeline, made: MadeMasks) -> None:
-        pipeline.send_masks(made)
+    def _send(self, pipeline: Pipeline, step_id: int, make: Callable[[], MadeMasks]) -> None:
+        try:
+            made = make()
+            pipeline.send_masks(made)
+        except Exception as error:  # most likely no memory; the output stage would wait for them
+            log.exception("masks cannot be made", step=step_id)
+            text = f"the masks of step {step_id} cannot be made: {type(error).__name__}: {error}"
+            pipeline.fail(pipeline.n_stages - 1, "protocol_error", text)
+            return
         for request_id, why in made.failures:
             text = f"the output cannot be constrained further: {why}; use a simpler schema or grammar"
             self._fail(request_id, RequestError("constraint_failed", text))
 
 
 class _StepWork:
-    """The masks of one step, made in parts."""
+    """The masks of one step, made in parts of its jobs; ``done`` gets a function that returns them all."""
 
-    def __init__(self, step_id: int, n_parts: int, done: Callable[[MadeMasks], None]) -> None:
-        self.n_parts = n_parts
-        self._step_id = step_id
-        self._done = done
+    def __init__(
+        self, step_id: int, parts: Sequence[Sequence[MaskJob]], done: Callable[[Callable[[], MadeMasks]], None]
+    ) -> None:
+        self._step_id, self._parts, self._done = step_id, parts, done
         self._loop = asyncio.get_running_loop()
-        self._parts: dict[int, MadeMasks] = {}
+        self._made: dict[int, Future[MadeMasks]] = {}
 
     def part_done(self, index: int) -> Callable[[Future[MadeMasks]], None]:
         """Return the callback of a part, for the thread that made it."""
 
-        def callback(future: Future[MadeMasks]) -> None:
-            made = future.result()
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(self._take, index, made)
+        def callback(made: Future[MadeMasks]) -> None:
+            while True:
+                try:
+                    self._loop.call_soon_threadsafe(self._take, index, made)
+                except MemoryError:
+                    time.sleep(_RETRY_S)
+                except RuntimeError:  # the loop was closed meanwhile
+                    return
+                else:
+                    return
 
         return callback
 
-    def _take(self, index: int, made: MadeMasks) -> None:
-        self._parts[index] = made
-        if len(self._parts) < self.n_parts:
-            return
-        parts = [self._parts[i] for i in range(self.n_parts)]
-        message = Masks(self._step_id, sum(part.message.n_rows for part in parts), parts[0].message.row_bytes)
-        payload = [rows for part in parts for rows in part.payload]
-        self._done(MadeMasks(message, payload, [failure for part in parts for failure in part.failures]))
+    def _take(self, index: int, made: Future[MadeMasks]) -> None:
+        self._made[index] = made
+        if len(self._made) == len(self._parts):
+            self._done(self._joined)
+
+    def _joined(self) -> MadeMasks:
+        made = [self._part(jobs, self._made[index]) for index, jobs in enumerate(self._parts)]
+        message = Masks(self._step_id, sum(part.message.n_rows for part in made), made[0].message.row_bytes)
+        payload = [rows for part in made for rows in part.payload]
+        return MadeMasks(message, payload, [failure for part in made for failure in part.failures])
+
+    def _part(self, jobs: Sequence[MaskJob], made: Future[MadeMasks]) -> MadeMasks:
+        """The masks of a part; where it failed as a whole, rows that allow everything, and the failure of each job."""
+        error = made.exception()
+        return made.result() if error is None else unmasked(self._step_id, jobs, error)

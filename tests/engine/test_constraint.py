@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lucevisor.engine import masking
 from lucevisor.engine.constraint import MAX_MASK_BYTES, MadeMasks, MaskJob, make_masks, within_masks
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.masking import MaskMaker
@@ -133,13 +134,23 @@ def test_masks_of_a_step_are_bounded_by_shorter_drafts(slices: list[tuple[int, b
 class _Recorded:
     """The pipeline's part that masks go to."""
 
-    def __init__(self) -> None:
+    n_stages = 3
+
+    def __init__(self, error: Exception | None = None) -> None:
         self.made: list[MadeMasks] = []
+        self.failed: list[tuple[int, str, str]] = []
         self.came = asyncio.Event()
+        self._error = error
 
     def send_masks(self, made: MadeMasks) -> None:
         assert threading.current_thread() is threading.main_thread()
+        if self._error is not None:
+            raise self._error
         self.made.append(made)
+        self.came.set()
+
+    def fail(self, stage: int, code: str, message: str) -> None:
+        self.failed.append((stage, code, message))
         self.came.set()
 
 
@@ -157,4 +168,47 @@ async def test_threads_make_the_same_masks_in_the_order_of_the_slices() -> None:
     assert pipeline.made == [expected]
     assert [name for name, _ in errors] == ["r7"]
     assert set(expected.payload[7]) == {0xFF}
+    maker.close()
+
+
+async def test_masks_that_fail_as_a_whole_end_their_requests_and_no_step_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
+        if any(job.request_id == "r7" for job in jobs):
+            raise MemoryError
+        return make_masks(step_id, jobs)
+
+    monkeypatch.setattr(masking, "make_masks", make)
+    errors: list[tuple[str, RequestError]] = []
+    maker, pipeline = MaskMaker(lambda name, error: errors.append((name, error))), _Recorded()
+    constraints = [ToyConstraint(i) for i in range(9)]
+    maker.planned(StepPlan(Step(5, 0), (), jobs_of(constraints)), pipeline)  # type: ignore[arg-type]
+    await asyncio.wait_for(pipeline.came.wait(), 10)
+    [made] = pipeline.made
+    expected = make_masks(5, jobs_of([ToyConstraint(i) for i in range(9)]))
+    assert made.message == expected.message
+    assert [len(rows) for rows in made.payload] == [len(rows) for rows in expected.payload]
+    failed = {name for name, _ in errors}
+    assert "r7" in failed
+    assert failed < {f"r{i}" for i in range(9)}
+    assert all((set(rows) == {0xFF}) == (f"r{i}" in failed) for i, rows in enumerate(made.payload))
+    assert all(error.code == "constraint_failed" and "MemoryError" in error.message for _, error in errors)
+    maker.close()
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+async def test_masks_that_cannot_be_sent_fail_the_pipeline_at_once(threaded: bool) -> None:
+    maker, pipeline = MaskMaker(lambda *_: None, threaded=threaded), _Recorded(MemoryError("no room"))
+    maker.planned(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
+    await asyncio.wait_for(pipeline.came.wait(), 10)
+    assert pipeline.failed == [(2, "protocol_error", "the masks of step 5 cannot be made: MemoryError: no room")]
+    maker.close()
+
+
+@pytest.mark.usefixtures("no_thread_begins")
+async def test_where_no_thread_begins_masks_are_made_on_the_event_loop() -> None:
+    maker, pipeline = MaskMaker(lambda *_: None), _Recorded()
+    maker.planned(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
+    assert pipeline.made == [make_masks(5, jobs_of([ToyConstraint(0)]))]
     maker.close()
