@@ -40,9 +40,10 @@ class SpareUse:
 class _Spare:
     daemon: Daemon
     heard_at: float
-    deadline: asyncio.TimerHandle  # of its hello, then of its rehearsal
+    deadline: asyncio.TimerHandle  # of its hello, then of its next heartbeat in its rehearsal
     greeted: bool = False
     rehearses: bool = False
+    rehearsed_by: float = 0.0  # by when it must have rehearsed
     warm: bool = False
 
     def use(self) -> SpareUse:
@@ -157,13 +158,22 @@ class Spares:
         except SpawnError as error:
             self._failed(error.reason, configuration=error.configuration)
             return False
-        self._spares[number] = _Spare(daemon, self._clock(), self._deadline(number, "hello"))
+        self._spares[number] = _Spare(daemon, self._clock(), self._no_hello(number))
         return True
 
-    def _deadline(self, number: int, what: str) -> asyncio.TimerHandle:
-        """Drop a spare from which nothing is heard in the time that a hello has."""
+    def _no_hello(self, number: int) -> asyncio.TimerHandle:
         seconds = self._limits.hello_s
-        return self._loop.call_later(seconds, self._drop, number, f"no {what} in {seconds:g} s")
+        return self._loop.call_later(seconds, self._drop, number, f"no hello in {seconds:g} s")
+
+    def _await_rehearsal(self, number: int, spare: _Spare) -> None:
+        """Drop a spare that sends no heartbeat meanwhile in the time that a hello has, or rehearses for too long."""
+        spare.deadline.cancel()
+        left_s, silence_s = spare.rehearsed_by - self._clock(), self._limits.hello_s
+        why = (
+            f"no heartbeat in {silence_s:g} s" if silence_s < left_s else f"not over in {self._limits.rehearsal_s:g} s"
+        )
+        after_s = max(0.0, min(left_s, silence_s))
+        spare.deadline = self._loop.call_later(after_s, self._drop, number, f"its rehearsal: {why}")
 
     def _take_event(self, event: ev.Event) -> None:
         number = getattr(event, "child", 0)
@@ -180,6 +190,8 @@ class Spares:
                 self._rehearse(number, spare)
             case ev.Beat() if spare is not None:
                 spare.heard_at = self._clock()
+                if spare.rehearses and not spare.warm:
+                    self._await_rehearsal(number, spare)
             case ev.Failure(_, reason, configuration, _) if spare is not None:
                 self._drop(number, reason, configuration=configuration)
             case ev.LinkLost(_, reason) if spare is not None:
@@ -192,7 +204,8 @@ class Spares:
         load = self._present_load()
         if load is not None:
             spare.rehearses = True
-            spare.deadline = self._deadline(number, "rehearsal")
+            spare.rehearsed_by = self._clock() + self._limits.rehearsal_s
+            self._await_rehearsal(number, spare)
             spare.daemon.rehearse(load, lambda: self._warm(spare))
 
     def _warm(self, spare: _Spare) -> None:

@@ -102,6 +102,19 @@ async def test_a_spare_that_hangs_in_its_rehearsal_is_replaced(tmp_path):
         assert (group.state, owner.news) == (State.READY, ["ready"])
 
 
+async def test_a_rehearsal_may_take_longer_than_a_hello_but_not_forever(tmp_path):
+    """As long as heartbeats come."""
+    limits = brisk(spare_delay_s=0.01, hello_s=3.0, rehearsal_s=5.0)
+    async with tiny_group(tmp_path, "sleep at rehearsal", limits=limits, n_spares=1) as (group, owner):
+        await group.start()
+        await ready(group)
+        await until(lambda: any(spare.rehearses for spare in group._spares._spares.values()))
+        began, [spare] = group._clock(), [one.pid for one in group.spares]
+        await until(lambda: [one.pid for one in group.spares] != [spare])
+        assert group._clock() - began > 4.5
+        assert owner.news == ["ready"]
+
+
 async def test_a_spare_rehearses_what_the_present_daemon_was_sent(tmp_path):
     async with tiny_group(tmp_path, limits=LIMITS, n_spares=1) as (group, _):
         await group.start()
