@@ -44,18 +44,30 @@ class Target:
         return {group["name"]: group["pid"] for group in (await self.status())["groups"] if group["pid"]}
 
     async def ready(self, replaced: int = 0, again: Callable[[], None] = lambda: None) -> None:
-        """Wait until requests are served and daemon ``replaced`` is gone, and do ``again`` what another fault may have
-        undone.  Raises LucevisorError after READY_S."""
+        """Wait until daemon ``replaced`` is gone and requests are served: all are ready, and so many steps have
+        finished since then that one of them began since then.  Do ``again`` what another fault may have undone.
+
+        There must be traffic.  Raises LucevisorError after READY_S.
+        """
         end_s = time.monotonic() + READY_S
+        ready_at: int | None = None  # steps of the last stage when all were ready
         while True:
             status = await self.status()
             gone = replaced not in [group["pid"] for group in status["groups"]]
-            if status["state"] == "ready" and gone and not status["engine"]["held"]:
-                return
             if not gone:
                 again()
+            if status["state"] != "ready" or not gone or status["engine"]["held"]:
+                ready_at = None  # another fault came meanwhile
+            else:
+                n_steps = [stage["steps"] for stage in status["engine"]["stages"]]
+                ready_at = n_steps[-1] if ready_at is None else ready_at
+                if n_steps[-1] > ready_at + len(n_steps) + 1:  # more than were on their way
+                    return
             if time.monotonic() > end_s:
-                raise LucevisorError(f"not ready again after {READY_S:.0f} s: {status['state']}: {status['reason']}")
+                what = (
+                    f"{status['state']}: {status['reason']}" if ready_at is None else "it is ready, and makes no steps"
+                )
+                raise LucevisorError(f"not served again after {READY_S:.0f} s: {what}")
             await asyncio.sleep(_POLL_S)
 
     def processes(self) -> list[psutil.Process]:

@@ -14,6 +14,7 @@ import pytest
 
 from lucevisor.chaos import faults
 from lucevisor.chaos.faults import FAULTS, Target
+from lucevisor.errors import LucevisorError
 
 LOOP = "import time\nwhile True:\n    time.sleep(0.01)"
 
@@ -23,6 +24,7 @@ class Supervised:
 
     def __init__(self, directory: Path) -> None:
         self.processes = [self._start(), self._start()]
+        self.n_steps, self.steps = 0, True
         self.target = Target(self.processes[0].pid, directory, directory, self.status)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -33,7 +35,9 @@ class Supervised:
             if process.poll() is not None:
                 self.processes[i] = self._start()
         groups = [{"name": str(i), "pid": process.pid} for i, process in enumerate(self.processes)]
-        return {"state": "ready", "reason": "", "groups": groups, "engine": {"held": 0}}
+        self.n_steps += self.steps
+        stages = [{"steps": self.n_steps}] * 2
+        return {"state": "ready", "reason": "", "groups": groups, "engine": {"held": 0, "stages": stages}}
 
     def states(self) -> set[str]:
         return {psutil.Process(process.pid).status() for process in self.processes}
@@ -53,6 +57,18 @@ async def test_kill_replaces_one(supervised: Supervised) -> None:
     await faults.kill(supervised.target, random.Random(1))
     after = [process.pid for process in supervised.processes]
     assert len(set(before) & set(after)) == 1
+
+
+async def test_who_is_ready_and_makes_no_steps_is_not_served_again(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those on their way when it was ready do not count."""
+    monkeypatch.setattr(faults, "READY_S", 0.3)
+    await supervised.target.ready()
+    assert supervised.n_steps == 1 + 2 + 2
+    supervised.steps = False
+    with pytest.raises(LucevisorError, match="ready, and makes no steps"):
+        await supervised.target.ready()
 
 
 @pytest.mark.parametrize("name", ["slow", "supervisor paused"])
