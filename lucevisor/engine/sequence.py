@@ -175,7 +175,7 @@ class RequestRecord:
     ended: bool = False  # the request is over
     most_tokens: int = 0  # how many it has at its longest
     uncached: bool = False  # it neither uses the prefix cache nor is cached: it inspects the pipeline
-    plain: bool = False  # its tokens are drawn from their rows and positions alone
+    may_run_ahead: bool = False  # its tokens are drawn from their rows and positions alone
 
     def __post_init__(self) -> None:
         self.tokens = TokenBuffer(self.request.prompt)
@@ -184,7 +184,7 @@ class RequestRecord:
         self.most_tokens = self.n_tokens + self.max_tokens
         self.uncached = self.wanted is not None or self.probe is not None
         stateless = self.request.constraint is None and self.request.sampling.stateless
-        self.plain = stateless and not self.uncached
+        self.may_run_ahead = stateless and not self.uncached
 
     @property
     def n_generated(self) -> int:

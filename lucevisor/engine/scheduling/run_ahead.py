@@ -57,7 +57,7 @@ def _may_run_ahead(records: Iterable[RequestRecord]) -> bool:
     """Whether all requests decode with a step in flight, and the next ones may follow these, or nothing has to."""
     for record in records:  # one loop for all: it runs for every step
         live = record.live
-        if live is None or not record.plain or record.state is not RequestState.DECODE:
+        if live is None or not record.may_run_ahead or record.state is not RequestState.DECODE:
             return False
         if live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
             return False

@@ -218,9 +218,10 @@ def _size_class(n_tokens: int) -> tuple[bool, int]:
 
 
 def _slope(known: Iterable[_SizeClass]) -> float:
-    """Return the cost of a token for each position before it, by the longest steps if they were of several depths: what
-    shorter ones take longer at a depth may be something else, and taken for a cost of every token it would be more than
-    long steps take.
+    """Return the seconds that a token costs for each position before it, 0 or more.
+
+    By the longest steps if they were of several depths: what shorter ones take longer at a depth may be something else,
+    and taken for a cost of every token it would be more than long steps take.
     """
     sums = [(found.point(0.0)[0], *found.slopes()) for found in known]
     longest = max(size for size, _, _ in sums)
