@@ -65,16 +65,16 @@ class BoundaryBuffer(Protocol):
         ``wait``: the caller waits for the device before anybody reads them.
         """
 
+    def close(self) -> None:
+        """Release the memory; idempotent."""
+
 
 class SharedMemoryBuffer:
-    """Rows in an arena that both neighbours map; ``pinned``: registered with the device driver for its copies,
-    until the process ends.
-    """
+    """Rows in an arena that both neighbours map; ``pinned``: registered with the device driver for its copies."""
 
     def __init__(self, arena: Arena, dtype: Dtype, width: int, *, pinned: bool = False) -> None:
         self._arena, self._dtype, self._width = arena, dtype, width
-        if pinned:
-            devices.register_host(arena.view())
+        self._locked = pinned and devices.register_host(arena.view())
 
     @property
     def bells(self) -> Doorbells:
@@ -100,6 +100,13 @@ class SharedMemoryBuffer:
         self.read(region, rows.shape[0]).copy_(rows, non_blocking=True)
         if wait:
             devices.synchronize(rows.device)
+
+    def close(self) -> None:
+        """Release the arena."""
+        if self._locked:
+            devices.unregister_host(self._arena.view())
+        self._locked = False
+        self._arena.close()
 
 
 def rows_of(

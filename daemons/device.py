@@ -268,6 +268,11 @@ def register_host(buffer: memoryview) -> bool:
     return done
 
 
+def unregister_host(buffer: memoryview) -> None:
+    """Undo ``register_host``, before the memory is unmapped: copies to what is mapped there next would go astray."""
+    _unregister(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr())
+
+
 def _unregister(address: int) -> None:
     if int(_runtime().cudaHostUnregister(address)) != 0:
         _clear_last_error()

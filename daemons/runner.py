@@ -17,15 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.boundary import (
-    Arrival,
-    BoundaryBuffer,
-    RowWait,
-    SharedMemoryBuffer,
-    arena_width,
-    hand_over,
-    rows_of,
-)
+from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width, hand_over, rows_of
 from daemons.deferred import DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
@@ -47,15 +39,7 @@ from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena, attach_all
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
-from lucevisor.protocol.steps import (
-    DraftStep,
-    PageScores,
-    Sampled,
-    Scored,
-    Slice,
-    Step,
-    StepResult,
-)
+from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
 T = TypeVar("T")
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
@@ -82,7 +66,7 @@ class ModelRunner:
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
         # A step is queued behind one that is not settled: that is settled while this one waits for its rows.
-        self._queues = pinned and self.is_awaited and len(load.stages) == 1 and load.draft is None
+        self._queues = pinned and self.is_awaited and len(load.stages) == 1
         self._is_computing = False  # a step is not settled
         self._warned: set[str] = set()
         self.scorer: ScoreStage | None = None
@@ -204,7 +188,7 @@ class ModelRunner:
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
         asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
-        queues = self._queues and not (step.want_hidden or step.want_logits or step.rank_pages)
+        queues = self._may_queue(plan, step)
         if fill is None:
             if not queues:
                 queued()
@@ -224,7 +208,7 @@ class ModelRunner:
             if step.want_hidden:
                 payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
             if out.captures is not None:
-                self._hand_captures(plan, step, out.captures, queued)
+                self._hand_captures(plan, step, out.captures, queued, queues)
             if plan.target is not None:
                 deferred = hand_over(self._boundaries[plan.target], step, out.rows, wait=not queues)
             else:
@@ -234,8 +218,8 @@ class ModelRunner:
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
         self._is_computing = deferred is not None
-        if plan.output and self._draft_inputs is not None and deferred is None:
-            self._draft_inputs.keep_tokens(step, sampled)
+        if plan.output and deferred is None:
+            self._keep_tokens(step, sampled)
         started += arrival.waited_s
         compute_s = time.monotonic() - max(started, self._settled_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
@@ -272,11 +256,21 @@ class ModelRunner:
         else:
             return output
         now, self._is_computing = time.monotonic(), False
-        if self._draft_inputs is not None and output.step is not None:
-            self._draft_inputs.keep_tokens(output.step, sampled)
+        if output.step is not None:
+            self._keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
         result = replace(output.result, sampled=sampled, compute_s=now - begun)
         return StepOutput(result, output.payload, step=output.step)
+
+    def _may_queue(self, plan: StagePlan, step: Step) -> bool:
+        """Whether a step may be answered when the next one is queued.  A DraftStep behind it needs its tokens."""
+        drafts = plan.output and self._draft is not None and not step.upkeep
+        return self._queues and not (drafts or step.want_hidden or step.want_logits or step.rank_pages)
+
+    def _keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
+        """Keep what the DraftStep of a step needs that has one."""
+        if self._draft_inputs is not None and not step.upkeep:
+            self._draft_inputs.keep_tokens(step, sampled)
 
     def _tell(self, asked: Step, queued: Callable[[], None]) -> None:
         """Settle the step before, and tell the draft stage which tokens a step that ran ahead of them starts from."""
@@ -284,12 +278,15 @@ class ModelRunner:
         if self._draft_inputs is not None and self._sampler is not None:
             self._draft_inputs.keep_slices(asked, self._sampler.told(asked.slices))
 
-    def _hand_captures(self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None]) -> None:
+    def _hand_captures(
+        self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None], queues: bool
+    ) -> None:
         """Hand a stage's captures to the draft stage, in this daemon or in another."""
-        queued()
+        if not queues:
+            queued()
         if plan.capture_target is not None:
-            # the output stage waits for its device in any case, before anybody hears of the step
-            wait = not plan.output or captures.device != self.stages[plan.stage].device
+            # before anybody hears of the step, the output stage waits for its device, and so does one that queues
+            wait = not (plan.output or queues) or captures.device != self.stages[plan.stage].device
             self._boundaries[plan.capture_target].write(step.region, captures, wait=wait)
         elif self._draft_inputs is not None:
             self._draft_inputs.keep_captures(step, plan.stage, captures)
@@ -306,10 +303,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def keep_up(self, step: Step, stage_index: int) -> None:
-        """Let the draft stage take a step along that the output stage has answered.  Raises StateError."""
+        """Let the draft stage take a step along that the output stage has launched.  Raises StateError."""
         inputs, started = self._draft_inputs, time.monotonic()
         if step.upkeep and self._plans[stage_index].output and self._draft and inputs:
-            inputs.feed(self._draft, DraftStep(step))
+            inputs.feed(self._draft, DraftStep(step, [[] for _ in step.slices]))
             self._upkeep_s += time.monotonic() - started
 
     def flush(self) -> None:

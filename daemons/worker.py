@@ -121,6 +121,7 @@ class _MessageLoop:
         self._deferred: StepOutput | None = None  # of a step that is computed on the device
         self._n_rows = 0  # of that step
         self._waiting: Frame | None = None  # what the draft stage shall do behind it
+        self._upkeep: tuple[Step, int] | None = None  # a step and its stage that the draft stage has not taken along
         self._recalled: list[int] = []  # steps that were dropped: a posted one, and all behind it
         self._operated = False  # the operations of the first of them were applied
         self._idle_since = time.monotonic()
@@ -186,10 +187,11 @@ class _MessageLoop:
         except Exception as e:  # process boundary: report, then exit
             raise self._failed(output, e) from e
         self._answer(output, self._n_rows)
-        if waiting is not None and isinstance(waiting.message, DraftStep):
+        code = self._keep_up()
+        if code is None and waiting is not None and isinstance(waiting.message, DraftStep):
             code = self._step(waiting.message, waiting.flags, 0.0)
-            if code is not None:
-                raise _StepFailed(code)
+        if code is not None:
+            raise _StepFailed(code)
 
     def _failed(self, output: StepOutput, error: Exception) -> _StepFailed:
         """Say why the step on the device failed."""
@@ -259,6 +261,9 @@ class _MessageLoop:
         if isinstance(message, DraftStep) and step.step_id in self._recalled:
             return None  # it comes again with its step
         self._reporter.phase("step", step.step_id)
+        code = self._keep_up()  # before the step's operations, and while the one before is computed
+        if code is not None:
+            return code
         try:
             if self._runtime is None:
                 raise ValueError("step before load")
@@ -279,15 +284,22 @@ class _MessageLoop:
         except Exception as e:  # process boundary: report, then exit
             where = "the draft stage" if isinstance(message, DraftStep) else f"stage {stage}"
             return self._fail(f"step {step.step_id}", e, where)
+        if isinstance(message, Step):
+            self._upkeep = message, stage
         if outcome.deferred is not None:
             self._deferred, self._n_rows = outcome, step.n_tokens
             return None
         self._answer(outcome, step.n_tokens)
+        return self._keep_up()
+
+    def _keep_up(self) -> int | None:
+        """Let the draft stage take the last step along, if it has not.  Returns None, or the exit code."""
+        pending, self._upkeep = self._upkeep, None
         try:
-            if isinstance(message, Step):
-                self._runtime.keep_up(message, stage)
+            if pending is not None and self._runtime is not None:
+                self._runtime.keep_up(*pending)
         except Exception as e:  # process boundary: report, then exit
-            return self._fail(f"step {step.step_id}", e, "the draft stage")
+            return self._fail(f"step {pending[0].step_id}" if pending else "step", e, "the draft stage")
         return None
 
     def _await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:

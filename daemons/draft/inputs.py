@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from daemons import device as devices
 from daemons.boundary import BoundaryBuffer
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
@@ -40,6 +40,7 @@ class DraftInputs:
         self._kept: dict[int, _KeptStep] = {}
         self._drafts: dict[int, Sequence[int]] = {}  # by sequence: made last, and not verified yet
         self._most = arena_regions(plan.stage + 1)
+        self._copies: torch.cuda.Stream | None = None
 
     def keep_captures(self, step: Step, stage: int, captures: Tensor) -> None:
         """Keep a copy of a stage's captures: the next step may overwrite them."""
@@ -94,13 +95,29 @@ class DraftInputs:
         Raises StateError.
         """
         step, captures, tokens = self.take(message)
+        captures = self._copied(captures, stage)
         drafts = stage.run(step, captures, tokens) if step.n_tokens else []
         for s in step.slices:
             self._drafts.pop(s.sequence, None)
         self._drafts |= {found.sequence: found.tokens for found in drafts}
-        if any(source.arena is not None for source in self.plan.sources):
-            devices.synchronize(stage.device)  # the next step of this region may overwrite the captures
         return drafts
+
+    def _copied(self, captures: list[Tensor], stage: DraftStage) -> list[Tensor]:
+        """Captures on a GPU, those in arenas as copies that are complete: the next step may overwrite them.
+
+        On a stream of its own, which does not wait for steps that are queued.
+        """
+        if all(rows.device.type != "cpu" for rows in captures) or stage.device.type == "cpu":
+            return captures
+        device = stage.device
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copies):
+            found = [rows.to(device, non_blocking=True) for rows in captures]
+        self._copies.synchronize()
+        for rows in found:
+            rows.record_stream(torch.cuda.current_stream(device))
+        return found
 
     def with_drafts(self, step: Step) -> Step:
         """Return a step with the drafts that its slices are to verify.  Raises StateError where none were made."""

@@ -59,6 +59,8 @@ def test_a_step_that_was_recalled_and_runs_again_is_kept_as_it_ran_last() -> Non
 class OneDraft:
     """A draft stage with a draft for each sequence that asks."""
 
+    device = torch.device("cpu")
+
     def run(self, step: Step, captures: list[torch.Tensor], tokens: list[list[int]]) -> list[Drafted]:
         return [Drafted(s.sequence, [30 + s.sequence] * s.n_ahead) for s in step.slices if s.n_ahead]
 

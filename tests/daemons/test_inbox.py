@@ -191,6 +191,38 @@ def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
     assert drafted == [7, 8]
 
 
+def test_the_draft_stage_takes_a_step_along_before_the_next_one_begins(ends: Ends) -> None:
+    """Whose operations come later; and when the step was answered, if no other follows."""
+    done: list[str] = []
+
+    def run_step(step: Step, *_: object) -> StepOutput:
+        done.append(f"run {step.step_id}")
+        deferred = SimpleNamespace(ready=False)
+        return StepOutput(StepResult(step.step_id, 1), [], deferred, step)  # type: ignore[arg-type]
+
+    def settle(output: StepOutput) -> StepOutput:
+        done.append(f"settle {output.result.step_id}")
+        return output
+
+    reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
+    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
+    loop._runtime = SimpleNamespace(  # type: ignore[assignment]
+        run_step=run_step, settle=settle, tell=lambda _: None,
+        keep_up=lambda step, stage: done.append(f"keep up {step.step_id} {stage}"),
+    )  # fmt: skip
+    for step_id in (7, 8):
+        step = Step(step_id, 0, upkeep=True)
+        assert loop._handle(Frame(MessageKind.STEP, 0, 1 | POSTED, step, memoryview(b""))) is None
+        if step_id == 7:
+            first, loop._deferred = loop._deferred, None  # as a step does that settles the one before
+            assert first is not None
+    assert done == ["run 7", "keep up 7 1", "run 8"]
+    loop._answer_deferred()
+    assert done[3:] == ["settle 8", "keep up 8 1"]
+    loop._answer_deferred()
+    assert len(done) == 5
+
+
 def test_a_recall_that_was_read_together_with_the_step_ends_the_wait(ends: Ends) -> None:
     """The socket tells nothing of it any more."""
     ends.supervisor.send(Step(7, 1))
