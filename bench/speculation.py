@@ -7,7 +7,8 @@ the drafts, whose own tokens mean nothing, by ones of which as many are right as
 verify steps run as always.  In one run of the service, for each drafter:
 - plain decoding of one stream, and steps of 1, 4, 8 and 16 rows: medians of the stages' compute time;
 - a draft: median of the draft stage's compute time; what a round takes beside its step and its drafts;
-- tokens/s of one stream at each acceptance length, over those without;
+- tokens/s of one stream at each acceptance length, over those without, and with one stage also where a step is sent
+  once its drafts are known ("seen"), as where their probabilities say how many are verified;
 - tokens/s of --streams streams with the adaptive width, drafts right and drafts useless, over those without.
 "none" is the service without a drafter, which the others are compared with; where it is not asked for, it is plain
 decoding beside the drafter.  Every kind is measured --repeats times in turns; medians.  A device named twice gets two
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +49,8 @@ class FixedWidth(Speculation):
 
     width = 0
     ahead = 0
+    no_drafts = ""  # else the drafter rests after a while, and its drafts cost nothing
+    uses_probabilities = False  # those of forced drafts tell all
 
     def n_ahead(self, own, n_decoding):
         return self.ahead
@@ -65,7 +69,7 @@ class Knob:
         # draft.width, for the widest step, fixes the service's
         self.adaptive, self.useless = (Speculation(settings.max_drafts, settings.kind) for _ in range(2))
         self.fixed = FixedWidth(settings.max_drafts)
-        self.right = 0
+        self.right = self.n_drafted = 0
         self.steps, self.drafts = defaultdict(list), defaultdict(list)
         measured, answered = self.drafting.measured, self.drafting.answered
 
@@ -86,6 +90,7 @@ class Knob:
 
         def drafted(result):
             if result.drafts:
+                self.n_drafted += 1
                 self.drafts[len(result.drafts), len(result.drafts[0].tokens)].append(result.compute_s)
             answered(result)
 
@@ -94,10 +99,14 @@ class Knob:
     def plain(self):
         self.drafting.speculation, self.fixed.width, self.fixed.ahead = self.fixed, 0, 0
 
+    @contextmanager
     def verify(self, width, accepted):
-        """Verify ``width`` drafts a step, of which ``accepted`` - 1 are right."""
+        """Verify ``width`` drafts a step, ``accepted`` - 1 of them right.  Raises RuntimeError if none are made."""
         self.drafting.speculation, self.fixed.width, self.right = self.fixed, width, accepted - 1
-        self.fixed.ahead = min(width, self.drafting._settings.max_drafts)
+        self.fixed.ahead, self.n_drafted = min(width, self.drafting._settings.max_drafts), 0
+        yield
+        if not self.n_drafted:
+            raise RuntimeError(f"the drafter made none of {width} drafts a step: their cost is not in the rate")
 
     def adapt(self, accepted):
         self.drafting.speculation = self.adaptive if accepted > 1 else self.useless
@@ -157,15 +166,19 @@ async def measure(service, options):
         rates["plain"].append(await rate(service, f"plain-{turn}", 1, options.tokens))
         for rows in VERIFIED[1:]:
             if rows - 1 <= most:
-                knob.verify(rows - 1, 1)
-                await rate(service, f"rows-{rows}-{turn}", 1, options.tokens // 4)
+                with knob.verify(rows - 1, 1):
+                    await rate(service, f"rows-{rows}-{turn}", 1, options.tokens // 4)
         for accepted in options.accepted:
             width = max(options.width, accepted - 1)
             if width <= most:
-                knob.verify(width, accepted)
-                rates[f"accepted_{accepted}"].append(
-                    await rate(service, f"accepted-{accepted}-{turn}", 1, options.tokens)
-                )
+                with knob.verify(width, accepted):
+                    found = await rate(service, f"accepted-{accepted}-{turn}", 1, options.tokens)
+                    rates[f"accepted_{accepted}"].append(found)
+                    if len(options.devices) == 1:
+                        knob.fixed.uses_probabilities = True
+                        found = await rate(service, f"seen-{accepted}-{turn}", 1, options.tokens)
+                        rates[f"seen_{accepted}"].append(found)
+                        knob.fixed.uses_probabilities = False
         if options.streams > 1:
             knob.plain()
             rates["streams_plain"].append(await rate(service, f"many-{turn}", options.streams, options.tokens // 2))
@@ -189,7 +202,7 @@ async def measure(service, options):
 def compare(row, without):
     """Add what a drafter gains over the service without, or over plain decoding beside it."""
     rates, plain = row["tokens_per_s"], without["tokens_per_s"]
-    row["speed_up"] = {k: v / plain["plain"] for k, v in rates.items() if k.startswith("accepted")}
+    row["speed_up"] = {k: v / plain["plain"] for k, v in rates.items() if k.startswith(("accepted", "seen"))}
     row["idle_ratio"] = rates["plain"] / plain["plain"]
     if "streams_plain" in plain:
         row["streams_ratio"] = {k: v / plain["streams_plain"] for k, v in rates.items() if k.startswith("streams")}
@@ -261,7 +274,7 @@ def summary(drafter, row):
     step, drafts = row["step_s"].get(8, row["step_s"][1]), sorted(row["draft_s"].items())
     yield "  draft over a step of 8 rows: " + ", ".join(f"{n}: {seconds / step:.3f}" for n, seconds in drafts)
     yield "  between messages, ms a round: " + ", ".join(f"{k}: {1e3 * s:.2f}" for k, s in row["gap_s"].items())
-    yield "  speed-up: " + ", ".join(f"{k.split('_')[1]}: {v:.2f}" for k, v in row["speed_up"].items())
+    yield "  speed-up: " + ", ".join(f"{k}: {v:.2f}" for k, v in row["speed_up"].items())
     yield f"  not asked, over without: {row['idle_ratio']:.3f}"
     if "streams_ratio" in row:
         yield "  many streams over without: " + ", ".join(f"{k}: {v:.3f}" for k, v in row["streams_ratio"].items())
