@@ -36,6 +36,7 @@ from records import RESULTS, conditions, write_json
 
 from lucevisor.app.run import open_model
 from lucevisor.deployment.service import Service
+from lucevisor.engine.drafting.rest import MOST_REST_STEPS
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import Drafted, Sampling
@@ -96,12 +97,19 @@ class Knob:
 
         self.drafting._candidates, self.drafting.measured, self.drafting.answered = forced, noted, drafted
 
+    def awake(self):
+        """Wake the drafter with the next step, if it rests: FixedWidth lets it rest no more."""
+        if self.drafting.resting:
+            self.drafting._rest._n_steps = MOST_REST_STEPS
+
     def plain(self):
+        self.awake()
         self.drafting.speculation, self.fixed.width, self.fixed.ahead = self.fixed, 0, 0
 
     @contextmanager
     def verify(self, width, accepted):
         """Verify ``width`` drafts a step, ``accepted`` - 1 of them right.  Raises RuntimeError if none are made."""
+        self.awake()
         self.drafting.speculation, self.fixed.width, self.right = self.fixed, width, accepted - 1
         self.fixed.ahead, self.n_drafted = min(width, self.drafting._settings.max_drafts), 0
         yield
