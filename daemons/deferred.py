@@ -1,7 +1,7 @@
 """Results of a step that nobody waits for on the host, so that the next step can be queued behind it at once.
 
-Tokens: the next step reads them on the device (``Fill``), the host gets an asynchronous copy.  Rows for the next stage:
-its bell is rung when they have left the device.  Both are over with ``settle``.
+Tokens and drafts: the next step reads them on the device (``Fill``), the host gets an asynchronous copy.  Rows for the
+next stage: its bell is rung when they have left the device.  All of it is over with ``settle``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lucevisor.protocol.doorbell import Doorbells
+from lucevisor.protocol.steps import Drafted
 
 
 def recorded(device: torch.device) -> torch.cuda.Event:
@@ -68,6 +69,38 @@ class DeferredTokens:
         """Wait for the device; the tokens by sequence."""
         self.copied.synchronize()
         return dict(zip(self.sequences, self.host.tolist(), strict=True))
+
+
+@dataclass(slots=True, eq=False)
+class DeferredDrafts:
+    """Drafts of equal length: ``tokens`` int64 [B, n] on the device, valid until the next ones, and on their way to the
+    host with their probabilities.
+    """
+
+    sequences: list[int]
+    tokens: Tensor
+    host: tuple[Tensor, Tensor]
+    copied: torch.cuda.Event
+
+    @classmethod
+    def of(cls, sequences: Sequence[int], tokens: Tensor, probabilities: Tensor) -> DeferredDrafts:
+        """Start the copies to the host."""
+        locked = tokens.device.type != "cpu"
+        ids, chances = (torch.empty(x.shape, dtype=x.dtype, pin_memory=locked) for x in (tokens, probabilities))
+        ids.copy_(tokens, non_blocking=True)
+        chances.copy_(probabilities, non_blocking=True)
+        return cls([*sequences], tokens, (ids, chances), recorded(tokens.device))
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``settle`` returns at once."""
+        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def settle(self) -> list[Drafted]:
+        """Wait for the device."""
+        self.copied.synchronize()
+        tokens, probabilities = (x.tolist() for x in self.host)
+        return [Drafted(*one) for one in zip(self.sequences, tokens, probabilities, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

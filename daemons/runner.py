@@ -18,7 +18,7 @@ from torch import Tensor
 
 from daemons import device as devices
 from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width, hand_over, rows_of
-from daemons.deferred import DeferredTokens, Fill, QueuedStep, recorded
+from daemons.deferred import DeferredDrafts, DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import DeviceError, LoadError, StateError
@@ -67,6 +67,7 @@ class ModelRunner:
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
         # A step is queued behind one that is not settled: that is settled while this one waits for its rows.
         self._queues = pinned and self.is_awaited and len(load.stages) == 1
+        self._defers_drafts = pinned and not self.is_awaited  # the step that verifies them is queued behind them
         self._is_computing = False  # a step is not settled
         self._warned: set[str] = set()
         self.scorer: ScoreStage | None = None
@@ -218,8 +219,8 @@ class ModelRunner:
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
         self._is_computing = deferred is not None
-        if plan.output and deferred is None:
-            self._keep_tokens(step, sampled)
+        if plan.output and self._draft_inputs is not None and deferred is None:
+            self._draft_inputs.keep_tokens(step, sampled)
         started += arrival.waited_s
         compute_s = time.monotonic() - max(started, self._settled_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
@@ -232,10 +233,13 @@ class ModelRunner:
     def _with_tokens(
         self, plan: StagePlan, step: Step, await_tokens: RowWait | None
     ) -> tuple[Step, Fill | None, FollowingStep | None]:
-        """The step with its pending tokens; 0 where only the device knows them (second), or nobody yet (third)."""
+        """The step with what pends; 0 where only the device knows it (second), or nobody yet (third)."""
         if plan.output and self._sampler is not None:
-            step = step if self._draft_inputs is None else self._draft_inputs.with_drafts(step)
-            return *self._sampler.known(step), None
+            inputs, drafts = self._draft_inputs, None
+            if inputs is not None:
+                step, drafts = inputs.with_drafts(step)
+            step, tokens = self._sampler.known(step)  # none of one that verifies: drafts are made behind known tokens
+            return step, drafts or tokens, None
         if not step.follows:
             return step, None, None
         following = FollowingStep(self._ring, step, await_tokens) if plan.embedding else None
@@ -248,18 +252,20 @@ class ModelRunner:
 
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for what a step has deferred."""
-        deferred, sampled = output.deferred, output.result.sampled
+        deferred, sampled, drafts = output.deferred, output.result.sampled, output.result.drafts
         if isinstance(deferred, QueuedStep):
             deferred.settle()
-        elif deferred is not None and self._sampler is not None:
+        elif isinstance(deferred, DeferredDrafts) and self._draft_inputs is not None:
+            drafts = self._draft_inputs.settle(deferred)
+        elif isinstance(deferred, DeferredTokens) and self._sampler is not None:
             sampled = self._sampler.settle(deferred)
         else:
             return output
         now, self._is_computing = time.monotonic(), False
-        if output.step is not None:
-            self._keep_tokens(output.step, sampled)
+        if self._draft_inputs is not None and output.step is not None:
+            self._draft_inputs.keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
-        result = replace(output.result, sampled=sampled, compute_s=now - begun)
+        result = replace(output.result, sampled=sampled, drafts=drafts, compute_s=now - begun)
         return StepOutput(result, output.payload, step=output.step)
 
     def _may_queue(self, plan: StagePlan, step: Step) -> bool:
@@ -267,16 +273,14 @@ class ModelRunner:
         drafts = plan.output and self._draft is not None and not step.upkeep
         return self._queues and not (drafts or step.want_hidden or step.want_logits or step.rank_pages)
 
-    def _keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
-        """Keep what the DraftStep of a step needs that has one."""
-        if self._draft_inputs is not None and not step.upkeep:
-            self._draft_inputs.keep_tokens(step, sampled)
-
-    def _tell(self, asked: Step, queued: Callable[[], None]) -> None:
-        """Settle the step before, and tell the draft stage which tokens a step that ran ahead of them starts from."""
+    def _tell(self, asked: Step, queued: Callable[[], None]) -> list[Slice] | None:
+        """Settle the step before, and tell the draft stage the tokens of one that was launched without them."""
         queued()
-        if self._draft_inputs is not None and self._sampler is not None:
-            self._draft_inputs.keep_slices(asked, self._sampler.told(asked.slices))
+        if self._draft_inputs is None or self._sampler is None:
+            return None
+        slices = self._sampler.told(self._draft_inputs.told(asked.slices))
+        self._draft_inputs.keep_slices(asked, slices)
+        return slices
 
     def _hand_captures(
         self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None], queues: bool
@@ -298,8 +302,9 @@ class ModelRunner:
         if self._draft is None or self._draft_inputs is None:
             raise StateError(f"draft step {step.step_id}", "this daemon has no draft stage")
         self._draft.apply(step.operations)
-        drafts, stage = self._draft_inputs.feed(self._draft, message), self._draft_inputs.plan.stage
-        return StepOutput(StepResult(step.step_id, stage, [], time.monotonic() - started, wait_s, [], drafts), [])
+        drafts = self._draft_inputs.feed(self._draft, message, defer=message.tokens is None and self._defers_drafts)
+        self._is_computing = isinstance(drafts, DeferredDrafts)
+        return StepOutput.of_drafts(message, self._draft_inputs.plan.stage, drafts, wait_s, started)
 
     @torch.inference_mode()
     def keep_up(self, step: Step, stage_index: int) -> None:
@@ -361,7 +366,7 @@ class ModelRunner:
         rows: Tensor,
         masks: MaskSource,
         payload: Payload,
-        queued: Callable[[], None],
+        queued: Callable[[], list[Slice] | None],
         between: Callable[[], object],
         queues: bool,
     ) -> list[Sampled] | DeferredTokens | QueuedStep:
@@ -388,7 +393,7 @@ class ModelRunner:
         drafts = self._draft_inputs is not None and any(s.n_ahead for s in slices)
         alone = not drafts and (queues or self._plans[stage.plan.stage].source is None) and not step.want_logits
         deferred = self._sampler.defer(slices, logits) if alone else None
-        queued()
+        slices = [s for s in queued() or slices if s.sample]
         if deferred is not None:
             return deferred
         found = masks(step.step_id, slices) if any(s.masked for s in slices) else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from daemons.deferred import DeferredTokens, QueuedStep
-from lucevisor.protocol.steps import Step, StepResult
+from daemons.deferred import DeferredDrafts, DeferredTokens, QueuedStep
+from lucevisor.protocol.steps import Drafted, DraftStep, Step, StepResult
 
 
 @dataclass(slots=True)
@@ -27,12 +28,22 @@ class Payload:
 class StepOutput:
     """A step result and its payload, float32 arrays.
 
-    ``deferred``: what ``step`` still lacks until ``ModelRunner.settle``: its tokens, or to be done.  It began at
+    ``deferred``: what ``step`` still lacks until ``ModelRunner.settle``: tokens, drafts, or to be done.  It began at
     ``started``, when its own rows had come.
     """
 
     result: StepResult
     payload: list[Tensor]
-    deferred: DeferredTokens | QueuedStep | None = None
+    deferred: DeferredTokens | QueuedStep | DeferredDrafts | None = None
     step: Step | None = None
     started: float = 0.0
+
+    @classmethod
+    def of_drafts(
+        cls, asked: DraftStep, stage: int, drafts: list[Drafted] | DeferredDrafts, wait_s: float, started: float
+    ) -> StepOutput:
+        """What the draft stage made."""
+        deferred = drafts if isinstance(drafts, DeferredDrafts) else None
+        known, seconds = [] if isinstance(drafts, DeferredDrafts) else drafts, time.monotonic() - started
+        result = StepResult(asked.step.step_id, stage, [], seconds, wait_s, [], known)
+        return cls(result, [], deferred, started=started)

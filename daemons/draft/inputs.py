@@ -6,7 +6,7 @@ flight, so a detached draft stage costs no memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.boundary import BoundaryBuffer
+from daemons.deferred import DeferredDrafts, Fill
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from lucevisor.protocol.loading import DraftPlan, arena_regions
@@ -39,6 +40,7 @@ class DraftInputs:
         self.plan, self._boundaries = plan, boundaries
         self._kept: dict[int, _KeptStep] = {}
         self._drafts: dict[int, Sequence[int]] = {}  # by sequence: made last, and not verified yet
+        self._deferred: DeferredDrafts | None = None  # newer ones, which the host does not know yet
         self._most = arena_regions(plan.stage + 1)
         self._copies: torch.cuda.Stream | None = None
 
@@ -51,6 +53,8 @@ class DraftInputs:
         self._of(step).slices = slices
 
     def keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
+        if step.upkeep:
+            return  # no DraftStep asks for them
         by_sequence: dict[int, list[int]] = {}
         for found in sampled:
             by_sequence.setdefault(found.sequence, []).append(found.token)
@@ -89,18 +93,31 @@ class DraftInputs:
             captures.append(rows)
         return step, captures, tokens
 
-    def feed(self, stage: DraftStage, message: DraftStep) -> list[Drafted]:
+    def feed(self, stage: DraftStage, message: DraftStep, *, defer: bool = False) -> list[Drafted] | DeferredDrafts:
         """Let the draft stage take a step along, whose operations it has applied, and return its drafts.
 
-        Raises StateError.
+        ``defer`` as in DraftStage.run; then ``settle`` says what they are.  Raises StateError.
         """
         step, captures, tokens = self.take(message)
         captures = self._copied(captures, stage)
-        drafts = stage.run(step, captures, tokens) if step.n_tokens else []
+        drafts = stage.run(step, captures, tokens, defer=defer) if step.n_tokens else []
         for s in step.slices:
             self._drafts.pop(s.sequence, None)
-        self._drafts |= {found.sequence: found.tokens for found in drafts}
+        if isinstance(drafts, DeferredDrafts):
+            self._deferred = drafts
+        else:
+            self._made(drafts)
         return drafts
+
+    def settle(self, deferred: DeferredDrafts) -> list[Drafted]:
+        """Wait for drafts that only the device knew.  Call it before the next ``feed``."""
+        drafts = deferred.settle()
+        self._made(drafts)
+        return drafts
+
+    def _made(self, drafts: Sequence[Drafted]) -> None:
+        self._drafts |= {found.sequence: found.tokens for found in drafts}
+        self._deferred = None
 
     def _copied(self, captures: list[Tensor], stage: DraftStage) -> list[Tensor]:
         """Captures on a GPU, those in arenas as copies that are complete: the next step may overwrite them.
@@ -119,18 +136,31 @@ class DraftInputs:
             rows.record_stream(torch.cuda.current_stream(device))
         return found
 
-    def with_drafts(self, step: Step) -> Step:
-        """Return a step with the drafts that its slices are to verify.  Raises StateError where none were made."""
+    def with_drafts(self, step: Step) -> tuple[Step, Fill | None]:
+        """Return a step with the drafts that its slices are to verify; 0 where only the device knows them, which the
+        second result puts in place.  Raises StateError where none were made.
+        """
         if not any(s.drafts_pend for s in step.slices):
-            return step
-        slices = []
+            return step, None
+        deferred, places, row = self._deferred, list[tuple[int, int]](), 0
+        made = [] if deferred is None else deferred.sequences
+        n_made = 0 if deferred is None else deferred.tokens.shape[1]
+        for s in step.slices:
+            first, end = row + s.n_context, row + len(s.tokens)
+            if s.drafts_pend and s.sequence in made:
+                at = made.index(s.sequence) * n_made
+                places += [(first + i, at + min(i, n_made - 1)) for i in range(end - first)]
+            row = end
+        filled = _filled(step.slices, {sequence: [0] for sequence in made} | self._drafts, needed=True)
         for s in step.slices:
             if s.drafts_pend:
-                if s.sequence not in self._drafts:
-                    raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no drafts were made before it")
-                s = s.with_drafts(self._drafts.pop(s.sequence))
-            slices.append(s)
-        return replace(step, slices=slices)
+                self._drafts.pop(s.sequence, None)
+        fill = Fill.of(deferred.tokens.reshape(-1), places) if deferred is not None and places else None
+        return replace(step, slices=filled), fill
+
+    def told(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Slices with the drafts that they verify, now that the host knows them."""
+        return _filled(slices, self._drafts)
 
     def _release(self, step_id: int) -> _KeptStep:
         """What is kept of a step; forgets it and all steps before it."""
@@ -144,3 +174,16 @@ class DraftInputs:
     def reset(self) -> None:
         self._kept.clear()
         self._drafts.clear()
+        self._deferred = None
+
+
+def _filled(slices: Sequence[Slice], drafts: Mapping[int, Sequence[int]], *, needed: bool = False) -> list[Slice]:
+    """Slices with drafts in place of pending ones.  Raises StateError where they are ``needed`` and there are none."""
+    found = []
+    for s in slices:
+        if s.drafts_pend and (needed or s.sequence in drafts):
+            if s.sequence not in drafts:
+                raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no drafts were made before it")
+            s = s.with_drafts(drafts[s.sequence])
+        found.append(s)
+    return found

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from daemons.deferred import DeferredDrafts
 from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
@@ -152,11 +153,14 @@ class DraftStage:
                 self.sequences.apply(operation)
 
     @torch.inference_mode()
-    def run(self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> list[Drafted]:
+    def run(
+        self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
+    ) -> list[Drafted] | DeferredDrafts:
         """Extend the context by the step's tokens, then draft where a slice asks for it and sampled a token.
 
-        ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  Raises
-        StateError for what contradicts the plan or the tables.
+        ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  ``defer``: do
+        not wait for the device, if all drafts are equally long.  Raises StateError for what contradicts the plan or the
+        tables.
         """
         if not step.slices:
             return []
@@ -174,6 +178,9 @@ class DraftStage:
                 hidden = self.drafter.extend(features, self._batch(layout))
             else:
                 hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
+            if defer and jobs and jobs[0].n == jobs[-1].n:
+                jobs.sort(key=lambda job: job.at)
+                return DeferredDrafts.of([job.slice.sequence for job in jobs], *self._draft(jobs, hidden))
             rows: list[tuple[list[int], list[float]]] = []
             for _, alike in groupby(jobs, key=lambda job: job.n):
                 drafts = self._draft(list(alike), hidden)  # valid until the next ones

@@ -123,7 +123,7 @@ class Daemon:
             for sampled in self.runner.settle(output).result.sampled:
                 self.drawn.setdefault(sampled.sequence, []).append(sampled.token)
             if self.runner._draft is not None and self.drafting is not None:
-                self.drafted = self.runner.run_draft(self.drafting, 0.0).result.drafts
+                self.drafted = self.runner.settle(self.runner.run_draft(self.drafting, 0.0)).result.drafts
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
