@@ -57,7 +57,9 @@ class Recorder:
     def apply(self, operations: Sequence[Operation]) -> None:
         self.operations += operations
 
-    def run(self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> list[Drafted]:
+    def run(
+        self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
+    ) -> list[Drafted]:
         self.steps.append((step.step_id, [rows.clone() for rows in captures], [list(t) for t in tokens]))
         return [Drafted(s.sequence, t[-1:]) for s, t in zip(step.slices, tokens, strict=True) if s.n_ahead]
 
