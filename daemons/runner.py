@@ -65,8 +65,7 @@ class ModelRunner:
         self._settled_at = self._upkeep_s = 0.0
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
-        # A step is queued behind one that is not settled: that is settled while this one waits for its rows.
-        self._queues = pinned and self.is_awaited and len(load.stages) == 1
+        self._queues = pinned and self.is_awaited and len(load.stages) == 1  # steps, behind one that is not settled
         self._defers_drafts = pinned and not self.is_awaited  # the step that verifies them is queued behind them
         self._is_computing = False  # a step is not settled
         self._warned: set[str] = set()
@@ -190,11 +189,12 @@ class ModelRunner:
         stage, plan = self.stages[stage_index], self._plans[stage_index]
         asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
         queues = self._may_queue(plan, step)
+        inputs = self._draft_inputs if plan.output else None
         if fill is None:
-            if not queues:
+            if not queues and (inputs is None or not inputs.drafts_wait):
                 queued()
-            if plan.output and self._draft_inputs is not None:
-                self._draft_inputs.keep_slices(step, step.slices)
+            if inputs is not None:
+                inputs.keep_slices(step, step.slices)
         self._apply(stage, plan, step)
         arrival, cold = Arrival(), False
         deferred: DeferredTokens | QueuedStep | None = None
@@ -219,8 +219,8 @@ class ModelRunner:
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
         self._is_computing = deferred is not None
-        if plan.output and self._draft_inputs is not None and deferred is None:
-            self._draft_inputs.keep_tokens(step, sampled)
+        if inputs is not None and deferred is None:
+            inputs.keep_tokens(step, sampled)
         started += arrival.waited_s
         compute_s = time.monotonic() - max(started, self._settled_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)

@@ -136,6 +136,11 @@ class DraftInputs:
             rows.record_stream(torch.cuda.current_stream(device))
         return found
 
+    @property
+    def drafts_wait(self) -> bool:
+        """Whether drafts were made that the host does not know yet."""
+        return self._deferred is not None
+
     def with_drafts(self, step: Step) -> tuple[Step, Fill | None]:
         """Return a step with the drafts that its slices are to verify; 0 where only the device knows them, which the
         second result puts in place.  Raises StateError where none were made.

@@ -161,6 +161,17 @@ def test_probabilities_that_tell_good_drafts_from_bad_ones_are_used(n_slices: in
     assert simulation.decode(2000).rate > 1.05 * best_rate(simulation)
 
 
+@pytest.mark.parametrize(("row_share", "looks"), [(0.02, False), (0.4, True)])
+def test_probabilities_are_waited_for_only_where_rejected_rows_are_dear(row_share: float, looks: bool) -> None:
+    """They tell the same in both cases; a GPU's rows cost less than a step that waits for them."""
+    machine = Machine(lambda rows, slices: 0.01 * (1 + row_share * (rows - 1)), lambda slices, n: 0.0005)
+    simulation = Simulation(machine, [Drafter([0.7], 0.8)], Speculation(MAX, DraftKind.DFLASH))
+    simulation.decode(2000)
+    assert simulation.policy.width > 0
+    assert simulation.policy._models[False].by_probability
+    assert simulation.policy.uses_probabilities == looks
+
+
 def beside(draft_s: float, row_share: float = 0.015) -> Machine:
     """A drafter in a daemon of its own; a step takes 10 ms."""
     return Machine(

@@ -17,6 +17,9 @@ from lucevisor.protocol.loading import DraftKind
 
 ROW_SHARE: Final = 0.05
 """Assumed cost of one more row, of a step of one: between a GPU (0.02) and a small CPU (0.06)."""
+LOOK_SHARE: Final = 0.3
+"""Of a plain round: what the rows of rejected drafts must cost before drafts are looked at.  Looking takes 0.1 to 0.2
+of a round, in which nothing is computed, and spares half of these rows at best."""
 _KEPT_RATIOS: Final = 9
 _KEPT_GAPS: Final = 32
 _UPKEEP_STEPS: Final = 128
@@ -173,6 +176,13 @@ class BatchCosts:
     def row_s(self, n_drafts: int) -> float:
         """Return what a row of a draft costs on average, up to so many drafts."""
         return self.schedule.pace * (self.verify_s(n_drafts) - self.plain_s) / n_drafts
+
+    def pays_to_look(self, width: int, tokens: float) -> bool:
+        """Whether it may pay to wait for the probabilities of ``width`` drafts, with which a slice yields ``tokens``:
+        the rows of rejected ones cost more than LOOK_SHARE.
+        """
+        rejected = self.n_slices * (width + 1 - tokens)
+        return width > 0 and rejected * self.row_s(self.n_slices * width) > LOOK_SHARE * self.bare_round_s
 
     def is_known(self, width: int, max_age: int) -> bool:
         """Whether a step with ``width`` drafts for every slice was measured, and lately."""

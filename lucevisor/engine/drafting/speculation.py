@@ -85,7 +85,7 @@ class Speculation:
         self._n_slices = self._n_decoding = 1  # slices of the last step; sequences that decode
         self._slowest = 1.0  # share of the slowest stage in the time of a step
         self._step_s: float | None = None  # seconds of the last step
-        self._groups_at = 0
+        self._groups_at, self._looks = 0, True  # whether waiting for the probabilities of drafts may pay
 
     # ---- what the scheduler asks
 
@@ -133,8 +133,8 @@ class Speculation:
 
     @property
     def uses_probabilities(self) -> bool:
-        """Whether the probabilities of drafts say how many are verified."""
-        return not self._fixed and self._models[False].by_probability
+        """Whether to wait for the probabilities of drafts, which say how many are verified."""
+        return not self._fixed and self._looks and self._models[False].by_probability
 
     @property
     def width(self) -> int:
@@ -256,7 +256,7 @@ class Speculation:
         own, rate = self._own_choice(costs, each, rates[best])
         if rate < (LEAST_GAIN if self.times.uneven_known else PROBE_GAIN) * rates[best]:
             own, rate = {}, rates[best]
-        drafting = best > 0 or bool(own)
+        drafting, self._looks = best > 0 or bool(own), bool(own) or costs.pays_to_look(best, mean[best])
         if self.probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
             return WidthChoice(width, rate, now)
         if own:
