@@ -188,8 +188,7 @@ class ModelRunner:
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
         asked, (step, fill, following) = step, self._with_tokens(plan, step, await_rows)
-        queues = self._may_queue(plan, step)
-        inputs = self._draft_inputs if plan.output else None
+        queues, inputs = self._may_queue(plan, step), self._draft_inputs if plan.output else None
         if fill is None:
             if not queues and (inputs is None or not inputs.drafts_wait):
                 queued()
