@@ -16,9 +16,9 @@ from lucevisor.protocol.doorbell import Doorbells
 from lucevisor.protocol.steps import Drafted
 
 
-def recorded(device: torch.device) -> torch.cuda.Event:
+def recorded(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
     """An event behind everything queued on the device's current stream."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -80,16 +80,24 @@ class DeferredDrafts:
     sequences: list[int]
     tokens: Tensor
     host: tuple[Tensor, Tensor]
+    began: torch.cuda.Event
     copied: torch.cuda.Event
 
     @classmethod
-    def of(cls, sequences: Sequence[int], tokens: Tensor, probabilities: Tensor) -> DeferredDrafts:
+    def of(
+        cls, sequences: Sequence[int], tokens: Tensor, probabilities: Tensor, began: torch.cuda.Event
+    ) -> DeferredDrafts:
         """Start the copies to the host."""
         locked = tokens.device.type != "cpu"
         ids, chances = (torch.empty(x.shape, dtype=x.dtype, pin_memory=locked) for x in (tokens, probabilities))
         ids.copy_(tokens, non_blocking=True)
         chances.copy_(probabilities, non_blocking=True)
-        return cls([*sequences], tokens, (ids, chances), recorded(tokens.device))
+        return cls([*sequences], tokens, (ids, chances), began, recorded(tokens.device, timed=True))
+
+    @property
+    def seconds(self) -> float:
+        """How long the device took, once it is settled: what the host launched meanwhile does not count."""
+        return float(self.began.elapsed_time(self.copied)) / 1e3
 
     @property
     def ready(self) -> bool:

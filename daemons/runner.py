@@ -7,6 +7,7 @@ Decides nothing: ids, pages and order come from the supervisor.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -66,7 +67,7 @@ class ModelRunner:
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
         self._queues = pinned and self.is_awaited and len(load.stages) == 1  # steps, behind one that is not settled
-        self._defers_drafts = pinned and not self.is_awaited  # the step that verifies them is queued behind them
+        self._defers_drafts = pinned and all(p.embedding and p.output for p in load.stages)  # verified behind them
         self._is_computing = False  # a step is not settled
         self._warned: set[str] = set()
         self.scorer: ScoreStage | None = None
@@ -148,7 +149,7 @@ class ModelRunner:
         """
         try:
             return load(reporter), ""
-        except (GgufError, LoadError, DeviceError, OSError) as error:
+        except (GgufError, LoadError, DeviceError, OSError, MemoryError) as error:
             if not self._load.stages:
                 raise
             reporter.log("error", f"the {what} cannot be loaded", reason=str(error))
@@ -251,16 +252,16 @@ class ModelRunner:
 
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for what a step has deferred."""
-        deferred, sampled, drafts = output.deferred, output.result.sampled, output.result.drafts
+        deferred, sampled, drafts, now = output.deferred, output.result.sampled, output.result.drafts, math.inf
         if isinstance(deferred, QueuedStep):
             deferred.settle()
         elif isinstance(deferred, DeferredDrafts) and self._draft_inputs is not None:
-            drafts = self._draft_inputs.settle(deferred)
+            drafts, now = self._draft_inputs.settle(deferred), output.started + deferred.seconds
         elif isinstance(deferred, DeferredTokens) and self._sampler is not None:
             sampled = self._sampler.settle(deferred)
         else:
             return output
-        now, self._is_computing = time.monotonic(), False
+        now, self._is_computing = min(now, time.monotonic()), False
         if self._draft_inputs is not None and output.step is not None:
             self._draft_inputs.keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now

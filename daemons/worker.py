@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 import traceback
+from collections import deque
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -120,7 +121,7 @@ class _MessageLoop:
         self._broken = False
         self._deferred: StepOutput | None = None  # of a step that is computed on the device
         self._n_rows = 0  # of that step
-        self._waiting: Frame | None = None  # what the draft stage shall do behind it
+        self._waiting = deque[Frame]()  # what the draft stage shall do behind it
         self._upkeep: tuple[Step, int] | None = None  # a step and its stage that the draft stage has not taken along
         self._recalled: list[int] = []  # steps that were dropped: a posted one, and all behind it
         self._operated = False  # the operations of the first of them were applied
@@ -179,7 +180,7 @@ class _MessageLoop:
     def _answer_deferred(self) -> None:
         """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
         output, self._deferred = self._deferred, None
-        waiting, self._waiting = self._waiting, None
+        waiting, self._waiting = self._waiting, deque[Frame]()
         if output is None or self._runtime is None:
             return
         try:
@@ -188,8 +189,10 @@ class _MessageLoop:
             raise self._failed(output, e) from e
         self._answer(output, self._n_rows)
         code = self._keep_up()
-        if code is None and waiting is not None and isinstance(waiting.message, DraftStep):
-            code = self._step(waiting.message, waiting.flags, 0.0)
+        for frame in waiting:
+            self._answer_deferred()  # drafts
+            if code is None and isinstance(frame.message, DraftStep):
+                code = self._step(frame.message, frame.flags, 0.0)
         if code is not None:
             raise _StepFailed(code)
 
@@ -207,7 +210,7 @@ class _MessageLoop:
     def _handle(self, frame: Frame) -> int | None:
         """Return None to go on, or the exit code."""
         if isinstance(frame.message, DraftStep) and self._deferred is not None:  # it needs the tokens of that step
-            self._waiting = frame
+            self._waiting.append(frame)
             return None
         if not isinstance(frame.message, Step):  # a step may be queued behind the one on the device
             self._answer_deferred()

@@ -157,8 +157,8 @@ class DraftInputs:
                 places += [(first + i, at + min(i, n_made - 1)) for i in range(end - first)]
             row = end
         filled = _filled(step.slices, {sequence: [0] for sequence in made} | self._drafts, needed=True)
-        for s in step.slices:
-            if s.drafts_pend:
+        if not places:
+            for s in step.slices:
                 self._drafts.pop(s.sequence, None)
         fill = Fill.of(deferred.tokens.reshape(-1), places) if deferred is not None and places else None
         return replace(step, slices=filled), fill

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from daemons.deferred import DeferredDrafts
+from daemons.deferred import DeferredDrafts, recorded
 from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
@@ -164,6 +164,7 @@ class DraftStage:
         """
         if not step.slices:
             return []
+        began = recorded(self.device, timed=True) if defer else None
         features, jobs = self._features(step, captures), self._jobs(step, tokens)
         if jobs or not self._deferred.takes(step.slices):
             self.flush()
@@ -178,9 +179,9 @@ class DraftStage:
                 hidden = self.drafter.extend(features, self._batch(layout))
             else:
                 hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
-            if defer and jobs and jobs[0].n == jobs[-1].n:
+            if began is not None and jobs and jobs[0].n == jobs[-1].n:
                 jobs.sort(key=lambda job: job.at)
-                return DeferredDrafts.of([job.slice.sequence for job in jobs], *self._draft(jobs, hidden))
+                return DeferredDrafts.of([job.slice.sequence for job in jobs], *self._draft(jobs, hidden), began)
             rows: list[tuple[list[int], list[float]]] = []
             for _, alike in groupby(jobs, key=lambda job: job.n):
                 drafts = self._draft(list(alike), hidden)  # valid until the next ones

@@ -61,7 +61,7 @@ class Target:
             else:
                 n_steps = [stage["steps"] for stage in status["engine"]["stages"]]
                 ready_at = n_steps[-1] if ready_at is None else ready_at
-                if n_steps[-1] > ready_at + len(n_steps) + 1:  # more than were on their way
+                if n_steps[-1] > ready_at + 2 * len(n_steps):  # more than were on their way: two a stage
                     return
             if time.monotonic() > end_s:
                 what = (

@@ -191,6 +191,32 @@ def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
     assert drafted == [7, 8]
 
 
+def test_drafts_behind_steps_wait_in_order_for_the_step_on_the_device(ends: Ends) -> None:
+    """Those of several steps: the drafter may be here and the output stage not."""
+    done: list[str] = []
+
+    def run_draft(message: DraftStep, _: float) -> StepOutput:
+        done.append(f"draft {message.step.step_id}")
+        return StepOutput(StepResult(message.step.step_id, 2), [])
+
+    def settle(output: StepOutput) -> StepOutput:
+        done.append(f"settle {output.result.step_id}")
+        return output
+
+    reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
+    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
+    loop._runtime = SimpleNamespace(  # type: ignore[assignment]
+        run_draft=run_draft, settle=settle, tell=lambda _: None, keep_up=lambda *_: None
+    )
+    loop._deferred = StepOutput(StepResult(9, 0), [])
+    for step_id in (7, 8):
+        message = DraftStep(Step(step_id, 0), [])
+        assert loop._handle(Frame(MessageKind.DRAFT_STEP, 0, 2, message, memoryview(b""))) is None
+    assert not done
+    loop._answer_deferred()
+    assert done == ["settle 9", "draft 7", "draft 8"]
+
+
 def test_the_draft_stage_takes_a_step_along_before_the_next_one_begins(ends: Ends) -> None:
     """Whose operations come later; and when the step was answered, if no other follows."""
     done: list[str] = []

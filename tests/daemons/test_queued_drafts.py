@@ -37,6 +37,9 @@ class AwaitedEvent:
     def synchronize(self) -> None:
         self.over = True
 
+    def elapsed_time(self, _: AwaitedEvent) -> float:
+        return 3.0
+
 
 @dataclass
 class Verifying:
@@ -97,7 +100,8 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     name: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend is Backend.CPU:
-        monkeypatch.setattr("daemons.deferred.recorded", lambda _: AwaitedEvent())
+        monkeypatch.setattr("daemons.draft.stage.recorded", lambda *_, **__: AwaitedEvent())
+        monkeypatch.setattr("daemons.deferred.recorded", lambda *_, **__: AwaitedEvent())
     spec, ids = open_spec(MTP if name == "qwen35_mtp_draft" else TARGET), opened("qwen35").ids
     wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * SEQUENCES), ROUNDS * (N + 1))
     draft = DraftStage._draft
