@@ -298,11 +298,12 @@ class _MessageLoop:
     def _keep_up(self) -> int | None:
         """Let the draft stage take the last step along, if it has not.  Returns None, or the exit code."""
         pending, self._upkeep = self._upkeep, None
+        if pending is None or self._runtime is None:
+            return None
         try:
-            if pending is not None and self._runtime is not None:
-                self._runtime.keep_up(*pending)
+            self._runtime.keep_up(*pending)
         except Exception as e:  # process boundary: report, then exit
-            return self._fail(f"step {pending[0].step_id}" if pending else "step", e, "the draft stage")
+            return self._fail(f"step {pending[0].step_id}", e, "the draft stage")
         return None
 
     def _await_rows(self, bells: Doorbells, region: int, step_id: int) -> float:

@@ -53,6 +53,13 @@ class Ends:
     def await_rows(self, region: int, step_id: int) -> float:
         return self.inbox.await_rows(self.arena.bells, region, step_id)
 
+    def loop(self, **runtime: object) -> _MessageLoop:
+        """A daemon's loop on the link, with a double of what it runs."""
+        reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
+        loop = _MessageLoop(self.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
+        loop._runtime = SimpleNamespace(**{"tell": lambda _: None, "keep_up": lambda *_: None} | runtime)  # type: ignore[assignment]
+        return loop
+
     def later(self, work: object, *arguments: object) -> threading.Timer:
         timer = threading.Timer(0.05, work, arguments)  # type: ignore[arg-type]
         timer.start()
@@ -127,9 +134,7 @@ def test_a_step_that_a_reset_has_dropped_is_not_given_back_by_a_later_recall(end
     def run_step(*_: object) -> None:
         raise StepRecalled
 
-    reporter = SimpleNamespace(phase=lambda *_: None)
-    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-    loop._runtime = SimpleNamespace(run_step=run_step, reset=lambda: None)  # type: ignore[assignment]
+    loop = ends.loop(run_step=run_step, reset=lambda: None)
     for frame in (
         Frame(MessageKind.STEP, 0, POSTED, Step(8, 0), memoryview(b"")),
         Frame(MessageKind.RECALL, 0, 0, Recall(0), memoryview(b"")),
@@ -148,9 +153,7 @@ def test_a_step_that_is_not_posted_does_not_go_before_one_that_is_dropped(ends: 
     def run_step(*_: object) -> None:
         raise StepRecalled
 
-    reporter = SimpleNamespace(phase=lambda *_: None)
-    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-    loop._runtime = SimpleNamespace(run_step=run_step)  # type: ignore[assignment]
+    loop = ends.loop(run_step=run_step)
     for frame in (
         Frame(MessageKind.STEP, 0, POSTED, Step(8, 0), memoryview(b"")),
         Frame(MessageKind.STEP, 0, 0, Step(9, 0), memoryview(b"")),
@@ -173,11 +176,7 @@ def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
         drafted.append(message.step.step_id)
         return StepOutput(StepResult(message.step.step_id, 2), [])
 
-    reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
-    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-    loop._runtime = SimpleNamespace(  # type: ignore[assignment]
-        run_step=run_step, run_draft=run_draft, tell=lambda _: None, keep_up=lambda *_: None
-    )
+    loop = ends.loop(run_step=run_step, run_draft=run_draft)
     for step_id in (7, 8):
         for kind, flags, message in (
             (MessageKind.STEP, 1 | POSTED, Step(step_id, 0)),
@@ -203,11 +202,7 @@ def test_drafts_behind_steps_wait_in_order_for_the_step_on_the_device(ends: Ends
         done.append(f"settle {output.result.step_id}")
         return output
 
-    reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
-    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-    loop._runtime = SimpleNamespace(  # type: ignore[assignment]
-        run_draft=run_draft, settle=settle, tell=lambda _: None, keep_up=lambda *_: None
-    )
+    loop = ends.loop(run_draft=run_draft, settle=settle)
     loop._deferred = StepOutput(StepResult(9, 0), [])
     for step_id in (7, 8):
         message = DraftStep(Step(step_id, 0), [])
@@ -230,10 +225,8 @@ def test_the_draft_stage_takes_a_step_along_before_the_next_one_begins(ends: End
         done.append(f"settle {output.result.step_id}")
         return output
 
-    reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
-    loop = _MessageLoop(ends.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-    loop._runtime = SimpleNamespace(  # type: ignore[assignment]
-        run_step=run_step, settle=settle, tell=lambda _: None,
+    loop = ends.loop(
+        run_step=run_step, settle=settle,
         keep_up=lambda step, stage: done.append(f"keep up {step.step_id} {stage}"),
     )  # fmt: skip
     for step_id in (7, 8):

@@ -19,7 +19,7 @@ ROW_SHARE: Final = 0.05
 """Assumed cost of one more row, of a step of one: between a GPU (0.02) and a small CPU (0.06)."""
 LOOK_SHARE: Final = 0.3
 """Of a plain round: what the rows of rejected drafts must cost before drafts are looked at.  Looking takes 0.1 to 0.2
-of a round, in which nothing is computed, and spares half of these rows at best."""
+of a round on an H200, in which nothing is computed, and is assumed to spare half of these rows."""
 _KEPT_RATIOS: Final = 9
 _KEPT_GAPS: Final = 32
 _UPKEEP_STEPS: Final = 128
