@@ -163,7 +163,7 @@ class StepGraphs(Generic[Output]):
             key = key._replace(max_length=0)  # its kernels read lengths from memory
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self._run_eagerly(rows, layout, tables, await_rows)
-        addresses = {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
+        addresses = self._addresses(tables)
         if addresses != self._tables:  # a table grew and moved
             self._graphs.clear()
             self._chunk_graphs.clear()
@@ -187,6 +187,14 @@ class StepGraphs(Generic[Output]):
         graphs.move_to_end(key)
         self._batch = found.batch
         return found.replay(rows, layout, await_rows)
+
+    def has(self, layout: Layout, tables: Tables) -> bool:
+        """Whether a step of a few tokens a slice would be replayed."""
+        return self._addresses(tables) == self._tables and layout.graph_key in self._graphs
+
+    @staticmethod
+    def _addresses(tables: Tables) -> dict[Space | Literal["host"], tuple[int, int]]:
+        return {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
 
     def capture_status(self, rows: Tensor | None, layout: Layout, tables: Tables) -> str:
         """Whether a step is captured on a cpu, and if not, why; computes nothing."""

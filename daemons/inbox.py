@@ -22,7 +22,7 @@ from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.doorbell import Doorbells
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Shutdown
-from lucevisor.protocol.steps import Masks, Recall, Reset, Slice
+from lucevisor.protocol.steps import DraftStep, Masks, Recall, Reset, Slice
 
 _LOOKS: Final = 20
 """At a doorbell, between two looks at the link: some two microseconds."""
@@ -112,6 +112,17 @@ class Inbox:
             found = f"{message.n_rows} masks of {message.row_bytes} bytes in {len(payload)}"
             raise StateError(f"step {step_id}", f"{found} came for {n_rows} rows")
         return torch.frombuffer(payload, dtype=torch.uint8).view(message.n_rows, message.row_bytes)
+
+    def draft_step(self, step_id: int) -> DraftStep | None:
+        """What the draft stage shall do behind a step, if that has come and is the next frame, which it stays."""
+        while not self._waiting and self._link.closed_because is None and self._link.wait(0.0):
+            frame = self._link.receive()
+            if frame is None:
+                break
+            if not self._keep(frame):
+                self._waiting.append(frame)
+        message = self._waiting[0].message if self._waiting else None
+        return message if isinstance(message, DraftStep) and message.step.step_id == step_id else None
 
     def clear(self) -> None:
         """Forget all masks: no step waits for them any more."""

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -22,11 +21,11 @@ from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffe
 from daemons.deferred import DeferredDrafts, DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
-from daemons.errors import DeviceError, LoadError, StateError
+from daemons.errors import StateError
 from daemons.identities import opened, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays
 from daemons.models.stage import LoadedStage
-from daemons.pulse import Reporter, warn_once
+from daemons.pulse import Reporter, try_to_load, warn_once
 from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler
 from daemons.scoring import score
@@ -36,13 +35,11 @@ from daemons.token_ring import FollowingStep, TokenRing, without_tokens
 from daemons.warm import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena, attach_all
 from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
-T = TypeVar("T")
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
 """Returns the masks of a step and its slices when they are there; see Inbox.take."""
 
@@ -67,11 +64,12 @@ class ModelRunner:
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
         self._queues = pinned and self.is_awaited and len(load.stages) == 1  # steps, behind one that is not settled
-        self._defers_drafts = pinned and all(p.embedding and p.output for p in load.stages)  # verified behind them
+        self.defers_drafts = pinned
         self._is_computing = False  # a step is not settled
         self._warned: set[str] = set()
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
+        self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see Inbox.draft_step
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
     @classmethod
@@ -102,11 +100,13 @@ class ModelRunner:
                 runner._sampler = Sampler(runner.spec.vocabulary, stage.device)
         problem = score_problem = ""
         if load.draft is not None:
-            runner._draft, problem = runner._try_to_load("drafter", reporter, runner._load_draft)
+            runner._draft, problem = try_to_load("drafter", reporter, runner._load_draft, needed=not load.stages)
             if problem:
                 runner._draft_inputs = None
         if load.score is not None:
-            runner.scorer, score_problem = runner._try_to_load("scoring model", reporter, runner._load_scorer)
+            runner.scorer, score_problem = try_to_load(
+                "scoring model", reporter, runner._load_scorer, needed=not load.stages
+            )
         draft, scorer = runner._draft, runner.scorer
         assert runner.spec.files is not None
         identities = unchanged(runner.spec.files)
@@ -141,19 +141,6 @@ class ModelRunner:
         n_tokens = sum(step.n_tokens for replay in replays.values() for step in replay.steps)
         reporter.log("info", "replayed while loading", n_tokens=n_tokens, seconds=seconds)
         return True
-
-    def _try_to_load(self, what: str, reporter: Reporter, load: Callable[[Reporter], T]) -> tuple[T | None, str]:
-        """Return a helping stage, or why it cannot be loaded if the daemon has other stages, which go on without.
-
-        Raises as :meth:`load` does if it has none.
-        """
-        try:
-            return load(reporter), ""
-        except (GgufError, LoadError, DeviceError, OSError, MemoryError) as error:
-            if not self._load.stages:
-                raise
-            reporter.log("error", f"the {what} cannot be loaded", reason=str(error))
-            return None, f"the {what} cannot be loaded: {error}"
 
     def _load_scorer(self, reporter: Reporter) -> ScoreStage:
         scorer = ScoreStage.load(self._load, self._backend, reporter.progress)
@@ -269,8 +256,8 @@ class ModelRunner:
         return StepOutput(result, output.payload, step=output.step)
 
     def _may_queue(self, plan: StagePlan, step: Step) -> bool:
-        """Whether a step may be answered when the next one is queued.  A DraftStep behind it needs its tokens."""
-        drafts = plan.output and self._draft is not None and not step.upkeep
+        """Whether a step may be answered when the next one is queued: not if drafts begin with its tokens."""
+        drafts = plan.output and self._asks(step)
         return self._queues and not (drafts or step.want_hidden or step.want_logits or step.rank_pages)
 
     def _tell(self, asked: Step, queued: Callable[[], None]) -> list[Slice] | None:
@@ -295,14 +282,23 @@ class ModelRunner:
         elif self._draft_inputs is not None:
             self._draft_inputs.keep_captures(step, plan.stage, captures)
 
+    def awaits_drafts(self, step: Step) -> bool:
+        """Whether the device has nothing to do behind a step until ``run_draft``."""
+        return self.defers_drafts and self._asks(step) and not (self._draft and self._draft.has_begun(step))
+
+    def _asks(self, step: Step) -> bool:
+        """Whether the draft stage, if it is here, is asked for drafts behind a step."""
+        return self._draft is not None and any(s.n_ahead for s in step.slices)
+
     @torch.inference_mode()
     def run_draft(self, message: DraftStep, wait_s: float) -> StepOutput:
         """Execute a step on the draft stage, after the output stage ran it.  Raises StateError."""
         started, step = time.monotonic(), message.step
         if self._draft is None or self._draft_inputs is None:
             raise StateError(f"draft step {step.step_id}", "this daemon has no draft stage")
-        self._draft.apply(step.operations)
-        drafts = self._draft_inputs.feed(self._draft, message, defer=message.tokens is None and self._defers_drafts)
+        if not self._draft.has_extended(step):
+            self._draft.apply(step.operations)
+        drafts = self._draft_inputs.feed(self._draft, message, defer=message.tokens is None and self.defers_drafts)
         self._is_computing = isinstance(drafts, DeferredDrafts)
         return StepOutput.of_drafts(message, self._draft_inputs.plan.stage, drafts, wait_s, started)
 
@@ -389,12 +385,16 @@ class ModelRunner:
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
         between()
         slices = [s for s in step.slices if s.sample]
-        # drafts begin with tokens that the host reads
-        drafts = self._draft_inputs is not None and any(s.n_ahead for s in slices)
-        alone = not drafts and (queues or self._plans[stage.plan.stage].source is None) and not step.want_logits
+        waits = self._asks(step) or step.want_logits  # a DraftStep begins with tokens that the host reads
+        alone = not waits and (queues or self._plans[stage.plan.stage].source is None)
         deferred = self._sampler.defer(slices, logits) if alone else None
         slices = [s for s in queued() or slices if s.sample]
         if deferred is not None:
             return deferred
         found = masks(step.step_id, slices) if any(s.masked for s in slices) else None
-        return self._sampler.sample(slices, logits, found)
+        return self._sampler.sample(slices, logits, found, partial(self._extend_drafts, step))
+
+    def _extend_drafts(self, step: Step, drawn: Tensor | None) -> None:
+        """Let the draft stage take a step along that the host waits for, if it is known that it will."""
+        if self._draft is not None and self._draft_inputs is not None:
+            self._draft_inputs.extend(self._draft, self.draft_step(step.step_id), drawn)

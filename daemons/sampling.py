@@ -9,7 +9,7 @@ Knows token ids and logits only; sequences are ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -177,12 +177,19 @@ class Sampler:
         for s in slices:
             self.count(s.sequence, s.tokens[: s.n_context])
 
-    def sample(self, slices: Sequence[Slice], logits: Tensor, masks: Tensor | None = None) -> list[Sampled]:
+    def sample(
+        self,
+        slices: Sequence[Slice],
+        logits: Tensor,
+        masks: Tensor | None = None,
+        meanwhile: Callable[[Tensor | None], None] = lambda drawn: None,
+    ) -> list[Sampled]:
         """Tokens of each slice: the one after its context, then one after each accepted draft, which is counted.
 
         ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  ``masks`` uint8 [m,
         bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted,
-        but for mirostat, which draws in order.
+        but for mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a
+        device, with the tokens that it draws, if one is drawn for each row and none needs the host.
         """
         rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[TokenReport | None]()
         masked = list[int]()
@@ -199,7 +206,7 @@ class Sampler:
             blocks.append(block)
         if masks is not None:
             apply_masks(logits, masks, masked)
-        drawn, at = _draw_rows(logits, rows, positions), 0
+        drawn, at = _draw_rows(logits, rows, positions, meanwhile), 0
         out: list[Sampled] = []
         for slice_, block, report in zip(slices, blocks, reports, strict=True):
             state, drafts = self.states[slice_.sequence], slice_.drafts
@@ -259,8 +266,15 @@ def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
 # ---- draws
 
 
-def _draw_rows(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
+def _draw_rows(
+    logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int], meanwhile: Callable[[Tensor | None], None]
+) -> list[int]:
     """A token for each row of adjusted logits [n, V], greedy or drawn for its position; 0 for those of mirostat."""
+    if logits.device.type != "cpu" and all(s.greedy for s in rows):
+        launched = DeferredTokens.of(range(len(rows)), logits.argmax(dim=-1))
+        meanwhile(launched.tokens)
+        return [*launched.settle().values()]
+    meanwhile(None)
     greedy = [i for i, s in enumerate(rows) if s.greedy]
     sorting = [i for i, s in enumerate(rows) if s.sorts and not s.greedy and not s.uses_mirostat]
     drawn = [i for i, s in enumerate(rows) if not (s.greedy or s.sorts or s.uses_mirostat)]

@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import time
-import traceback
 from collections import deque
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ import daemons
 import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
-from daemons.errors import DaemonError, describe
+from daemons.errors import DaemonError, describe, failure
 from daemons.identities import opened
 from daemons.inbox import Inbox, StepRecalled
 from daemons.models.rehearsal import rehearse
@@ -33,7 +32,6 @@ from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
 from lucevisor.model.gguf_files import GgufFiles
-from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.checks import Check
@@ -42,7 +40,7 @@ from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.loading import Hello, Load, Rehearse, Rehearsed
-from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, Shutdown
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Shutdown
 from lucevisor.protocol.scoring import ScoreWindow, WindowScores
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.protocol.steps import DraftStep, Recall, Recalled, Reset, ResetDone, Step
@@ -292,8 +290,28 @@ class _MessageLoop:
         if outcome.deferred is not None:
             self._deferred, self._n_rows = outcome, step.n_tokens
             return None
+        if isinstance(message, Step) and self._runtime.awaits_drafts(step) and self._inbox.draft_step(step.step_id):
+            return self._answer_behind_drafts(outcome, step.n_tokens)
         self._answer(outcome, step.n_tokens)
         return self._keep_up()
+
+    def _answer_behind_drafts(self, output: StepOutput, n_rows: int) -> int | None:
+        """Let the device begin with the drafts behind a step, which come next, before the step is answered."""
+        frame = self._inbox.receive()
+        assert frame is not None
+        assert isinstance(frame.message, DraftStep)
+        assert self._runtime is not None
+        try:
+            drafts = self._runtime.run_draft(frame.message, 0.0)
+        except Exception as e:  # process boundary: report, then exit
+            self._answer(output, n_rows)
+            return self._fail(f"step {output.result.step_id}", e, "the draft stage")
+        self._answer(output, n_rows)
+        if drafts.deferred is not None:
+            self._deferred, self._n_rows = drafts, n_rows
+            return None
+        self._answer(drafts, n_rows)
+        return None
 
     def _keep_up(self) -> int | None:
         """Let the draft stage take the last step along, if it has not.  Returns None, or the exit code."""
@@ -351,6 +369,7 @@ class _MessageLoop:
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
         self._inbox.spin_s = load.spin_s
+        self._runtime.draft_step = self._inbox.draft_step
         self._reporter.memory(free_bytes=self._runtime.free_bytes())
         self._link.send(loaded)
         return None
@@ -365,32 +384,6 @@ class _MessageLoop:
         self._link.close()
 
     def _fail(self, what: str, error: Exception, where: str) -> int:
-        if isinstance(error, DaemonError):
-            where, reason, advice, configuration = error.where, error.reason, error.advice, error.configuration
-        else:
-            # Only loading reads configured files; a compiler's own files may be missing for a moment.
-            configuration = what == "load" and isinstance(error, GgufError | FileNotFoundError | PermissionError)
-            reason, advice = describe(error), _advice(error, configuration)
-        message = Failed(
-            what=what,
-            where=f"group {self._options.group} {where}".strip(),
-            reason=reason,
-            advice=advice,
-            configuration=configuration,
-            details=traceback.format_exc(),
-        )
+        message = failure(what, error, f"group {self._options.group}", where)
         self._link.send(message)
-        return EXIT_CONFIGURATION if configuration else EXIT_FAILED
-
-
-def _advice(error: Exception, configuration: bool) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "the device is full: give it fewer layers (placement.target_layer_split) or fewer pages (engine.pages), "
-            "or free it"
-        )
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-        return "the machine's memory is full: give the group fewer layers or pages, or free it"
-    if configuration:
-        return "correct the file or the configuration, then `lucevisor restart GROUP`"
-    return "the daemon is restarted; if this repeats, the log holds the traceback"
+        return EXIT_CONFIGURATION if message.configuration else EXIT_FAILED

@@ -131,9 +131,10 @@ class Dflash(Drafter):
         return self.operations.concatenate([masks]).view(n_slices, -1, width)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [B, n, V] of hidden states [B, n, E]."""
-        p = self.params
-        logits = self.operations.cast(self.vocabulary.lm_head(hidden.flatten(0, 1)), torch.float32)
+        """Logits [B, n, V] of hidden states [B, n, E], float32 where they are scaled."""
+        p, logits = self.params, self.vocabulary.lm_head(hidden.flatten(0, 1))
+        if p.logit_scale != 1.0 or p.softcap:
+            logits = self.operations.cast(logits, torch.float32)
         if p.logit_scale != 1.0:
             logits = logits * p.logit_scale
         if p.softcap:

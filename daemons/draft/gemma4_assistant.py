@@ -93,14 +93,14 @@ class Gemma4Assistant(Drafter):
         return draft_from
 
     def row(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Float32 logits [B, V] after tokens and hidden states [B, E] of the target or of the draft before, and the
+        """Logits [B, V] after tokens and hidden states [B, E] of the target or of the draft before, and the
         hidden states for the next draft."""
         embedded = self.vocabulary.table(ids).to(self.dtype) * self.scale
         x = self.pre(torch.cat((embedded, hidden.to(self.dtype)), dim=-1))
         for layer in self.layers:
             x = layer(x, batch)
         out = self.norm(x)
-        return self.vocabulary.lm_head(out).float(), self.post(out)
+        return self.vocabulary.lm_head(out), self.post(out)
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
         assert hidden is not None

@@ -82,6 +82,9 @@ class DraftInputs:
         if tokens is None or len(tokens) != len(step.slices):
             found = "no" if tokens is None else f"{len(tokens)} lists of"
             raise StateError(where, f"{found} sampled tokens for {len(step.slices)} slices")
+        return step, self._captures(step, kept), tokens
+
+    def _captures(self, step: Step, kept: _KeptStep) -> list[Tensor]:
         captures = []
         for source in self.plan.sources if step.n_tokens else ():
             if source.arena is not None:
@@ -89,17 +92,32 @@ class DraftInputs:
             elif source.stage in kept.captures:
                 rows = kept.captures[source.stage]
             else:
-                raise StateError(where, f"stage {source.stage} of this daemon has kept no captures of it")
+                reason = f"stage {source.stage} of this daemon has kept no captures of it"
+                raise StateError(f"draft step {step.step_id}", reason)
             captures.append(rows)
-        return step, captures, tokens
+        return captures
+
+    def extend(self, stage: DraftStage, message: DraftStep | None, drawn: Tensor | None) -> None:
+        """Let the draft stage take a step along before its tokens are known, if it can.  ``feed`` comes later.
+
+        ``drawn``: a token for each row that samples, which the device will have.  All messages before this one must
+        have been fed.  Raises StateError.
+        """
+        kept = None if message is None else self._kept.get(message.step.step_id)
+        if message is None or kept is None:
+            return
+        step = message.step if kept.slices is None else replace(message.step, slices=kept.slices)
+        if stage.extends_ahead(step):
+            stage.extend(step, self._copied(self._captures(step, kept), stage), drawn)
 
     def feed(self, stage: DraftStage, message: DraftStep, *, defer: bool = False) -> list[Drafted] | DeferredDrafts:
-        """Let the draft stage take a step along, whose operations it has applied, and return its drafts.
+        """Let the draft stage take a step along, and return its drafts.
 
         ``defer`` as in DraftStage.run; then ``settle`` says what they are.  Raises StateError.
         """
         step, captures, tokens = self.take(message)
-        captures = self._copied(captures, stage)
+        if not stage.has_extended(step):
+            captures = self._copied(captures, stage)
         drafts = stage.run(step, captures, tokens, defer=defer) if step.n_tokens else []
         for s in step.slices:
             self._drafts.pop(s.sequence, None)

@@ -75,9 +75,8 @@ class Mtp(Drafter):
         return self.head_norm.float32(self.layer(self._inputs(ids, hidden), batch))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [B, V]."""
-        logits = self.vocabulary.lm_head(self.operations.cast(hidden, self.dtype))
-        return self.operations.cast(logits, torch.float32)
+        """Logits [B, V]."""
+        return self.vocabulary.lm_head(self.operations.cast(hidden, self.dtype))
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
         assert hidden is not None

@@ -24,6 +24,7 @@ from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.mtp import Mtp
+from daemons.draft.unseen import unseen_draft
 from daemons.draft.vocabulary import shared_weights, vocabulary_weights
 from daemons.errors import StateError
 from daemons.graphs import StepGraphs
@@ -69,6 +70,16 @@ class DraftJob(NamedTuple):
         return self.slice.n_ahead
 
 
+class AheadStep(NamedTuple):
+    """A step whose rows are in the context before its tokens are known: their hidden states, and the drafts behind it
+    if they were begun.
+    """
+
+    step_id: int
+    hidden: Tensor
+    drafts: DeferredDrafts | None
+
+
 class DraftGraphs(NamedTuple):
     """Graphs of a drafter's two forwards."""
 
@@ -88,6 +99,7 @@ class DraftStage:
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
         self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences, forgets=load.attend_host)
         self._deferred = DeferredRows(min(MOST_ROWS_OF_ALL, self.max_step_tokens))
+        self._ahead: AheadStep | None = None  # the last step that ``extend`` took
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes
@@ -152,6 +164,51 @@ class DraftStage:
             if not isinstance(operation, SetPages) or operation.space in self._spaces:
                 self.sequences.apply(operation)
 
+    def extends_ahead(self, step: Step) -> bool:
+        """Whether ``extend`` takes a step before it is known what it draws: a GPU does that while the host waits.
+
+        Not without drafts to be made behind it: then rows may wait.
+        """
+        known = all(token >= 0 for s in step.slices for token in s.tokens)
+        return self.device.type != "cpu" and known and any(s.n_ahead for s in step.slices)
+
+    def has_extended(self, step: Step) -> bool:
+        """Whether ``extend`` took this step."""
+        return self._ahead is not None and self._ahead.step_id == step.step_id
+
+    def has_begun(self, step: Step) -> bool:
+        """Whether ``extend`` began with the drafts behind this step."""
+        return self._ahead is not None and self._ahead.step_id == step.step_id and self._ahead.drafts is not None
+
+    @torch.inference_mode()
+    def extend(self, step: Step, captures: Sequence[Tensor], drawn: Tensor | None) -> None:
+        """Apply a step's operations and add its rows to the context, as ``apply`` and ``run`` do, and begin with the
+        drafts of one sequence if the device has the tokens ``drawn`` [n_drafts + 1] for each row.  ``run`` does what is
+        left.  Raises StateError.
+        """
+        self.apply(step.operations)
+        features = self._features(step, captures)
+        self.flush()
+        hidden = self._extend(step, features)
+        drafts = None if drawn is None else self._draft_unseen(step, hidden, drawn)
+        self._ahead = AheadStep(step.step_id, hidden, drafts)
+
+    def _draft_unseen(self, step: Step, hidden: Tensor, drawn: Tensor) -> DeferredDrafts | None:
+        """Drafts behind a step of one slice; None if they have to wait until its tokens are known: without a graph the
+        host may read where they begin.
+        """
+        [s, *others] = step.slices
+        if others or not s.sample or not s.n_ahead or self.graphs is None:
+            return None
+        began, first = recorded(self.device, timed=True), s.n_context
+        jobs = [DraftJob(s, 0, 0, s.start + first + i, first - 1 + i) for i in range(s.n_drafts + 1)]
+        found = unseen_draft([self.draft_layout([job]) for job in jobs], s.drafts, first - 1, drawn)
+        if found is None or not self.graphs.draft.has(found.layout, self.sequences.tables(self.device)):
+            return None
+        with launching(self.device):
+            drafts = self._draft_at(found.layout, hidden, found.row)
+            return DeferredDrafts.of([s.sequence], *drafts, began)
+
     @torch.inference_mode()
     def run(
         self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
@@ -165,7 +222,12 @@ class DraftStage:
         if not step.slices:
             return []
         began = recorded(self.device, timed=True) if defer else None
-        features, jobs = self._features(step, captures), self._jobs(step, tokens)
+        jobs = self._jobs(step, tokens)
+        if self._ahead is not None and self._ahead.step_id == step.step_id:
+            if self._ahead.drafts is not None and defer:
+                return self._ahead.drafts
+            return self._drafts(jobs, self._ahead.hidden, began)
+        features = self._features(step, captures)
         if jobs or not self._deferred.takes(step.slices):
             self.flush()
         if not jobs and self._deferred.takes(step.slices):
@@ -173,12 +235,21 @@ class DraftStage:
                 self.sequences.get(s.sequence, f"slice of sequence {s.sequence} at {s.start}")
             self._deferred.add(step.slices, features)
             return []
+        return self._drafts(jobs, self._extend(step, features), began)
+
+    def _extend(self, step: Step, features: Tensor) -> Tensor:
+        """Add a step's rows to the context; their hidden states."""
         layout = self._layout(step.slices)
         with launching(self.device):
             if self.graphs is None:
-                hidden = self.drafter.extend(features, self._batch(layout))
-            else:
-                hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
+                return self.drafter.extend(features, self._batch(layout))
+            return self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
+
+    def _drafts(
+        self, jobs: list[DraftJob], hidden: Tensor, began: torch.cuda.Event | None
+    ) -> list[Drafted] | DeferredDrafts:
+        """Make drafts; do not wait for the device if a time ``began`` is given and all are equally long."""
+        with launching(self.device):
             if began is not None and jobs and jobs[0].n == jobs[-1].n:
                 jobs.sort(key=lambda job: job.at)
                 return DeferredDrafts.of([job.slice.sequence for job in jobs], *self._draft(jobs, hidden), began)
@@ -200,6 +271,7 @@ class DraftStage:
     def reset(self) -> None:
         """Drop all sequences; weights and pools stay."""
         self._deferred.clear()
+        self._ahead = None
         self.sequences.reset()
 
     def usage(self) -> list[DeviceUse]:
@@ -261,13 +333,14 @@ class DraftStage:
 
     def _draft(self, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
         """Drafts of equal length."""
-        rows = None
-        if self.drafter.starts_from_hidden:
-            index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
-            if self.device.type != "cpu":
-                index = index.pin_memory().to(self.device, non_blocking=True)
-            rows = hidden.index_select(0, index)
-        layout = self.draft_layout(jobs)
+        index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
+        if self.device.type != "cpu" and self.drafter.starts_from_hidden:
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        return self._draft_at(self.draft_layout(jobs), hidden, index)
+
+    def _draft_at(self, layout: Layout, hidden: Tensor, index: Tensor) -> Drafts:
+        """Drafts of a layout; ``index`` [B]: the rows of ``hidden`` that precede them."""
+        rows = hidden.index_select(0, index) if self.drafter.starts_from_hidden else None
         if self.graphs is None:
             return self.drafter.draft(rows, self._batch(layout))
         return self.graphs.draft.run(rows, layout, self.sequences.tables(self.device))

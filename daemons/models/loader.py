@@ -136,7 +136,7 @@ class WeightLoader:
         shared = lookup is None
         layout = self._layouts[name, TensorRole.MATRIX] if lookup is None else lookup
         weight: Tensor | PackedWeights
-        if shared and self.selector.repacks(layout.format):
+        if self.selector.repacks(layout.format):
             weight = self._packed([_shard_part(layout)])
         elif layout.format in QUANTISED_FORMATS:
             weight = self._raw([_shard_part(layout)])

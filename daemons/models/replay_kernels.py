@@ -55,10 +55,10 @@ def _lookup(spec: ModelSpec, selector: KernelSelector, n_rows: int) -> None:
     assert spec.files is not None
     for kind, shape in ((spec.files.tensors[name].kind, shape) for name, shape in spec.embedding_tensors.items()):
         if kind.name in TILES:
-            row_bytes = shape[-1] // kind.block_elements * kind.block_bytes
-            blocks = torch.zeros(1, row_bytes, dtype=torch.uint8, device=selector.device)
+            packed = empty_packed(kind, TILE_ROWS, shape[-1], selector.device)
+            packed.tiles.zero_()
             ids = torch.zeros(n_rows, dtype=torch.int64, device=selector.device)
-            selector.table(kind, blocks, shape[-1])(ids)
+            selector.table(kind, packed, shape[-1])(ids)
 
 
 def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:

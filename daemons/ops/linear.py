@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daemons.weights.dequant import dequantise
-from daemons.weights.packed import PackedWeights
 from lucevisor.model.quant_types import INT4_GROUP, GgmlType
 from lucevisor.model.workspace import DEQUANT_ELEMENTS, INT8_GEMV_ROWS
 
@@ -187,14 +186,3 @@ class BlockTable:
 
     def __call__(self, ids: Tensor) -> Tensor:
         return dequantise(self.kind, self.raw.index_select(0, ids), self.dtype)
-
-
-class PackedTable:
-    """Rows of a packed table: one that is also the output matrix."""
-
-    def __init__(self, packed: PackedWeights, n_columns: int, dtype: torch.dtype) -> None:
-        self.packed, self.n_columns, self.dtype = packed, n_columns, dtype
-        self.n_bytes = packed.nbytes
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        return dequantise(self.packed.kind, self.packed.blocks(ids, self.n_columns), self.dtype)

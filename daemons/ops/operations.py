@@ -203,10 +203,10 @@ class Operations(Protocol):
         """x as numbers of another dtype."""
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :func:`daemons.ops.choices.top_k`."""
+        """See :func:`daemons.ops.choices.top_k`; logits of any dtype."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`daemons.ops.choices.most_likely`."""
+        """See :func:`daemons.ops.choices.most_likely`; logits of any dtype."""
 
     def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
         """See :func:`daemons.ops.choices.select_path`."""
@@ -285,10 +285,10 @@ class TorchOperations:
         return x.to(dtype)
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return choices.top_k(logits, k)
+        return choices.top_k(logits.float(), k)
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return choices.most_likely(logits)
+        return choices.most_likely(logits.float())
 
     def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
         return choices.select_path(candidates)

@@ -1,4 +1,4 @@
-"""Linear layers and experts with packed weights, on Triton kernels and, for few rows, CUDA C++.  For GPUs."""
+"""Linear layers, experts and tables with packed weights, on Triton kernels and, for few rows, CUDA C++.  For GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.experts import UNLIMITED_PAIRS
 from daemons.ops.linear import rows_at_a_time
-from daemons.ops.triton.dequant import dequantise_packed
+from daemons.ops.triton.dequant import dequantise_packed, lookup_packed
 from daemons.ops.triton.gemv import MAX_GEMV_ROWS, packed_gemv
 from daemons.ops.triton.grouped_gemm import packed_grouped_gemm
 from daemons.weights.packed import PackedWeights, empty_packed
@@ -111,6 +111,17 @@ class PackedLinear:
 def gateable(packed: PackedWeights, activation: str) -> bool:
     """Whether ``row_gemv`` has a kernel that applies the activation: halves of whole tiles."""
     return activation == "silu" and packed.n_rows % (2 * TILE_ROWS) == 0
+
+
+class PackedTable:
+    """Rows by id of a packed matrix ``[V, K]``."""
+
+    def __init__(self, packed: PackedWeights, n_columns: int, dtype: torch.dtype) -> None:
+        self.packed, self.n_columns, self.dtype = packed, n_columns, dtype
+        self.n_bytes = packed.nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return lookup_packed(self.packed, ids, self.dtype)[:, : self.n_columns].contiguous()
 
 
 class PackedExperts:

@@ -29,7 +29,6 @@ from daemons.ops.linear import (
     Int4CpuLinear,
     Int8CpuLinear,
     Linear,
-    PackedTable,
     Table,
 )
 from daemons.ops.operations import Operations, TorchOperations
@@ -242,7 +241,9 @@ class KernelSelector:
     def table(self, kind: GgmlType, weight: Tensor | PackedWeights, n_columns: int) -> Table:
         """A lookup table: raw blocks are uint8."""
         if isinstance(weight, PackedWeights):
-            self._note(f"lookup {kind.name}", "packed, rows dequantised after the lookup")
+            from daemons.ops.packed_linear import PackedTable
+
+            self._note(f"lookup {kind.name}", "packed, rows dequantised by triton")
             return PackedTable(weight, n_columns, self.dtype)
         if weight.dtype == torch.uint8 and self.cpu is not None and kind.name in KINDS:
             self._note(f"lookup {kind.name}", "blocks, rows dequantised by c++")

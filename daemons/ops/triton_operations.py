@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from daemons.ops import choices
 from daemons.ops.basic import Rope, shift_rows
 from daemons.ops.choices import Candidates
 from daemons.ops.host_pages import PageCopy
@@ -27,6 +26,7 @@ from daemons.ops.partial_attention import Partial, merged
 from daemons.ops.router import RoutedExperts, RouteFn, Router
 from daemons.ops.triton import basic
 from daemons.ops.triton.block_convolution import block_convolution
+from daemons.ops.triton.choices import most_likely, select_path, top_k
 from daemons.ops.triton.chunked_delta_rule import chunked_gated_delta_net
 from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
 from daemons.ops.triton.page_copy import copy_pages
@@ -201,13 +201,13 @@ class TritonOperations:
         return x.to(dtype)
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return choices.top_k(logits, k)
+        return top_k(logits, k)
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return choices.most_likely(logits)
+        return most_likely(logits)
 
     def select_path(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
-        return choices.select_path(candidates)
+        return select_path(candidates)
 
     def block_convolution(self, x: Tensor, delta: Tensor, base: Tensor, side: int, n: int) -> Tensor:
         return block_convolution(x, delta, base, side, n)

@@ -64,12 +64,13 @@ class TensorLayout:
 def tensor_format(
     kind: GgmlType, shape: tuple[int, ...], role: TensorRole, backend: Backend, dtype: Dtype
 ) -> WeightFormat:
-    """Format of one tensor.  Lookup tables keep the file's blocks: only the rows of a step are dequantised."""
+    """Format of one tensor.  Lookup tables keep the file's codes: only the rows of a step are dequantised."""
     if role is TensorRole.EXACT:
         return WeightFormat.FLOAT32
-    if role is TensorRole.LOOKUP:
+    found = weight_format(kind, shape, backend, dtype)
+    if role is TensorRole.LOOKUP and found is not WeightFormat.PACKED:
         return WeightFormat.BLOCKS if kind.name in NATIVE else WeightFormat(dtype.value)
-    return weight_format(kind, shape, backend, dtype)
+    return found
 
 
 def matrix_role(name: str, shape: tuple[int, ...]) -> TensorRole:

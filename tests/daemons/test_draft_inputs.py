@@ -61,6 +61,9 @@ class OneDraft:
 
     device = torch.device("cpu")
 
+    def has_extended(self, step: Step) -> bool:
+        return False
+
     def run(
         self, step: Step, captures: list[torch.Tensor], tokens: list[list[int]], *, defer: bool = False
     ) -> list[Drafted]:

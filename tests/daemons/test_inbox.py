@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from daemons.errors import StateError
 from daemons.inbox import Inbox, StepRecalled
 from daemons.options import Options
 from daemons.step_output import StepOutput
@@ -57,7 +58,9 @@ class Ends:
         """A daemon's loop on the link, with a double of what it runs."""
         reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
         loop = _MessageLoop(self.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
-        loop._runtime = SimpleNamespace(**{"tell": lambda _: None, "keep_up": lambda *_: None} | runtime)  # type: ignore[assignment]
+        loop._runtime = SimpleNamespace(
+            **{"tell": lambda _: None, "keep_up": lambda *_: None, "awaits_drafts": lambda _: False} | runtime
+        )  # type: ignore[assignment]
         return loop
 
     def later(self, work: object, *arguments: object) -> threading.Timer:
@@ -251,3 +254,46 @@ def test_a_recall_that_was_read_together_with_the_step_ends_the_wait(ends: Ends)
     assert frame is not None
     with pytest.raises(StepRecalled):
         ends.await_rows(1, 7)
+
+
+def test_what_the_draft_stage_shall_do_is_seen_before_its_turn(ends: Ends) -> None:
+    assert ends.inbox.draft_step(7) is None
+    behind = DraftStep(Step(7, 0))
+    for message in (behind, Step(8, 0), DraftStep(Step(8, 0))):
+        ends.supervisor.send(message)
+        if message is behind:
+            ends.supervisor.send(Masks(8, 1, 1), payload=[b"a"])
+    assert ends.inbox.draft_step(8) is None, "it is not the next one"
+    assert ends.inbox.draft_step(7) == behind
+    assert [ends.inbox.receive().message for _ in range(3)] == [behind, Step(8, 0), DraftStep(Step(8, 0))]  # type: ignore[union-attr]
+    ends.supervisor.close()
+    assert ends.inbox.draft_step(9) is None
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_begins_with_drafts_before_their_step_is_answered(ends: Ends, deferred: bool, fails: bool) -> None:
+    done: list[str] = []
+
+    def run_step(step: Step, *_: object) -> StepOutput:
+        return StepOutput(StepResult(step.step_id, 1), [])
+
+    def run_draft(message: DraftStep, _: float) -> StepOutput:
+        done.append("answered" if ends.supervisor.wait(0.0) else "not answered")
+        if fails:
+            raise StateError("draft step 7", "it failed", "mend it")
+        waiting = SimpleNamespace(ready=False) if deferred else None
+        return StepOutput(StepResult(7, 2), [], waiting)  # type: ignore[arg-type]
+
+    loop = ends.loop(run_step=run_step, run_draft=run_draft, settle=lambda output: output, awaits_drafts=lambda _: True)
+    ends.supervisor.send(DraftStep(Step(7, 0)))
+    code = loop._handle(Frame(MessageKind.STEP, 0, 1, Step(7, 0), memoryview(b"")))
+    assert done == ["not answered"]
+    assert ends.supervisor.receive().message == StepResult(7, 1)  # type: ignore[union-attr]
+    if fails:
+        assert code
+        assert ends.supervisor.receive().message.reason == "it failed"  # type: ignore[union-attr]
+        return
+    assert (loop._deferred is not None) == deferred
+    loop._answer_deferred()
+    assert ends.supervisor.receive().message == StepResult(7, 2)  # type: ignore[union-attr]

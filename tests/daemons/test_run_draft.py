@@ -54,6 +54,9 @@ class Recorder:
         self.operations: list[Operation] = []
         self.steps: list[object] = []
 
+    def has_extended(self, step: Step) -> bool:
+        return False
+
     def apply(self, operations: Sequence[Operation]) -> None:
         self.operations += operations
 
@@ -276,3 +279,17 @@ def test_a_daemon_without_a_draft_stage_refuses_its_steps(golden: Golden) -> Non
 def test_an_arena_for_captures_that_nobody_uses_is_refused(golden: Golden) -> None:
     with pytest.raises(LoadError, match="arena 0 for captures: 0 stages of this daemon write or read it"):
         Daemons(golden, [captured(golden, 0)]).runner([], [0], None)
+
+
+def test_only_steps_that_ask_for_drafts_keep_the_next_one_waiting(
+    daemons: tuple[ModelRunner, ModelRunner, ModelRunner], golden: Golden
+) -> None:
+    """Not those of a drafter that rests, which nobody tells the daemon of."""
+    _, second, third = daemons
+    [plan] = [plan for plan in second._plans.values() if plan.output]
+    second._queues = True
+    asking = step(8, 0, golden.ids[:30])
+    silent = replace(asking, slices=[replace(asking.slices[0], n_ahead=0)])
+    assert second._may_queue(plan, asking) == (second is not third)
+    assert second._may_queue(plan, silent)
+    assert second._may_queue(plan, replace(silent, upkeep=True))

@@ -108,13 +108,18 @@ def for_one_each(cases: list[Case]) -> list[Case]:
     return [replace(case, targets=tuple(t for t in case.targets if t in ONE_EACH)) for case in cases]
 
 
-def _dequantise(kind: str, dtype: str) -> Case:
+def _dequantise(kind: str, dtype: str, *, lookup: bool = False) -> Case:
     pointers, absent = random_packed(kind)
+    if lookup:
+        pointers |= {"ids": "*i64"}
+    else:
+        absent |= {"ids": None}
     pointers |= {"out": f"*{dtype}"}
     signature = pointers | dict.fromkeys(("first_row", "n_rows", "n_chunks"), "i32")
     options = {"num_warps": 4, "enable_fp_fusion": False}
     constants = absent | {"KIND": kind, "TILE": tile_bytes(kind), "BN": 8}
-    return Case(f"dequantise {kind} {dtype}", dequant.dequantise_kernel, signature, constants, tuple(pointers), options)
+    name = f"{'lookup' if lookup else 'dequantise'} {kind} {dtype}"
+    return Case(name, dequant.dequantise_kernel, signature, constants, tuple(pointers), options)
 
 
 def split_sum_kernel(dtype: str) -> Case:
@@ -148,6 +153,8 @@ CASES = [
         _gemv("Q5_0", "bf16", per_expert=True, padded=True),
         *(_gemv(kind, "bf16") for kind in ("Q5_0", "Q4_1", "Q5_1")),
         *(_dequantise(kind, "bf16") for kind in ("Q5_0", "Q4_1", "Q5_1")),
+        *(_dequantise(kind, "bf16", lookup=True) for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
+        *(_dequantise(kind, "fp16", lookup=True) for kind in ("Q5_0", "Q4_1", "Q5_1")),
     ),
     *(_dequantise(kind, "bf16") for kind in ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q8_0")),
     split_sum_kernel("bf16"),

@@ -18,10 +18,10 @@ from daemons.models.loader import Rows, WeightLoader
 from daemons.ops import packed_linear
 from daemons.ops.expert_pairs import ExpertPairs
 from daemons.ops.experts import BlockExperts, ConcatExperts
-from daemons.ops.linear import BlockTable, PackedTable
+from daemons.ops.linear import BlockTable
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import TorchOperations
-from daemons.ops.packed_linear import PackedExperts, PackedLinear
+from daemons.ops.packed_linear import PackedExperts, PackedLinear, PackedTable
 from daemons.ops.selection import KernelSelector
 from daemons.ops.triton import gemv, gemv_float16
 from daemons.ops.triton.gemv import MAX_GEMV_ROWS
@@ -36,6 +36,7 @@ from tests.daemons.tiny_models import Tiny, random_blocks, write
 from tests.families.test_weight_formats import spec_of, with_formats_of
 from tests.kernels.gemv_error import assert_gemm, assert_gemv
 from tests.kernels.limits import UNITS
+from tests.kernels.matrices import SHORT
 from tests.numerics import Exact, Narrow
 
 __all__ = ["spec_of"]  # a fixture
@@ -189,8 +190,18 @@ def test_rows_of_a_table_are_the_same_bits(kind, dtype):
     ids = torch.tensor([7, 0, 49, 7, 13], device=DEVICE)
     a, b = PackedTable(repack(type_, raw), 512, dtype), BlockTable(type_, raw, dtype)
     assert a.n_bytes == b.n_bytes // 50 * 64
-    assert a(ids).dtype == dtype
-    assert torch.equal(a(ids), b(ids))
+    for some in (ids, ids[:1], ids.repeat(3)):
+        assert a(some).dtype == dtype
+        assert torch.equal(a(some), b(some))
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_rows_of_a_table_have_no_padding(kind):
+    type_, raw = blocks(kind, 20, 352)
+    ids = torch.tensor([19, 3], device=DEVICE)
+    found = PackedTable(repack(type_, raw), 352, torch.float32)(ids)
+    assert found.is_contiguous()
+    assert torch.equal(found, BlockTable(type_, raw, torch.float32)(ids))
 
 
 # ---- loading

@@ -265,7 +265,8 @@ class CpuOperations(TorchOperations):
         return out
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if logits.dtype is not torch.float32 or not logits.is_contiguous() or k > logits.shape[-1]:
+        logits = self.cast(logits, torch.float32)
+        if not logits.is_contiguous() or k > logits.shape[-1]:
             return super().top_k(logits, k)
         shape, n = (*logits.shape[:-1], k), logits.shape[-1]
         best, tokens = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
@@ -273,7 +274,8 @@ class CpuOperations(TorchOperations):
         return best, tokens
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        if logits.dtype is not torch.float32 or not logits.is_contiguous():
+        logits = self.cast(logits, torch.float32)
+        if not logits.is_contiguous():
             return super().most_likely(logits)
         shape, n = logits.shape[:-1], logits.shape[-1]
         tokens, probabilities = torch.empty(shape, dtype=torch.int64), torch.empty(shape)

@@ -1,4 +1,6 @@
-"""Packed weights to plain numbers, bit for bit those of ``daemons.weights.dequant``: the operand of a library gemm."""
+"""Packed weights to plain numbers, bit for bit those of ``daemons.weights.dequant``: the operand of a library gemm, or
+rows of a table by their ids.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,26 @@ from lucevisor.model.quant_types import CHUNK
 
 @triton.jit(do_not_specialize=["first_row", "n_rows"])
 def dequantise_kernel(
-    codes, high, scales, steps, out, first_row, n_rows, n_chunks,
+    codes, high, scales, steps, ids, out, first_row, n_rows, n_chunks,
     KIND: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, chunk): BN rows from ``first_row`` on, one chunk of 256 columns.  ``out`` [n_rows, n_chunks 256]."""
+    """Program (i, chunk): BN rows from ``first_row`` on, one chunk of 256 columns.  ``out`` [n_rows, n_chunks 256].
+
+    With ``ids`` [n_rows] the rows that these name, instead of those from ``first_row`` on.
+    """
     L: tl.constexpr = 16 if KIND == "Q6_K" else 32
     HAS_FIFTH_BIT: tl.constexpr = KIND == "Q5_K" or KIND == "Q5_0" or KIND == "Q5_1"
     K_QUANT: tl.constexpr = KIND == "Q4_K" or KIND == "Q5_K"
     chunk = tl.program_id(1)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
-    weight_row = tl.minimum(row, n_rows - 1).to(tl.int64)
-    tile = (first_row + weight_row) // 16 * n_chunks + chunk
-    tile_row = (first_row + weight_row) % 16
+    out_row = tl.minimum(row, n_rows - 1).to(tl.int64)
+    weight_row = first_row + out_row if ids is None else tl.load(ids + out_row)
+    tile = weight_row // 16 * n_chunks + chunk
+    tile_row = weight_row % 16
     words_at, halves_at = tile * (TILE // 4), tile * (TILE // 2)
     element = tl.arange(0, L)[None, :]
     pair = tl.arange(0, L // 2)[None, :]
-    to = out + (weight_row * n_chunks + chunk)[:, None] * 256 + element
+    to = out + (out_row * n_chunks + chunk)[:, None] * 256 + element
     inside = (row < n_rows)[:, None] & (element >= 0)
     kind = out.dtype.element_ty
     if KIND == "Q8_0":
@@ -79,11 +85,20 @@ def dequantise_packed(
     packed: PackedWeights, dtype: torch.dtype, first_row: int = 0, n_rows: int | None = None
 ) -> Tensor:
     """``n_rows`` rows of a packed matrix, ``[n_rows, K]`` from ``first_row`` on; K is padded to whole chunks of 256."""
-    kind, n_chunks = packed.kind.name, packed.n_chunks
     n_rows = packed.n_rows if n_rows is None else n_rows
+    return _launch(packed, dtype, None, first_row, n_rows)
+
+
+def lookup_packed(packed: PackedWeights, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows ``ids`` [n] int64 of a packed matrix, ``[n, K]``; K is padded to whole chunks of 256."""
+    return _launch(packed, dtype, ids, 0, ids.shape[0])
+
+
+def _launch(packed: PackedWeights, dtype: torch.dtype, ids: Tensor | None, first_row: int, n_rows: int) -> Tensor:
+    kind, n_chunks = packed.kind.name, packed.n_chunks
     out = torch.empty(n_rows, n_chunks * CHUNK, dtype=dtype, device=packed.tiles.device)
     dequantise_kernel[(triton.cdiv(n_rows, 8), n_chunks)](
-        packed.codes, packed.high, packed.scales, packed.steps, out, first_row, n_rows, n_chunks,
+        packed.codes, packed.high, packed.scales, packed.steps, ids, out, first_row, n_rows, n_chunks,
         KIND=kind, TILE=tile_bytes(kind), BN=8, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
