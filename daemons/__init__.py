@@ -2,4 +2,9 @@
 
 They import the standard library, torch, numpy, gguf, msgspec, ``lucevisor.model`` and ``lucevisor.protocol``,
 nothing else.
+
+process, its loop and reports    main, options, worker, inbox, pulse, errors, failures, identities
+steps                            runner (read it first), boundary, token_ring, deferred, step_output, graphs, warm
+devices                          device, check, timing, tuning
+tokens                           sampling, scoring, masks, repetition, truncation
 """

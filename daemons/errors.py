@@ -8,11 +8,6 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-import torch
-
-from lucevisor.model.gguf_header import GgufError
-from lucevisor.protocol.messages import Failed
-
 _OUR_DIRECTORY = Path(__file__).parent
 
 
@@ -52,34 +47,3 @@ def describe(error: BaseException) -> str:
     if ours is None:
         return text
     return f"{text} (at daemons/{Path(ours.filename).relative_to(_OUR_DIRECTORY)}:{ours.lineno} in {ours.name})"
-
-
-def failure(what: str, error: Exception, group: str, where: str) -> Failed:
-    """What the supervisor is told of an error that is being handled, in ``what`` the daemon of ``group`` was at."""
-    if isinstance(error, DaemonError):
-        where, reason, advice, configuration = error.where, error.reason, error.advice, error.configuration
-    else:
-        # Only loading reads configured files; a compiler's own files may be missing for a moment.
-        configuration = what == "load" and isinstance(error, GgufError | FileNotFoundError | PermissionError)
-        reason, advice = describe(error), _advice(error, configuration)
-    return Failed(
-        what=what,
-        where=f"{group} {where}".strip(),
-        reason=reason,
-        advice=advice,
-        configuration=configuration,
-        details=traceback.format_exc(),
-    )
-
-
-def _advice(error: Exception, configuration: bool) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "the device is full: give it fewer layers (placement.target_layer_split) or fewer pages (engine.pages), "
-            "or free it"
-        )
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-        return "the machine's memory is full: give the group fewer layers or pages, or free it"
-    if configuration:
-        return "correct the file or the configuration, then `lucevisor restart GROUP`"
-    return "the daemon is restarted; if this repeats, the log holds the traceback"

@@ -13,10 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
-from daemons.errors import DeviceError, LoadError
-from lucevisor.model.gguf_header import GgufError
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Heartbeat, LogLine, Progress
@@ -24,7 +22,6 @@ from lucevisor.protocol.messages import Heartbeat, LogLine, Progress
 HEARTBEAT_S = 0.5
 N_WAITING = 1000  # log lines and progress reports kept for a slow supervisor
 
-T = TypeVar("T")
 Phase = Literal["start", "load", "idle", "step", "score", "check"]
 _SILENT = {"idle", "step", "score"}
 Field = str | int | float | bool | None
@@ -183,17 +180,3 @@ def warn_once(reporter: Reporter, told: set[str], warnings: Iterable[str], stage
         if text not in told:
             told.add(text)
             reporter.log("warning", text, stage=stage)
-
-
-def try_to_load(what: str, reporter: Reporter, load: Callable[[Reporter], T], *, needed: bool) -> tuple[T | None, str]:
-    """A stage that helps others, or None and why it cannot be loaded, which is logged.
-
-    Raises what ``load`` does if it is ``needed``: the daemon has no other stages.
-    """
-    try:
-        return load(reporter), ""
-    except (GgufError, LoadError, DeviceError, OSError, MemoryError) as error:
-        if needed:
-            raise
-        reporter.log("error", f"the {what} cannot be loaded", reason=str(error))
-        return None, f"the {what} cannot be loaded: {error}"

@@ -22,10 +22,11 @@ from daemons.deferred import DeferredDrafts, DeferredTokens, Fill, QueuedStep, r
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
+from daemons.failures import try_to_load
 from daemons.identities import opened, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays
 from daemons.models.stage import LoadedStage
-from daemons.pulse import Reporter, try_to_load, warn_once
+from daemons.pulse import Reporter, warn_once
 from daemons.relevance.stage import ScoreStage
 from daemons.sampling import Sampler
 from daemons.scoring import score
@@ -293,14 +294,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run_draft(self, message: DraftStep, wait_s: float) -> StepOutput:
         """Execute a step on the draft stage, after the output stage ran it.  Raises StateError."""
-        started, step = time.monotonic(), message.step
-        if self._draft is None or self._draft_inputs is None:
+        started, step, draft, inputs = time.monotonic(), message.step, self._draft, self._draft_inputs
+        if draft is None or inputs is None:
             raise StateError(f"draft step {step.step_id}", "this daemon has no draft stage")
-        if not self._draft.has_extended(step):
-            self._draft.apply(step.operations)
-        drafts = self._draft_inputs.feed(self._draft, message, defer=message.tokens is None and self.defers_drafts)
+        if not draft.has_extended(step):
+            draft.apply(step.operations)
+        drafts = inputs.feed(draft, message, defer=message.tokens is None and self.defers_drafts)
         self._is_computing = isinstance(drafts, DeferredDrafts)
-        return StepOutput.of_drafts(message, self._draft_inputs.plan.stage, drafts, wait_s, started)
+        return StepOutput.of_drafts(message, inputs.plan.stage, drafts, wait_s, started)
 
     @torch.inference_mode()
     def keep_up(self, step: Step, stage_index: int) -> None:
@@ -370,8 +371,7 @@ class ModelRunner:
         if step.want_logits:
             queued()
             payload.add("logits", stage.logits(rows, None).cpu())
-        wanted: list[int] = []
-        end = 0
+        wanted, end = list[int](), 0
         for slice_ in step.slices:
             end += len(slice_.tokens)
             if slice_.sample:

@@ -21,7 +21,8 @@ import daemons
 import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
-from daemons.errors import DaemonError, describe, failure
+from daemons.errors import DaemonError, describe
+from daemons.failures import failure
 from daemons.identities import opened
 from daemons.inbox import Inbox, StepRecalled
 from daemons.models.rehearsal import rehearse
@@ -262,6 +263,8 @@ class _MessageLoop:
         if isinstance(message, DraftStep) and step.step_id in self._recalled:
             return None  # it comes again with its step
         self._reporter.phase("step", step.step_id)
+        if isinstance(message, Step) and message.upkeep and self._waiting:
+            self._answer_deferred()  # its operations are the draft stage's, too, which has not had those before
         code = self._keep_up()  # before the step's operations, and while the one before is computed
         if code is not None:
             return code

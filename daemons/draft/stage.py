@@ -186,21 +186,24 @@ class DraftStage:
         drafts of one sequence if the device has the tokens ``drawn`` [n_drafts + 1] for each row.  ``run`` does what is
         left.  Raises StateError.
         """
+        began = recorded(self.device, timed=True)
         self.apply(step.operations)
         features = self._features(step, captures)
         self.flush()
         hidden = self._extend(step, features)
-        drafts = None if drawn is None else self._draft_unseen(step, hidden, drawn)
+        drafts = None if drawn is None else self._draft_unseen(step, hidden, drawn, began)
         self._ahead = AheadStep(step.step_id, hidden, drafts)
 
-    def _draft_unseen(self, step: Step, hidden: Tensor, drawn: Tensor) -> DeferredDrafts | None:
+    def _draft_unseen(
+        self, step: Step, hidden: Tensor, drawn: Tensor, began: torch.cuda.Event
+    ) -> DeferredDrafts | None:
         """Drafts behind a step of one slice; None if they have to wait until its tokens are known: without a graph the
         host may read where they begin.
         """
         [s, *others] = step.slices
         if others or not s.sample or not s.n_ahead or self.graphs is None:
             return None
-        began, first = recorded(self.device, timed=True), s.n_context
+        drawn, first = drawn.to(self.device, non_blocking=True), s.n_context
         jobs = [DraftJob(s, 0, 0, s.start + first + i, first - 1 + i) for i in range(s.n_drafts + 1)]
         found = unseen_draft([self.draft_layout([job]) for job in jobs], s.drafts, first - 1, drawn)
         if found is None or not self.graphs.draft.has(found.layout, self.sequences.tables(self.device)):

@@ -54,7 +54,7 @@ def _lookup(spec: ModelSpec, selector: KernelSelector, n_rows: int) -> None:
     """Rows of the token table, which nothing else needs before the first layer."""
     assert spec.files is not None
     for kind, shape in ((spec.files.tensors[name].kind, shape) for name, shape in spec.embedding_tensors.items()):
-        if kind.name in TILES:
+        if kind.name in TILES and selector.kernels:
             packed = empty_packed(kind, TILE_ROWS, shape[-1], selector.device)
             packed.tiles.zero_()
             ids = torch.zeros(n_rows, dtype=torch.int64, device=selector.device)

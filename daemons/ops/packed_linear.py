@@ -121,7 +121,7 @@ class PackedTable:
         self.n_bytes = packed.nbytes
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return lookup_packed(self.packed, ids, self.dtype)[:, : self.n_columns].contiguous()
+        return lookup_packed(self.packed, ids.contiguous(), self.dtype)[:, : self.n_columns].contiguous()
 
 
 class PackedExperts:

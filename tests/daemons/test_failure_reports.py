@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -102,3 +104,10 @@ def test_a_load_whose_threads_find_no_memory_to_begin_fails_with_their_name(monk
     assert (message.what, message.configuration) == ("load", False)
     assert "the thread 'save_0' did not begin" in message.reason
     assert "memory is full" in message.advice
+
+
+def test_a_daemon_begins_before_torch_is_imported() -> None:
+    """So it can be stopped, report and pin itself meanwhile."""
+    code = "import sys, daemons.main; print(sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

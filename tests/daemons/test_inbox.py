@@ -297,3 +297,22 @@ def test_a_device_begins_with_drafts_before_their_step_is_answered(ends: Ends, d
     assert (loop._deferred is not None) == deferred
     loop._answer_deferred()
     assert ends.supervisor.receive().message == StepResult(7, 2)  # type: ignore[union-attr]
+
+
+def test_the_draft_stage_has_earlier_steps_before_the_operations_of_one_that_it_takes_along(ends: Ends) -> None:
+    """They may close a sequence that a DraftStep opens, which waits for a step on the device."""
+    done: list[str] = []
+
+    def run_step(step: Step, *_: object) -> StepOutput:
+        done.append(f"run {step.step_id}")
+        return StepOutput(StepResult(step.step_id, 1), [])
+
+    def run_draft(message: DraftStep, _: float) -> StepOutput:
+        done.append(f"draft {message.step.step_id}")
+        return StepOutput(StepResult(message.step.step_id, 2), [])
+
+    loop = ends.loop(run_step=run_step, run_draft=run_draft, settle=lambda output: output)
+    loop._deferred = StepOutput(StepResult(8, 1), [])
+    assert loop._handle(Frame(MessageKind.DRAFT_STEP, 0, 2, DraftStep(Step(8, 0)), memoryview(b""))) is None
+    assert loop._handle(Frame(MessageKind.STEP, 0, 1, Step(9, 0, upkeep=True), memoryview(b""))) is None
+    assert done == ["draft 8", "run 9"]

@@ -60,7 +60,7 @@ def crowded() -> dict[Path, set[str]]:
     """The modules of packages that have many."""
     modules = defaultdict(set)
     for path in sources():
-        if path.stem != "__init__":
+        if path.stem not in ("__init__", "__main__"):
             modules[path.parent].add(path.stem)
     return {package: names for package, names in modules.items() if len(names) >= MANY_MODULES}
 

@@ -110,7 +110,7 @@ def best_and_sums_kernel(x, keys, sums, n, stride, BLOCK: tl.constexpr) -> None:
     best = tl.max(tl.where(place < n, keys_of(value, place), NO_KEY), axis=0)
     to = row * tl.num_programs(1) + split
     tl.store(keys + to, best)
-    tl.store(sums + to, tl.sum(tl.exp(value - logit_of(best)), axis=0))
+    tl.store(sums + to, tl.sum(tl.where(value > float("-inf"), tl.exp(value - logit_of(best)), 0.0), axis=0))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -168,7 +168,7 @@ def select_path_kernel(
         unary = tl.load(best + at * K + candidate, mask=candidate < K, other=float("-inf"))
         score = tl.sum(rows.to(tl.float32) * (newest * gates)[None, :], axis=1) + unary
         highest = tl.max(score, axis=0)
-        chosen = tl.min(tl.where(score == highest, candidate, BK - 1), axis=0)
+        chosen = tl.min(tl.where(score == highest, candidate, K - 1), axis=0)
         tl.store(tokens + at, tl.load(candidates + at * K + chosen))
         tl.store(probabilities + at, 1.0 / tl.sum(tl.exp(score - highest), axis=0))
         newest = tl.load(before + (at * K + chosen) * R + column, mask=column < R, other=0.0).to(tl.float32)
