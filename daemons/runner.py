@@ -396,5 +396,5 @@ class ModelRunner:
 
     def _extend_drafts(self, step: Step, drawn: Tensor | None) -> None:
         """Let the draft stage take a step along that the host waits for, if it is known that it will."""
-        if self._draft is not None and self._draft_inputs is not None:
+        if self.defers_drafts and self._asks(step) and self._draft is not None and self._draft_inputs is not None:
             self._draft_inputs.extend(self._draft, self.draft_step(step.step_id), drawn)

@@ -188,8 +188,8 @@ class Sampler:
 
         ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  ``masks`` uint8 [m,
         bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted,
-        but for mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a
-        device, with the tokens that it draws, if one is drawn for each row and none needs the host.
+        but for mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a device, with the
+        tokens that it draws, a row's each; None if the host takes part.
         """
         rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[TokenReport | None]()
         masked = list[int]()

@@ -165,20 +165,22 @@ class DraftStage:
                 self.sequences.apply(operation)
 
     def extends_ahead(self, step: Step) -> bool:
-        """Whether ``extend`` takes a step before it is known what it draws: a GPU does that while the host waits.
-
-        Not without drafts to be made behind it: then rows may wait.
+        """Whether ``extend`` can take a step that asks for drafts, before it is known what it draws: on a GPU, which
+        does that while the host waits, and if the tokens that it started from are known.
         """
-        known = all(token >= 0 for s in step.slices for token in s.tokens)
-        return self.device.type != "cpu" and known and any(s.n_ahead for s in step.slices)
+        return self.device.type != "cpu" and all(token >= 0 for s in step.slices for token in s.tokens)
+
+    def _ahead_of(self, step: Step) -> AheadStep | None:
+        return self._ahead if self._ahead is not None and self._ahead.step_id == step.step_id else None
 
     def has_extended(self, step: Step) -> bool:
         """Whether ``extend`` took this step."""
-        return self._ahead is not None and self._ahead.step_id == step.step_id
+        return self._ahead_of(step) is not None
 
     def has_begun(self, step: Step) -> bool:
         """Whether ``extend`` began with the drafts behind this step."""
-        return self._ahead is not None and self._ahead.step_id == step.step_id and self._ahead.drafts is not None
+        ahead = self._ahead_of(step)
+        return ahead is not None and ahead.drafts is not None
 
     @torch.inference_mode()
     def extend(self, step: Step, captures: Sequence[Tensor], drawn: Tensor | None) -> None:
@@ -226,10 +228,8 @@ class DraftStage:
             return []
         began = recorded(self.device, timed=True) if defer else None
         jobs = self._jobs(step, tokens)
-        if self._ahead is not None and self._ahead.step_id == step.step_id:
-            if self._ahead.drafts is not None and defer:
-                return self._ahead.drafts
-            return self._drafts(jobs, self._ahead.hidden, began)
+        if (ahead := self._ahead_of(step)) is not None:
+            return ahead.drafts if defer and ahead.drafts is not None else self._drafts(jobs, ahead.hidden, began)
         features = self._features(step, captures)
         if jobs or not self._deferred.takes(step.slices):
             self.flush()
