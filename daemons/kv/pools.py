@@ -18,6 +18,8 @@ from torch import Tensor
 
 from daemons.device import allocating, host_zeros, torch_dtype
 from daemons.errors import StateError
+from daemons.kv.state_updates import ApplyUpdates, StateUpdates
+from daemons.ops.delta_rule import apply_updates
 from daemons.ops.host_pages import HostLayer, HostPages, PageCopy
 from daemons.ops.page_scores import KeySketches
 from daemons.ops.paged import DensePages, PagedTensor, Pages, Q8Pages
@@ -34,6 +36,7 @@ class _StateShape:
     name: str
     shape: tuple[int, ...]
     dtype: Dtype
+    update_width: int
 
 
 class Pools:
@@ -49,9 +52,10 @@ class Pools:
         *,
         rank_pages: bool = False,
         page_copy: PageCopy | None = None,
+        apply_updates: ApplyUpdates = apply_updates,
     ) -> None:
         """``rank_pages``: keep on the device what pages in host memory are ranked by.
-        ``page_copy``: the device's copy of scattered pages.
+        ``page_copy``: the device's copy of scattered pages.  ``apply_updates``: how it makes a state of updates.
         """
         self._rank_pages = rank_pages
         self.device, self.layers = device, layers
@@ -62,7 +66,8 @@ class Pools:
         for i in range(layers.start, layers.stop):
             layer = spec.layers[i]
             for t in layer.state:
-                members.setdefault(_StateShape(layer.space, t.name, t.shape, t.dtype or kv_dtype), []).append(i)
+                shape = _StateShape(layer.space, t.name, t.shape, t.dtype or kv_dtype, t.update_width)
+                members.setdefault(shape, []).append(i)
         self._stacks: list[tuple[Space, list[Tensor]]] = []
         self._stack_layers: list[list[int]] = []  # of each of them
         self._paged: dict[tuple[int, str], PagedTensor] = {}
@@ -71,6 +76,7 @@ class Pools:
         self._host_states: dict[tuple[int, str], Tensor] = {}
         self._ranked: list[PagedTensor] = []  # keys of which sketches are kept
         self._host_pages = HostPages(device, sizes.host_pages, page_copy) if sizes.host_pages else None
+        self.updates = StateUpdates(device, apply_updates)
         for shape, indices in members.items():
             self._allocate(shape, indices)
         if self._host_pages is not None:
@@ -99,6 +105,8 @@ class Pools:
         self._stack_layers.append(indices)
         if recurrent:
             self._allocate_host(shape, indices, tensors[0].dtype)
+        if shape.update_width:
+            self.updates.allocate(tensors[0], shape.update_width, indices, what)
         hosts = []
         if self._host_pages is not None and shape.space is Space.FULL:
             hosts = [self._host_pages.add(tensor) for tensor in tensors]
@@ -225,7 +233,7 @@ class Pools:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(t.nbytes for _, tensors in self._stacks for t in tensors)
+        return sum(t.nbytes for _, tensors in self._stacks for t in tensors) + self.updates.nbytes
 
     @property
     def host_nbytes(self) -> int:

@@ -29,6 +29,7 @@ from lucevisor.protocol.steps import (
     PageIn,
     PageOut,
     SetPages,
+    Slice,
     UseState,
     ZeroState,
 )
@@ -53,7 +54,8 @@ class OpenedSequence:
 
     ``breaks[space]``: first entry whose page id is not the previous one plus 1; the table's length when there is none.
     ``out``: entries of the ``full`` table that were paged out, ascending: those behind them moved up.  ``host_rows``:
-    where those that are attended to lie in host memory, ascending, as order means nothing to attention.
+    where those that are attended to lie in host memory, ascending, as order means nothing to attention.  ``updates``:
+    states of the tokens of its last slice that are not made yet, in order; ``state`` is from before them.
     """
 
     id: int
@@ -64,6 +66,7 @@ class OpenedSequence:
     out: list[int] = field(default_factory=list)
     hosts: dict[int, int] = field(default_factory=dict)  # where those that were kept lie in host memory, by entry
     host_rows: list[int] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)
 
     def table(self, space: Space) -> list[int]:
         return self.pages.setdefault(space, [])
@@ -137,7 +140,9 @@ class Sequences:
             case OpenSequence():
                 self._open(operation)
             case CloseSequence(sequence):
-                self._free_rows.append(self.get(sequence, "CloseSequence").row)
+                closed = self.get(sequence, "CloseSequence")
+                self._settle(closed, closed.state)
+                self._free_rows.append(closed.row)
                 del self.by_id[sequence]
             case CopyPage(space, source, target, n_tokens):
                 where = f"CopyPage of space {space.value}"
@@ -152,6 +157,7 @@ class Sequences:
                 self._check_unit("CopyState", Space.RECURRENT, target)
                 if self._tier(source) is self._tier(target) is Tier.HOST:
                     raise StateError("CopyState", f"states {source} and {target} both lie in host memory")
+                self._make(source)
                 for pool in self.pools:
                     pool.copy_state(source, target)
             case ZeroState(state):
@@ -164,7 +170,39 @@ class Sequences:
                 self._page_in(operation)
             case UseState(sequence, state):
                 self.check_live("UseState", state)
-                self.get(sequence, "UseState").state = state
+                opened = self.get(sequence, "UseState")
+                self._settle(opened, state)
+                opened.state = state
+
+    def keep_updates(self, slices: Sequence[Slice]) -> None:
+        """Note the slices of a step that ran: where kernels leave updates, several tokens that all have a row did."""
+        for s in slices if any(pool.updates.in_use for pool in self.pools) else ():
+            if len(s.states) == len(s.tokens) > 1:
+                self.by_id[s.sequence].updates = s.states
+
+    def settle(self, slices: Sequence[Slice]) -> None:
+        """Make the live states of sequences that go on without a ``UseState``, before a step of these slices."""
+        for s in slices:
+            if (opened := self.by_id.get(s.sequence)) is not None and opened.updates:
+                self._settle(opened, opened.state)
+
+    def _settle(self, opened: OpenedSequence, state: int) -> None:
+        """Make ``state`` if it is one of those after the tokens of the last slice; nobody uses the others."""
+        if state in opened.updates:
+            rows = opened.updates[: opened.updates.index(state) + 1]
+            for pool in self.pools:
+                pool.updates.make(opened.state, rows, state)
+        opened.updates = []
+
+    def _make(self, state: int) -> None:
+        """Make a state that is copied before it is known which one its sequence goes on with, and all others."""
+        for opened in self.by_id.values():
+            if state in opened.updates:
+                rows, live = opened.updates, opened.state
+                opened.updates = []
+                for row in [*(row for row in rows if row != live), *(row for row in rows if row == live)]:
+                    for pool in self.pools:
+                        pool.updates.make(live, rows[: rows.index(row) + 1], row)
 
     def _check_unit(self, where: str, space: Space, unit: int) -> None:
         if not 0 <= unit < self.units[space]:

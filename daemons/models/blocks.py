@@ -23,7 +23,7 @@ from daemons.ops.basic import RmsNorm, Rope, l2_scale
 from daemons.ops.delta_rule import by_token, chunked, convolve, step
 from daemons.ops.gated import gated_product
 from daemons.ops.linear import Linear, Table
-from daemons.ops.operations import SHORT_SLICE, GatedDeltaNetParams, Norm, Operations
+from daemons.ops.operations import SHORT_SLICE, DeltaNetPools, GatedDeltaNetParams, Norm, Operations
 from daemons.ops.paged import PagedTensor
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
@@ -280,13 +280,16 @@ class GatedDeltaNet:
         weights: GatedDeltaNetWeights,
         convolution: Tensor,
         states: Tensor,
+        updates: Callable[[], Tensor],
         operations: Operations,
     ) -> None:
+        """``updates``: what single tokens do to the states, if a kernel keeps that."""
         self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
         w = weights
         self.gated_delta_net = operations.gated_delta_net(
             GatedDeltaNetParams(shape.n_key, shape.n_value, shape.dim, w.conv_weight, w.decay_rates, w.dt_bias, w.norm)
         )
+        self.pools = DeltaNetPools(convolution, states, updates()) if self.gated_delta_net is not None else None
         s = shape
         self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
         self.channels = [2 * s.n_key * s.dim, s.n_value * s.dim]
@@ -306,11 +309,9 @@ class GatedDeltaNet:
     def _mix(self, group: Group, y: Tensor) -> Tensor:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; advances the group's states."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
-        if self.gated_delta_net is not None and (
-            self.gated_delta_net.max_tokens is None or n <= self.gated_delta_net.max_tokens
-        ):
-            where = group.states, group.kept_states, group.spans
-            found = self.gated_delta_net(y.flatten(0, 1), self.convolution, self.states, *where)
+        kernel = self.gated_delta_net
+        if kernel is not None and self.pools is not None and (kernel.max_tokens is None or n <= kernel.max_tokens):
+            found = kernel(y.flatten(0, 1), self.pools, group.states, group.kept_states, group.spans)
             return found.view(b, n, s.n_value, s.dim)
         if y.dtype != torch.float32:
             y = y.float()

@@ -70,6 +70,5 @@ class Qwen35Family(Family):
             norm=self.norm(b + "ssm_norm.weight"),
         )
         shape = GatedDeltaNetShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
-        return GatedDeltaNet(
-            shape, weights, self.pools.state(index, "conv"), self.pools.state(index, "delta"), self.operations
-        )
+        states = self.pools.state(index, "conv"), self.pools.state(index, "delta")
+        return GatedDeltaNet(shape, weights, *states, lambda: self.pools.updates.of_layer(index), self.operations)

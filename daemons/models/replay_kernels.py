@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from daemons.ops.attention import Causal, attention
-from daemons.ops.operations import SHORT_SLICE, GatedDeltaNetParams
+from daemons.ops.operations import SHORT_SLICE, DeltaNetPools, GatedDeltaNetParams
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import TILES, empty_packed
 from lucevisor.model.quant_types import TILE_ROWS
@@ -77,7 +77,8 @@ def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
         ids, kept = zeros(1, dtype=torch.int64), zeros(1, 0, dtype=torch.int64)
         spans = torch.tensor([[0, n_rows]], device=selector.device)
         inputs = zeros(n_rows, params.columns, dtype=selector.dtype)
-        compute(inputs, zeros(1, *convolution), zeros(1, *matrices), ids, kept, spans)
+        pools = DeltaNetPools(zeros(1, *convolution), zeros(1, *matrices), zeros(1, layer.state[1].update_width))
+        compute(inputs, pools, ids, kept, spans)
 
 
 def _attention(layers: tuple[LayerSpec, ...], selector: KernelSelector) -> None:

@@ -95,6 +95,7 @@ class ShardModel:
             config.pools,
             rank_pages=config.rank_pages,
             page_copy=selector.operations.page_copy(),
+            apply_updates=selector.operations.apply_updates,
         )
         kept = shard_layouts(
             spec, layers, embedding=config.embedding, output=config.output, backend=config.backend, dtype=config.dtype

@@ -185,6 +185,7 @@ class LoadedStage:
         if not self.embedding and (h is None or h.shape != (n, self.spec.boundary_width)):
             found = "none" if h is None else list(h.shape)
             raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
+        self.sequences.settle(step.slices)
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
         if fill is not None:
@@ -216,6 +217,7 @@ class LoadedStage:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
             if captured is not None:
                 captures.append(captured.to(self.device, non_blocking=True))
+        self.sequences.keep_updates(step.slices)
         assert h is not None
         joined = torch.cat(captures, dim=-1) if len(captures) > 1 else next(iter(captures), None)
         return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores), cold)

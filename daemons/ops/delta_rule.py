@@ -3,18 +3,21 @@
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), sections 2-3, with the conventions of docs/families.md.
 Forms: ``step`` for one token per sequence, ``chunked`` for longer slices, and ``by_token``, which keeps the state after
 each token: for up to 16 tokens that is faster than to compute them from a chunk.  All take and return the state
-``S`` [B, N, Dk, Dv] (N value heads); neither knows where it is stored.
+``S`` [B, N, Dk, Dv] (N value heads); neither knows where it is stored.  Kernels keep what each token does to S instead,
+its update (k, e, exp(g)), of which ``apply_updates`` makes the states that are used.
 
     S <- exp(g) S;  e = beta (v - k' S);  S <- S + k e';  o = q' S        (q is already scaled by 1/sqrt(Dk))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lucevisor.model.spec import update_width
 
 CHUNK = 64
 """Tokens per chunk.  Chunks start at positions that are multiples of it, wherever a step begins."""
@@ -68,6 +71,29 @@ def by_token(state: Tensor, qk: Tensor, v: Tensor, gates: tuple[Tensor, Tensor],
         s.addcmul_(k_column, torch.baddbmm(v_i, k_i, s, alpha=-1.0).mul_(beta_i))
         torch.bmm(q_i, s, out=out_i)
     return out.view(n, b, heads, dv).transpose(0, 1)
+
+
+def key_heads(width: int, n_value: int, dim: int) -> int:
+    """Key heads of a layer whose updates take ``width`` numbers."""
+    return (width - update_width(0, n_value, dim)) // dim
+
+
+def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+    """Row ``target`` of ``states`` becomes row ``source`` with the updates of some tokens, in order.
+
+    For all layers at once: states [layers, rows, N, Dk, Dv]; updates [layers, rows, ``update_width``]: of a token its
+    keys, errors and decays, by heads.  Value head j reads key head j mod N_key.
+    """
+    layers, _, n, dk, dv = states.shape
+    n_key = key_heads(updates.shape[2], n, dk)
+    s = states[:, source].clone()
+    for row in rows:
+        k, error, decay, _ = updates[:, row].tensor_split(
+            [n_key * dk, n_key * dk + n * dv, n_key * dk + n * (dv + 1)], 1
+        )
+        k = k.view(layers, n_key, dk, 1).repeat(1, n // n_key, 1, 1)
+        s = torch.addcmul(s * decay.view(layers, n, 1, 1), k, error.view(layers, n, 1, dv))
+    states[:, target] = s
 
 
 def chunked(

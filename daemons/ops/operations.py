@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 from daemons.ops import choices
 from daemons.ops.basic import RmsNorm, Rope, act_and_mul, block_convolution, rotate, shift_rows
 from daemons.ops.choices import Candidates
+from daemons.ops.delta_rule import apply_updates
 from daemons.ops.host_pages import PageCopy
 from daemons.ops.page_scores import Sketches
 from daemons.ops.page_sums import TorchPageSums
@@ -87,21 +88,31 @@ class PageSums(Protocol):
         """Of ``rows`` int64 [n] of sketches that were kept."""
 
 
+class DeltaNetPools(NamedTuple):
+    """Of a layer: convolution windows [rows, W - 1, C], matrices S [rows, N, D, D], and what single tokens do to S, as
+    ``Operations.apply_updates`` has it [rows, update width].
+    """
+
+    conv_states: Tensor
+    states: Tensor
+    updates: Tensor
+
+
 class GatedDeltaNetOp(Protocol):
     """The fused gated delta net: input columns [B n, C + ...] to gated outputs [B n, N D].
 
     Slices of up to MAX_DECODE_TOKENS tokens start from rows ``ids`` [B] of both state pools, and write the state after
-    each token to its row in ``kept`` [B, n], if that is not -1; longer slices update rows ``ids``, as their ``spans``
-    say, int64 [B, 2]: how far inside a chunk of the delta rule each starts, and how many of its n rows are tokens.  The
-    others, behind them, are pad rows: whatever they hold, no state depends on them.
+    each token to its row in ``kept`` [B, n], if that is not -1.  If the first of several tokens has a row, all have;
+    then each row of ``updates`` gets what the token does to S, and S is not written: see ``Operations.apply_updates``.
+    Longer slices update rows ``ids``, as their ``spans`` say, int64 [B, 2]: how far inside a chunk of the delta rule
+    each starts, and how many of its n rows are tokens.  The others, behind them, are pad rows: whatever they hold, no
+    state depends on them.
     """
 
     max_tokens: int | None
     """Longest slice it takes, in tokens; None: no limit."""
 
-    def __call__(
-        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, spans: Tensor
-    ) -> Tensor: ...
+    def __call__(self, y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, spans: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -199,6 +210,9 @@ class Operations(Protocol):
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The fused gated delta net, or None."""
 
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+        """See :func:`daemons.ops.delta_rule.apply_updates`."""
+
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x as numbers of another dtype."""
 
@@ -280,6 +294,9 @@ class TorchOperations:
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return None
+
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+        apply_updates(states, updates, source, rows, target)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)

@@ -13,6 +13,7 @@ from daemons.ops.host_pages import PageCopy
 from daemons.ops.operations import (
     MAX_DECODE_TOKENS,
     SHORT_SLICE,
+    DeltaNetPools,
     GatedDeltaNetOp,
     GatedDeltaNetParams,
     Norm,
@@ -32,9 +33,9 @@ from daemons.ops.triton.moe import moe_combine, router_gemv, select_experts
 from daemons.ops.triton.page_copy import copy_pages
 from daemons.ops.triton.page_sums import TritonPageSums
 from daemons.ops.triton.paged_attention import paged_attention, paged_attention_splits
-from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
+from daemons.ops.triton.recurrent_delta_rule import apply_updates, recurrent_gated_delta_net
 
-RecurrentDeltaNet = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, GatedDeltaNetParams], Tensor]
+RecurrentDeltaNet = Callable[[Tensor, DeltaNetPools, Tensor, Tensor, GatedDeltaNetParams], Tensor]
 """See :func:`daemons.ops.triton.recurrent_delta_rule.recurrent_gated_delta_net`."""
 
 
@@ -73,12 +74,10 @@ class TritonGatedDeltaNet:
         self.params, self.recurrent = w, recurrent
         self.max_tokens = None if w.dim >= 32 and w.dim & (w.dim - 1) == 0 else MAX_DECODE_TOKENS
 
-    def __call__(
-        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, spans: Tensor
-    ) -> Tensor:
+    def __call__(self, y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, spans: Tensor) -> Tensor:
         if y.shape[0] // ids.shape[0] <= MAX_DECODE_TOKENS:
-            return self.recurrent(y, conv_states, states, ids, kept, self.params)
-        return chunked_gated_delta_net(y, conv_states, states, ids, spans, self.params)
+            return self.recurrent(y, pools, ids, kept, self.params)
+        return chunked_gated_delta_net(y, pools.conv_states, pools.states, ids, spans, self.params)
 
 
 class TritonRouter:
@@ -196,6 +195,9 @@ class TritonOperations:
 
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return TritonGatedDeltaNet(weights)
+
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+        apply_updates(states, updates, source, rows, target)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)

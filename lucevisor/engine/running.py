@@ -118,14 +118,17 @@ class RunningRequests(Collection[RequestRecord]):
         lives = [(record.live, len(record.tokens)) for record in self._records.values() if record.live is not None]
         return sum(live.table.shrink(max(n_tokens, live.n_scheduled)) for live, n_tokens in lives) > 0
 
-    def settle(self, live: LiveSequence, first_state: int) -> list[Operation]:
-        """Give back what a verified slice took for its rejected drafts.  ``first_state``: the live one before it."""
+    def settle(self, live: LiveSequence) -> list[Operation]:
+        """Give back what a verify slice took for drafts that were rejected, or whose verdict nobody waits for.
+
+        The shards make the live state before any other one is used: of some they keep what its tokens do to the first.
+        """
         live.n_scheduled = live.n_computed
         if not live.draft_states:
             return []
         self._pools[Space.RECURRENT].release(live.draft_states)
         live.draft_states = []
-        return [] if live.state == first_state else [UseState(live.sequence, live.state)]
+        return [UseState(live.sequence, live.state)]
 
     def close(self, record: RequestRecord) -> list[Operation]:
         """Release all that a request holds in the shards; does nothing when it has no sequence."""

@@ -24,12 +24,14 @@ class StateTensor:
     """One tensor of a layer's state (KV cache or recurrent state).
 
     ``shape``: of one unit, a page (first axis: 64 positions) or a recurrent state.  ``dtype`` None: the configured kv
-    dtype.
+    dtype.  ``update_width``: float32 numbers beside it on a device for what one token does to it, of which the state
+    after verified tokens is made; 0 where each state is written whole.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: Dtype | None = None
+    update_width: int = 0
 
     def n_bytes(self, kv_dtype: Dtype) -> int:
         rows = prod(self.shape[:-1])
@@ -55,6 +57,12 @@ class MatrixPart:
         return (n, self.whole[1]) if self.axis == 0 else (self.whole[0], n)
 
 
+def update_width(n_key: int, n_value: int, dim: int) -> int:
+    """Float32 numbers of what a token does to the state of a gated delta net: keys, errors, decays, these up to a
+    multiple of four."""
+    return (n_key + n_value) * dim + -(-n_value // 4) * 4
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: its state, its tensors, and its dependencies on other layers.
@@ -77,6 +85,10 @@ class LayerSpec:
     def unit_bytes(self, kv_dtype: Dtype) -> int:
         """Bytes of one page (or one recurrent state) of this layer."""
         return sum(t.n_bytes(kv_dtype) for t in self.state)
+
+    def device_unit_bytes(self, kv_dtype: Dtype) -> int:
+        """Bytes that one takes on a device, with those of an update."""
+        return self.unit_bytes(kv_dtype) + sum(4 * t.update_width for t in self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,11 @@ class ZeroState(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Make ``state`` the live recurrent state of a sequence: the commit of a verify slice, whose ``Slice.states`` it
-    is one of."""
+    is one of.
+
+    It comes before anything else that reads or writes one of those: a daemon may keep what the tokens do to the state
+    before them, and make of that the one that is used.
+    """
 
     sequence: int
     state: int

@@ -15,10 +15,12 @@ from daemons.ops.choices import Candidates, select_path
 from daemons.ops.cpu.library import cpu_kernels
 from daemons.ops.cpu.operations import CpuOperations
 from daemons.ops.linear import DenseLinear
-from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams, PagedQuery, TorchOperations
+from daemons.ops.operations import MAX_DECODE_TOKENS, DeltaNetPools, GatedDeltaNetParams, PagedQuery, TorchOperations
 from daemons.ops.paged import DensePages, Q8Pages
+from lucevisor.model.spec import update_width
 from lucevisor.model.values import Q8_GROUP
 from tests.daemons.cpu_kernels import needs_cpu_kernels
+from tests.kernels.delta_layers import make_states
 from tests.numerics import BFLOAT16, UNIT, Exact
 
 pytestmark = needs_cpu_kernels
@@ -258,7 +260,7 @@ def test_casts_and_offsets_have_the_bits_of_torch(cpu):
 @pytest.mark.parametrize(("n_key", "n_value", "dim"), [(1, 2, 16), (2, 4, 32), (2, 2, 64), (1, 1, 128)])
 @pytest.mark.parametrize("n", [1, 4, 16, 37])
 def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n):
-    """Of long slices the last one, in place."""
+    """Of long slices the last one, in place; of tokens that all have a row what each does to it."""
     width, slices, states = 4, 2, 60
     norm = cpu.norm(torch.rand(dim) + 0.5, dim, 1e-6)
     channels = (2 * n_key + n_value) * dim
@@ -276,8 +278,13 @@ def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n
         kept[0, -1] = 3  # in place
         if n > 1:
             kept[1, 0] = -1
-    found_pool = [x.clone() for x in pool]
-    found = cpu.gated_delta_net(params)(y, *found_pool, ids, kept[:, :0] if is_long else kept, NO_SPANS)
+    updates = torch.full((states, update_width(n_key, n_value, dim)), torch.nan)
+    found_pool = DeltaNetPools(*(x.clone() for x in pool), updates)
+    found = cpu.gated_delta_net(params)(y, found_pool, ids, kept[:, :0] if is_long else kept, NO_SPANS)
+    reference = DeltaNetPools(*(x.clone() for x in found_pool))
+    for pools, operations in ((found_pool, cpu), (reference, TorchOperations())):
+        make_states(pools, ids.tolist(), kept, operations)
+    torch.testing.assert_close(found_pool.states, reference.states, rtol=1e-5, atol=1e-6)
 
     shape = GatedDeltaNetShape(n_key, n_value, dim)
     plain = RmsNorm(norm.weight, dim, 1e-6)
@@ -288,7 +295,7 @@ def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n
     for b in range(slices):
         with Exact():
             mine = [x[ids[b]].unsqueeze(0) * 1.0 for x in pool]
-            block = GatedDeltaNet(shape, weights, *mine, TorchOperations())
+            block = GatedDeltaNet(shape, weights, *mine, lambda: updates, TorchOperations())
         for token in range(n):
             row = b * n + token
             with Exact():
@@ -296,17 +303,17 @@ def test_delta_net_writes_the_state_after_each_token(cpu, n_key, n_value, dim, n
             assert_rounded(found[row], exact.double().flatten(), slack=1024)
             target = int(kept[b, token])
             if target >= 0:
-                for x, wanted in zip(found_pool, mine, strict=True):
+                for x, wanted in zip(found_pool[:2], mine, strict=True):
                     difference = (x[target].double() - wanted[0].double()).abs().max()
                     assert difference <= 512 * UNIT * float(wanted.abs().max())
     untouched = [i for i in range(states) if i not in {*kept.flatten().tolist()}]
-    assert all(torch.equal(x[untouched], before[untouched]) for x, before in zip(found_pool, pool, strict=True))
+    assert all(torch.equal(x[untouched], before[untouched]) for x, before in zip(found_pool[:2], pool, strict=True))
 
-    again = [x.clone() for x in pool]
+    again = DeltaNetPools(*(x.clone() for x in pool), updates)
     net = cpu.gated_delta_net(params)
     at = ids.clone()
     for token in range(n):  # one by one: the same bits
-        out = net(y.view(slices, n, -1)[:, token], *again, at, torch.tensor([[20], [21]]), NO_SPANS)
+        out = net(y.view(slices, n, -1)[:, token], again, at, torch.tensor([[20], [21]]), NO_SPANS)
         assert torch.equal(out, found.view(slices, n, -1)[:, token])
         at = torch.tensor([20, 21])
 

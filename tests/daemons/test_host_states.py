@@ -35,7 +35,9 @@ def test_the_device_holds_what_may_be_live_and_the_host_the_rest(spec):
     layers = LayerRange(0, spec.n_layers)
     pools = Pools(spec, layers, CPU, Dtype.FLOAT32, SIZES)
     full, state = (spec.unit_bytes(space, layers, Dtype.FLOAT32) for space in (Space.FULL, Space.RECURRENT))
-    assert pools.nbytes == 4 * full + 2 * state
+    updates = 4 * sum(t.update_width for layer in spec.layers for t in layer.state)
+    assert updates
+    assert pools.nbytes == 4 * full + 2 * (state + updates)
     assert pools.host_nbytes == 3 * state
     first = next(layer.index for layer in spec.layers if layer.space is Space.RECURRENT)
     assert pools.state(first, "delta").shape[0] == 2

@@ -48,7 +48,7 @@ def paged_bytes(golden, kv_dtype: Dtype) -> int:
 
 def recurrent_bytes(golden) -> int:
     n = pools_of(golden.spec).states
-    return n * sum(x.unit_bytes(Dtype.FLOAT32) for x in golden.spec.layers if x.space is Space.RECURRENT)
+    return n * sum(x.device_unit_bytes(Dtype.FLOAT32) for x in golden.spec.layers if x.space is Space.RECURRENT)
 
 
 @settings(max_examples=60, deadline=None)

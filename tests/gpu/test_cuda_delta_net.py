@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.delta_layers import DEVICE, Layer, form_of, one_by_one, only_last
+from tests.kernels.delta_layers import DEVICE, Layer, form_of, make_states, one_by_one, only_last
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +22,7 @@ pytestmark = [
 
 from daemons.ops.cuda import delta_net  # noqa: E402
 from daemons.ops.cuda.delta_net import CudaDeltaNet  # noqa: E402
+from daemons.ops.triton_operations import TritonOperations  # noqa: E402
 
 
 def kernel_of(a: Layer, dtype: torch.dtype) -> CudaDeltaNet:
@@ -31,7 +32,9 @@ def kernel_of(a: Layer, dtype: torch.dtype) -> CudaDeltaNet:
 
 def run(kernel: CudaDeltaNet, a: Layer, y: Tensor, ids: list[int], kept: Tensor | None = None) -> Tensor:
     rows = only_last(ids, len(y) // len(ids)) if kept is None else kept
-    return kernel(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), rows, a.params)
+    out = kernel(y, a.pools, torch.tensor(ids, device=DEVICE), rows, a.params)
+    make_states(a.pools, ids, rows, TritonOperations())
+    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from daemons.ops.triton.recurrent_delta_rule import (
+    apply_updates_kernel,
     causal_conv1d_kernel,
     conv1d_options,
     delta_rule_recurrent_kernel,
     recurrent_options,
+    updates_options,
 )
 from tests.kernels.targets import Case, for_some
 
-POINTERS = ("qkv", "gates", "conv_states", "conv_weight", "states", "decay_rates", "dt_bias", "norm")
+POINTERS = ("qkv", "gates", "conv_states", "conv_weight", "states", "updates", "decay_rates", "dt_bias", "norm")
 
 
 def _cases(dtype: str, n_key: int, n_value: int, dim: int, conv_width: int = 4) -> list[Case]:
     name = f"{dtype} {n_key} {n_value} x {dim}"
     activations = {"y": f"*{dtype}", "out": f"*{dtype}"}
     signature = activations | dict.fromkeys(POINTERS, "*fp32")
-    signature |= {"ids": "*i64", "kept": "*i64", "eps": "fp32", "n": "i32", "y_stride": "i32"}
+    signature |= {"ids": "*i64", "kept": "*i64", "rows": "*i64", "eps": "fp32"}
+    signature |= dict.fromkeys(("n", "y_stride", "source", "target", "states_stride", "updates_stride"), "i32")
     found = []
     for what, kernel, options in (
         ("convolve", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width, keep=True)),
         ("convolve long", causal_conv1d_kernel, conv1d_options(n_key, n_value, dim, conv_width, keep=False)),
         ("recur", delta_rule_recurrent_kernel, recurrent_options(n_key, n_value, dim, conv_width)),
+        ("make states", apply_updates_kernel, updates_options(n_key, n_value, dim)),
     ):
         own = {k: v for k, v in signature.items() if k in kernel.arg_names}
         aligned = tuple(k for k in own if k in (*activations, *POINTERS, "y_stride"))

@@ -16,7 +16,8 @@ from daemons.kv.batch import Group
 from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.ops.basic import RmsNorm
 from daemons.ops.delta_rule import CHUNK
-from daemons.ops.operations import GatedDeltaNetParams, TorchOperations
+from daemons.ops.operations import DeltaNetPools, GatedDeltaNetParams, Operations, TorchOperations
+from lucevisor.model.spec import update_width
 from tests.kernels.limits import assert_within
 from tests.numerics import RUNS, Bound, Exact
 
@@ -68,6 +69,7 @@ class Layer:
     chunks: ChunkNet
     conv_states: Tensor
     states: Tensor
+    updates: Tensor
     precision: str = "ieee"
 
     @classmethod
@@ -85,16 +87,22 @@ class Layer:
         rates = -torch.linspace(*decay_rates, n_value).to(DEVICE)
         norm = RmsNorm(weight, dim, EPS)
         pools = random(n_states, conv_width - 1, shape.channels), random(n_states, n_value, dim, dim)
+        updates = torch.full((n_states, update_width(n_key, n_value, dim)), torch.nan, device=DEVICE)
         weights = GatedDeltaNetWeights(None, None, conv_weight, rates, dt_bias, norm)  # type: ignore[arg-type]  # the matrices are around it
         nets = [
-            kind(shape, weights, torch.empty(0), torch.empty(0), TorchOperations())
+            kind(shape, weights, torch.empty(0), torch.empty(0), lambda: updates, TorchOperations())
             for kind in (GatedDeltaNet, ChunkNet)
         ]
-        return cls(GatedDeltaNetParams(n_key, n_value, dim, conv_weight, rates, dt_bias, norm), *nets, *pools)  # type: ignore[arg-type]
+        return cls(GatedDeltaNetParams(n_key, n_value, dim, conv_weight, rates, dt_bias, norm), *nets, *pools, updates)  # type: ignore[arg-type]
 
     def twin(self) -> Layer:
         """The same with copies of the pools."""
-        return replace(self, conv_states=self.conv_states.clone(), states=self.states.clone())
+        pools = {name: getattr(self, name).clone() for name in DeltaNetPools._fields}
+        return replace(self, **pools)
+
+    @property
+    def pools(self) -> DeltaNetPools:
+        return DeltaNetPools(self.conv_states, self.states, self.updates)
 
     def inputs(self, rows: int, seed: int = 1, spread: float = 1.0) -> Tensor:
         g = torch.Generator().manual_seed(seed)
@@ -136,6 +144,14 @@ class Layer:
         assert_within(found.view(outputs.exact.shape), outputs, what="the output")
         assert torch.equal(self.conv_states[ids].double(), windows)
         assert_within(self.states[ids], matrices, what="the state")
+
+
+def make_states(pools: DeltaNetPools, ids: list[int], kept: Tensor, operations: Operations) -> None:
+    """Make the states ``kept`` [B, n] after each token of slices from states ``ids``, where kernels kept updates."""
+    for live, rows in zip(ids, kept.tolist(), strict=True):
+        if len(rows) > 1 and rows[0] >= 0:
+            for last in sorted(range(len(rows)), key=lambda i, rows=rows, live=live: rows[i] == live):
+                operations.apply_updates(pools.states[None], pools.updates[None], live, rows[: last + 1], rows[last])
 
 
 def only_last(ids: list[int], n: int) -> Tensor:

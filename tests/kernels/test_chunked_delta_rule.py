@@ -220,10 +220,9 @@ def test_decode_prefill_decode() -> None:
 
     def qkv(y: Tensor, ids: list[int]) -> Tensor:
         index = torch.tensor(ids, device=DEVICE)
-        pools = a.conv_states, a.states
-        first = recurrent_gated_delta_net(y[:5], *pools, index, only_last(ids, 5), a.params)
+        first = recurrent_gated_delta_net(y[:5], a.pools, index, only_last(ids, 5), a.params)
         middle = kernels(a, y[5:65], ids, 5)
-        last = recurrent_gated_delta_net(y[65:], *pools, index, only_last(ids, len(y) - 65), a.params)
+        last = recurrent_gated_delta_net(y[65:], a.pools, index, only_last(ids, len(y) - 65), a.params)
         return torch.cat([first, middle, last])
 
     a.check(qkv, y, [2], form, form_of(a.net))

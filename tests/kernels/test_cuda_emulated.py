@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +25,13 @@ from daemons.ops.cuda.experts import ExpertsShape
 from daemons.ops.cuda.limits import eight_rows_bytes
 from daemons.ops.cuda.slabs import SlabShape
 from daemons.ops.cuda.streamed import StreamedShape
+from daemons.ops.operations import GatedDeltaNetParams, TorchOperations
 from daemons.ops.triton.recurrent_delta_rule import L2_EPS
 from daemons.weights.dequant import dequantise
 from daemons.weights.packed import PackedWeights, repack
 from lucevisor.model.quant_types import BY_NAME
 from tests.daemons.tiny_models import random_blocks
-from tests.kernels.delta_layers import Layer, form_of, one_by_one, only_last
+from tests.kernels.delta_layers import Layer, form_of, make_states, one_by_one, only_last
 
 Library = Callable[[str, tuple[str, ...]], ctypes.CDLL]
 EMULATION = Path(__file__).parent / "emulation"
@@ -244,16 +245,18 @@ def delta_net(library: Library, a: Layer, y: Tensor, ids: list[int], kept: Tenso
     m, n = a.params, len(y) // len(ids)
     out = torch.full((len(y), m.n_value * m.dim), torch.nan, dtype=y.dtype)
     rows = only_last(ids, n) if kept is None else kept
-    call_delta_net(library("delta_net", constants(m)).run_delta_net, (len(ids), n), a, (y, out), ids, rows, n)
+    run = library("delta_net", constants(m)).run_delta_net
+    call_delta_net(run, (len(ids), n), a.pools, a.params, (y, out), ids, rows, n)
+    make_states(a.pools, ids, rows, TorchOperations())
     return out
 
 
 def call_delta_net(
-    function: Callable[..., None], first: tuple[int, int], a: Layer, y_out: tuple[Tensor, Tensor],
-    ids: list[int], rows: Tensor, n: int,
+    function: Callable[..., None], first: tuple[int, int], pools: Sequence[Tensor], m: GatedDeltaNetParams,
+    y_out: tuple[Tensor, Tensor], ids: list[int], rows: Tensor, n: int,
 ) -> None:  # fmt: skip
-    m, states = a.params, torch.tensor(ids)
-    tensors = (*y_out, a.conv_states, a.states, states, rows, m.conv_weight, m.decay_rates, m.dt_bias, m.norm.weight)
+    states = torch.tensor(ids)
+    tensors = (*y_out, *pools, states, rows, m.conv_weight, m.decay_rates, m.dt_bias, m.norm.weight)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
     numbers = [ctypes.c_float(v) for v in (m.norm.epsilon, L2_EPS / m.dim, l2_scale(m.dim))]
     function(*first, *pointers, n, y_out[0].stride(0), *numbers)
@@ -273,7 +276,7 @@ def test_the_delta_net_of_many_slices_gives_the_bits_of_few(n_key, n_value, ids,
     for seed in range(6):
         fresh = a.twin()
         run = library("delta_net_batch", batch_constants(m)).run_delta_net_batch
-        call_delta_net(run, (n_blocks, seed), fresh, (y, out), ids, rows, len(ids))
+        call_delta_net(run, (n_blocks, seed), fresh.pools[:2], m, (y, out), ids, rows, len(ids))
         assert torch.equal(out, expected)
         assert torch.equal(fresh.states, b.states)
         assert torch.equal(fresh.conv_states, b.conv_states)
@@ -287,7 +290,7 @@ def test_delta_net(n_key, n_value, n, ids, library):
 
 
 def test_several_tokens_of_the_delta_net_give_the_bits_of_single_ones(library):
-    """The state after each goes to any row, that which was read too."""
+    """The state after each goes to any row, that which was read too; also where not all have one."""
     a = Layer.random(1, 2, 128, 4, (0.1, 8.0), 6)
     b, y, targets = a.twin(), a.inputs(4).bfloat16(), [5, 2, 1, 4]
     found = delta_net(library, a, y, [2], torch.tensor([targets]))

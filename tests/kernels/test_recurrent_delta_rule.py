@@ -11,7 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from daemons.ops.triton.recurrent_delta_rule import recurrent_gated_delta_net
-from tests.kernels.delta_layers import DEVICE, Layer, form_of, one_by_one, only_last
+from daemons.ops.triton_operations import TritonOperations
+from tests.kernels.delta_layers import DEVICE, Layer, form_of, make_states, one_by_one, only_last
 
 HALVES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 N_STATES = 7
@@ -31,7 +32,9 @@ def kernels(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
 
 def keeping(a: Layer, y: Tensor, ids: list[int], kept: Tensor) -> Tensor:
     """Run the kernels from states ``ids``; the state after each token goes to its row in ``kept`` [B, n]."""
-    return recurrent_gated_delta_net(y, a.conv_states, a.states, torch.tensor(ids, device=DEVICE), kept, a.params)
+    out = recurrent_gated_delta_net(y, a.pools, torch.tensor(ids, device=DEVICE), kept, a.params)
+    make_states(a.pools, ids, kept, TritonOperations())
+    return out
 
 
 def check(a: Layer, y: Tensor, ids: list[int]) -> Tensor:
@@ -118,7 +121,7 @@ KEPT = {
     "all, the live one amid them": (0, [[2, 0, 5, 1, 6]]),
     "all others": (3, [[2, 0, 5, 1, 6]]),
     "those after the last tokens": (4, [[-1, -1, 4, 0, 6]]),
-    "of some tokens": (4, [[1, -1, 4, -1, -1]]),
+    "of some tokens": (4, [[-1, 1, -1, 4, -1]]),
     "none": (4, [[-1, -1, -1]]),
     "of several slices": ([5, 1], [[5, 0, 3], [2, 1, 6]]),
     "of some slices": ([5, 1, 0], [[5, 4, 3], [-1, -1, 1], [-1, -1, 6]]),
@@ -163,7 +166,7 @@ def test_rows_of_a_wider_batch() -> None:
 
     def run(*_: object) -> Tensor:
         rows, kept = wide[1:, : a.params.columns], only_last([3, 1], 3)
-        return recurrent_gated_delta_net(rows, a.conv_states, a.states, ids, kept, a.params)
+        return recurrent_gated_delta_net(rows, a.pools, ids, kept, a.params)
 
     a.check(run, y, [3, 1], one_by_one(a.net))
 
@@ -176,7 +179,7 @@ def test_a_graph_reads_ids_at_replay() -> None:
     kernels(a, y, [6])  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = recurrent_gated_delta_net(y, a.conv_states, a.states, ids, kept, a.params)
+        got = recurrent_gated_delta_net(y, a.pools, ids, kept, a.params)
     for state in (4, 1):
         ids.fill_(state)
         kept.copy_(only_last([state], 3))

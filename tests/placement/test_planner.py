@@ -43,7 +43,8 @@ def test_experts_stay_with_their_layers(experts, tmp_path):
     p = placed(experts, config, {"cuda": [gpu(0, 24)], "hip": [gpu(0, 90)]})
     assert sum(d.weight_bytes for d in p.devices) == 21_155_768_832
     convolution = 3 * QWEN36_35B_A3B.channels * 4 * 30
-    assert sum(d.state_bytes for d in p.devices) == 1024 * 64 * 20_480 + 9 * (62_914_560 + convolution)
+    updates = (16 * 128 + 32 * 128 + 32) * 4 * 30
+    assert sum(d.state_bytes for d in p.devices) == 1024 * 64 * 20_480 + 9 * (62_914_560 + convolution + updates)
     assert max(d.weight_bytes for d in p.devices) < 11 * GIB
 
 
@@ -51,7 +52,8 @@ def test_state_is_the_published_bytes_times_pages_and_sequences(big, tmp_path):
     p = placed(big, configure(tmp_path, BOX, BOX_SPLIT, pages=1000, max_context=64000, max_sequences=4), box())
     assert (p.pools.full_pages, p.pools.states, p.pools.window_pages) == (1000, 5, 0)
     convolution = 3 * QWEN36_27B.channels * 4 * 48
-    assert sum(d.state_bytes for d in p.devices) == 1000 * 64 * 65_536 + 5 * (150_994_944 + convolution)
+    updates = (16 * 128 + 48 * 128 + 48) * 4 * 48
+    assert sum(d.state_bytes for d in p.devices) == 1000 * 64 * 65_536 + 5 * (150_994_944 + convolution + updates)
 
 
 def test_the_plan_counts_what_the_loader_counts(demo, tmp_path):
@@ -61,7 +63,8 @@ def test_the_plan_counts_what_the_loader_counts(demo, tmp_path):
             kept = weight_bytes(demo, d.layers, embedding=i == 0, output=i == 2, backend=d.backend, dtype=Dtype(dtype))
             assert d.weight_bytes == kept
             units = {Space.FULL: p.pools.full_pages, Space.RECURRENT: p.pools.states}
-            assert d.state_bytes == sum(n * demo.unit_bytes(s, d.layers, Dtype(dtype)) for s, n in units.items())
+            layers = demo.layers[d.layers.start : d.layers.stop]
+            assert d.state_bytes == sum(units[x.space] * x.device_unit_bytes(Dtype(dtype)) for x in layers)
 
 
 def test_tied_embeddings_count_at_both_ends_but_once_on_one_gpu(tmp_path):

@@ -22,6 +22,8 @@ from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import DEMO, GIB, MIB, bare_spec, configure, cpu, gpu
 
 STATE_27B = 150_994_944 + 3 * QWEN36_27B.channels * 4 * 48
+ON_DEVICE = STATE_27B + (16 * 128 + 48 * 128 + 48) * 4 * 48
+"""With what one token does to it."""
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +123,9 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
     assert (in_host.pools.states, in_host.pools.host_states) == (on_device.pools.states, 6 + 1)
     assert in_host.pools.device_states == 4
     [here], [there], [none] = on_device.devices, in_host.devices, without.devices
-    assert there.host_state_bytes == here.state_bytes - there.state_bytes == 7 * STATE_27B
-    assert here.needed_bytes - there.needed_bytes == 7 * STATE_27B
-    assert none.state_bytes - there.state_bytes == STATE_27B  # not even a spare one
+    assert there.host_state_bytes == 7 * STATE_27B
+    assert here.state_bytes - there.state_bytes == here.needed_bytes - there.needed_bytes == 7 * ON_DEVICE
+    assert none.state_bytes - there.state_bytes == ON_DEVICE  # not even a spare one
     assert in_host.host_state_bytes == {"cuda": 7 * STATE_27B}
     what = "one on the devices for each of 4 sequences; in host memory 6 for prefix slots, and 1 spare"
     assert f"recurrent states 11: {what}" in in_host.reasons

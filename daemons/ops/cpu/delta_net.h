@@ -11,7 +11,7 @@ constexpr long MAX_CONV_WIDTH = 8;
 
 struct DeltaNet {
   const uint16_t* y;  // [slices n] rows of q, k, v (the channels), z, alpha, beta
-  float *windows, *states;  // pools [rows][width - 1][channels], [rows][n_value][dim][dim]
+  float *windows, *states, *updates;  // pools [rows][width - 1][channels], [rows][n_value][dim][dim], [rows][update_width()]
   const int64_t *ids, *kept;  // [slices] row to start from; [slices][n] row for the state after each token, or -1
   const float *conv_weight, *decay_rates, *dt_bias, *norm_weight;
   uint16_t* out;  // [slices n][n_value dim]
@@ -20,6 +20,12 @@ struct DeltaNet {
   float norm_eps;
 
   long channels() const { return (2 * n_key + n_value) * dim; }
+
+  // What one token does to a state: keys by key head, errors and decays by value head, up to a multiple of four.
+  long update_width() const { return (n_key + n_value) * dim + (n_value + 3) / 4 * 4; }
+
+  // Whether rows of a slice get updates instead of states: if all of several tokens have one.
+  bool keeps_updates(long slice) const { return 1 < n && n <= MAX_TOKENS && kept[slice * n] >= 0; }
 
   // The row for the state after a token of a slice, or -1.
   int64_t target(long slice, long token) const {
@@ -109,6 +115,17 @@ struct DeltaNet {
     }
   }
 
+  // What a token does to a head's columns, and the keys and decays once.
+  template <int V, int D>
+  void keep_update(int64_t row, long head, long column, const Tokens<D>& t, long token, const Floats* error) const {
+    float* update = updates + row * update_width();
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) _mm512_storeu_ps(update + (n_key + head) * D + column + 16 * v, error[v]);
+    if (column) return;
+    update[(n_key + n_value) * D + head] = t.decay[token];
+    if (head < n_key) memcpy(update + head * D, t.k[token], sizeof(t.k[token]));
+  }
+
   // Tokens of a slice from `first` on for V vectors of columns of a value head's state.  With error = beta (value -
   // decay S k), the output S' q is decay S q + (q k) error, so that each token passes over the state once.  `scratch`:
   // the columns of a state that is not kept, which adjoin so that they fit into the cache.
@@ -116,6 +133,7 @@ struct DeltaNet {
   void recur_columns(long slice, long head, long column, long first, long n_tokens, Tokens<D>& t,
                      float* scratch) const {
     const Columns kept_not{scratch, 16 * V};
+    const bool keeps = keeps_updates(slice);
     const auto in_pool = [&](int64_t row) { return Columns{states + (row * n_value + head) * D * D + column, D}; };
     Columns from = first ? kept_not : in_pool(ids[slice]);
     Floats sk[V], sq[V], error[V];
@@ -138,7 +156,11 @@ struct DeltaNet {
         _mm512_store_ps(t.o[token] + column + 16 * v, _mm512_fmadd_ps(qk, error[v], _mm512_mul_ps(decay, sq[v])));
       }
       const int64_t row_to = target(slice, first + token);
-      const Columns to = row_to < 0 ? kept_not : in_pool(row_to);
+      if (keeps) {
+        keep_update<V, D>(row_to, head, column, t, token, error);
+        if (token + 1 == n_tokens) return;
+      }
+      const Columns to = row_to < 0 || keeps ? kept_not : in_pool(row_to);
       update<V, D>(from, to, t.decay[token], error, t.k[token], t.k[after], t.q[after], sk, sq);
       from = to;
     }
@@ -182,5 +204,34 @@ struct DeltaNet {
       case 64: return recur<64>(slice, head, scratch);
       case 128: return recur<128>(slice, head, scratch);
     }
+  }
+};
+
+// States made of others and updates.
+struct Updates {
+  float* states;         // [layers][...][n_value][dim][dim]
+  const float* updates;  // [layers][...][width]
+  const int64_t* rows;   // [n]
+  long n, source, target, layers, states_stride, updates_stride, n_key, n_value, dim, width;
+
+  // One head of one layer: row `target` is row `source` after the tokens of `rows`.
+  void apply(long layer, long head) const {
+    const long size = n_value * dim * dim;
+    const float* from = states + layer * states_stride + source * size + head * dim * dim;
+    float* to = states + layer * states_stride + target * size + head * dim * dim;
+    const float *k[MAX_TOKENS], *error[MAX_TOKENS];
+    Floats decay[MAX_TOKENS];
+    for (long t = 0; t < n; t++) {
+      const float* update = updates + layer * updates_stride + rows[t] * width;
+      k[t] = update + head % n_key * dim, error[t] = update + (n_key + head) * dim;
+      decay[t] = splat(update[(n_key + n_value) * dim + head]);
+    }
+    for (long i = 0; i < dim; i++)
+      for (long column = 0; column < dim; column += LANES) {
+        Floats s = _mm512_loadu_ps(from + i * dim + column);
+        for (long t = 0; t < n; t++)
+          s = _mm512_fmadd_ps(splat(k[t][i]), _mm512_loadu_ps(error[t] + column), _mm512_mul_ps(s, decay[t]));
+        _mm512_storeu_ps(to + i * dim + column, s);
+      }
   }
 };

@@ -264,6 +264,13 @@ long offset(const int64_t* x, long n, long by, int64_t* out) {
   return 0;
 }
 
+long apply_updates(const Updates* arguments) {
+  const Updates all = *arguments;
+#pragma omp parallel for if (all.layers * all.n_value * all.dim * all.dim > PARALLEL)
+  for (long i = 0; i < all.layers * all.n_value; i++) all.apply(i / all.n_value, i % all.n_value);
+  return 0;
+}
+
 // Slices of n rows, each moved down by one: the first is row ids[slice] of `pool`.  Row t of a slice then becomes row
 // kept[slice][t] of the pool, unless that is -1.
 long shift_rows(const float* x, long slices, long n, long width, float* pool, const int64_t* ids, const int64_t* kept,

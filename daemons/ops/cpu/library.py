@@ -38,6 +38,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "output_gate": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "block_convolution": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER],
     "delta_net": [_POINTER],
+    "apply_updates": [_POINTER],
     "paged_attention": [_POINTER],
     "write_pages": [_POINTER, _POINTER, _POINTER, _LONG, _LONG],
     "rope_tables": [_POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER],
@@ -69,9 +70,18 @@ class DeltaNetArguments(ctypes.Structure):
     """delta_net.h's DeltaNet."""
 
     _fields_ = _structure(
-        a=(_POINTER, "y windows states ids kept conv_weight decay_rates dt_bias norm_weight out mixed"),
+        a=(_POINTER, "y windows states updates ids kept conv_weight decay_rates dt_bias norm_weight out mixed"),
         b=(_LONG, "y_stride slices n n_key n_value dim width"),
         c=(_FLOAT, "norm_eps"),
+    )
+
+
+class UpdatesArguments(ctypes.Structure):
+    """delta_net.h's Updates."""
+
+    _fields_ = _structure(
+        a=(_POINTER, "states updates rows"),
+        b=(_LONG, "n source target layers states_stride updates_stride n_key n_value dim width"),
     )
 
 

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from daemons.ops.basic import RmsNorm, Rope
 from daemons.ops.choices import Candidates
-from daemons.ops.cpu.library import AttentionArguments, CpuKernels, DeltaNetArguments, PagesArguments, PathArguments
+from daemons.ops.cpu.library import (
+    AttentionArguments,
+    CpuKernels,
+    DeltaNetArguments,
+    PagesArguments,
+    PathArguments,
+    UpdatesArguments,
+)
+from daemons.ops.delta_rule import key_heads
 from daemons.ops.operations import (
+    DeltaNetPools,
     GatedDeltaNetOp,
     GatedDeltaNetParams,
     Norm,
@@ -105,15 +114,13 @@ class CpuGatedDeltaNet:
             norm_eps=p.norm.epsilon,
         )  # fmt: skip
 
-    def __call__(
-        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, spans: Tensor
-    ) -> Tensor:
+    def __call__(self, y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, spans: Tensor) -> Tensor:
         a, p, rows, n_slices = self.arguments, self.params, y.shape[0], ids.shape[0]
         if y.dtype is not BFLOAT16 or y.stride(1) != 1:
             y = y.to(BFLOAT16).contiguous()
         out = torch.empty(rows, p.n_value * p.dim, dtype=BFLOAT16)
         a.y, a.y_stride, a.slices, a.n = y.data_ptr(), y.stride(0), n_slices, rows // n_slices
-        a.windows, a.states, a.ids, a.kept = (x.data_ptr() for x in (conv_states, states, ids, kept))
+        a.windows, a.states, a.updates, a.ids, a.kept = (x.data_ptr() for x in (*pools, ids, kept))
         a.out = out.data_ptr()
         self.kernels.calls.delta_net(byref(a))
         return out
@@ -315,3 +322,15 @@ class CpuOperations(TorchOperations):
         if weights.dim not in DELTA_DIMS or weights.conv_weight.shape[0] > MAX_CONV_WIDTH:
             return None
         return CpuGatedDeltaNet(self.kernels, weights)
+
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+        layers, _, n_value, dim = states.shape[:4]
+        if dim not in DELTA_DIMS:
+            super().apply_updates(states, updates, source, rows, target)
+            return
+        width, at = updates.shape[2], torch.tensor(rows)
+        self.kernels.library.apply_updates(byref(UpdatesArguments(
+            states=states.data_ptr(), updates=updates.data_ptr(), rows=at.data_ptr(), n=len(rows), source=source,
+            target=target, layers=layers, states_stride=states.stride(0), updates_stride=updates.stride(0),
+            n_key=key_heads(width, n_value, dim), n_value=n_value, dim=dim, width=width,
+        )))  # fmt: skip

@@ -9,15 +9,18 @@ from daemons.ops.basic import l2_scale
 from daemons.ops.cuda.compiler import compile_kernel
 from daemons.ops.cuda.driver import Kernel, load_kernel
 from daemons.ops.cuda.limits import DTYPES, SharedMemory
-from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams
+from daemons.ops.operations import MAX_DECODE_TOKENS, DeltaNetPools, GatedDeltaNetParams
 from daemons.ops.triton.recurrent_delta_rule import L2_EPS
+from lucevisor.model.spec import update_width
 
 DIM = 128
 """Width of the heads that the kernel is written for."""
 MAX_HEADS = 8
 """Value heads of a key head, which form a cluster."""
-WARPS = 8
-"""Warps that compute a state."""
+WARPS, TEAM = 8, 4
+"""Warps that compute a state, and those of them that have the same columns."""
+FACTORS_BYTES = 16
+"""What a token is multiplied by."""
 TEAMS, SLOTS = 2, 3
 """Of a block with many slices: states that are computed at once, and states in shared memory."""
 MAX_CLUSTER = 8
@@ -54,14 +57,18 @@ def _sizes(params: GatedDeltaNetParams) -> tuple[str, ...]:
 def batch_bytes(params: GatedDeltaNetParams, n_pairs: int) -> int:
     """Shared bytes of a block of delta_net_batch.cu with so many pairs of a slice and a key head."""
     heads = params.n_value // params.n_key
-    pair = (2 + heads) * DIM * 4 + heads * 8
-    return SLOTS * (DIM * DIM * 4 + 2 * 8) + TEAMS * WARPS * 2 * DIM * 4 + n_pairs * pair
+    pair = (2 + heads) * DIM * 4 + heads * FACTORS_BYTES
+    return SLOTS * (DIM * DIM * 4 + 2 * 8) + TEAMS * (TEAM * 2 + 2) * DIM * 4 + n_pairs * pair
 
 
 def shared_bytes(params: GatedDeltaNetParams, n: int) -> int:
-    """Shared bytes of a block of delta_net.cu for slices of n tokens: sums; inputs, scales and gates of each token."""
-    width = DIM // halves(params)
-    return 2 * WARPS * 2 * width * 4 + n * ((2 * DIM + width) * 4 + 5 * 4)
+    """Shared bytes of a block of delta_net.cu for slices of n tokens: sums; inputs, outputs and factors of tokens; a
+    barrier; and the rows to write.
+    """
+    n_halves = halves(params)
+    width = DIM // n_halves
+    inputs, outputs = n * (2 * DIM + width) * 4, -(-n // n_halves) * DIM * 4
+    return 2 * TEAM * 2 * width * 4 + inputs + outputs + n * FACTORS_BYTES + 8 + MAX_DECODE_TOKENS * 4
 
 
 def compile_delta_net(architecture: str, params: GatedDeltaNetParams, dtype: torch.dtype) -> bytes:
@@ -91,7 +98,7 @@ class CudaDeltaNet:
             self.batch_kernel = load_kernel(code, "delta_net_batch", device, limit, dependent=True)
 
     def __call__(
-        self, y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams
+        self, y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams
     ) -> Tensor:
         """See :func:`daemons.ops.triton.recurrent_delta_rule.recurrent_gated_delta_net`."""
         m, n_slices = params, ids.shape[0]
@@ -100,18 +107,21 @@ class CudaDeltaNet:
         assert y.stride(1) == 1
         assert 1 <= n <= MAX_DECODE_TOKENS
         assert kept.shape == (n_slices, n)
-        assert all(x.is_contiguous() for x in (conv_states, states, ids, kept))
-        assert [x.dtype for x in (conv_states, states, ids, kept)] == [torch.float32] * 2 + [torch.int64] * 2
+        assert pools.updates.shape[1] == update_width(m.n_key, m.n_value, m.dim)
+        assert all(x.is_contiguous() for x in (*pools, ids, kept))
+        assert [x.dtype for x in (*pools, ids, kept)] == [torch.float32] * 3 + [torch.int64] * 2
         assert m.norm.weight is not None
         out = torch.empty(y.shape[0], m.n_value * m.dim, dtype=y.dtype, device=y.device)
-        tensors = (y, out, conv_states, states, ids, kept, m.conv_weight, m.decay_rates, m.dt_bias, m.norm.weight)
+        constants = m.conv_weight, m.decay_rates, m.dt_bias, m.norm.weight
         numbers = (y.stride(0), float(m.norm.epsilon), L2_EPS / m.dim, l2_scale(m.dim))
         n_pairs = n_slices * m.n_key
         n_blocks = min(self.limits.n_processors, n_pairs)
         n_bytes = batch_bytes(m, -(-n_pairs // n_blocks))
         if n == 1 and n_slices >= MIN_BATCH and self.batch_kernel and n_bytes <= self.limits.block_shared_bytes:
+            tensors: tuple[Tensor, ...] = (y, out, pools.conv_states, pools.states, ids, kept, *constants)
             self.batch_kernel((n_blocks, 1), 32 * (TEAMS * WARPS + 1), n_bytes, (*tensors, n_slices, *numbers))
         else:
             grid = m.n_value * halves(m), n_slices
+            tensors = (y, out, *pools, ids, kept, *constants)
             self.kernel(grid, 32 * WARPS, shared_bytes(m, n), (*tensors, n, *numbers))
         return out

@@ -8,24 +8,27 @@
 
 #include "delta_net_math.cuh"
 
-constexpr int STATE_BYTES = DIM * DIM * 4, TEAM_THREADS = WARPS * 32, THREADS = TEAMS * TEAM_THREADS;
+constexpr int STATE_BYTES = DIM * DIM * 4, TEAM_THREADS = WARPS * 32, THREADS = TEAMS * TEAM_THREADS, TILES = DIM / SIDE * TEAM / WARPS;
+constexpr int PARTS = TEAMS * WARPS / TEAM;  // of the teams, whose warps have the same columns
 constexpr int ROW = (2 + HEADS) * DIM;  // q, k and the values of a pair
 static_assert(2 * SLOTS % TEAMS == 0);  // a team ended the phase before the one that it waits for
 
 // What a block keeps in shared memory, in this order
 struct Shared {
   float* slots;   // [SLOTS] states
-  float* parts;   // [TEAMS, WARPS, 2, DIM]: sums of S with k and with q
+  float* parts;   // [TEAMS, TEAM, 2, DIM]: sums of S with k and with q
+  float* outputs;  // [TEAMS, 2, DIM]: of two items in turn
   float* inputs;  // [pairs, ROW]
-  Gates* gates;   // [pairs, HEADS]
+  Factors* factors;  // [pairs, HEADS]
   u32 full, empty;  // barriers [SLOTS]: a state is there; it may be copied back
 
   DEVICE Shared(u8* start, int n_pairs) {
     slots = (float*)start;
     parts = slots + SLOTS * DIM * DIM;
-    inputs = parts + TEAMS * WARPS * 2 * DIM;
-    gates = (Gates*)(inputs + n_pairs * ROW);
-    full = shared_address(gates + n_pairs * HEADS);
+    outputs = parts + TEAMS * TEAM * 2 * DIM;
+    inputs = outputs + TEAMS * 2 * DIM;
+    factors = (Factors*)(inputs + n_pairs * ROW);
+    full = shared_address(factors + n_pairs * HEADS);
     empty = full + 8 * SLOTS;
   }
 };
@@ -103,35 +106,51 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   }
   for (int i = threadIdx.x; i < n_items; i += THREADS) {
     int head = items.head(i);
-    s.gates[i] = gates_of(y + (long long)items.slice(i) * y_stride, head, decay_rates[head], dt_bias[head]);
+    Gates gates = gates_of(y + (long long)items.slice(i) * y_stride, head, decay_rates[head], dt_bias[head]);
+    s.factors[i].decay = gates.decay, s.factors[i].beta = gates.beta;
   }
-  wait_for_team<THREADS>(TEAMS);
+  wait_for_team<THREADS>(PARTS);
+  for (int pair = warp; pair < n_pairs; pair += TEAMS * WARPS) {
+    float* q = s.inputs + pair * ROW;
+    float both = normalise(q, q + DIM, l2_eps, scale, lane);
+    if (lane < HEADS) s.factors[pair * HEADS + lane].both = both;
+  }
+  wait_for_team<THREADS>(PARTS);
   int team = warp / WARPS, member = warp % WARPS;
-  float* parts = s.parts + team * WARPS * 2 * DIM;
+  Place<TILES, DIM> place(member, lane);
+  float* parts = s.parts + team * (TEAM * 2 * DIM);
   for (int i = team; i < n_items; i += TEAMS) {
     int slot = i % SLOTS;
     const float *q = s.inputs + i / HEADS * ROW, *k = q + DIM, *v = k + DIM + i % HEADS * DIM;
-    float* matrix = s.slots + slot * (DIM * DIM) + member * LINES * DIM + lane * 4;
-    Gates gates = s.gates[i];
+    float* matrix = s.slots + slot * (DIM * DIM) + place.row * DIM + place.column;
+    Factors factors = s.factors[i];
     // Another team had the slot before: while its state is on the way, this one's parity is that of the phase before it.
     if (i >= SLOTS) wait_for_barrier(s.empty + 8 * slot, (i / SLOTS - 1) % 2);
     wait_for_barrier(s.full + 8 * slot, i / SLOTS % 2);
-    float4 lines[LINES];
+    float4 lines[TILES][LINES];
 #pragma unroll
-    for (int r = 0; r < LINES; r++) lines[r] = *(const float4*)(matrix + r * DIM);
-    Scales scales = scales_of(q, k, l2_eps, scale, lane);
-    Token<float4> token(lines, q, k, v, parts, gates, scales, member, lane, [=] { wait_for_team<TEAM_THREADS>(team); });
-    float k_lines[LINES];  // loaded again: holding them costs registers
-    load_lines(k_lines, k, scales.k, member);
+    for (int t = 0; t < TILES; t++)
 #pragma unroll
-    for (int r = 0; r < LINES; r++) *(float4*)(matrix + r * DIM) = token.updated(lines[r], k_lines[r], gates);
+      for (int r = 0; r < LINES; r++) lines[t][r] = *(const float4*)(matrix + r * DIM + place.columns(t));
+    Token<TILES, DIM> token(lines, q, k, v, parts, factors, place, lane, [=] { wait_for_team<TEAM * 32>(warp / TEAM); });
+    token.update(lines, factors);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int r = 0; r < LINES; r++) *(float4*)(matrix + r * DIM + place.columns(t)) = lines[t][r];
+    float* outputs = s.outputs + (team * 2 + i / TEAMS % 2) * DIM;
+    if (place.part == 0 && lane < 8) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) *(float4*)(outputs + place.column + place.columns(t)) = token.output(t, factors);
+    }
     publish_writes();
-    wait_for_team<TEAM_THREADS>(team);
+    wait_for_team<TEAM_THREADS>(PARTS + 1 + team);
     if (threadIdx.x % TEAM_THREADS == 0) arrive(s.empty + 8 * slot);
     if (member == 0) {
       long long slice = items.slice(i), head = items.head(i);
-      store_gated(out + (slice * N_VALUE + head) * DIM, token.output(gates, scales), y + slice * y_stride + CHANNELS + head * DIM,
-                  norm, norm_eps, lane);
+      const u16* z_at = y + slice * y_stride + CHANNELS + head * DIM + lane * 4;
+      u16 z[4] = {z_at[0], z_at[1], z_at[2], z_at[3]};
+      store_gated(out + (slice * N_VALUE + head) * DIM, *(const float4*)(outputs + lane * 4), z, *(const float4*)(norm + lane * 4), norm_eps, lane);
     }
   }
 }

@@ -64,6 +64,13 @@ DEVICE u16 to_bfloat16(float v) {
   return d;
 }
 
+// Within one unit in the last place.
+DEVICE float reciprocal(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
 // (a & MASK) | b in one instruction: b has to be in a register, or the compiler splits it in two.
 template <u32 MASK> DEVICE u32 and_or(u32 a, u32 b) {
   u32 d;
@@ -205,6 +212,11 @@ DEVICE void init_barrier(u32 barrier, u32 n_arrivals = 1) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
 }
 
+// An arrival, and `n_bytes` that others are to store.
+DEVICE void expect_bytes(u32 barrier, int n_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(n_bytes) : "memory");
+}
+
 DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
 // Barriers are seen by other threads and by the copy engine.
@@ -246,6 +258,9 @@ DEVICE void wait_for_barrier(u32 barrier, u32 parity) {
 #if __CUDA_ARCH__ >= 900
 DEVICE void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
+// The same where nothing of what this thread wrote or read has to be there: it waits for no store.
+DEVICE void arrive_in_cluster_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Stores to the address `at` of block `rank`.
@@ -256,14 +271,13 @@ DEVICE void store_in_cluster(u32 at, u32 rank, float4 value) {
       : "memory");
 }
 
-// What is at the address `at` of block `rank`.
-DEVICE float4 load_from_cluster(u32 at, u32 rank) {
-  float4 v;
-  asm volatile("{.reg .u32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(at), "r"(rank)
-               : "memory");
-  return v;
+// Sends 16 bytes to the address `at` of block `rank`, whose `barrier` expects them.
+DEVICE void send_in_cluster(u32 at, u32 rank, float4 value, u32 barrier) {
+  asm volatile(
+      "{.reg .u32 there, counted; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 counted, %6, %1; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [counted];}" ::"r"(at),
+      "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
 }
 #endif
 

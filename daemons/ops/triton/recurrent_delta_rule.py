@@ -3,12 +3,14 @@
 Two launches from input columns to gated outputs; the reference is ``daemons.models.blocks.GatedDeltaNet``.  A program
 holds the whole state S of a value head in registers and walks the tokens of its slice, so long slices are faster with
 ``chunked_delta_rule``.  Knows no sequences or steps, only rows of the state pools: for each slice the row it reads, and
-for each token the row that gets the state after it, or -1.
+for each token the row that gets the state after it, or its update, or -1.
 
 Invariant: a row that one slice reads is written by that slice alone, and only by the program that has read its part.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from daemons.ops.basic import l2_scale
-from daemons.ops.operations import MAX_DECODE_TOKENS, GatedDeltaNetParams
+from daemons.ops.delta_rule import key_heads
+from daemons.ops.operations import MAX_DECODE_TOKENS, DeltaNetPools, GatedDeltaNetParams
 from daemons.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
+from lucevisor.model.spec import update_width
 
 L2_EPS = 1e-6
 """Epsilon of the l2 norm of queries and keys."""
@@ -126,6 +130,48 @@ def _shifted_window(window, y, first, row, channel, mine, n, y_stride, C: tl.con
     return old + new.to(tl.float32)  # one of the two is 0
 
 
+@triton.jit
+def _updated(s, k, error, decay):
+    """S decay + k error', with one rounding of the sum wherever it is compiled."""
+    k, error = tl.broadcast(k[:, None], s)[0], tl.broadcast(error[None, :], s)[0]
+    return tl.fma(k, error, s * decay)
+
+
+@triton.jit(do_not_specialize=["n", "source", "target", "states_stride", "updates_stride"])
+def apply_updates_kernel(
+    states,  # [layers, states, N_VALUE, DIM, DIM]
+    updates,  # [layers, states, UPDATE_WIDTH]
+    rows,  # [n]
+    n,
+    source,
+    target,
+    states_stride,
+    updates_stride,
+    N_KEY: tl.constexpr,
+    N_VALUE: tl.constexpr,
+    DIM: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One value head of one layer: S of row ``source`` with the updates of ``rows``, in order, to row ``target``.
+
+    Grid [N_VALUE, layers].  Formulas: :func:`daemons.ops.delta_rule.apply_updates`.
+    """
+    j, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < DIM
+    square = inside[:, None] & inside[None, :]
+    matrix = states + layer * states_stride + j * (DIM * DIM) + at[:, None] * DIM + at[None, :]
+    s = tl.load(matrix + source.to(tl.int64) * (N_VALUE * DIM * DIM), mask=square, other=0.0)
+    updates += layer * updates_stride
+    for i in range(n):
+        update = updates + tl.load(rows + i) * UPDATE_WIDTH
+        k = tl.load(update + j % N_KEY * DIM + at, mask=inside, other=0.0)
+        error = tl.load(update + (N_KEY + j) * DIM + at, mask=inside, other=0.0)
+        s = _updated(s, k, error, tl.load(update + (N_KEY + N_VALUE) * DIM + j))
+    tl.store(matrix + target.to(tl.int64) * (N_VALUE * DIM * DIM), s, mask=square)
+
+
 # Long: its parameters and one pass over a tile, which would be passed on whole.
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids", "kept"])
 def delta_rule_recurrent_kernel(
@@ -135,6 +181,7 @@ def delta_rule_recurrent_kernel(
     out,  # [B n, N_VALUE DIM]
     conv_states,  # [states, CONV_WIDTH - 1, C]
     states,  # [states, N_VALUE, DIM, DIM]
+    updates,  # [states, UPDATE_WIDTH]
     ids,  # [B]
     kept,  # [B n]
     norm,  # [DIM]
@@ -142,10 +189,11 @@ def delta_rule_recurrent_kernel(
     n,
     y_stride,
     N_KEY: tl.constexpr, N_VALUE: tl.constexpr, DIM: tl.constexpr, CONV_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
     WINDOW_CHANNELS: tl.constexpr, WINDOW_ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One value head of one slice: the delta rule over its n <= TOKENS tokens and the gated norm; keeps each S, and the
-    conv window that replaces the one the slice read.
+    """One value head of one slice: the delta rule over its n <= TOKENS tokens and the gated norm; keeps each S or its
+    update, and the conv window that replaces the one the slice read.
 
     Grid [N_VALUE, B].  Each program writes WINDOW_CHANNELS channels of the window, WINDOW_ROWS >= CONV_WIDTH - 1 rows.
     """
@@ -159,6 +207,7 @@ def delta_rule_recurrent_kernel(
     matrix = states + j * (DIM * DIM) + at[:, None] * DIM + at[None, :]
     s = tl.load(matrix + state * (N_VALUE * DIM * DIM), mask=square, other=0.0)
     kept += first
+    keeps_updates = (n > 1) & (tl.load(kept) >= 0)
 
     row = tl.arange(0, WINDOW_ROWS)[:, None]
     channel = j * WINDOW_CHANNELS + tl.arange(0, WINDOW_CHANNELS)[None, :]
@@ -186,9 +235,15 @@ def delta_rule_recurrent_kernel(
         later = _load_token(qkv, gates, z, kept, at, heads, value, tl.where(i + 1 < n, DIM, 0))
         q, k = tl.split(qk)
         error = (v - decay * tl.sum(s * k[:, None], axis=0)) * beta
-        s = s * decay + k[:, None] * error[None, :]
+        s = _updated(s, k, error, decay)
         if target >= 0:
-            tl.store(matrix + target * (N_VALUE * DIM * DIM), s, mask=square)
+            if keeps_updates:
+                update = updates + target * UPDATE_WIDTH
+                tl.store(update + j * DIM + at, k, mask=at < tl.where(j < N_KEY, DIM, 0))
+                tl.store(update + (N_KEY + j) * DIM + at, error, mask=inside)
+                tl.store(update + (N_KEY + N_VALUE) * DIM + j, decay)
+            else:
+                tl.store(matrix + target * (N_VALUE * DIM * DIM), s, mask=square)
         o = tl.sum(s * q[:, None], axis=0)
         o *= tl.rsqrt(tl.sum(o * o, axis=0) / DIM + eps) * weight
         o *= gate / (1.0 + tl.exp(-gate))
@@ -217,19 +272,44 @@ def recurrent_options(n_key: int, n_value: int, dim: int, conv_width: int) -> di
     block, part = triton.next_power_of_2(dim), triton.cdiv((2 * n_key + n_value) * dim, n_value)
     heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "CONV_WIDTH": conv_width, "BLOCK": block}
     window = {"WINDOW_CHANNELS": triton.next_power_of_2(part), "WINDOW_ROWS": triton.next_power_of_2(conv_width - 1)}
+    heads["UPDATE_WIDTH"] = update_width(n_key, n_value, dim)
     return heads | window | {"TOKENS": MAX_DECODE_TOKENS, "num_warps": 8 if block > 64 else 4}
 
 
+def updates_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
+    """What :func:`apply_updates_kernel` is compiled for, and its warps."""
+    block = triton.next_power_of_2(dim)
+    heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "UPDATE_WIDTH": update_width(n_key, n_value, dim)}
+    return heads | {"BLOCK": block, "num_warps": 8 if block > 64 else 4}
+
+
+def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+    """See :func:`daemons.ops.delta_rule.apply_updates`."""
+    layers, _, n_value, dim = states.shape[:4]
+    n_key = key_heads(updates.shape[2], n_value, dim)
+    assert states.is_contiguous()
+    assert updates.is_contiguous()
+    at = torch.tensor(rows)
+    if states.device.type != "cpu":
+        at = at.pin_memory().to(states.device, non_blocking=True)
+    apply_updates_kernel[(n_value, layers)](
+        *(states, updates, at, len(rows), source, target, states.stride(0), updates.stride(0)),
+        **updates_options(n_key, n_value, dim),
+    )
+
+
 def recurrent_gated_delta_net(
-    y: Tensor, conv_states: Tensor, states: Tensor, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams
+    y: Tensor, pools: DeltaNetPools, ids: Tensor, kept: Tensor, params: GatedDeltaNetParams
 ) -> Tensor:
     """Input columns [B n, columns] to gated outputs [B n, n_value dim], in the dtype of ``y``; writes states.
 
     ``y``: columns q, k, v (the C channels), z, alpha, beta; slice b has rows b n .. b n + n - 1, n from 1 to
     MAX_DECODE_TOKENS; its last dimension is contiguous.  Slices start from rows ``ids`` [B] int64 of the float32 pools
     ``conv_states`` [states, conv width - 1, C] and ``states`` [states, n_value, Dk, Dv], and write the state after each
-    token to its row in ``kept`` [B, n] int64; -1: to none.  All those of a slice differ from all rows of another.
+    token to its row in ``kept`` [B, n] int64; -1: to none.  If the first of several tokens has a row, all have, and the
+    rows of ``updates`` get what the tokens do to S instead.  All rows of a slice differ from all rows of another.
     """
+    conv_states, states, updates = pools
     m, conv_width, channels = params, params.conv_weight.shape[0], params.channels
     rows, n_slices = y.shape[0], ids.shape[0]
     n = rows // n_slices
@@ -239,8 +319,9 @@ def recurrent_gated_delta_net(
     assert states.shape[1:] == (m.n_value, m.dim, m.dim)
     assert 1 <= n <= MAX_DECODE_TOKENS
     assert kept.shape == (n_slices, n)
-    assert all(x.is_contiguous() for x in (conv_states, states, ids, kept))
-    assert [x.dtype for x in (conv_states, states, ids, kept)] == [torch.float32] * 2 + [torch.int64] * 2
+    assert updates.shape[1] == update_width(m.n_key, m.n_value, m.dim)
+    assert all(x.is_contiguous() for x in (*pools, ids, kept))
+    assert [x.dtype for x in (*pools, ids, kept)] == [torch.float32] * 3 + [torch.int64] * 2
     qkv = torch.empty(rows, channels, dtype=torch.float32, device=y.device)
     gates = torch.empty(rows, m.n_value, 2, dtype=torch.float32, device=y.device)
     out = torch.empty(rows, m.n_value * m.dim, dtype=y.dtype, device=y.device)
@@ -251,7 +332,7 @@ def recurrent_gated_delta_net(
         **dependent_launch(y.device),
     )
     delta_rule_recurrent_kernel[(m.n_value, n_slices)](
-        *(y, qkv, gates, out, conv_states, states, ids, kept, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
+        *(y, qkv, gates, out, *pools, ids, kept, m.norm.weight, m.norm.epsilon, n, y.stride(0)),
         **recurrent_options(*sizes),
         **dependent_launch(y.device),
     )

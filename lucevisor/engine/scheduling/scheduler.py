@@ -330,7 +330,6 @@ class Scheduler(SchedulerState):
     def _take(self, events: Events, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> None:
         """Append the tokens drawn for a slice; all but the last are accepted drafts, which are computed already."""
         record, live = part.record, part.live
-        state = live.state
         self.drafting.drawn(part, drawn)
         for i, sampled in enumerate(drawn):
             if record.ended:
@@ -341,7 +340,7 @@ class Scheduler(SchedulerState):
             self._accept(events, record, sampled, now, drafted=drafted)
         if part.slice.n_drafts and record.live is live:
             self._shares.charge([(record.request.key_id, len(drawn) - 1)])
-            self._operations += self.running.settle(live, state)
+            self._operations += self.running.settle(live)
 
     def _accept(self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> None:
         request = record.request
@@ -368,6 +367,7 @@ class Scheduler(SchedulerState):
         stop_id: int | None = None,
     ) -> tuple[str, Event]:
         if record.live is not None:
+            self._operations += self.running.settle(record.live)
             if error is None:
                 self._operations += self.reuse.ending(record, now)
             self._operations += self.running.close(record)

@@ -19,6 +19,7 @@ from lucevisor.model.spec import (
     StateTensor,
     assemble,
     attention_state,
+    update_width,
 )
 from lucevisor.model.values import Dtype, Space
 
@@ -143,9 +144,11 @@ def layer_state(p: Qwen35Params, i: int) -> tuple[StateTensor, ...]:
     """Gated delta net: last inputs of the convolution and the matrix S, both float32.  Attention: keys and values."""
     if not p.recurrent[i]:
         return attention_state(p.n_kv_heads, p.head_dim, p.head_dim)
+    matrices = (p.delta_value_heads, p.delta_dim, p.delta_dim)
+    width = update_width(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
     return (
         StateTensor("conv", (p.conv_kernel - 1, p.conv_channels), Dtype.FLOAT32),
-        StateTensor("delta", (p.delta_value_heads, p.delta_dim, p.delta_dim), Dtype.FLOAT32),
+        StateTensor("delta", matrices, Dtype.FLOAT32, width),
     )
 
 

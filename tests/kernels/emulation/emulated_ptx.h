@@ -51,7 +51,8 @@ struct Copy { u32 to; const u8* from; u32 n_bytes; };
 struct Store { u8* to; u32 from, n_bytes; bool read; std::vector<u8> bytes; };
 struct Product { float (*c)[4]; int n; u32 a[32][4]; u64 b; bool adds; };
 struct Meeting { int arrived = 0, generation = 0; };
-struct Barrier { u32 parity, n_arrivals, missing; bool pending; Copy copy; u64 lands_at; };
+struct Barrier { u32 parity, n_arrivals, missing; bool pending; Copy copy; u64 lands_at; int bytes; };
+struct Sent { u32 to; float4 value; u32 barrier; };
 struct Fiber {
   ucontext_t context;
   std::vector<u8> stack;
@@ -65,6 +66,7 @@ struct Block {
   std::vector<u8> memory;  // while another block runs
   std::vector<Barrier> barriers;  // by address over 8
   std::vector<Fiber> fibers;
+  std::vector<Sent> sent;  // to this block, and not there yet
   Meeting of_block, of_teams[32], of_warps[32];
   u32 exchanged[32][2][32][6];  // [warp][parity][lane]: a warp can be one meeting ahead only
 };
@@ -116,6 +118,7 @@ static void arrive_in_cluster() {
   block->fibers[running].cluster_generation = of_cluster.generation;
   arrive(of_cluster, (int)blocks.size() * blockDim.x);
 }
+static void arrive_in_cluster_relaxed() { arrive_in_cluster(); }
 static void wait_for_cluster() {
   while (of_cluster.generation == block->fibers[running].cluster_generation) yield();
 }
@@ -175,6 +178,7 @@ static u16 to_bfloat16(float v) {
   return (u & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFF : (u16)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
 }
 template <u32 MASK> static u32 and_or(u32 a, u32 b) { return (a & MASK) | b; }
+static float reciprocal(float v) { return 1.f / v; }
 static u32 in_register(u32 value) { return value; }
 
 static void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -267,10 +271,10 @@ template <int PENDING> static void wait_for_copies() {
 }
 
 static Barrier& barrier_at(u32 address) { return block->barriers[address / 8]; }
-static void init_barrier(u32 barrier, u32 n_arrivals = 1) { barrier_at(barrier) = {0, n_arrivals, n_arrivals, false, {}, 0}; }
+static void init_barrier(u32 barrier, u32 n_arrivals = 1) { barrier_at(barrier) = {0, n_arrivals, n_arrivals, false, {}, 0, 0}; }
 static void publish_barriers() {}
 static void complete(Barrier& b) {
-  if (b.missing || b.pending) return;
+  if (b.missing || b.pending || b.bytes) return;
   b.missing = b.n_arrivals;
   b.parity ^= 1;
   moves++;
@@ -285,6 +289,23 @@ static void arrive(u32 barrier) {
   b.missing--;
   complete(b);
 }
+static void expect_bytes(u32 barrier, int n_bytes) {
+  barrier_at(barrier).bytes += n_bytes;
+  arrive(barrier);
+}
+static bool receive(u32 barrier) {
+  auto& sent = block->sent;
+  for (auto one = sent.begin(); one != sent.end(); ++one) {
+    if (one->barrier != barrier) continue;
+    memcpy(memory + one->to, &one->value, sizeof(one->value));
+    barrier_at(barrier).bytes -= (int)sizeof(one->value);
+    sent.erase(one);
+    moves++;
+    complete(barrier_at(barrier));
+    return true;
+  }
+  return false;
+}
 template <int BYTES> static void copy_bulk(u32 to, const u8* from, u32 barrier) {
   Barrier& b = barrier_at(barrier);
   b.copy = {to, from, BYTES};
@@ -298,7 +319,7 @@ static void wait_for_barrier(u32 barrier, u32 parity) {
   while (b.parity == parity) {
     if (b.pending && b.lands_at <= n_sweeps) {
       land(b);
-    } else {
+    } else if (!receive(barrier)) {
       if (b.pending) moves++;
       yield();
     }
@@ -331,10 +352,9 @@ template <class T> static void store_in_cluster(u32 at, u32 rank, T value) {
   memcpy((block == &blocks[rank] ? memory : blocks[rank].memory.data()) + at, &value, sizeof(T));
 }
 
-static float4 load_from_cluster(u32 at, u32 rank) {
-  float4 value;
-  memcpy(&value, (block == &blocks[rank] ? memory : blocks[rank].memory.data()) + at, sizeof(value));
-  return value;
+static void send_in_cluster(u32 at, u32 rank, float4 value, u32 barrier) {
+  blocks[rank].sent.push_back({at, value, barrier});
+  moves++;
 }
 
 static void launch_dependents() {}
@@ -353,7 +373,8 @@ static void fiber_main() {
 
 static void prepare_block(Block& b, int n_threads) {
   b.memory.assign(sizeof(memory), 0xFF);
-  b.barriers.assign(sizeof(memory) / 8, {0, 1, 1, false, {}, 0});
+  b.barriers.assign(sizeof(memory) / 8, {0, 1, 1, false, {}, 0, 0});
+  b.sent.clear();
   b.of_block = {};
   for (auto* meetings : {b.of_teams, b.of_warps}) std::fill(meetings, meetings + 32, Meeting{});
   b.fibers.resize(n_threads);

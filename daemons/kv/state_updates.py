@@ -1,0 +1,51 @@
+"""What single tokens do to a shard's recurrent states, and the states that are made of it.
+
+A kernel writes a verified token's update where the state after it would be, a hundredth of its bytes; of all those of a
+slice one state is made, when it is known which one the sequence goes on with.  Knows rows, no sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from daemons.device import allocating
+
+ApplyUpdates = Callable[[Tensor, Tensor, int, Sequence[int], int], None]
+"""See :func:`daemons.ops.delta_rule.apply_updates`."""
+
+
+class StateUpdates:
+    """Of one device.  ``in_use``: whether a layer's kernel writes updates instead of states."""
+
+    def __init__(self, device: torch.device, apply: ApplyUpdates) -> None:
+        self.device, self.in_use = device, False
+        self._apply = apply
+        self._stacks: list[tuple[Tensor, Tensor]] = []  # matrices and updates, [layers, states, ...]
+        self._by_layer: dict[int, Tensor] = {}
+
+    def allocate(self, matrices: Tensor, width: int, layers: Sequence[int], what: str) -> None:
+        """One row for each state of ``matrices`` [layers, states, ...].  Raises DeviceError."""
+        extent = (*matrices.shape[:2], width)
+        advice = "lower the number of sequences or of cached states, or give this device fewer layers"
+        with allocating(self.device, f"updates of {what}", 4 * prod(extent), advice):
+            updates = torch.zeros(extent, device=self.device)
+        self._by_layer |= dict(zip(layers, updates.unbind(0), strict=True))
+        self._stacks.append((matrices, updates))
+
+    def of_layer(self, layer: int) -> Tensor:
+        """Updates of a layer, ``[states, width]``, for a kernel that writes them from now on."""
+        self.in_use = True
+        return self._by_layer[layer]
+
+    def make(self, source: int, rows: Sequence[int], target: int) -> None:
+        """Make a state from another one and the updates of tokens, in order."""
+        for matrices, updates in self._stacks if self.in_use else ():
+            self._apply(matrices, updates, source, rows, target)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(updates.nbytes for _, updates in self._stacks)
