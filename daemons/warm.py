@@ -99,6 +99,7 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> No
         steps += [WarmStep(2 * PAGE_TOKENS, n, ranks=True) for n in (1, QUERIES) if n <= stage.max_step_tokens]
     most = min(1 + stage.max_drafts, n_states, MAX_DECODE_TOKENS, stage.max_step_tokens)
     verifies = [WarmStep(0, n, n - 1) for n in range(1, most + 1)] if stage.max_drafts else []
+    steps += verifies[1:2]  # states are made of updates, also where nothing is captured
 
     def run(number: int, one: WarmStep) -> None:
         stage.apply(_opening(stage.sequences, one.start + one.n, one.n_drafts + 1))

@@ -177,8 +177,8 @@ class Sequences:
     def keep_updates(self, slices: Sequence[Slice]) -> None:
         """Note the slices of a step that ran: where kernels leave updates, several tokens that all have a row did."""
         for s in slices if any(pool.updates.in_use for pool in self.pools) else ():
-            if len(s.states) == len(s.tokens) > 1:
-                self.by_id[s.sequence].updates = s.states
+            if len(s.states) == len(s.tokens) > 1 and (opened := self.by_id.get(s.sequence)) is not None:
+                opened.updates = s.states
 
     def settle(self, slices: Sequence[Slice]) -> None:
         """Make the live states of sequences that go on without a ``UseState``, before a step of these slices."""

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from daemons.device import allocating
+from daemons.device import allocating, launching
 
 ApplyUpdates = Callable[[Tensor, Tensor, int, Sequence[int], int], None]
 """See :func:`daemons.ops.delta_rule.apply_updates`."""
@@ -43,8 +43,10 @@ class StateUpdates:
 
     def make(self, source: int, rows: Sequence[int], target: int) -> None:
         """Make a state from another one and the updates of tokens, in order."""
-        for matrices, updates in self._stacks if self.in_use else ():
-            self._apply(matrices, updates, source, rows, target)
+        if self.in_use:
+            with launching(self.device):
+                for matrices, updates in self._stacks:
+                    self._apply(matrices, updates, source, rows, target)
 
     @property
     def nbytes(self) -> int:

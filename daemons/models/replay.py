@@ -141,6 +141,9 @@ class LayerwiseReplay:
         if self.problem:
             return None
         synchronize(shard.device)
+        if self.sequences is not None:
+            for step in self.steps:  # a verify slice may be among those that were on their way
+                self.sequences.keep_updates(step.slices)
         return self.sequences
 
     # ---- inside

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daemons.device import host_zeros
+from daemons.device import host_zeros, launching
 from lucevisor.model.workspace import HOST_CHUNK_PAGES
 
 PageCopy = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
@@ -101,8 +101,9 @@ class HostPages:
         if not out and self._copy_pages is not None and self.page_locked:
             self.finish()  # of these rows, too
             at = torch.tensor(rows).pin_memory().to(self.device, non_blocking=True)
-            for stack, host in self._stacks:
-                self._copy_pages(stack, index, host, at)
+            with launching(self.device):
+                for stack, host in self._stacks:
+                    self._copy_pages(stack, index, host, at)
             return
         for stack, host in self._stacks:
             n = max(1, self._ring().n_bytes // _page_bytes(stack))

@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from daemons.models.replay_kernels import load_kernels
 from daemons.models.row_file import RowFile
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
+from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay
 from lucevisor.protocol.steps import (
@@ -32,10 +35,13 @@ from lucevisor.protocol.steps import (
     SetPages,
     Slice,
     Step,
+    UseState,
     ZeroState,
 )
+from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.snapshot_pipeline import golden_spec
 
+DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 SELECTOR = SimpleNamespace(device=torch.device("cuda"))
 POOLS = PoolSizes(full_pages=9, window_pages=0, states=6, host_states=2)
 
@@ -380,3 +386,30 @@ def test_of_the_last_layer_only_what_is_kept_is_computed(monkeypatch):
     loaded(spec, plan, load, replay)
     assert not replay.problem
     assert len({id(mlp) for mlp in calls}) == len(plan.shards[0].layers) - 1
+
+
+@needs_cpu_kernels
+def test_a_verify_slice_on_its_way_leaves_what_its_tokens_do_to_a_state():
+    """Its verdict comes when all stages are back, and with it the state is made."""
+    spec = open_spec(DEMO)
+    plan = StagePlan(0, [ShardPlan(0, LayerRange(0, 2))], None, 0, embedding=True, output=False)
+    opening = [OpenSequence(0, 0, Sampling()), ZeroState(0), SetPages(0, Space.FULL, 0, [1])]
+    prompt = Slice(0, 0, tokens(1, 9), sample=False)
+    verify = Slice(0, 9, [7, 8, 9], sample=True, n_drafts=2, states=[0, 3, 2])
+    steps = [Step(0, 0, opening), Step(1, 0, [], [prompt]), Step(2, 0, [], [verify])]
+    load = load_of(stages=[plan], max_drafts=4, threads=1, replay=[StageReplay(0, steps)])
+    load = msgspec.structs.replace(load, dtype=Dtype.BFLOAT16, kv_dtype=Dtype.BFLOAT16)
+    right = loaded(spec, plan, load)
+    for step in steps:
+        right.apply(step.operations)
+        right.forward(step, None)
+    [replay] = layerwise_replays(load, spec, os.memfd_create("rows")).values()
+    found = loaded(spec, plan, load, replay)
+    assert found.replayed(replay), replay.problem
+    after = Step(3, 0, [UseState(0, 3)], [Slice(0, 11, [12], sample=False)])
+    rows = []
+    for stage in (right, found):
+        assert stage.shards[0].pools.updates.in_use
+        stage.apply(after.operations)
+        rows.append(stage.forward(after, None).rows.clone())
+    assert torch.equal(*rows)

@@ -157,7 +157,7 @@ struct DeltaNet {
       }
       const int64_t row_to = target(slice, first + token);
       if (keeps) {
-        keep_update<V, D>(row_to, head, column, t, token, error);
+        if (row_to >= 0) keep_update<V, D>(row_to, head, column, t, token, error);
         if (token + 1 == n_tokens) return;
       }
       const Columns to = row_to < 0 || keeps ? kept_not : in_pool(row_to);

@@ -167,7 +167,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     float* q = shared.inputs + i * ROW;
     float both = normalise(q, q + DIM, l2_eps, scale, lane);
     if (lane == 0) shared.factors[i].both = both;
-    if (!keeps_updates) continue;
+    if (!keeps_updates || shared.targets[i] < 0) continue;
     float* update = updates + (long long)shared.targets[i] * UPDATE_WIDTH;
     if (rank == 0) *(float4*)(update + key * DIM + lane * 4) = *(const float4*)(q + DIM + lane * 4);
     if (half == 0 && lane == 0) update[(N_KEY + N_VALUE) * DIM + head] = shared.factors[i].decay;
