@@ -7,8 +7,8 @@ the drafts, whose own tokens mean nothing, by ones of which as many are right as
 verify steps run as always.  In one run of the service, for each drafter:
 - plain decoding of one stream, and steps of 1, 4, 8 and 16 rows: medians of the stages' compute time;
 - a draft: median of the draft stage's compute time; what a round takes beside its step and its drafts;
-- tokens/s of one stream at each acceptance length, over those without, and with one stage also where a step is sent
-  once its drafts are known ("seen"), as where their probabilities say how many are verified;
+- tokens/s of one stream at each acceptance length, over those without, and also where a step is sent once its drafts
+  are known ("seen"), as where their probabilities say how many are verified;
 - tokens/s of --streams streams with the adaptive width, drafts right and drafts useless, over those without.
 "none" is the service without a drafter, which the others are compared with; where it is not asked for, it is plain
 decoding beside the drafter.  Every kind is measured --repeats times in turns; medians.  A device named twice gets two
@@ -39,6 +39,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting.rest import MOST_REST_STEPS
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.step import ScheduledSlice
 from lucevisor.protocol.steps import Drafted, Sampling
 
 VERIFIED = (1, 4, 8, 16)  # rows
@@ -96,6 +97,8 @@ class Knob:
             answered(result)
 
         self.drafting._candidates, self.drafting.measured, self.drafting.answered = forced, noted, drafted
+        # The first of several stages waits for the drafter's own drafts before it computes those in their place.
+        ScheduledSlice.drafts_pend = property(lambda one: len(one.drafts) > 0 and one.live.awaiting > 0)
 
     def awake(self):
         """Wake the drafter with the next step, if it rests: FixedWidth lets it rest no more."""
@@ -182,11 +185,10 @@ async def measure(service, options):
                 with knob.verify(width, accepted):
                     found = await rate(service, f"accepted-{accepted}-{turn}", 1, options.tokens)
                     rates[f"accepted_{accepted}"].append(found)
-                    if len(options.devices) == 1:
-                        knob.fixed.uses_probabilities = True
-                        found = await rate(service, f"seen-{accepted}-{turn}", 1, options.tokens)
-                        rates[f"seen_{accepted}"].append(found)
-                        knob.fixed.uses_probabilities = False
+                    knob.fixed.uses_probabilities = True
+                    found = await rate(service, f"seen-{accepted}-{turn}", 1, options.tokens)
+                    rates[f"seen_{accepted}"].append(found)
+                    knob.fixed.uses_probabilities = False
         if options.streams > 1:
             knob.plain()
             rates["streams_plain"].append(await rate(service, f"many-{turn}", options.streams, options.tokens // 2))

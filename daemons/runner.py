@@ -228,15 +228,15 @@ class ModelRunner:
                 step, drafts = inputs.with_drafts(step)
             step, tokens = self._sampler.known(step)  # none of one that verifies: drafts are made behind known tokens
             return step, drafts or tokens, None
-        if not step.follows:
+        if not step.waits:
             return step, None, None
         following = FollowingStep(self._ring, step, await_tokens) if plan.embedding else None
         return without_tokens(step), None, following
 
     def tell(self, output: StepOutput) -> None:
-        """Hand the tokens of a step that the supervisor was told of to the first stage, if that is another daemon's."""
-        if self._ring is not None and self._sampler is not None and output.step is not None and output.result.sampled:
-            self._ring.tell(output.step, output.result.sampled)
+        """Hand tokens or drafts that the supervisor was told of to the first stage, if that is another daemon's."""
+        if self._ring is not None and self._sampler is not None:
+            self._ring.tell(output.step, output.result)
 
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for what a step has deferred."""

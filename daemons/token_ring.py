@@ -1,13 +1,13 @@
-"""Tokens that the output stage sampled, on their way to the first stage through shared memory.
+"""Tokens and drafts that the output stage's daemon makes, on their way to the first stage through shared memory.
 
-The first stage starts a step that runs ahead with them, without waiting for the supervisor (ADR 16).  Knows regions and
-doorbells; no layers.  Invariant: the supervisor was told of a step's tokens before the first stage is.
+The first stage starts a step that runs ahead of them without waiting for the supervisor (ADR 16).  Knows regions and
+doorbells; no layers.  Invariant: the supervisor was told of them before the first stage is.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from msgspec.structs import replace
@@ -17,7 +17,10 @@ from daemons.boundary import Arrival, RowWait
 from daemons.deferred import Fill
 from daemons.errors import StateError
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.steps import PENDING, Sampled, Step
+from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
+
+_HEAD = 2
+"""Numbers before the sequences of a region: how many they are, and how many tokens each has."""
 
 
 class TokenRing:
@@ -26,42 +29,64 @@ class TokenRing:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
 
-    def tell(self, step: Step, sampled: Sequence[Sampled]) -> None:
-        """Hand the newest token of each sequence of a step to the first stage."""
-        newest = {one.sequence: one.token for one in sampled}
-        numbers = array("q", [len(newest), *newest, *newest.values()])
-        self._numbers(step.region)[: len(numbers)] = memoryview(numbers)
-        self._arena.bells.ring(step.region, step.step_id)
+    def tell(self, step: Step | None, result: StepResult) -> None:
+        """Hand what a result has for the first stage to it: drafts, or the newest token of each sequence of ``step``.
+
+        Not tokens of a step behind which drafts are made: no step starts before these.
+        """
+        if result.drafts:
+            self._put(result.step_id, {one.sequence: one.tokens for one in result.drafts})
+        elif step is not None and result.sampled and not any(s.n_ahead for s in step.slices):
+            self._put(step.step_id, {one.sequence: [one.token] for one in result.sampled})
+
+    def _put(self, step_id: int, tokens: Mapping[int, Sequence[int]]) -> None:
+        width = max(map(len, tokens.values()))
+        numbers = array("q", [len(tokens), width, *tokens])
+        for own in tokens.values():
+            numbers.extend([*own, *[own[-1] if own else 0] * (width - len(own))])  # as Slice.with_drafts fills up
+        self._numbers(step_id)[: len(numbers)] = memoryview(numbers)
+        self._arena.bells.ring(self._region(step_id), step_id)
 
     def wait(self, step_id: int, await_tokens: RowWait) -> float:
         """Wait until the tokens of a step are there; see RowWait."""
-        return await_tokens(self._arena.bells, step_id % self._arena.plan.n_regions, step_id)
+        return await_tokens(self._arena.bells, self._region(step_id), step_id)
 
-    def read(self, step_id: int) -> tuple[list[int], list[int]]:
-        """The sequences of a step, and their newest tokens."""
-        numbers = self._numbers(step_id % self._arena.plan.n_regions)
-        n = numbers[0]
-        return numbers[1 : 1 + n].tolist(), numbers[1 + n : 1 + 2 * n].tolist()
+    def read(self, step_id: int) -> dict[int, list[int]]:
+        """The tokens of each sequence of a step, equally many."""
+        numbers = self._numbers(step_id)
+        n, width = numbers[0], numbers[1]
+        tokens = numbers[_HEAD + n : _HEAD + n + n * width].tolist()
+        sequences = numbers[_HEAD : _HEAD + n].tolist()
+        return {sequence: tokens[i * width : (i + 1) * width] for i, sequence in enumerate(sequences)}
 
-    def tokens(self, step_id: int, n: int) -> Tensor:
-        """Where the tokens of a step of ``n`` sequences lie, int64 [n]: page-locked as its arena is.
+    def tokens(self, step_id: int, n: int, width: int) -> Tensor:
+        """Where the tokens of a step of ``n`` sequences lie, int64 [n * width]: page-locked as its arena is.
 
         They stay there until a step comes that is a whole round of regions later.
         """
-        region = self._arena.region(step_id % self._arena.plan.n_regions)
-        return torch.frombuffer(region, dtype=torch.int64, count=n, offset=8 * (1 + n))
+        region = self._arena.region(self._region(step_id))
+        return torch.frombuffer(region, dtype=torch.int64, count=n * width, offset=8 * (_HEAD + n))
 
-    def _numbers(self, region: int) -> memoryview[int]:
-        return self._arena.region(region).cast("q")
+    def _region(self, step_id: int) -> int:
+        return step_id % self._arena.plan.n_regions
+
+    def _numbers(self, step_id: int) -> memoryview[int]:
+        return self._arena.region(self._region(step_id)).cast("q")
 
 
 def without_tokens(step: Step) -> Step:
-    """Return a step with 0 for its pending tokens, which stages that embed nothing need not know."""
-    return replace(step, slices=[replace(s, tokens=[0]) if s.tokens == [PENDING] else s for s in step.slices])
+    """Return a step with 0 for its pending tokens and drafts, which stages that embed nothing need not know."""
+    return replace(step, slices=[_without_tokens(s) for s in step.slices])
+
+
+def _without_tokens(s: Slice) -> Slice:
+    if s.tokens == [PENDING]:
+        return replace(s, tokens=[0])
+    return replace(s, tokens=[*s.tokens[: s.n_context], *[0] * s.n_drafts]) if s.drafts_pend else s
 
 
 class FollowingStep:
-    """A step whose pending tokens the output stage samples meanwhile; ``step`` has 0 in their places.
+    """A step whose pending tokens or drafts are made meanwhile; ``step`` has 0 in their places.
 
     Called with the step's metadata, on any device, it waits and puts them there; ``tokens`` are known then.
     """
@@ -70,32 +95,48 @@ class FollowingStep:
         if ring is None or await_tokens is None:
             where = f"step {step.step_id}"
             raise StateError(where, "it has pending tokens, and was not posted or there is no arena for them")
-        self._ring, self._follows = ring, step.follows
-        self._sequences: list[int] = []
-        self.arrival = Arrival(lambda: ring.wait(step.follows, await_tokens))
+        asked = step.follows or step.drafts_of
+        self._ring, self._asked = ring, asked
+        self._rows: dict[int, tuple[int, int]] = {}  # by sequence: of the first token to put there, and how many
+        self.arrival = Arrival(lambda: ring.wait(asked, await_tokens))
         self.tokens: list[Sampled] = []
-        self._rows: list[int] = []  # of their tokens
         row = 0
         for piece in step.slices:
             if piece.tokens == [PENDING]:
-                self._rows.append(row)
-                self._sequences.append(piece.sequence)
+                self._rows[piece.sequence] = row, 1
+            elif piece.drafts_pend:
+                self._rows[piece.sequence] = row + piece.n_context, piece.n_drafts
             row += len(piece.tokens)
         self.step = without_tokens(step)
 
     def __call__(self, metadata: Tensor) -> None:
-        n = len(self._rows)
-        copies = Fill.of(self._ring.tokens(self._follows, n), [*zip(self._rows, range(n), strict=True)]).onto(metadata)
+        expected = [*self._rows], max((n for _, n in self._rows.values()), default=1)
+        copies = self._copies(metadata, *expected)  # what takes a while comes before the wait
         if not self.tokens:
             self.arrival()
-        sequences, tokens = self._ring.read(self._follows)
-        if sequences != self._sequences:  # of others, too
-            if missing := [one for one in self._sequences if one not in sequences]:
-                where = f"step {self.step.step_id}"
-                raise StateError(where, f"step {self._follows} sampled no token of the sequences {missing}")
-            at = [sequences.index(one) for one in self._sequences]
-            places, tokens = [*zip(self._rows, at, strict=True)], [tokens[i] for i in at]
-            copies = Fill.of(self._ring.tokens(self._follows, len(sequences)), places).onto(metadata)
+        found = self._ring.read(self._asked)
+        if missing := [one for one in self._rows if one not in found]:
+            where = f"step {self.step.step_id}"
+            raise StateError(where, f"step {self._asked} has no token for the sequences {missing}")
+        if (actual := ([*found], len(next(iter(found.values()))))) != expected:
+            copies = self._copies(metadata, *actual)
         for target, source in copies:
             target.copy_(source, non_blocking=True)
-        self.tokens = [*map(Sampled, self._sequences, tokens)]
+        self.tokens = [
+            Sampled(one, found[one][min(i, len(found[one]) - 1)])
+            for one, (_, n) in self._rows.items()
+            for i in range(n)
+        ]
+
+    def _copies(self, metadata: Tensor, told: Sequence[int], width: int) -> list[tuple[Tensor, Tensor]]:
+        """What to copy where, if the ring has ``width`` tokens for each of the sequences ``told``."""
+        order = {sequence: i for i, sequence in enumerate(told)}
+        if not self._rows:  # the supervisor has put others in their place
+            return []
+        places = [
+            (row + i, order[sequence] * width + min(i, width - 1))
+            for sequence, (row, n) in self._rows.items()
+            if sequence in order
+            for i in range(n)
+        ]
+        return Fill.of(self._ring.tokens(self._asked, len(told), width), places).onto(metadata)

@@ -63,6 +63,11 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
         return self.stop > self.record.n_tokens
 
     @property
+    def drafts_pend(self) -> bool:
+        """Whether it verifies drafts that are being made."""
+        return bool(self.drafts) and self.drafts[-1] == PENDING
+
+    @property
     def n_tokens(self) -> int:
         """Rows of the slice, drafts included."""
         return self.stop - self.live.n_scheduled + len(self.drafts)

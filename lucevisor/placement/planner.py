@@ -192,6 +192,7 @@ def build_placement(
             inputs.dtype,
             draft,
             max_sequences=inputs.max_sequences,
+            max_drafts=sizing.max_drafts,
         ),
         journal_bytes=journal_bytes(spec, inputs.dtype, len(stages), sizing.pools, recovery),
         draft=draft,

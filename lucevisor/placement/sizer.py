@@ -228,7 +228,7 @@ class Sizer:
         widths = [inputs.spec.boundary_width] * (self.n_stages - 1) + self._captured_widths()
         region_bytes = sum(max_tokens * dtype_bytes(inputs.dtype, width) for width in widths)
         if self.n_stages > 1:
-            region_bytes += token_region_bytes(inputs.max_sequences)
+            region_bytes += token_region_bytes(inputs.max_sequences, self.max_drafts(max_context))
         return region_bytes * arena_regions(self.n_stages + (inputs.draft is not None))
 
     def _captured_widths(self) -> list[int]:

@@ -54,9 +54,10 @@ def arenas_of(
     draft: PlacedDrafter | None = None,
     *,
     max_sequences: int,
+    max_drafts: int = 0,
 ) -> tuple[ArenaPlan, ...]:
     """Return one arena per boundary, then one from each capturing stage to a draft stage in another group, then, if
-    each of several stages has a group of its own, one for the tokens of ``max_sequences``.
+    each of several stages has a group of its own, one for the tokens of ``max_sequences``, or ``max_drafts`` for each.
 
     Each has one region per step in flight; a region holds the rows of one step.
     """  # fmt: skip
@@ -69,7 +70,8 @@ def arenas_of(
             capture_bytes = max_step_tokens * dtype_bytes(dtype, len(captures) * hidden_size)
             arenas.append(ArenaPlan(stage.index, capture_bytes, n_regions, capture=True))
     if 1 < len(stages) == len({stage.group for stage in stages}):
-        arenas.append(ArenaPlan(len(stages) - 1, token_region_bytes(max_sequences), n_regions, tokens=True))
+        region_bytes = token_region_bytes(max_sequences, max_drafts)
+        arenas.append(ArenaPlan(len(stages) - 1, region_bytes, n_regions, tokens=True))
     return tuple(arenas)
 
 

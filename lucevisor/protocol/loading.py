@@ -126,12 +126,13 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     region_bytes: int
     n_regions: int
     capture: bool = False
-    tokens: bool = False  # sampled ones, from the output stage, ``boundary``, to the first one
+    tokens: bool = False  # sampled ones and drafts, from the output stage, ``boundary``, to the first one
 
 
-def token_region_bytes(max_sequences: int) -> int:
-    """Bytes of the tokens of a step: their number, then a sequence and its token each, int64."""
-    return 8 * (1 + 2 * max_sequences)
+def token_region_bytes(max_sequences: int, max_drafts: int = 0) -> int:
+    """Bytes of the tokens of a step, or of the drafts behind it, int64: the number of sequences, that of the tokens of
+    each, the sequences, the tokens."""
+    return 8 * (2 + max_sequences * (1 + max(1, max_drafts)))
 
 
 class StatePlace(NamedTuple):

@@ -14,8 +14,8 @@ from lucevisor.model.values import Space
 
 PENDING = -1
 """Stands for tokens that the supervisor does not know yet.  The only token of a slice: what ``Step.follows``, or in a
-pipeline of one stage the step before, sampled for the sequence.  All drafts of a slice: those that the draft stage of
-the same daemon made for the sequence last."""
+pipeline of one stage the step before, sampled for the sequence.  All drafts of a slice: those that the draft stage in
+the output stage's daemon made for the sequence last, of several stages behind ``Step.drafts_of``."""
 
 
 class Dry(msgspec.Struct, frozen=True, array_like=True):
@@ -244,7 +244,13 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     want_hidden: bool = False  # payload of each stage: float32 residual stream [n_layers (+1 with embedding), T, E]
     rank_pages: list[int] = []
     follows: int = 0  # the step that samples its pending tokens; 0: none, or there is one stage
+    drafts_of: int = 0  # the step behind which its pending drafts are made, likewise
     upkeep: bool = False  # a draft stage beside the output stage of several takes it along: there is no DraftStep
+
+    @property
+    def waits(self) -> bool:
+        """Whether the first of several stages starts it when the output stage's daemon tells it tokens or drafts."""
+        return self.follows > 0 or self.drafts_of > 0
 
     @property
     def n_tokens(self) -> int:

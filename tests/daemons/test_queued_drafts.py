@@ -5,7 +5,7 @@ On a cpu the drafts count as copied only when somebody waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -108,22 +108,11 @@ def plain_tokens(daemon: Daemon, n: int) -> dict[int, list[int]]:
     return daemon.drawn
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("n_sequences", [1, 2])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_tokens_and_drafts_are_those_of_steps_that_wait(
-    name: str, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend is Backend.CPU:
-        monkeypatch.setattr("daemons.draft.stage.recorded", lambda *_, **__: AwaitedEvent())
-        monkeypatch.setattr("daemons.deferred.recorded", lambda *_, **__: AwaitedEvent())
-        monkeypatch.setattr(DraftStage, "extends_ahead", lambda *_: True)
-    spec, ids = open_spec(MTP if name == "qwen35_mtp_draft" else TARGET), opened("qwen35").ids
-    wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * n_sequences), ROUNDS * (N + 1))
+def draft_partly_right(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[int, Sequence[int]]) -> None:
+    """Random drafters are never right: let the first i % 3 drafts of position i be, of what each sequence draws."""
     draft = DraftStage._draft
 
     def partly_right(stage: DraftStage, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
-        """Random drafters are never right: the first i % 3 drafts of position i are."""
         found = draft(stage, jobs, hidden)
         for row, job in enumerate(jobs):
             at = job.position - 5 - job.slice.sequence + 1
@@ -150,6 +139,21 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     monkeypatch.setattr(DraftStage, "_draft", partly_right)
     monkeypatch.setattr(DraftStage, "_draft_at", partly_right_unseen)
     monkeypatch.setattr(stage_module, "unseen_draft", noted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n_sequences", [1, 2])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_tokens_and_drafts_are_those_of_steps_that_wait(
+    name: str, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend is Backend.CPU:
+        monkeypatch.setattr("daemons.draft.stage.recorded", lambda *_, **__: AwaitedEvent())
+        monkeypatch.setattr("daemons.deferred.recorded", lambda *_, **__: AwaitedEvent())
+        monkeypatch.setattr(DraftStage, "extends_ahead", lambda *_: True)
+    spec, ids = open_spec(MTP if name == "qwen35_mtp_draft" else TARGET), opened("qwen35").ids
+    wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * n_sequences), ROUNDS * (N + 1))
+    draft_partly_right(monkeypatch, wanted)
     ways = []
     for unseen, ahead in ((False, False), (True, False), (True, True)):
         daemon = Daemon.of(spec, ids, backend, [GREEDY] * n_sequences, DRAFTERS[name])

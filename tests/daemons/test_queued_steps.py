@@ -13,20 +13,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from daemons.options import Options
 from daemons.runner import ModelRunner
 from daemons.worker import _MessageLoop
+from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.frames import POSTED
-from lucevisor.protocol.loading import ArenaPlan, Load, ShardPlan, StagePlan, arena_regions, token_region_bytes
+from lucevisor.protocol.loading import (
+    ArenaPlan,
+    CaptureSource,
+    DraftKind,
+    DraftPlan,
+    Load,
+    ShardPlan,
+    StagePlan,
+    arena_regions,
+    token_region_bytes,
+)
 from lucevisor.protocol.messages import Failed, Shutdown
 from lucevisor.protocol.states import LinkState, Role
 from lucevisor.protocol.steps import (
@@ -94,12 +107,12 @@ class LoopReporter(Reporter):
 class TwoStages:
     """The halves of a model in two daemons' loops, and the supervisor's ends of their links."""
 
-    def __init__(self, spec: ModelSpec, backend: Backend, spin_s: float) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path | None = None) -> None:
         half = next(i for i in range(spec.n_layers // 2, spec.n_layers) if spec.legal_boundary(i))
         ranges = LayerRange(0, half), LayerRange(half, spec.n_layers)
         plans = [
             ArenaPlan(0, 4 * spec.boundary_width * 64, N_REGIONS),
-            ArenaPlan(1, token_region_bytes(4), N_REGIONS, tokens=True),
+            ArenaPlan(1, token_region_bytes(4, 4), N_REGIONS, tokens=True),
         ]
         self.spec = spec
         self.arenas = [Arena.create(plan) for plan in plans]
@@ -110,8 +123,15 @@ class TwoStages:
         for i, layers in enumerate(ranges):
             source, target = (None, 0) if i == 0 else (0, None)
             plan = StagePlan(i, [ShardPlan(0, layers)], source, target, embedding=i == 0, output=i == 1, tokens=1)
+            draft = None
+            if drafter is not None and plan.output:
+                own = read_draft_spec(open_draft([drafter]), spec, DraftKind.MTP)
+                sources = [CaptureSource(1, [*own.captures], None)]
+                draft = DraftPlan(2, DraftKind.MTP, [str(drafter)], 0, own.layers, sources)
+                plan = replace(plan, captures=[*own.captures])
             fds = [os.dup(a.fd) for a in self.arenas] + [os.dup(a.bells.wake_fd) for a in self.arenas]
-            load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], plans, pools_of(spec), 4, 80, spin_s=spin_s)
+            sizes = pools_of(spec), 4, 80
+            load = Load(files, Dtype.FLOAT32, Dtype.FLOAT32, [plan], plans, *sizes, draft=draft, spin_s=spin_s)
             runner, _ = ModelRunner.load(load, backend, fds, Reporter())  # type: ignore[arg-type]
             if spin_s:
                 runner._queues = True
@@ -129,8 +149,8 @@ class TwoStages:
             self.threads.append(thread)
 
     def post(self, step: Step, stage: int) -> None:
-        """As the supervisor does: the first stage waits only for tokens."""
-        posted = POSTED if stage or step.follows else 0
+        """As the supervisor does: the first stage waits only for tokens and drafts."""
+        posted = POSTED if stage or step.waits else 0
         self.links[stage].send(encode(step, step.step_id, stage | posted))
 
     def answer(self, stage: int) -> StepResult | Recalled:
@@ -155,8 +175,8 @@ class TwoStages:
 
 
 @contextmanager
-def two_stages(spec: ModelSpec, backend: Backend, spin_s: float) -> Iterator[TwoStages]:
-    both = TwoStages(spec, backend, spin_s)
+def two_stages(spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path | None = None) -> Iterator[TwoStages]:
+    both = TwoStages(spec, backend, spin_s, drafter)
     try:
         yield both
     finally:

@@ -13,14 +13,14 @@ from daemons.token_ring import FollowingStep, TokenRing, without_tokens
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.doorbell import Doorbells
 from lucevisor.protocol.loading import ArenaPlan, token_region_bytes
-from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step
+from lucevisor.protocol.steps import PENDING, Drafted, Sampled, Slice, Step, StepResult
 
 N_REGIONS = 4
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[TokenRing, TokenRing]]:
-    plan = ArenaPlan(1, token_region_bytes(3), N_REGIONS, tokens=True)
+    plan = ArenaPlan(1, token_region_bytes(3, 4), N_REGIONS, tokens=True)
     last = Arena.create(plan)
     first = Arena.attach(os.dup(last.fd), plan, os.dup(last.bells.wake_fd))
     yield TokenRing(last), TokenRing(first)
@@ -37,6 +37,10 @@ def decode(step_id: int, *sequences: int) -> Step:
     return Step(step_id, step_id % N_REGIONS, [], [Slice(s, 40, [7], sample=True) for s in sequences])
 
 
+def tell(end: TokenRing, step: Step, *sampled: Sampled) -> None:
+    end.tell(step, StepResult(step.step_id, 1, [*sampled]))
+
+
 def following(step_id: int, follows: int, *sequences: int) -> Step:
     slices = [Slice(s, 41, [PENDING], sample=True) for s in sequences]
     return Step(step_id, step_id % N_REGIONS, [], slices, follows=follows)
@@ -44,8 +48,8 @@ def following(step_id: int, follows: int, *sequences: int) -> Step:
 
 def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
-    last.tell(decode(5, 9, 2, 4), [Sampled(9, 100), Sampled(2, 101), Sampled(4, 102)])
-    last.tell(decode(6, 1), [Sampled(1, 55)])
+    tell(last, decode(5, 9, 2, 4), Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
+    tell(last, decode(6, 1), Sampled(1, 55))
     one = FollowingStep(first, following(8, 5, 4, 9), rung)
     metadata = torch.full((6,), -7)
     one(metadata)
@@ -61,18 +65,50 @@ def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenR
 
 def test_the_newest_of_several_tokens_of_a_sequence_counts(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
-    last.tell(decode(5, 9), [Sampled(9, 100), Sampled(9, 101)])
-    assert first.read(5) == ([9], [101])
+    tell(last, decode(5, 9), Sampled(9, 100), Sampled(9, 101))
+    assert first.read(5) == {9: [101]}
 
 
 def test_what_nobody_sampled_is_refused(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
-    last.tell(decode(5, 9), [Sampled(9, 100)])
-    with pytest.raises(StateError, match="sampled no token of the sequences"):
+    tell(last, decode(5, 9), Sampled(9, 100))
+    with pytest.raises(StateError, match="has no token for the sequences"):
         FollowingStep(first, following(6, 5, 9, 2), rung)(torch.zeros(2))
     with pytest.raises(StateError, match="was not posted"):
         FollowingStep(first, following(6, 5, 9), None)
 
 
+def verifying(step_id: int, drafts_of: int, *pieces: tuple[int, int]) -> Step:
+    """Slices (sequence, drafts) behind one token each; drafts pend."""
+    slices = [Slice(s, 41, [7, *[PENDING] * n], sample=True, n_drafts=n) for s, n in pieces]
+    return Step(step_id, step_id % N_REGIONS, [], slices, drafts_of=drafts_of)
+
+
+def test_a_step_starts_with_the_drafts_behind_the_step_before(ends: tuple[TokenRing, TokenRing]) -> None:
+    last, first = ends
+    asked = Step(5, 1, [], [Slice(s, 40, [7], sample=True, n_ahead=3) for s in (9, 2, 4)])
+    tell(last, asked, Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
+    one = FollowingStep(first, verifying(6, 5, (4, 4), (9, 2)), rung)
+    with pytest.raises(AssertionError):  # drafts are made behind these tokens: they are no reason to start
+        one(torch.zeros(8))
+    drafts = [Drafted(9, [11, 12, 13], [0.5] * 3), Drafted(2, [21, 22, 23]), Drafted(4, [31])]
+    last.tell(None, StepResult(5, 2, [], drafts=drafts))
+    metadata = torch.full((9,), -7)
+    one(metadata)
+    one(metadata)
+    assert metadata.tolist() == [-7, 31, 31, 31, 31, -7, 11, 12, -7]  # what lacks is filled up as everywhere
+    assert one.tokens == [*[Sampled(4, 31)] * 4, Sampled(9, 11), Sampled(9, 12)]
+    assert [s.tokens for s in one.step.slices] == [[7, 0, 0, 0, 0], [7, 0, 0]]
+
+
+def test_drafts_that_are_told_as_expected(ends: tuple[TokenRing, TokenRing]) -> None:
+    last, first = ends
+    last.tell(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13]), Drafted(2, [21, 22, 23])]))
+    metadata = torch.full((9,), -7)
+    FollowingStep(first, verifying(6, 5, (9, 3), (2, 3)), rung)(metadata)
+    assert metadata.tolist() == [-7, 11, 12, 13, -7, 21, 22, 23, -7]
+
+
 def test_other_stages_need_no_tokens() -> None:
+    assert [s.tokens for s in without_tokens(verifying(6, 5, (9, 2), (2, 0))).slices] == [[7, 0, 0], [7]]
     assert [s.tokens for s in without_tokens(following(6, 5, 9, 2)).slices] == [[0], [0]]

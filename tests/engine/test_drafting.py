@@ -135,9 +135,37 @@ def test_a_step_verifies_drafts_that_its_daemon_knows_first() -> None:
     assert following.step.slices == [Slice(0, 6, [7, *[PENDING] * 4], True, 4, n_ahead=4)]
 
 
-@pytest.mark.parametrize("why", ["constraint", "probabilities", "stage", "apart"])
+def test_of_several_stages_the_first_is_told_drafts_by_the_last() -> None:
+    bench = Bench(speculating(), 2)
+    bench.scheduler.attach(2, rings=True)
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    [verify] = plans(bench.scheduler)
+    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, n_ahead=4)]
+    assert (verify.step.drafts_of, verify.step.follows) == (first.step.step_id, 0)
+    bench.draft(first)
+    bench.answer(verify)
+    assert bench.plan().step.drafts_of == verify.step.step_id
+
+
+def test_the_first_of_several_stages_waits_for_drafts_of_one_step() -> None:
+    bench = Bench(speculating(), 2)
+    bench.scheduler.attach(2, rings=True)
+    bench.submit("a")
+    first = bench.plan()
+    bench.submit("b")
+    second = bench.plan()
+    bench.answer(first)
+    bench.answer(second)
+    verify = plans(bench.scheduler)
+    assert [[s.sequence for s in plan.step.slices] for plan in verify] == [[0], [1]]
+    assert [plan.step.drafts_of for plan in verify] == [first.step.step_id, second.step.step_id]
+
+
+@pytest.mark.parametrize("why", ["constraint", "probabilities", "bells", "apart"])
 def test_others_wait_for_what_their_drafter_says(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(speculating(), 1 + (why == "stage"), with_output=why != "apart")
+    bench = Bench(speculating(), 1 + (why == "bells"), with_output=why != "apart")
     constraint = ToyConstraint(1) if why == "constraint" else None
     if why == "probabilities":
         monkeypatch.setattr(Speculation, "uses_probabilities", True)

@@ -11,6 +11,8 @@ from lucevisor.protocol.codec import decode
 from lucevisor.protocol.frames import HEADER_BYTES, POSTED, parse_header
 from lucevisor.protocol.steps import (
     PENDING,
+    Drafted,
+    DraftStep,
     OpenSequence,
     Recall,
     Recalled,
@@ -36,6 +38,8 @@ class Wire:
         assert isinstance(message, bytes)
         header = parse_header(message[:HEADER_BYTES])
         found = decode(header, memoryview(message)[HEADER_BYTES:])
+        if isinstance(found, DraftStep):
+            return
         assert isinstance(found, Step)
         self.sent.append((header.flags, found))
 
@@ -226,3 +230,59 @@ def test_a_step_that_follows_a_lost_one_waits_for_its_token_and_holds_up_those_b
     bench.answer(2, 0)
     bench.answer(3, 0)
     assert tail.ids == [(1, 1), (1, 2), (1, 3)]
+
+
+# ---- steps that run ahead of their drafts
+
+
+def verifying(step_id: int, drafts_of: int, drafts: list[int]) -> Step:
+    return Step(step_id, step_id % 4, [], [Slice(4, 9, [7, *drafts], True, 3, n_ahead=3)], drafts_of=drafts_of)
+
+
+def drafting(n_stages: int) -> Bench:
+    """A step behind which drafts are made, in the last stage's daemon, and one that is to verify them."""
+    bench = Bench(n_stages)
+    bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)  # type: ignore[arg-type]
+    bench.pipeline.submit(replace(step(1), slices=[Slice(4, 0, [7, 8], True, n_ahead=3)]))
+    bench.answer(1, *range(n_stages))
+    bench.pipeline.submit(verifying(2, 1, [PENDING] * 3))
+    assert bench.wires[0].ids[1:] == [(POSTED, 2)]
+    return bench
+
+
+def drafted(bench: Bench, *tokens: int) -> None:
+    bench.pipeline.receive(StepResult(1, len(bench.wires), drafts=[Drafted(4, [*tokens])]))
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_the_first_stage_has_a_step_before_its_drafts(*, heard: bool) -> None:
+    bench, tail = drafting(2), Wire()
+    if heard:
+        drafted(bench, 11, 12, 13)
+    bench.pipeline.receive(StepResult(2, 0, [Sampled(4, token) for token in (11, 12, 13)]))
+    bench.pipeline.drafts.detach()
+    bench.pipeline.lose([1])  # rows are those of the drafts that the first stage was told
+    bench.pipeline.restore({1: tail}, {})  # type: ignore[dict-item]
+    assert tail.sent == [(1, verifying(2, 0, [11, 12, 13]))]
+
+
+def test_a_step_that_is_given_back_waits_for_its_drafts() -> None:
+    bench = drafting(3)
+    bench.pipeline.lose([1])
+    bench.pipeline.receive(Recalled(0, [2], operated=False))
+    bench.pipeline.receive(Recalled(2, [2], operated=False))
+    assert bench.wires[0].ids[1:] == [(POSTED, 2)]
+    assert not bench.pipeline.settled  # drafts are being made
+    drafted(bench, 11, 12)
+    assert bench.pipeline.settled
+    bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
+    assert bench.wires[0].sent[2:] == [(0, verifying(2, 0, [11, 12, 12]))]
+
+
+def test_of_a_drafter_that_is_lost_any_drafts_will_do() -> None:
+    bench = drafting(2)
+    bench.pipeline.drafts.detach()
+    bench.pipeline.lose([1])
+    bench.pipeline.receive(Recalled(0, [2], operated=False))
+    bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
+    assert bench.wires[0].sent[2:] == [(0, verifying(2, 0, [7, 7, 7]))]

@@ -48,7 +48,7 @@ class ToyDrafter(ToyStage):
         super().__init__(model, model.n_stages, pools, {})
         self._captures, self._oracle, self._wrong, self._n_most = captures, oracle, wrong, n_most
         self.n_drafted = 0
-        self._made: dict[int, list[int]] = {}  # drafts by sequence
+        self.made: dict[int, list[int]] = {}  # drafts by sequence
         self.after: dict[int, tuple[int, int]] = {}  # by state: the position and token it was written after
 
     def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult:
@@ -66,10 +66,10 @@ class ToyDrafter(ToyStage):
         drafts = []
         for piece, new in zip(step.slices, tokens, strict=True):
             self._take(piece, new)
-            self._made.pop(piece.sequence, None)
+            self.made.pop(piece.sequence, None)
             if piece.n_ahead:
-                self._made[piece.sequence] = self._draft(piece, new)
-                drafts.append(Drafted(piece.sequence, self._made[piece.sequence]))
+                self.made[piece.sequence] = self._draft(piece, new)
+                drafts.append(Drafted(piece.sequence, self.made[piece.sequence]))
         return StepResult(step.step_id, self.stage, compute_s=0.25, drafts=[d for d in drafts if d.tokens])
 
     def with_drafts(self, step: Step) -> Step:
@@ -77,9 +77,9 @@ class ToyDrafter(ToyStage):
         slices = []
         for piece in step.slices:
             if piece.drafts_pend:
-                if piece.sequence not in self._made:
+                if piece.sequence not in self.made:
                     raise Violation(f"sequence {piece.sequence}: no drafts were made for {piece}")
-                piece = piece.with_drafts(self._made.pop(piece.sequence))
+                piece = piece.with_drafts(self.made.pop(piece.sequence))
             slices.append(piece)
         return replace(step, slices=slices)
 

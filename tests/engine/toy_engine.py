@@ -18,7 +18,7 @@ from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, Re
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Recalled, Sampling, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, Recalled, Sampling, Step, StepResult
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
 from tests.engine.toy_pipeline import (
     ToyConstraint,
@@ -149,11 +149,16 @@ class ToyEngine:
         """The drafter's daemon dies, if it has one of its own; else it is detached and forgets its steps.  What it
         answered is lost on the way."""
         self._mail = [mail for mail in self._mail if mail[1].stage < self.model.n_stages]
-        for home in [daemon for daemon in self.daemons if daemon.drafter is not None]:
+        for home in [*self.daemons]:
+            if home.drafter is None:
+                continue
             if home.stages:
-                home.drafter = None
+                made, home.drafter = home.drafter.made, None
+                for _, message in home.inbox:
+                    if isinstance(message, DraftStep):  # the first stage may wait for them: any will do
+                        home.stages[self.model.n_stages - 1].tell_drafts(message.step.step_id, {})
                 steps = [(flags, message) for flags, message in home.inbox if isinstance(message, Step)]
-                kept = [(flags, _without_drafter(step)) for flags, step in steps]
+                kept = [(flags, _without_drafter(step, made)) for flags, step in steps]
                 home.inbox.clear()
                 home.inbox.extend(kept)
             else:
@@ -262,9 +267,9 @@ class ToyEngine:
         return self._alone[request.request_id]
 
 
-def _without_drafter(step: Step) -> Step:
-    """A step that the draft stage does not take along; any drafts will do for what it verifies."""
-    slices = [piece.with_drafts([]) if piece.drafts_pend else piece for piece in step.slices]
+def _without_drafter(step: Step, made: Mapping[int, Sequence[int]]) -> Step:
+    """A step that the draft stage does not take along; any drafts will do for what it verifies, if none were made."""
+    slices = [piece.with_drafts(made.get(piece.sequence, ())) if piece.drafts_pend else piece for piece in step.slices]
     return structs.replace(step, upkeep=False, slices=slices)
 
 

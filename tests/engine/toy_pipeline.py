@@ -62,6 +62,8 @@ Regions = dict[tuple[int, int], tuple[int, list[int]]]
 """By boundary and region: the step that wrote the rows, and the rows."""
 TOKENS = -1
 """In place of a boundary: by step, the tokens that the last stage told the first one."""
+DRAFTS = -2
+"""Likewise the drafts behind a step: of each sequence its id, their number, and them."""
 PLACED = -1
 """In place of a step: the journal wrote the rows."""
 
@@ -190,6 +192,11 @@ class _Open:
         return entry < len(table) and table[entry] == _OUT
 
 
+def pending_of(piece: Slice) -> list[int]:
+    """What a slice was sent without, now that it is known."""
+    return piece.drafts or piece.tokens
+
+
 class ToyStage:
     """One stage: its pools, its sequences, its boundary regions (``regions`` is shared with its neighbours)."""
 
@@ -212,6 +219,7 @@ class ToyStage:
         n_masked = 0
         self.operate(step, max_sequences)
         told = self._told(step)
+        pending = [piece.sequence for piece in step.slices if PENDING in piece.tokens]
         step = replace(step, slices=[self._known(piece, told) for piece in step.slices])
         named = [s.sequence for s in step.slices]
         if len(named) != len(set(named)):
@@ -242,7 +250,7 @@ class ToyStage:
             numbers = [number for pair in newest.items() for number in pair]
             self.regions[TOKENS, step.step_id] = (step.step_id, numbers)
         if told is not None:
-            sampled = [Sampled(piece.sequence, piece.tokens[0]) for piece in step.slices]
+            sampled = [Sampled(s.sequence, t) for s in step.slices if s.sequence in pending for t in pending_of(s)]
         if step.slices:
             self.regions[self.stage, step.region] = (step.step_id, rows_out)
         arrays, segments = self._payload(step, rows_in, rows_out)
@@ -270,28 +278,42 @@ class ToyStage:
                 raise Violation(f"{len(self.sequences)} sequences are open, {max_sequences} were announced")
 
     def has_rows(self, step: Step) -> bool:
-        """Whether the stage before has rung for a step; for the first one, the last has for that which it follows."""
+        """Whether the stage before has rung for a step; for the first one, the last has for what that starts from."""
         if self.stage == 0:
-            return (TOKENS, step.follows) in self.regions
+            return ((TOKENS, step.follows) if step.follows else (DRAFTS, step.drafts_of)) in self.regions
         return not step.slices or self.regions.get((self.stage - 1, step.region), (0, []))[0] == step.step_id
 
-    def _told(self, step: Step) -> dict[int, int] | None:
-        """What the last stage told the first one, if a step needs it."""
-        if not step.follows or self.stage:
-            return None
-        numbers = self.regions[TOKENS, step.follows][1]
-        return dict(zip(numbers[::2], numbers[1::2], strict=True))
+    def tell_drafts(self, step_id: int, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Tell the first stage the drafts behind a step, if that is another one."""
+        if self.stage:
+            numbers = [number for sequence, own in drafts.items() for number in (sequence, len(own), *own)]
+            self.regions[DRAFTS, step_id] = (step_id, numbers)
 
-    def _known(self, piece: Slice, told: dict[int, int] | None) -> Slice:
-        """A slice whose token the step before has drawn."""
+    def _told(self, step: Step) -> dict[int, list[int]] | None:
+        """What the last stage told the first one, if a step needs it."""
+        if self.stage or not step.waits:
+            return None
+        if step.follows:
+            numbers = self.regions[TOKENS, step.follows][1]
+            return {sequence: [token] for sequence, token in zip(numbers[::2], numbers[1::2], strict=True)}
+        rest, told = [*self.regions[DRAFTS, step.drafts_of][1]], dict[int, list[int]]()
+        while rest:
+            sequence, n = rest[:2]
+            told[sequence], rest = rest[2 : 2 + n], rest[2 + n :]
+        return told
+
+    def _known(self, piece: Slice, told: dict[int, list[int]] | None) -> Slice:
+        """A slice whose token the step before has drawn, or behind which drafts were made."""
         if PENDING not in piece.tokens:
             return piece
+        if told is not None and piece.drafts_pend:
+            return piece.with_drafts(told.get(piece.sequence, ()))
+        if told is not None:
+            return replace(piece, tokens=told[piece.sequence])
+        if 0 < self.stage < self.model.n_stages - 1:  # it gets rows
+            return replace(piece, tokens=[0 if token == PENDING else token for token in piece.tokens])
         if piece.drafts_pend:
             raise Violation(f"nobody knows the drafts {piece.drafts} of sequence {piece.sequence}")
-        if told is not None:
-            return replace(piece, tokens=[told[piece.sequence]])
-        if 0 < self.stage < self.model.n_stages - 1:
-            return replace(piece, tokens=[0])  # it gets rows
         if piece.tokens != [PENDING] or self.stage + 1 < self.model.n_stages or piece.sequence not in self.sequences:
             raise Violation(f"nobody knows the tokens {piece.tokens} of sequence {piece.sequence}")
         token, position = self.sequences[piece.sequence].drawn or (0, -1)
@@ -506,6 +528,8 @@ def toy_row(row: int, width: int) -> list[float]:
 class ToyDraftStage(Protocol):
     """A drafter in a toy daemon; see toy_drafter.py."""
 
+    made: dict[int, list[int]]
+
     def run_drafts(self, message: DraftStep, sampled: list[Sampled] | None) -> StepResult: ...
 
     def take_operations(self, operations: Sequence[Operation]) -> None: ...
@@ -582,8 +606,11 @@ class ToyDaemon:
             output = self.stages.get(stage - 1)
             if output is not None and message.tokens is None and step.slices:
                 message = replace(message, step=replace(step, slices=output.known.get(step.step_id, step.slices)))
-            return self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None), _NO_PAYLOAD
-        if self.drafter is not None and stage == self.limits.n_stages - 1 and len(self.stages) == self.limits.n_stages:
+            drafted = self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None)
+            if output is not None:
+                output.tell_drafts(step.step_id, {one.sequence: one.tokens for one in drafted.drafts})
+            return drafted, _NO_PAYLOAD
+        if self.drafter is not None and stage == self.limits.n_stages - 1:
             step = self.drafter.with_drafts(step)
         masks = self.masks.pop(step.step_id, None) if stage == self.limits.n_stages - 1 else None
         result, arrays = self.stages[stage].run(step, self.limits.max_sequences, masks)

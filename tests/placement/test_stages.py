@@ -93,7 +93,7 @@ def test_the_size_of_an_arena():
 
 def test_sampled_tokens_have_an_arena_between_the_last_daemon_and_the_first():
     p = placement(["a:0", "b:0", "c:0"])
-    assert p.arenas[-1] == ArenaPlan(2, 8 + 16 * 4, 6, tokens=True)
+    assert p.arenas[-1] == ArenaPlan(2, 8 * (2 + 2 * 4), 6, tokens=True)
     first, middle, last = (load_message(p, group, LoadFiles(["/m.gguf"])) for group in "abc")
     assert [load.arenas[-1].tokens for load in (first, middle, last)] == [True, False, True]
     assert [load.stages[0].tokens for load in (first, middle, last)] == [1, None, 1]
@@ -126,7 +126,7 @@ def test_a_drafter_beside_the_output_stage_gets_the_captures_of_other_daemons():
     assert p.arenas == (
         ArenaPlan(0, 64 * 10 * 2, regions),
         ArenaPlan(0, 64 * 8 * 2, regions, capture=True),
-        ArenaPlan(1, 8 + 16 * 4, regions, tokens=True),
+        ArenaPlan(1, 8 * (2 + 2 * 4), regions, tokens=True),
     )
     cuda, hip = load_message(p, "cuda", FILES), load_message(p, "hip", FILES, draft_files=DRAFT_FILES)
     assert (cuda.draft, cuda.stages[0].captures, cuda.stages[0].target, cuda.stages[0].capture_target) == (
@@ -147,7 +147,7 @@ def test_a_drafter_alone_in_a_group_gets_all_captures_and_no_stage():
     assert [(a.boundary, a.capture, a.region_bytes) for a in p.arenas] == [
         (0, False, 64 * 10 * 2),
         (1, True, 64 * 2 * 8 * 2),
-        (1, False, 8 + 16 * 4),
+        (1, False, 8 * (2 + 2 * 4)),
     ]
     right, third = load_message(p, "right", FILES), load_message(p, "third", FILES, draft_files=DRAFT_FILES)
     assert (right.stages[0].captures, right.stages[0].capture_target) == ([2, 1], 1)

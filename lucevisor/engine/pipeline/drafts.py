@@ -10,7 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
 
-from lucevisor.engine.pipeline.steps import AttachedDrafter, PipelineFailure, PipelineStep, StageLink, filled
+from lucevisor.engine.pipeline.steps import (
+    AttachedDrafter,
+    PipelineFailure,
+    PipelineStep,
+    StageLink,
+    by_sequence,
+    filled,
+)
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import ProtocolError
@@ -20,11 +27,11 @@ from lucevisor.protocol.steps import DraftStep, Sampled, StepResult
 class DraftRelay:
     """Steps to the draft stage, if one is ``attached``, and its answers back.
 
-    ``stage``: its number, behind all stages.  ``in_flight``: whether a step has yet to end.  ``on_drafted`` gets the
+    ``stage``: its number, behind all stages.  ``in_flight``: the steps that have yet to end.  ``on_drafted`` gets the
     answers; ``on_lost`` is told why the drafter was detached.
     """
 
-    def __init__(self, stage: int, clock: Callable[[], float], in_flight: Callable[[int], bool]) -> None:
+    def __init__(self, stage: int, clock: Callable[[], float], in_flight: Callable[[], list[PipelineStep]]) -> None:
         self._stage, self._clock, self._in_flight = stage, clock, in_flight
         self.attached: AttachedDrafter | None = None
         self.resting = False  # it gets no steps but those with an ``opening``
@@ -65,13 +72,17 @@ class DraftRelay:
         if entry.opening is not None:
             step = replace(step, operations=list(entry.opening))
         if drawn is not None:
-            step = filled(step, before)
+            step = filled(step, by_sequence(before))
         try:
             draft.link.send(encode(DraftStep(step, drawn), request_id=step.step_id, flags=self._stage))
         except (ProtocolError, OSError) as error:
             self.lose("shard_lost", f"step {step.step_id} could not be sent to the draft stage: {error}")
         else:
             draft.waiting.append((step.step_id, self._clock()))
+
+    def makes(self, step_id: int) -> bool:
+        """Whether the drafter has yet to answer a step."""
+        return self.attached is not None and any(waiting == step_id for waiting, _ in self.attached.waiting)
 
     def take_back(self, step_ids: Collection[int]) -> None:
         """Note that the output stage has given steps back: a draft stage in its daemon drops them, too."""
@@ -91,9 +102,15 @@ class DraftRelay:
             return None
         draft.waiting.popleft()
         draft.early.append(result)
+        known = {one.sequence: one.tokens for one in result.drafts}
+        for entry in [entry for entry in self._in_flight() if entry.step.drafts_of == due]:
+            entry.step = filled(entry.step, known)  # in case that it is sent again
+            entry.frames.clear()
         return draft.link
 
     def pass_on(self) -> None:
         """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it."""
-        while (draft := self.attached) is not None and draft.early and not self._in_flight(draft.early[0].step_id):
+        while (draft := self.attached) is not None and draft.early:
+            if any(entry.step.step_id == draft.early[0].step_id for entry in self._in_flight()):
+                return
             self.on_drafted(draft.early.popleft())

@@ -28,6 +28,7 @@ from lucevisor.engine.pipeline.steps import (
     PipelineStep,
     StageLink,
     StepInFlight,
+    by_sequence,
     filled,
     starts_from,
 )
@@ -71,7 +72,7 @@ class Pipeline:
         self._open = True
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
-        self.drafts = DraftRelay(len(stages), clock, self._is_in_flight)
+        self.drafts = DraftRelay(len(stages), clock, lambda: self.in_flight)
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
@@ -112,7 +113,7 @@ class Pipeline:
         self._at_stage[first_stage].append(entry)
         if first_stage == 0 and not self._may_start(entry):
             return
-        if self._send(entry, first_stage, posted=self.n_stages > 1 and step.follows > 0):
+        if self._send(entry, first_stage, posted=self.n_stages > 1 and step.waits):
             for stage in range(first_stage + 1, self.n_stages):
                 if self._may_post(entry, stage):
                     if not self._send(entry, stage, posted=True):
@@ -176,8 +177,8 @@ class Pipeline:
                 return
             self._at_stage[stage].popleft()
             entry.answers.append(answer)
-            if stage == 0 and entry.step.follows and answer.result.sampled:
-                entry.step = filled(entry.step, answer.result.sampled)
+            if stage == 0 and entry.step.waits and answer.result.sampled:
+                entry.step = filled(entry.step, by_sequence(answer.result.sampled))
             if stage and stage in entry.posted:
                 entry.hops_s.append(answer.result.hop_s)
             entry.stage += 1
@@ -217,7 +218,7 @@ class Pipeline:
         sampled = done.answers[-1].result.sampled
         for later in [later for later in self.in_flight if later.follows == done.step.step_id]:
             if later.step.follows:
-                later.step = filled(later.step, sampled)
+                later.step = filled(later.step, by_sequence(sampled))
             elif not starts_from(later.step, sampled):  # the output stage was lost since, and drew others again
                 text = f"step {later.step.step_id} went on with other tokens than those of step {done.step.step_id}"
                 self.fail(0, "protocol_error", text)
@@ -231,7 +232,9 @@ class Pipeline:
     def _start(self) -> None:
         """Send the first stage what waits for tokens no longer, in order."""
         for entry in [entry for entry in self._at_stage[0] if 0 not in entry.had and 0 not in self._recalling]:
-            if entry.step.follows or not self._send(entry, 0):
+            if entry.step.drafts_of and not self.drafts.makes(entry.step.drafts_of):
+                entry.step = filled(entry.step, {})  # of a drafter that is gone
+            if entry.step.waits or not self._send(entry, 0):
                 return
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:
@@ -249,7 +252,7 @@ class Pipeline:
         first = [
             (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
-            if waiting and stage not in self.lost and not waiting[0].step.follows
+            if waiting and stage not in self.lost and not waiting[0].step.waits
         ]
         if (draft := self.drafts.attached) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
             first.append((draft.link, self.n_stages, *draft.waiting[0]))
@@ -385,9 +388,6 @@ class Pipeline:
         if stage + 1 == self.n_stages and together:
             self.drafts.send(entry)
         return True
-
-    def _is_in_flight(self, step_id: int) -> bool:
-        return any(entry.step.step_id == step_id for entry in self.in_flight)
 
     def _is_held(self, step_id: int) -> bool:
         """Whether the output stage has yet to answer a step, so that drafts behind it have not begun."""

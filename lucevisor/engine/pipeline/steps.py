@@ -7,7 +7,7 @@ even have answered, when it was posted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -132,13 +132,26 @@ class PipelineStep:
         return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
 
 
-def filled(step: Step, before: Sequence[Sampled]) -> Step:
-    """Return a step that ran ahead with the tokens it started from: those sampled by the step ``before``."""
-    newest = {one.sequence: one.token for one in before}
-    slices = [
-        replace(piece, tokens=[newest[piece.sequence]]) if piece.tokens == [PENDING] else piece for piece in step.slices
-    ]
-    return replace(step, slices=slices, follows=0)
+def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
+    """Return a step with the tokens and drafts that it was sent without, ``known`` by sequence; of drafts what lacks is
+    made up, as no stage has them.
+    """
+    slices = []
+    for piece in step.slices:
+        if piece.tokens == [PENDING]:
+            piece = replace(piece, tokens=[known[piece.sequence][-1]])
+        elif piece.drafts_pend:
+            piece = piece.with_drafts(known.get(piece.sequence, ()))
+        slices.append(piece)
+    return replace(step, slices=slices, follows=0, drafts_of=0)
+
+
+def by_sequence(sampled: Sequence[Sampled]) -> dict[int, list[int]]:
+    """Return the sampled tokens of each sequence."""
+    found: dict[int, list[int]] = {}
+    for one in sampled:
+        found.setdefault(one.sequence, []).append(one.token)
+    return found
 
 
 def starts_from(step: Step, before: Sequence[Sampled]) -> bool:

@@ -21,6 +21,7 @@ from lucevisor.engine.scheduling.chunking import SharedChunks
 from lucevisor.engine.scheduling.drafts import Drafting
 from lucevisor.engine.scheduling.run_ahead import choose_ahead, n_microbatches
 from lucevisor.engine.scheduling.shares import KeyShares
+from lucevisor.engine.scheduling.unseen import told_together
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.step import ScheduledSlice, ScheduledStep
 from lucevisor.model.values import PAGE_TOKENS
@@ -128,6 +129,8 @@ def choose_slices(
         prompts = [record for record in prompts if record not in waiting]
         decodes.clear()  # they go with its next chunk: a step of their own would delay it
     decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
+    if budget.n_stages > 1:
+        decodes = told_together(decodes)
     chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
     n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
     chosen += _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)

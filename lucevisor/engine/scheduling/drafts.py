@@ -65,7 +65,7 @@ class Drafting:
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
-        self.n_stages = n_stages
+        self.n_stages, self.tells_first = n_stages, n_stages == 1  # the last one tells the first one what it makes
         self._n_decoding = self._n_prompts = 0  # running, when the next step was begun
         self._gaps, self._step_s = RoundGaps(), 0.0  # of the step whose result is applied
         self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
@@ -142,10 +142,10 @@ class Drafting:
 
     @property
     def verifies_unseen(self) -> bool:
-        """Whether the next step may verify drafts before they are known here: the daemon that makes them runs it, and
+        """Whether the next step may verify drafts before they are known here: the output stage's daemon makes them, and
         neither the masks of a constraint nor its width depend on them.
         """
-        if not self.attached or self._overlaps or self.n_stages > 1 or self.speculation.uses_probabilities:
+        if not self.attached or self._overlaps or not self.tells_first or self.speculation.uses_probabilities:
             return False
         return all(record.request.constraint is None for record in self._running)
 

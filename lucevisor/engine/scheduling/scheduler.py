@@ -124,11 +124,11 @@ class Scheduler(SchedulerState):
     def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, rings: bool = False) -> None:
         """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all.
 
-        ``rings``: of several stages the last one tells the first one the tokens.
+        ``rings``: of several stages the last one tells the first one tokens and drafts.
         """
         self._operations[:0] = opening
         self.runs_ahead = rings or n_stages == 1
-        self.drafting.n_stages = n_stages
+        self.drafting.n_stages, self.drafting.tells_first = n_stages, self.runs_ahead
         if n_stages != self.n_stages:
             self.n_stages = n_stages
             self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)
@@ -291,6 +291,7 @@ class Scheduler(SchedulerState):
         self._last_step += 1
         self._refilled_last = False
         follows = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
+        drafts_of = max([one.live.awaiting for one in chosen if one.drafts_pend], default=0) if self.n_stages > 1 else 0
         slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live)) for one in chosen]
         self._shares.charge(
             (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
@@ -309,6 +310,7 @@ class Scheduler(SchedulerState):
             want_hidden=wanted is not None and wanted.hidden,
             rank_pages=[one.live.sequence for one in chosen if one.live.ranking] if self.limits.stages_rank else [],
             follows=follows if self.n_stages > 1 else 0,
+            drafts_of=drafts_of,
             upkeep=bool(chosen) and self.drafting.keeps_up(slices, self.n_stages),
         )
         self._operations = []

@@ -6,12 +6,12 @@ asked for them, or is detached.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from lucevisor.engine.sequence import LiveSequence
-from lucevisor.engine.step import ScheduledStep
+from lucevisor.engine.step import ScheduledSlice, ScheduledStep
 from lucevisor.protocol.steps import PENDING, Drafted
 
 
@@ -22,6 +22,14 @@ def unseen_drafts(outstanding: Iterable[ScheduledStep], live: LiveSequence) -> D
     asked = next((step for step in outstanding if step.step_id == live.awaiting), None)
     n = asked.parts[live.sequence].slice.n_ahead if asked is not None else 0
     return Drafted(live.sequence, [PENDING] * n)
+
+
+def told_together(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
+    """Return those decodes whose drafts, as far as they are being made, the first step of these asked for: the first of
+    several stages waits for one step's.
+    """
+    asked = next((one.live.awaiting for one in decodes if one.live.awaiting), 0)
+    return [one for one in decodes if one.live.awaiting in (0, asked)]
 
 
 def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: Mapping[int, Drafted]) -> None:

@@ -1,0 +1,135 @@
+"""The first of two stages has a verify step before its drafts, and starts when the output stage's daemon tells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from lucevisor.model.families import open_spec
+from lucevisor.model.values import Backend
+from lucevisor.protocol.codec import encode
+from lucevisor.protocol.steps import (
+    PENDING,
+    DraftStep,
+    Operation,
+    Recall,
+    Recalled,
+    Slice,
+    Step,
+    StepResult,
+    UseState,
+)
+from tests.daemons.test_queued_drafts import N, draft_partly_right, plain_tokens
+from tests.daemons.test_queued_steps import GREEDY, N_REGIONS, LateEvent, TwoStages, opening, two_stages, wait_until
+from tests.daemons.test_run_ahead import BACKENDS, Daemon
+from tests.families.golden import opened
+from tests.model.drafter_files import MTP
+
+ROUNDS = 8
+
+
+@dataclass
+class LateTimedEvent(LateEvent):
+    def elapsed_time(self, _: LateEvent) -> float:
+        return 3.0
+
+
+class Supervisor:
+    """Verifies N drafts of each sequence a step; ``ahead``: sends a step before its drafts are known."""
+
+    def __init__(self, both: TwoStages, ids: list[int], n_sequences: int, *, ahead: bool) -> None:
+        self.both, self.ahead = both, ahead
+        self.drawn: dict[int, list[int]] = {s: [] for s in range(n_sequences)}
+        self.at = [0] * n_sequences
+        self.states = [*range(n_sequences)]
+        self.drafts: list[dict[int, list[int]]] = []
+        self.reported: list[list[int]] = []  # by the first stage: what it started with
+        prompts = [Slice(s, 0, ids[: 5 + s], True, n_ahead=N) for s in self.drawn]
+        self.send(Step(1, 1, [one for s in self.drawn for one in opening(both.spec, s, GREEDY)], prompts))
+        for _ in range(ROUNDS):
+            self.verify(self.answered())
+        self.answered()
+        self.drafted()
+
+    def send(self, step: Step) -> None:
+        self.step = step
+        for stage in (0, 1):
+            self.both.post(step, stage)
+        self.both.links[1].send(encode(DraftStep(step), step.step_id, 2))
+
+    def result(self, stage: int) -> StepResult:
+        result = self.both.answer(min(stage, 1))
+        assert isinstance(result, StepResult)
+        assert result.stage == stage
+        return result
+
+    def answered(self) -> list[Operation]:
+        """Wait for the verdict; the operations that follow from it."""
+        self.reported.append([one.token for one in self.result(0).sampled])
+        if self.ahead and len(self.reported) > 1:
+            self.drafted()  # told before the first stage started
+        sampled, operations = self.result(1).sampled, list[Operation]()
+        for piece in self.step.slices:
+            drawn = [one.token for one in sampled if one.sequence == piece.sequence]
+            self.drawn[piece.sequence] += drawn
+            self.at[piece.sequence] += piece.n_context + len(drawn) - 1
+            if piece.states:
+                self.states[piece.sequence] = piece.states[len(drawn) - 1]
+                operations.append(UseState(piece.sequence, self.states[piece.sequence]))
+        return operations
+
+    def drafted(self) -> None:
+        self.drafts.append({one.sequence: one.tokens for one in self.result(2).drafts})
+
+    def verify(self, operations: list[Operation]) -> None:
+        number = self.step.step_id + 1
+        if not self.ahead:
+            self.drafted()
+        slices = []
+        for s, drawn in self.drawn.items():
+            drafts = [PENDING] * N if self.ahead else self.drafts[-1][s]
+            others = [i for i in range(8 * s + 8, 8 * s + 16) if i != self.states[s]][:N]
+            slices.append(Slice(s, self.at[s], [drawn[-1], *drafts], True, N, [self.states[s], *others], n_ahead=N))
+        drafts_of = self.step.step_id if self.ahead else 0
+        self.send(Step(number, number % N_REGIONS, operations, slices, drafts_of=drafts_of))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n_sequences", [1, 2])
+@pytest.mark.parametrize("spin_s", [0.0, 0.05])
+def test_tokens_and_drafts_are_those_of_steps_that_wait(
+    spin_s: float, n_sequences: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend is Backend.CPU:
+        for place in ("boundary", "runner", "deferred", "draft.stage"):
+            monkeypatch.setattr(f"daemons.{place}.recorded", lambda *_, **__: LateTimedEvent())
+    spec, ids = open_spec(MTP), opened("qwen35").ids
+    wanted = plain_tokens(Daemon.of(spec, ids, backend, [GREEDY] * n_sequences), (ROUNDS + 1) * (N + 1))
+    draft_partly_right(monkeypatch, wanted)
+    found = []
+    for ahead in (False, True):
+        with two_stages(spec, backend, spin_s, MTP) as both:
+            both.runners[1].defers_drafts = spin_s > 0  # as on a GPU
+            found.append(Supervisor(both, ids, n_sequences, ahead=ahead))
+    seen, unseen = found
+    assert unseen.drawn == seen.drawn
+    assert unseen.drafts == seen.drafts
+    for s, drawn in seen.drawn.items():
+        assert drawn == wanted[s][: len(drawn)]
+        assert len(drawn) > ROUNDS + 1  # some drafts were accepted
+    assert seen.reported == [[]] * (ROUNDS + 1)
+    started_with = [[token for own in drafts.values() for token in own] for drafts in unseen.drafts[:-1]]
+    assert unseen.reported == [[], *started_with]
+
+
+def test_a_step_whose_drafts_have_not_come_is_given_back() -> None:
+    golden = opened("qwen35")
+    with two_stages(golden.spec, Backend.CPU, 0.0) as both:
+        both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], True, n_ahead=N)]), 0)
+        assert isinstance(both.answer(0), StepResult)
+        states = [0, 8, 9, 10]
+        both.post(Step(2, 2, [], [Slice(0, 5, [7, *[PENDING] * N], True, N, states)], drafts_of=1), 0)
+        wait_until(lambda: ("step", 2) in both.reporters[0].phases)
+        both.links[0].send(Recall(0))
+        assert both.answer(0) == Recalled(0, [2], True)
