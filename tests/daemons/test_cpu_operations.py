@@ -3,11 +3,15 @@
 C++ computes in float32 and rounds its result to bfloat16 once.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daemons import ops
 from daemons.models.blocks import GatedDeltaNet, GatedDeltaNetShape, GatedDeltaNetWeights
 from daemons.ops.attention import attention, visible
 from daemons.ops.basic import RmsNorm, plain_rope, rotate, shift_rows
@@ -342,3 +346,9 @@ def test_block_convolution(cpu, rows, n, width, taps, group, side):
     with Exact():
         wanted = TorchOperations().block_convolution(x.double(), delta.double(), base.double(), side, n)
     assert_rounded(cpu.block_convolution(x, delta, base, side, n), wanted)
+
+
+@pytest.mark.parametrize("file", ["cpu/delta_net.h", "cuda/delta_net.cu"])
+def test_sources_say_how_many_tokens_a_decode_has(file: str) -> None:
+    text = (Path(ops.__file__).parent / file).read_text()
+    assert re.findall(r"\bMAX_TOKENS = (\d+)", text) == [str(MAX_DECODE_TOKENS)]
