@@ -154,13 +154,37 @@ def test_the_first_of_several_stages_waits_for_drafts_of_one_step() -> None:
     bench.scheduler.attach(2, rings=True)
     bench.submit("a")
     first = bench.plan()
-    bench.submit("b")
+    bench.submit("b", "c")
     second = bench.plan()
     bench.answer(first)
     bench.answer(second)
-    verify = plans(bench.scheduler)
-    assert [[s.sequence for s in plan.step.slices] for plan in verify] == [[0], [1]]
+    verify = plans(bench.scheduler)  # micro-batches of two, but for that
+    assert [[s.sequence for s in plan.step.slices] for plan in verify] == [[0], [1, 2]]
     assert [plan.step.drafts_of for plan in verify] == [first.step.step_id, second.step.step_id]
+
+
+def test_a_step_that_asks_for_no_drafts_learns_those_that_it_verifies() -> None:
+    bench = Bench(speculating(), 2)
+    bench.scheduler.attach(2, rings=True)
+    bench.submit("a", n=3)
+    first = bench.plan()
+    bench.answer(first)
+    [verify] = plans(bench.scheduler)
+    assert verify.step.slices == [Slice(0, 3, [7, PENDING], True, 1)]
+    bench.draft(first)
+    assert bench.scheduler.in_flight[0].parts[0].slice.tokens == [7, 9]
+
+
+def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() -> None:
+    bench = Bench(speculating(pools=PoolSizes(40, 0, 0)), 2)
+    bench.scheduler.attach(2, rings=True)
+    bench.submit("a")
+    first = bench.plan()
+    bench.answer(first)
+    bench.submit("b", n_prompt=300)
+    following = plans(bench.scheduler)
+    assert [[s.sequence for s in plan.step.slices] for plan in following[:1]] == [[1]]
+    assert not any(plan.step.drafts_of for plan in following)
 
 
 @pytest.mark.parametrize("why", ["constraint", "probabilities", "bells", "apart"])

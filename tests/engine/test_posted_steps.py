@@ -272,11 +272,39 @@ def test_a_step_that_is_given_back_waits_for_its_drafts() -> None:
     bench.pipeline.receive(Recalled(0, [2], operated=False))
     bench.pipeline.receive(Recalled(2, [2], operated=False))
     assert bench.wires[0].ids[1:] == [(POSTED, 2)]
-    assert not bench.pipeline.settled  # drafts are being made
     drafted(bench, 11, 12)
-    assert bench.pipeline.settled
-    bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
     assert bench.wires[0].sent[2:] == [(0, verifying(2, 0, [11, 12, 12]))]
+    assert not bench.pipeline.settled  # before the first stage has done it, nobody knows what the lost one lacks
+    bench.answer(2, 0)
+    assert bench.pipeline.settled
+
+
+def test_drafts_that_are_heard_before_the_end_of_their_step_are_put_into_the_next_one() -> None:
+    bench = Bench(2)
+    bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)  # type: ignore[arg-type]
+    bench.pipeline.submit(replace(step(1), slices=[Slice(4, 0, [7, 8], True, n_ahead=3)]))
+    bench.answer(1, 1)
+    drafted(bench, 11, 12, 13)
+    plans = [verifying(2, 1, [PENDING] * 3)]
+    bench.pipeline._on_result = lambda _: bench.pipeline.submit(plans.pop())  # as the engine does
+    bench.answer(1, 0)
+    assert [entry.step for entry in bench.pipeline.in_flight] == [verifying(2, 0, [11, 12, 13])]
+
+
+def test_the_watchdog_sees_a_first_stage_that_has_its_drafts() -> None:
+    bench = drafting(2)
+    waiting = bench.pipeline.oldest_in_flight(1e9)
+    assert waiting is not None
+    assert waiting.stage == 2  # the draft stage
+    drafted(bench, 11, 12, 13)
+    working = bench.pipeline.oldest_in_flight(1e9)
+    assert working is not None
+    assert (working.stage, working.step_id) == (0, 2)
+    bench = drafting(2)
+    bench.pipeline.drafts.detach()  # its daemon tells them all the same
+    working = bench.pipeline.oldest_in_flight(1e9)
+    assert working is not None
+    assert working.stage == 0
 
 
 def test_of_a_drafter_that_is_lost_any_drafts_will_do() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -434,3 +435,38 @@ def test_crashes_change_no_token(scenario: Scenario, pages: int, late: bool) -> 
         play.play()
 
     asyncio.run(check_answers(play.toy, scenario.requests, play.handles))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    ("lost", "heard"), [((1, 2), (0,)), ((0, 2), (1,))], ids=["middle, then last", "first and last"]
+)
+async def test_steps_that_wait_for_drafts_when_two_stages_are_lost(
+    lost: tuple[int, int], heard: tuple[int], seed: int
+) -> None:
+    """The last one has the drafter; before that and in between the supervisor hears the other stage alone."""
+    rng = random.Random(seed)
+    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY, fixed=True)
+    toy = ready(3, pools=PoolSizes(24, 0, 32), speculation=speculation, max_sequences=8)
+    asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc")]
+    for one in asked:
+        toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
+    toy.attach_drafter(with_output=True, wrong=3)
+    handles = {one.request_id: toy.engine.submit(one) for one in asked}
+    for _ in range(rng.randrange(20, 120)):
+        toy.work(rng.randrange(100))
+    daemons = {next(iter(daemon.stages)): daemon for daemon in toy.daemons if daemon.stages}
+    assert toy.pipeline is not None
+    other = daemons[heard[0]]
+    for _ in range(rng.randrange(12) if lost[0] == 0 else 0):
+        if busy := [daemon for daemon in daemons.values() if daemon.ready]:
+            one = rng.choice(busy)
+            answer = one.run_one()
+            if one is other:
+                toy.pipeline.receive(*answer)
+    for stage in lost:
+        toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({stage}))
+        while other.ready:
+            toy.pipeline.receive(*other.run_one())
+    end_loss(toy)
+    assert await check_answers(toy, asked, handles) == ["length"] * 3

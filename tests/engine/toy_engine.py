@@ -156,7 +156,8 @@ class ToyEngine:
                 made, home.drafter = home.drafter.made, None
                 for _, message in home.inbox:
                     if isinstance(message, DraftStep):  # the first stage may wait for them: any will do
-                        home.stages[self.model.n_stages - 1].tell_drafts(message.step.step_id, {})
+                        asked = {piece.sequence: () for piece in message.step.slices if piece.n_ahead}
+                        home.stages[self.model.n_stages - 1].tell_drafts(message.step.step_id, asked)
                 steps = [(flags, message) for flags, message in home.inbox if isinstance(message, Step)]
                 kept = [(flags, _without_drafter(step, made)) for flags, step in steps]
                 home.inbox.clear()

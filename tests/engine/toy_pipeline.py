@@ -307,7 +307,9 @@ class ToyStage:
         if PENDING not in piece.tokens:
             return piece
         if told is not None and piece.drafts_pend:
-            return piece.with_drafts(told.get(piece.sequence, ()))
+            if piece.sequence not in told:
+                raise Violation(f"the first stage waits for drafts of sequence {piece.sequence} behind another step")
+            return piece.with_drafts(told[piece.sequence])
         if told is not None:
             return replace(piece, tokens=told[piece.sequence])
         if 0 < self.stage < self.model.n_stages - 1:  # it gets rows
@@ -608,7 +610,9 @@ class ToyDaemon:
                 message = replace(message, step=replace(step, slices=output.known.get(step.step_id, step.slices)))
             drafted = self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None)
             if output is not None:
-                output.tell_drafts(step.step_id, {one.sequence: one.tokens for one in drafted.drafts})
+                made = {one.sequence: one.tokens for one in drafted.drafts}
+                asked = [piece.sequence for piece in step.slices if piece.n_ahead]
+                output.tell_drafts(step.step_id, {sequence: made.get(sequence, ()) for sequence in asked})
             return drafted, _NO_PAYLOAD
         if self.drafter is not None and stage == self.limits.n_stages - 1:
             step = self.drafter.with_drafts(step)

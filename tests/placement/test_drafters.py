@@ -17,7 +17,7 @@ from lucevisor.placement.explain import as_json, rows, text
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import DRAFT_SHARE
-from lucevisor.protocol.loading import DraftKind
+from lucevisor.protocol.loading import DraftKind, token_region_bytes
 from tests.model.drafter_files import TARGET, UPSTREAM
 from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import CPUS, GIB, box, configure, cpu, gpu
@@ -66,6 +66,8 @@ def test_by_default_it_is_where_the_last_layers_are(small, dflash, tmp_path):
     assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in own)
     per_page = dflash.model.unit_bytes(Space.FULL, dflash.layers, Dtype.FLOAT32)
     assert p.draft_device.state_bytes == p.pools.full_pages * per_page
+    assert p.drafting.max_drafts > 1
+    assert p.arenas[-1].region_bytes == token_region_bytes(p.max_sequences, p.drafting.max_drafts)
     assert [(a.boundary, a.capture, a.tokens) for a in p.arenas] == [
         (0, False, False), (0, True, False), (1, False, True),
     ]  # fmt: skip

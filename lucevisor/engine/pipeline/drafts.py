@@ -28,11 +28,18 @@ class DraftRelay:
     """Steps to the draft stage, if one is ``attached``, and its answers back.
 
     ``stage``: its number, behind all stages.  ``in_flight``: the steps that have yet to end.  ``on_drafted`` gets the
-    answers; ``on_lost`` is told why the drafter was detached.
+    answers; ``on_lost`` is told why the drafter was detached; ``on_known`` is called when steps that were sent without
+    their drafts have them, or never will.
     """
 
-    def __init__(self, stage: int, clock: Callable[[], float], in_flight: Callable[[], list[PipelineStep]]) -> None:
-        self._stage, self._clock, self._in_flight = stage, clock, in_flight
+    def __init__(
+        self,
+        stage: int,
+        clock: Callable[[], float],
+        in_flight: Callable[[], list[PipelineStep]],
+        on_known: Callable[[], None],
+    ) -> None:
+        self._stage, self._clock, self._in_flight, self._on_known = stage, clock, in_flight, on_known
         self.attached: AttachedDrafter | None = None
         self.resting = False  # it gets no steps but those with an ``opening``
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
@@ -50,12 +57,14 @@ class DraftRelay:
 
     def detach(self) -> None:
         """Send the drafter nothing more, and ignore its answers.  Does nothing without one."""
-        self.attached = None
+        if self.attached is not None:
+            self.attached = None
+            self._on_known()
 
     def lose(self, code: ErrorCode, message: str) -> None:
         """Detach the drafter and call ``on_lost``.  Does nothing without one."""
         if self.attached is not None:
-            self.attached = None
+            self.detach()
             self.on_lost(PipelineFailure(self._stage, code, message))
 
     def send(
@@ -102,15 +111,21 @@ class DraftRelay:
             return None
         draft.waiting.popleft()
         draft.early.append(result)
-        known = {one.sequence: one.tokens for one in result.drafts}
-        for entry in [entry for entry in self._in_flight() if entry.step.drafts_of == due]:
-            entry.step = filled(entry.step, known)  # in case that it is sent again
-            entry.frames.clear()
+        self._put(result)
         return draft.link
+
+    def _put(self, made: StepResult) -> None:
+        """Give drafts to the steps that were sent without them: in case that they are sent again."""
+        known = {one.sequence: one.tokens for one in made.drafts}
+        for entry in [entry for entry in self._in_flight() if entry.step.drafts_of == made.step_id]:
+            entry.step = filled(entry.step, known)
+        self._on_known()
 
     def pass_on(self) -> None:
         """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it."""
         while (draft := self.attached) is not None and draft.early:
             if any(entry.step.step_id == draft.early[0].step_id for entry in self._in_flight()):
                 return
-            self.on_drafted(draft.early.popleft())
+            result = draft.early.popleft()
+            self._put(result)  # to a step that was planned since it was heard
+            self.on_drafted(result)

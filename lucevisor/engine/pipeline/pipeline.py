@@ -72,7 +72,7 @@ class Pipeline:
         self._open = True
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
-        self.drafts = DraftRelay(len(stages), clock, lambda: self.in_flight)
+        self.drafts = DraftRelay(len(stages), clock, lambda: self.in_flight, self._start)
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
         self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
@@ -230,8 +230,9 @@ class Pipeline:
         return all(0 in before.had for before in self._at_stage[0] if before is not entry)
 
     def _start(self) -> None:
-        """Send the first stage what waits for tokens no longer, in order."""
-        for entry in [entry for entry in self._at_stage[0] if 0 not in entry.had and 0 not in self._recalling]:
+        """Send the first stage what waits for tokens and drafts no longer, in order."""
+        waiting = [entry for entry in self._at_stage[0] if 0 not in entry.had and 0 not in self._recalling]
+        for entry in waiting if self._open else ():
             if entry.step.drafts_of and not self.drafts.makes(entry.step.drafts_of):
                 entry.step = filled(entry.step, {})  # of a drafter that is gone
             if entry.step.waits or not self._send(entry, 0):
@@ -252,7 +253,8 @@ class Pipeline:
         first = [
             (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
-            if waiting and stage not in self.lost and not waiting[0].step.waits
+            if waiting and stage not in self.lost and not waiting[0].step.follows
+            if not self.drafts.makes(waiting[0].step.drafts_of)
         ]
         if (draft := self.drafts.attached) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
             first.append((draft.link, self.n_stages, *draft.waiting[0]))

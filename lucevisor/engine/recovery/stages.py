@@ -264,6 +264,8 @@ class StageRecovery:
 
     def _without_ended(self, pipeline: Pipeline, journal: Journal) -> dict[int, Step]:
         """Take the slices of requests that have ended out of the steps in flight; return these by id."""
+        if any(one.stage and one.step.drafts_of for one in pipeline.in_flight):
+            raise CannotRebuild("nobody knows the drafts that a lost stage began with")
         self._drop_ended()
         ended: dict[int, set[int]] = {}
         for step_id, part in self._ended:

@@ -143,11 +143,16 @@ class Drafting:
     @property
     def verifies_unseen(self) -> bool:
         """Whether the next step may verify drafts before they are known here: the output stage's daemon makes them, and
-        neither the masks of a constraint nor its width depend on them.
+        neither the masks of a constraint nor its width depend on them.  Of several stages the first would keep a prompt
+        waiting meanwhile.
         """
         if not self.attached or self._overlaps or not self.tells_first or self.speculation.uses_probabilities:
             return False
-        return all(record.request.constraint is None for record in self._running)
+        alone = self.n_stages == 1
+        return all(
+            record.request.constraint is None and (alone or record.state is RequestState.DECODE)
+            for record in self._running
+        )
 
     @property
     def n_drafting(self) -> int:
@@ -229,7 +234,7 @@ class Drafting:
         in the output stage's daemon, which does one step after the other where there are several stages."""
         if not self.active or self._overlaps or n_stages == 1:
             return False
-        return all_decodes(slices) and not any(piece.n_ahead for piece in slices)
+        return all_decodes(slices) and not any(piece.n_ahead or piece.drafts_pend for piece in slices)
 
     def planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
         """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
