@@ -93,7 +93,8 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> No
     pages = min(
         (n for space, n in sizes.items() if n and space is not Space.RECURRENT), default=SPLIT_START // PAGE_TOKENS + 4
     )
-    n_states = stage.sequences.sizes.device_states if sizes[Space.RECURRENT] else MAX_DECODE_TOKENS
+    pools = stage.sequences.sizes
+    n_states = 1 + pools.draft_states if pools.device_states else MAX_DECODE_TOKENS
     steps = [WarmStep(start, n) for start, n in _slices(pages * PAGE_TOKENS, stage.max_step_tokens)]
     if stage.ranks_pages and sizes[Space.FULL] > 2:
         steps += [WarmStep(2 * PAGE_TOKENS, n, ranks=True) for n in (1, QUERIES) if n <= stage.max_step_tokens]
@@ -102,11 +103,12 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> No
     steps += verifies[1:2]  # states are made of updates, also where nothing is captured
 
     def run(number: int, one: WarmStep) -> None:
-        stage.apply(_opening(stage.sequences, one.start + one.n, one.n_drafts + 1))
+        stage.apply(_opening(stage.sequences, one.start + one.n))
         rows = None
         if not stage.embedding:
             rows = torch.zeros(one.n, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
-        states = list(range(one.n)) if one.n_drafts and sizes[Space.RECURRENT] else []
+        states = [0, *range(pools.device_states, pools.device_rows)][: one.n]
+        states = states if one.n_drafts and pools.device_states else []
         piece = Slice(0, one.start, [0] * one.n, sample=True, n_drafts=one.n_drafts, states=states)
         if one.ranks:
             stage.apply([PageOut(0, [0], [sizes[Space.FULL]])])
@@ -137,7 +139,7 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None) 
     width = stage.spec.model.hidden_size
 
     def run(number: int, one: WarmStep) -> None:
-        stage.apply(_opening(stage.sequences, one.start + one.n + most + 1, 1))
+        stage.apply(_opening(stage.sequences, one.start + one.n + most + 1))
         captures = [torch.zeros(one.n, len(source.layers) * width) for source in stage.plan.sources]
         piece = Slice(0, one.start, [0] * one.n, sample=True, n_ahead=one.n_ahead)
         stage.run(Step(number, 0, [], [piece]), captures, [[0]])
@@ -180,10 +182,10 @@ def _run_all(
         done += len(alike)
 
 
-def _opening(sequences: Sequences, n_tokens: int, n_states: int) -> list[Operation]:
-    """Operations that open a sequence with pages for ``n_tokens``, and empty the states that it may write."""
+def _opening(sequences: Sequences, n_tokens: int) -> list[Operation]:
+    """Operations that open a sequence with pages for ``n_tokens`` and an empty state."""
     spaces = [space for space, n in sequences.units.items() if n]
-    states = [ZeroState(i) for i in range(n_states)] if Space.RECURRENT in spaces else []
+    states = [ZeroState(0)] if Space.RECURRENT in spaces else []
     table = list(range((n_tokens - 1) // PAGE_TOKENS + 1))
     tables = [SetPages(0, space, 0, table) for space in spaces if space is not Space.RECURRENT]
     return [*states, OpenSequence(0, 0, Sampling()), *tables]

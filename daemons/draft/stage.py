@@ -245,8 +245,11 @@ class DraftStage:
         layout = self._layout(step.slices)
         with launching(self.device):
             if self.graphs is None:
-                return self.drafter.extend(features, self._batch(layout))
-            return self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
+                hidden = self.drafter.extend(features, self._batch(layout))
+            else:
+                hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
+        self.sequences.keep_updates(step.slices)  # rows of its own states, of which one will be the live one's
+        return hidden
 
     def _drafts(
         self, jobs: list[DraftJob], hidden: Tensor, began: torch.cuda.Event | None

@@ -31,8 +31,10 @@ def check_states(s: Slice, where: str, sequence: OpenedSequence, sequences: Sequ
     if n_states and not n_states <= n <= MAX_DECODE_TOKENS:
         limit = f"a slice that keeps states has as many tokens or more, and at most {MAX_DECODE_TOKENS}"
         raise StateError(where, f"{n_states} states to write in a slice of {n} tokens: {limit}")
-    for state in s.states:
-        sequences.check_live(where, state)
+    for i, state in enumerate(s.states):
+        if sequences.check_device(where, state) and not (i and n_states == n and s.states[0] == sequence.state):
+            how = "of a slice that keeps one after each token, behind the live one"
+            raise StateError(where, f"state {state} is a draft's, and may only be one {how}")
     for state in [*s.states, sequence.state] if sequence.state not in s.states else s.states:
         if state in used:
             raise StateError(where, f"recurrent state {state} is used twice in this step")

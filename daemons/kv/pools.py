@@ -1,10 +1,10 @@
 """Pools: the memory of pages and recurrent states of one shard.
 
 Built from the layer table alone; knows no family and no sequence.  Layers of equal state share one allocation
-``[layers, units, *shape]``, so a page or a state is copied for all of them in one call.  The last recurrent states may
-lie in host memory: the device only copies to and from them, in stream order, so other readers and writers must wait for
-that stream.  Invariants: unit ids are the supervisor's, the same in every shard; a pool starts as zeros, so stale
-positions behind a mask are finite.
+``[layers, units, *shape]``, so a page or a state is copied for all of them in one call.  Some recurrent states may lie
+in host memory: the device only copies to and from them, in stream order, so other readers and writers must wait for
+that stream.  Drafts' states have rows in the small tensors alone, and updates.  Invariants: unit ids are the
+supervisor's, the same in every shard; a pool starts as zeros, so stale positions behind a mask are finite.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Pools:
         """
         self._rank_pages = rank_pages
         self.device, self.layers = device, layers
-        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
+        n_states = sizes.n_state_ids
+        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: n_states}
         self._sizes = sizes
         self.states_locked = True  # of the states in host memory, if there are any
         members: dict[_StateShape, list[int]] = {}
@@ -72,6 +73,7 @@ class Pools:
         self._stack_layers: list[list[int]] = []  # of each of them
         self._paged: dict[tuple[int, str], PagedTensor] = {}
         self._states: dict[tuple[int, str], Tensor] = {}
+        self._windows: list[Tensor] = []  # recurrent stacks that are written whole after each token
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
         self._ranked: list[PagedTensor] = []  # keys of which sketches are kept
@@ -84,7 +86,7 @@ class Pools:
 
     def _allocate(self, shape: _StateShape, indices: list[int]) -> None:
         recurrent = shape.space is Space.RECURRENT
-        n = (len(indices), self._sizes.device_states if recurrent else self.units[shape.space])
+        n = (len(indices), self._n_rows(shape))
         quantised = shape.dtype is Dtype.Q8_0
         width = shape.shape[-1]
         parts = [((*n, *shape.shape), torch.float32)]
@@ -106,7 +108,9 @@ class Pools:
         if recurrent:
             self._allocate_host(shape, indices, tensors[0].dtype)
         if shape.update_width:
-            self.updates.allocate(tensors[0], shape.update_width, indices, what)
+            self.updates.allocate(tensors[0], self._sizes.device_rows, shape.update_width, indices, what)
+        elif recurrent:
+            self._windows += tensors
         hosts = []
         if self._host_pages is not None and shape.space is Space.FULL:
             hosts = [self._host_pages.add(tensor) for tensor in tensors]
@@ -123,6 +127,12 @@ class Pools:
                     self._ranked.append(paged)
             self._paged[i, shape.name] = paged
 
+    def _n_rows(self, shape: _StateShape) -> int:
+        """Rows on the device of a tensor: drafts' states have none where updates stand for them."""
+        if shape.space is not Space.RECURRENT:
+            return self.units[shape.space]
+        return self._sizes.device_states if shape.update_width else self._sizes.device_rows
+
     def _allocate_host(self, shape: _StateShape, indices: list[int], dtype: torch.dtype) -> None:
         n = self._sizes.host_states
         advice = "lower cache.prefix_slots or cache.memory, or let the devices hold them: cache.states = device"
@@ -138,11 +148,16 @@ class Pools:
         return self._paged[layer, name]
 
     def state(self, layer: int, name: str) -> Tensor:
-        """Recurrent states of a layer on the device (those that may be live), ``[states, *shape]``."""
+        """Recurrent states of a layer on the device, ``[states, *shape]``, those after drafts behind the others."""
         return self._states[layer, name]
 
     def rows_with(self, layer: int, name: str, state: int) -> tuple[Tensor, int]:
-        """Rows ``[n, *shape]`` that hold a recurrent state, on the device or in host memory, and its index."""
+        """Rows ``[n, *shape]`` that hold a whole recurrent state, on the device or in host memory, and its index.
+
+        Raises StateError.
+        """
+        if self._sizes.is_draft_state(state):
+            raise StateError(f"layer {layer}", f"state {state} is a draft's, which is nowhere whole")
         tier, index = self._sizes.place_of_state(state)
         return (self._states if tier is Tier.DEVICE else self._host_states)[layer, name], index
 
@@ -199,6 +214,14 @@ class Pools:
             pairs = zip(stacks[to.tier][:, to.row], stacks[of.tier][:, of.row], strict=True)
             for a, b in pairs:  # per layer: a contiguous copy needs no staging
                 a.copy_(b, non_blocking=True)
+
+    def use_state(self, live: int, updates: Sequence[int], windows: int) -> None:
+        """Make the state after tokens whose ``updates`` are given in the place of the one before them, with the windows
+        of row ``windows``.
+        """
+        self.updates.make(live, updates, live)
+        for tensor in self._windows:
+            tensor[:, live] = tensor[:, windows]
 
     def zero_state(self, state: int) -> None:
         for tensor in self._of(Space.RECURRENT):

@@ -55,7 +55,7 @@ class OpenedSequence:
     ``breaks[space]``: first entry whose page id is not the previous one plus 1; the table's length when there is none.
     ``out``: entries of the ``full`` table that were paged out, ascending: those behind them moved up.  ``host_rows``:
     where those that are attended to lie in host memory, ascending, as order means nothing to attention.  ``updates``:
-    states of the tokens of its last slice that are not made yet, in order; ``state`` is from before them.
+    states after tokens of its last slice that are not made yet, in order; ``state`` is from before them.
     """
 
     id: int
@@ -104,7 +104,8 @@ class Sequences:
         self.forgets = forgets
         self.pools, self.attend_host = list(pools), attend_host
         self.reads_in_place = attend_host and in_place
-        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: sizes.states}
+        n_states = sizes.n_state_ids
+        self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: n_states}
         self.sizes = sizes
         self.max_sequences = max_sequences
         n_pages = max(sizes.full_pages, sizes.window_pages, sizes.host_pages)
@@ -153,8 +154,8 @@ class Sequences:
                 for pool in self.pools:
                     pool.copy_page(space, source, target, n_tokens)
             case CopyState(source, target):
-                self._check_unit("CopyState", Space.RECURRENT, source)
-                self._check_unit("CopyState", Space.RECURRENT, target)
+                self._check_whole("CopyState", source)
+                self._check_whole("CopyState", target)
                 if self._tier(source) is self._tier(target) is Tier.HOST:
                     raise StateError("CopyState", f"states {source} and {target} both lie in host memory")
                 self._make(source)
@@ -169,16 +170,16 @@ class Sequences:
             case PageIn():
                 self._page_in(operation)
             case UseState(sequence, state):
-                self.check_live("UseState", state)
+                is_draft = self.check_device("UseState", state)
                 opened = self.get(sequence, "UseState")
                 self._settle(opened, state)
-                opened.state = state
+                opened.state = opened.state if is_draft else state
 
     def keep_updates(self, slices: Sequence[Slice]) -> None:
-        """Note the slices of a step that ran: where kernels leave updates, several tokens that all have a row did."""
-        for s in slices if any(pool.updates.in_use for pool in self.pools) else ():
-            if len(s.states) == len(s.tokens) > 1 and (opened := self.by_id.get(s.sequence)) is not None:
-                opened.updates = s.states
+        """Note the slices of a step that ran: several tokens that all have a row left updates."""
+        for s in slices:
+            if (opened := self.by_id.get(s.sequence)) is not None:
+                opened.updates = s.states if len(s.states) == len(s.tokens) > 1 else []
 
     def settle(self, slices: Sequence[Slice]) -> None:
         """Make the live states of sequences that go on without a ``UseState``, before a step of these slices."""
@@ -187,33 +188,54 @@ class Sequences:
                 self._settle(opened, opened.state)
 
     def _settle(self, opened: OpenedSequence, state: int) -> None:
-        """Make ``state`` if it is one of those after the tokens of the last slice; nobody uses the others."""
+        """Make ``state`` if it is one of those after the tokens of the last slice; nobody uses the others.
+
+        A draft's is made in the place of the live one, which the sequence keeps.
+        """
         if state in opened.updates:
-            rows = opened.updates[: opened.updates.index(state) + 1]
+            rows, is_draft = opened.updates[: opened.updates.index(state) + 1], self.sizes.is_draft_state(state)
             for pool in self.pools:
-                pool.updates.make(opened.state, rows, state)
+                if is_draft:
+                    pool.use_state(opened.state, rows, state)
+                else:
+                    pool.updates.make(opened.state, rows, state)
         opened.updates = []
 
     def _make(self, state: int) -> None:
-        """Make a state that is copied before it is known which one its sequence goes on with, and all others."""
+        """Make a state that is copied before it is known which one its sequence goes on with.
+
+        The live one is made in its place, so the others follow from that: it is the first, as its token always counts.
+        """
         for opened in self.by_id.values():
             if state in opened.updates:
-                rows, live = opened.updates, opened.state
-                opened.updates = []
-                for row in [*(row for row in rows if row != live), *(row for row in rows if row == live)]:
+                n, live = opened.updates.index(state) + 1, opened.state
+                firsts = range(1, n) if state == live else ()  # whole ones before it, which no supervisor plans
+                for i in (*firsts, n):
                     for pool in self.pools:
-                        pool.updates.make(live, rows[: rows.index(row) + 1], row)
+                        pool.updates.make(live, opened.updates[:i], opened.updates[i - 1])
+                opened.updates = opened.updates[n:] if state == live else opened.updates
 
     def _check_unit(self, where: str, space: Space, unit: int) -> None:
         if not 0 <= unit < self.units[space]:
             kind = "state" if space is Space.RECURRENT else f"page of space {space.value}"
             raise StateError(where, f"{kind} {unit} is outside the pool of {self.units[space]}")
 
+    def _check_whole(self, where: str, state: int) -> None:
+        self._check_unit(where, Space.RECURRENT, state)
+        if self.sizes.is_draft_state(state):
+            raise StateError(where, f"state {state} is a draft's: only a verify slice and its UseState may name it")
+
     def check_live(self, where: str, state: int) -> None:
         """Raise StateError unless ``state`` may be a live recurrent state."""
+        self._check_whole(where, state)
+        self.check_device(where, state)
+
+    def check_device(self, where: str, state: int) -> bool:
+        """Raise StateError unless a slice may leave ``state``; return whether it is a draft's."""
         self._check_unit(where, Space.RECURRENT, state)
         if self._tier(state) is Tier.HOST:
             raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
+        return self.sizes.is_draft_state(state)
 
     def _tier(self, state: int) -> Tier:
         return self.sizes.place_of_state(state).tier

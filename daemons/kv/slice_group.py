@@ -95,6 +95,11 @@ class SliceGroup:
         return self.n if self.n <= MAX_DECODE_TOKENS else 0
 
     @property
+    def leaves_updates(self) -> bool:
+        """Whether slices leave what each token does to their state, and not the states after them."""
+        return 1 < self.n == self.n_states
+
+    @property
     def span_columns(self) -> int:
         """Numbers of a slice for the chunked delta rule, which slices without ``state_columns`` run."""
         return 0 if self.state_columns else 2

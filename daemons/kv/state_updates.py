@@ -1,7 +1,8 @@
 """What single tokens do to a shard's recurrent states, and the states that are made of it.
 
-A kernel writes a verified token's update where the state after it would be, a hundredth of its bytes; of all those of a
-slice one state is made, when it is known which one the sequence goes on with.  Knows rows, no sequences.
+A verified token's update takes a hundredth of a state's bytes, and has the row of the state after it, which for a draft
+is not there; of all those of a slice one state is made, when it is known which one the sequence goes on with.  Knows
+rows, no sequences.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ ApplyUpdates = Callable[[Tensor, Tensor, int, Sequence[int], int], None]
 
 
 class StateUpdates:
-    """Of one device.  ``in_use``: whether a layer's kernel writes updates instead of states."""
+    """Of one device."""
 
     def __init__(self, device: torch.device, apply: ApplyUpdates) -> None:
-        self.device, self.in_use = device, False
-        self._apply = apply
-        self._stacks: list[tuple[Tensor, Tensor]] = []  # matrices and updates, [layers, states, ...]
+        self.device, self._apply = device, apply
+        self._stacks: list[tuple[Tensor, Tensor]] = []  # matrices and updates, [layers, rows, ...]
         self._by_layer: dict[int, Tensor] = {}
 
-    def allocate(self, matrices: Tensor, width: int, layers: Sequence[int], what: str) -> None:
-        """One row for each state of ``matrices`` [layers, states, ...].  Raises DeviceError."""
-        extent = (*matrices.shape[:2], width)
+    def allocate(self, matrices: Tensor, n_rows: int, width: int, layers: Sequence[int], what: str) -> None:
+        """Rows for the states of ``matrices`` [layers, states, ...], and more behind them.  Raises DeviceError."""
+        extent = (len(layers), n_rows, width)
         advice = "lower the number of sequences or of cached states, or give this device fewer layers"
         with allocating(self.device, f"updates of {what}", 4 * prod(extent), advice):
             updates = torch.zeros(extent, device=self.device)
@@ -37,16 +37,14 @@ class StateUpdates:
         self._stacks.append((matrices, updates))
 
     def of_layer(self, layer: int) -> Tensor:
-        """Updates of a layer, ``[states, width]``, for a kernel that writes them from now on."""
-        self.in_use = True
+        """Updates of a layer, ``[rows, width]``."""
         return self._by_layer[layer]
 
     def make(self, source: int, rows: Sequence[int], target: int) -> None:
-        """Make a state from another one and the updates of tokens, in order."""
-        if self.in_use:
-            with launching(self.device):
-                for matrices, updates in self._stacks:
-                    self._apply(matrices, updates, source, rows, target)
+        """Make a state from another one, or in its place, and the updates of tokens, in order."""
+        with launching(self.device):
+            for matrices, updates in self._stacks:
+                self._apply(matrices, updates, source, rows, target)
 
     @property
     def nbytes(self) -> int:

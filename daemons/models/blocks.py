@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from daemons.models.host_attention import HostAttention
 from daemons.models.loader import WeightLoader
 from daemons.ops.attention import attention
 from daemons.ops.basic import RmsNorm, Rope, l2_scale
-from daemons.ops.delta_rule import by_token, chunked, convolve, step
+from daemons.ops.delta_rule import by_token, chunked, convolve, joined_updates, step
 from daemons.ops.gated import gated_product
 from daemons.ops.linear import Linear, Table
 from daemons.ops.operations import SHORT_SLICE, DeltaNetPools, GatedDeltaNetParams, Norm, Operations
@@ -280,16 +281,16 @@ class GatedDeltaNet:
         weights: GatedDeltaNetWeights,
         convolution: Tensor,
         states: Tensor,
-        updates: Callable[[], Tensor],
+        updates: Tensor,
         operations: Operations,
     ) -> None:
-        """``updates``: what single tokens do to the states, if a kernel keeps that."""
-        self.shape, self.w, self.convolution, self.states = shape, weights, convolution, states
+        """``updates``: what single tokens do to the states."""
+        self.shape, self.w = shape, weights
+        self.convolution, self.states, self.updates = self.pools = DeltaNetPools(convolution, states, updates)
         w = weights
         self.gated_delta_net = operations.gated_delta_net(
             GatedDeltaNetParams(shape.n_key, shape.n_value, shape.dim, w.conv_weight, w.decay_rates, w.dt_bias, w.norm)
         )
-        self.pools = DeltaNetPools(convolution, states, updates()) if self.gated_delta_net is not None else None
         s = shape
         self.columns = [s.channels, s.n_value * s.dim, s.n_value, s.n_value]
         self.channels = [2 * s.n_key * s.dim, s.n_value * s.dim]
@@ -310,7 +311,7 @@ class GatedDeltaNet:
         """Input columns [B, n, C + ...] to gated outputs [B, n, N, Dv], float32; advances the group's states."""
         s, b, n = self.shape, group.n_slices, group.n_tokens
         kernel = self.gated_delta_net
-        if kernel is not None and self.pools is not None and (kernel.max_tokens is None or n <= kernel.max_tokens):
+        if kernel is not None and (kernel.max_tokens is None or n <= kernel.max_tokens):
             found = kernel(y.flatten(0, 1), self.pools, group.states, group.kept_states, group.spans)
             return found.view(b, n, s.n_value, s.dim)
         if y.dtype != torch.float32:
@@ -339,7 +340,11 @@ class GatedDeltaNet:
         """qk [B, n, 2, N, D], v [B, n, N, D], g and beta [B, n, N] -> o [B, n, N, D]"""
         state = group.load_state(self.states)
         if group.n_states:
-            return by_token(state, qk, v, (g.exp_(), beta), self._states_after(group, state))
+            decay = g.exp_()
+            out, errors = by_token(state, qk, v, (decay, beta), self._states_after(group, state))
+            if group.layout.leaves_updates:
+                group.keep_states(self.updates, 0, joined_updates(qk[:, :, 1, : self.shape.n_key], errors, decay))
+            return out
         if group.n_tokens == 1:
             out = step(state, qk, v, g.exp_(), beta)
         else:
@@ -349,7 +354,12 @@ class GatedDeltaNet:
         return out
 
     def _states_after(self, group: Group, state: Tensor) -> Iterator[Tensor]:
-        """Memory for the state after each token; states that are kept and have no memory of their own are copied."""
+        """Memory for the state after each token; states that are kept and have no memory of their own are copied, and
+        none is where updates are.
+        """
+        if group.layout.leaves_updates:
+            yield from repeat(torch.empty_like(state), group.n_tokens)
+            return
         for token in range(group.n_tokens):
             row = group.kept_row(self.states, token)
             after = torch.empty_like(state) if row is None else row

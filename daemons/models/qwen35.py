@@ -71,4 +71,4 @@ class Qwen35Family(Family):
         )
         shape = GatedDeltaNetShape(p.delta_key_heads, p.delta_value_heads, p.delta_dim)
         states = self.pools.state(index, "conv"), self.pools.state(index, "delta")
-        return GatedDeltaNet(shape, weights, *states, lambda: self.pools.updates.of_layer(index), self.operations)
+        return GatedDeltaNet(shape, weights, *states, self.pools.updates.of_layer(index), self.operations)

@@ -3,8 +3,8 @@
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), sections 2-3, with the conventions of docs/families.md.
 Forms: ``step`` for one token per sequence, ``chunked`` for longer slices, and ``by_token``, which keeps the state after
 each token: for up to 16 tokens that is faster than to compute them from a chunk.  All take and return the state
-``S`` [B, N, Dk, Dv] (N value heads); neither knows where it is stored.  Kernels keep what each token does to S instead,
-its update (k, e, exp(g)), of which ``apply_updates`` makes the states that are used.
+``S`` [B, N, Dk, Dv] (N value heads); neither knows where it is stored.  Of verified tokens only what each does to S is
+kept, its update (k, e, exp(g)), of which ``apply_updates`` makes the state that is used.
 
     S <- exp(g) S;  e = beta (v - k' S);  S <- S + k e';  o = q' S        (q is already scaled by 1/sqrt(Dk))
 """
@@ -53,24 +53,33 @@ def step(state: Tensor, qk: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> T
     return torch.bmm(q, s).view(b, 1, n, dv)
 
 
-def by_token(state: Tensor, qk: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], after: Iterable[Tensor]) -> Tensor:
+def by_token(
+    state: Tensor, qk: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], after: Iterable[Tensor]
+) -> tuple[Tensor, Tensor]:
     """:func:`step` for each of n tokens, with the same numbers; ``after``: memory for the state after each token.
 
-    ``gates`` = (exp(g), beta).  An element of ``after`` may be the memory of ``state``, and is filled when the next is
-    taken.  Returns o [B, n, N, Dv].
+    ``gates`` = (exp(g), beta).  An element of ``after`` may be the memory of ``state``, or of the element before, and
+    is filled when the next is taken.  Returns o and e, [B, n, N, Dv].
     """
     b, n, heads, dv = v.shape
     rows = b * heads
     q, k = qk.permute(2, 1, 0, 3, 4).reshape(2, n, rows, 1, -1).unbind(0)
     decay, beta = (x.transpose(0, 1).reshape(n, rows, 1, 1) for x in gates)
-    v, out = v.transpose(0, 1).reshape(n, rows, 1, dv), v.new_empty(n, rows, 1, dv)
+    v, out, errors = v.transpose(0, 1).reshape(n, rows, 1, dv), *v.new_empty(2, n, rows, 1, dv).unbind(0)
     s = state.view(rows, -1, dv)
-    tokens = zip(*(x.unbind(0) for x in (q, k, k.transpose(2, 3), v, decay, beta, out)), strict=True)
-    for (q_i, k_i, k_column, v_i, decay_i, beta_i, out_i), target in zip(tokens, after, strict=True):
+    tokens = zip(*(x.unbind(0) for x in (q, k, k.transpose(2, 3), v, decay, beta, out, errors)), strict=True)
+    for (q_i, k_i, k_column, v_i, decay_i, beta_i, out_i, e_i), target in zip(tokens, after, strict=True):
         s = torch.mul(s, decay_i, out=target.view(s.shape))
-        s.addcmul_(k_column, torch.baddbmm(v_i, k_i, s, alpha=-1.0).mul_(beta_i))
+        s.addcmul_(k_column, torch.baddbmm(v_i, k_i, s, alpha=-1.0, out=e_i).mul_(beta_i))
         torch.bmm(q_i, s, out=out_i)
-    return out.view(n, b, heads, dv).transpose(0, 1)
+    return out.view(n, b, heads, dv).transpose(0, 1), errors.view(n, b, heads, dv).transpose(0, 1)
+
+
+def joined_updates(k: Tensor, errors: Tensor, decay: Tensor) -> Tensor:
+    """The updates of tokens [B, n, ``update_width``], from k [B, n, N_key, Dk], e [B, n, N, Dv], exp(g) [B, n, N]."""
+    n_value, dim = errors.shape[2:]
+    n_pads = update_width(0, n_value, dim) - n_value * (dim + 1)
+    return F.pad(torch.cat((k.flatten(2), errors.flatten(2), decay), dim=2), (0, n_pads))
 
 
 def key_heads(width: int, n_value: int, dim: int) -> int:
@@ -79,7 +88,8 @@ def key_heads(width: int, n_value: int, dim: int) -> int:
 
 
 def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
-    """Row ``target`` of ``states`` becomes row ``source`` with the updates of some tokens, in order.
+    """Row ``target`` of ``states``, which may be ``source``, becomes row ``source`` with the updates of some tokens, in
+    order.
 
     For all layers at once: states [layers, rows, N, Dk, Dv]; updates [layers, rows, ``update_width``]: of a token its
     keys, errors and decays, by heads.  Value head j reads key head j mod N_key.

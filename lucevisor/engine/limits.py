@@ -90,6 +90,8 @@ class EngineLimits:
             self._check_residency(self.residency)
         if self.pools.host_states < 0:
             raise ValueError(f"pools.host_states is {self.pools.host_states}; give 0 or more")
+        if self.pools.draft_states < 0:
+            raise ValueError(f"pools.draft_states is {self.pools.draft_states}; give 0 or more")
         if Space.RECURRENT in self.spaces and self.pools.device_states < self.max_sequences:
             in_host = f", {self.pools.host_states} of them in host memory" if self.pools.host_states else ""
             raise ValueError(

@@ -121,14 +121,15 @@ class RunningRequests(Collection[RequestRecord]):
     def settle(self, live: LiveSequence) -> list[Operation]:
         """Give back what a verify slice took for drafts that were rejected, or whose verdict nobody waits for.
 
-        The shards make the live state before any other one is used: of some they keep what its tokens do to the first.
+        The shards make the live state before anything else of it is used: they have what the slice's tokens do to it.
         """
         live.n_scheduled = live.n_computed
         if not live.draft_states:
             return []
-        self._pools[Space.RECURRENT].release(live.draft_states)
-        live.draft_states = []
-        return [UseState(live.sequence, live.state)]
+        state = live.state if live.accepted == NO_STATE else live.accepted
+        self._pools.draft_states.release(live.draft_states)
+        live.draft_states, live.accepted = [], NO_STATE
+        return [UseState(live.sequence, state)]
 
     def close(self, record: RequestRecord) -> list[Operation]:
         """Release all that a request holds in the shards; does nothing when it has no sequence."""
@@ -138,8 +139,7 @@ class RunningRequests(Collection[RequestRecord]):
         live.table.release()
         if live.state != NO_STATE:
             self._pools[Space.RECURRENT].release([live.state])
-        if live.draft_states:
-            self._pools[Space.RECURRENT].release(live.draft_states)
+        self._pools.draft_states.release(live.draft_states)
         self.sequence_ids.release([live.sequence])
         del self._records[live.sequence]
         record.live = None

@@ -23,7 +23,7 @@ from lucevisor.engine.request import (
 )
 from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
 from lucevisor.kv.prefix_records import PrefixMatch
-from lucevisor.kv.prefix_tree import Origin
+from lucevisor.kv.prefix_tree import NO_STATE, Origin
 from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Drafted, Operation, PageIn, PageOut, Sampled, SetPages
@@ -51,8 +51,8 @@ class LiveSequence:
     Stages run steps in order, so a later step finds what an earlier one computes: ``tokens[:n_computed]`` count as soon
     as their step is planned.  ``n_scheduled`` also counts drafts that are being verified.  When the verdict comes,
     ``n_computed`` grows by the accepted drafts and ``n_scheduled`` falls back to it: pages behind it hold nothing.
-    ``draft_states[i]`` is the recurrent state after draft i of those; the one after the last accepted draft becomes the
-    live one.
+    ``draft_states[i]`` is the id of the recurrent state after draft i of those, which the shards can make: ``accepted``
+    after the last accepted draft, in the place of ``state``.
     """
 
     sequence: int
@@ -62,6 +62,7 @@ class LiveSequence:
     began_at: int = 0  # tokens that were cached when it began: others computed them
     n_scheduled: int = 0  # n_computed, and the drafts under verification
     draft_states: list[int] = field(default_factory=list)
+    accepted: int = NO_STATE
     awaiting: int = 0  # the step whose drafts it waits for; 0: none
     drafted: Drafted | None = None  # drafts that follow its tokens; the next slice verifies them
     draft_from: tuple[int, int] = (0, 0)  # draft epoch, and the first position whose state the drafter has
@@ -70,10 +71,10 @@ class LiveSequence:
     ranking: int = 0  # the step that ranks its pages, which it waits for; 0: none
 
     def accept(self, draft: int) -> None:
-        """Count a draft as computed, and make the state after it the live one.  Call once each, in order."""
+        """Count a draft as computed, and let the sequence go on from the state after it.  Call once each, in order."""
         self.n_computed += 1
         if self.draft_states:
-            self.state, self.draft_states[draft] = self.draft_states[draft], self.state
+            self.accepted = self.draft_states[draft]
 
 
 def page_operations(sequence: int, growth: Growth) -> list[Operation]:

@@ -59,11 +59,12 @@ def _sequence_owners(scheduler: Scheduler) -> Iterator[Owner]:
         if live is None:
             continue
         yield Owner(name, scheduler.pools.host_pages, live.table.hosts)
+        yield Owner(name, scheduler.pools.draft_states, live.draft_states)
         for space in scheduler.pools.spaces:
             if space is not Space.RECURRENT:
                 yield Owner(name, scheduler.pools[space], live.table.held(space))
             elif live.state != NO_STATE:
-                yield Owner(name, scheduler.pools[space], [live.state, *live.draft_states])
+                yield Owner(name, scheduler.pools[space], [live.state])
 
 
 def _sequence_problems(scheduler: Scheduler) -> Iterator[str]:

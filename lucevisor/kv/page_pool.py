@@ -231,7 +231,7 @@ class PagePools:
     A drafter keeps its keys and values under the ids of ``full`` pages: each carries the draft epoch of its allocation.
     ``slot_pools`` is where prefix slots allocate: the same allocators, unless recurrent checkpoints live in host
     memory.  Then slots get all host states and these pools all device states, so neither takes from the other.
-    ``host_pages``: those of space full that KV Flash paged out.
+    ``host_pages``: those of space full that KV Flash paged out.  ``draft_states``: those after verified drafts.
     """
 
     def __init__(self, spaces: Iterable[Space], pools: PoolSizes) -> None:
@@ -239,11 +239,12 @@ class PagePools:
         sizes = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
         self._allocators = {space: PageAllocator(sizes[space], f"space {space}") for space in sorted(spaces)}
         self.host_pages = PageAllocator(pools.host_pages, "pages in host memory", pools.full_pages, Tier.HOST)
+        self.draft_states = PageAllocator(pools.draft_states, "states after drafts", pools.device_states)
         self._n_epochs = 0
         self.slot_pools = self
         if pools.host_states and Space.RECURRENT in self:
             self.slot_pools = copy(self)
-            in_host = PageAllocator(pools.host_states, "states in host memory", pools.device_states, Tier.HOST)
+            in_host = PageAllocator(pools.host_states, "states in host memory", pools.device_rows, Tier.HOST)
             self.slot_pools.slot_pools = self.slot_pools
             self.slot_pools._allocators = {**self._allocators, Space.RECURRENT: in_host}
 
@@ -327,7 +328,7 @@ class PagePools:
         self[Space.FULL].epoch = 0
 
     def in_use(self) -> dict[Space, list[int]]:
-        """Return the ids in use by space, device and host together."""
+        """Return the ids in use by space, device and host together, but for states after drafts: nobody keeps those."""
         found = {space: one.in_use() for space, one in self._allocators.items()}
         for space, cached in self.slot_pools._allocators.items():
             if cached is not self._allocators[space]:
@@ -337,7 +338,7 @@ class PagePools:
         return found
 
     def use(self) -> dict[Space, PageUse]:
-        """Ids in use by space, device and host together."""
+        """Ids in use by space, device and host together, states after drafts left out."""
         return {space: _use_of(one, self.slot_pools[space]) for space, one in self._allocators.items()}
 
 

@@ -47,7 +47,8 @@ def pool_problems(pools: PagePools, owners: Iterable[Owner]) -> Iterator[str]:
     for space in pools.spaces:
         for allocator in {id(one): one for one in (pools[space], pools.slot_pools[space])}.values():
             yield from allocator_problems(allocator, by_allocator[id(allocator)])
-    yield from allocator_problems(pools.host_pages, by_allocator[id(pools.host_pages)])
+    for allocator in (pools.host_pages, pools.draft_states):
+        yield from allocator_problems(allocator, by_allocator[id(allocator)])
 
 
 def allocator_problems(allocator: PageAllocator, owners: Iterable[Owner]) -> Iterator[str]:

@@ -24,8 +24,8 @@ class StateTensor:
     """One tensor of a layer's state (KV cache or recurrent state).
 
     ``shape``: of one unit, a page (first axis: 64 positions) or a recurrent state.  ``dtype`` None: the configured kv
-    dtype.  ``update_width``: float32 numbers beside it on a device for what one token does to it, of which the state
-    after verified tokens is made; 0 where each state is written whole.
+    dtype.  ``update_width``: float32 numbers for what one token does to it, of which the state after verified tokens is
+    made; 0 where each state is written whole.
     """
 
     name: str
@@ -88,7 +88,16 @@ class LayerSpec:
 
     def device_unit_bytes(self, kv_dtype: Dtype) -> int:
         """Bytes that one takes on a device, with those of an update."""
-        return self.unit_bytes(kv_dtype) + sum(4 * t.update_width for t in self.state)
+        return self.unit_bytes(kv_dtype) + self.update_bytes
+
+    def draft_state_bytes(self, kv_dtype: Dtype) -> int:
+        """Bytes that a verified draft's recurrent state takes on a device: updates where they stand for it."""
+        return self.update_bytes + sum(t.n_bytes(kv_dtype) for t in self.state if not t.update_width)
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of what one token does to a recurrent state."""
+        return sum(4 * t.update_width for t in self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +145,11 @@ class ModelSpec:
     def unit_bytes(self, space: Space, layers: LayerRange, kv_dtype: Dtype) -> int:
         """Bytes that one page (or state) of ``space`` takes on a shard of ``layers``."""
         return sum(x.unit_bytes(kv_dtype) for x in self.layers[layers.start : layers.stop] if x.space is space)
+
+    def draft_state_bytes(self, layers: LayerRange, kv_dtype: Dtype) -> int:
+        """Bytes that a verified draft's state takes on a shard of ``layers``."""
+        recurrent = (x for x in self.layers[layers.start : layers.stop] if x.space is Space.RECURRENT)
+        return sum(x.draft_state_bytes(kv_dtype) for x in recurrent)
 
 
 class Keys:

@@ -109,6 +109,9 @@ class CostModel:
         self.spec, self.dtype, self.kv_dtype = spec, dtype, kv_dtype
         self._units = [layer.unit_bytes(kv_dtype) for layer in spec.layers]
         self._device_units = [layer.device_unit_bytes(kv_dtype) for layer in spec.layers]
+        self._draft_states = [
+            layer.draft_state_bytes(kv_dtype) if layer.space is Space.RECURRENT else 0 for layer in spec.layers
+        ]
         read_as = dtype if kv_dtype is Dtype.Q8_0 else kv_dtype
         self._read = [layer.unit_bytes(read_as) for layer in spec.layers]
         self._groups = [_query_groups(layer) for layer in spec.layers]
@@ -128,7 +131,8 @@ class CostModel:
     def state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's pools on its device."""
         units = {Space.FULL: pools.full_pages, Space.WINDOW: pools.window_pages, Space.RECURRENT: pools.device_states}
-        return sum(units[self.spec.layers[i].space] * self._device_units[i] for i in _indices(shard))
+        of_drafts = sum(pools.draft_states * self._draft_states[i] for i in _indices(shard))
+        return of_drafts + sum(units[self.spec.layers[i].space] * self._device_units[i] for i in _indices(shard))
 
     def host_state_bytes(self, shard: Shard, pools: PoolSizes) -> int:
         """Bytes of the shard's recurrent states and pages in host memory."""

@@ -98,6 +98,8 @@ def _sizes(p: Placement) -> str:
     if p.pools.states:
         in_host = f" ({p.pools.host_states} of them in host memory)" if p.pools.host_states else ""
         pools.append(_counted(p.pools.states, "recurrent state") + in_host)
+    if p.pools.draft_states:
+        pools.append(f"updates for {_counted(p.pools.draft_states, 'draft')}")
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     if p.pool_pages is not None:
         sequences += f" with at most {_counted(p.pool_pages, 'page')} each on the devices"
@@ -140,6 +142,7 @@ def as_json(result: Result) -> dict[str, object]:
             "window": p.pools.window_pages,
             "states": p.pools.states,
             "host_states": p.pools.host_states,
+            "draft_states": p.pools.draft_states,
             "host": p.pools.host_pages,
         },
         "host_state_bytes": p.host_state_bytes,

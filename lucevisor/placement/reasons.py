@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lucevisor.config import USUAL_CHUNK, Auto, Config, WeightedSplit
 from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import PAGE_TOKENS, LayerRange, Space
 from lucevisor.placement.auto_split import AutoSplit
 from lucevisor.placement.devices import HOST_PAGES, memories_of
 from lucevisor.placement.dtypes import DtypeChoice
@@ -233,20 +233,24 @@ def _chunk(decisions: Decisions) -> Iterator[str]:
 
 def _states(decisions: Decisions) -> Iterator[str]:
     pools, n, n_drafts = decisions.sizing.pools, decisions.inputs.max_sequences, decisions.sizing.n_draft_states
-    verifying = f", {n_drafts} for verifying drafts" if n_drafts else ""
     if pools.host_states:
         kept = f"{pools.host_states - SPARE_STATES} for prefix slots, and {SPARE_STATES} spare"
-        on_devices = f"one on the devices for each of {n} sequences{verifying}"
+        on_devices = f"one on the devices for each of {n} sequences"
         yield f"recurrent states {pools.states}: {on_devices}; in host memory {kept}"
     elif pools.states:
-        n_spare = min(SPARE_STATES, pools.states - n - n_drafts)
-        n_kept = pools.states - n - n_drafts - n_spare
+        n_spare = min(SPARE_STATES, pools.states - n)
+        n_kept = pools.states - n - n_spare
         kept = f", {n_kept} for prefix slots" if n_kept else ""
-        yield f"recurrent states {pools.states}: one for each of {n} sequences{verifying}{kept}, and {n_spare} spare"
+        yield f"recurrent states {pools.states}: one for each of {n} sequences{kept}, and {n_spare} spare"
     wanted_drafts = n * decisions.sizing.max_drafts
-    if pools.states and n_drafts < wanted_drafts:
-        limit = f"within {DRAFT_SHARE:.0%} of the memory and of the pages; {n} sequences would use {wanted_drafts}"
-        yield f"{n_drafts} states for verifying drafts: as many as fit {limit}"
+    if pools.states and wanted_drafts:
+        layers, kv_dtype = LayerRange(0, decisions.inputs.spec.n_layers), decisions.inputs.kv_dtype
+        each = f"{format_bytes(decisions.inputs.spec.draft_state_bytes(layers, kv_dtype))} each"
+        if n_drafts < wanted_drafts:
+            limit = f"within {DRAFT_SHARE:.0%} of the memory and of the pages; {n} sequences would use {wanted_drafts}"
+            yield f"updates for verifying {n_drafts} drafts, {each}: as many as fit {limit}"
+        else:
+            yield f"updates for verifying {n_drafts} drafts, {each}: all of {n} sequences"
     if pools.window_pages:
         window = decisions.inputs.spec.window
         kept = " and prefix slots" if decisions.sizing.n_slots else ""

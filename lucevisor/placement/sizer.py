@@ -33,8 +33,8 @@ class SizingInputs:
     pages that slots may fill beside those of sequences.  ``states_in_host``: the states of slots are in host memory.
     ``pool_pages``: the most pages of a sequence with KV Flash; None: off.  ``host_bytes``: what its pages in host
     memory may take in all groups together; 0: it keeps none there.
-    ``draft``: a drafter beside the shards; ``max_drafts``: of a sequence in one step; ``n_draft_states``: recurrent
-    states for verification, beyond all others.
+    ``draft``: a drafter beside the shards; ``max_drafts``: of a sequence in one step; ``n_draft_states``: ids of
+    states after drafts.
     ``scorer``: the scoring model of PFlash.
     ``models`` caches the cost models of these inputs and of those derived from them, which share the spec.
     """
@@ -148,7 +148,7 @@ class Sizer:
         inputs, spaces = self.inputs, self.inputs.spec.spaces()
         n_kept = inputs.n_slots + SPARE_STATES if inputs.n_slots or not inputs.states_in_host else 0
         recurrent = Space.RECURRENT in spaces
-        n_states = inputs.max_sequences + inputs.n_draft_states + n_kept
+        n_states = inputs.max_sequences + n_kept
         return PoolSizes(
             full_pages=n_pages if Space.FULL in spaces else 0,
             window_pages=window_pages(inputs.spec, inputs.max_sequences, self.chunk(max_context), max_context)
@@ -156,6 +156,7 @@ class Sizer:
             states=n_states if recurrent else 0,
             host_states=n_kept if recurrent and inputs.states_in_host else 0,
             host_pages=self.host_pages(max_context),
+            draft_states=inputs.n_draft_states if recurrent else 0,
         )
 
     def host_pages(self, max_context: int) -> int:

@@ -29,8 +29,8 @@ UNKNOWN_PAGES = 512
 MODERATE = "moderate"
 """The bound of automatic pages that take HOST_PAGES of the host's memory."""
 DRAFT_SHARE = 0.25
-"""Of each memory and of the pages, what states for verifying drafts may take: they speed up few sequences, pages serve
-all."""
+"""Of each memory and of the pages, what verifying drafts of recurrent models may take: pages serve all.  Less than all
+drafts want only with many sequences beside little memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Sizing:
     bound: str  # "configured", "enough", "unknown", or the name of a memory
     n_slots: int = 0  # prefix slots for which states and window pages are set aside
     max_drafts: int = 0  # of a sequence in one step
-    n_draft_states: int = 0
+    n_draft_states: int = 0  # ids of states after drafts
 
     @property
     def fits(self) -> bool:
@@ -89,8 +89,8 @@ def compute_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
     """Choose context, pages and states, and list the memories that are too small.
 
     An automatic context is the longest sequence that fits; automatic pages are as many as fit, up to what sequences and
-    prefix slots can use.  Reserved prefix slots are reduced before anything is reported as not fitting.  States for
-    verifying drafts come last: as many as all sequences can use, within DRAFT_SHARE.
+    prefix slots can use.  Reserved prefix slots are reduced before anything is reported as not fitting.  What verifying
+    drafts takes comes last: for as many as all sequences can use, within DRAFT_SHARE.
     """
     sizing = _compute(inputs, ranges)
     if not sizing.fits and inputs.n_slots:
@@ -103,7 +103,7 @@ def compute_sizes(inputs: SizingInputs, ranges: Sequence[LayerRange]) -> Sizing:
 
 
 def _with_draft_states(inputs: SizingInputs, ranges: Sequence[LayerRange], without: Sizing) -> Sizing:
-    """Add the states in which drafts are verified: one for each draft of each sequence, or as many as the share allows.
+    """Add updates and windows for each draft of each sequence, or as many as the share allows.
 
     Where the memory of a shard is unknown, those of one sequence.
     """
@@ -124,13 +124,13 @@ def _with_draft_states(inputs: SizingInputs, ranges: Sequence[LayerRange], witho
 
 
 def _within_share(inputs: SizingInputs, sizing: Sizing, n_states: int) -> bool:
-    """Whether ``n_states`` take at most DRAFT_SHARE of every memory they are in."""
+    """Whether updates and windows of ``n_states`` take at most DRAFT_SHARE of every memory they are in."""
     taken: Counter[str] = Counter()
     for target, shard in zip(inputs.targets, sizing.shards, strict=True):
-        taken[target.memory] += n_states * inputs.spec.unit_bytes(Space.RECURRENT, shard.layers, inputs.kv_dtype)
+        taken[target.memory] += n_states * inputs.spec.draft_state_bytes(shard.layers, inputs.kv_dtype)
     if inputs.draft is not None:
         spec = inputs.draft.spec
-        n_bytes = spec.model.unit_bytes(Space.RECURRENT, spec.layers, inputs.kv_dtype)
+        n_bytes = spec.model.draft_state_bytes(spec.layers, inputs.kv_dtype)
         taken[inputs.draft.target.memory] += n_states * n_bytes
     usable = {name: memory.usable_bytes for name, memory in memories_of(inputs.all_targets).items()}
     return all(room is None or taken[name] <= room * DRAFT_SHARE for name, room in usable.items())

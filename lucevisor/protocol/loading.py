@@ -136,7 +136,7 @@ def token_region_bytes(max_sequences: int, max_drafts: int = 0) -> int:
 
 
 class StatePlace(NamedTuple):
-    """Where a recurrent state lies: its memory, and its row among the states there."""
+    """Where a recurrent state lies, or a draft's updates and windows: its memory, and its row there."""
 
     tier: Tier
     row: int
@@ -145,25 +145,42 @@ class StatePlace(NamedTuple):
 class PoolSizes(msgspec.Struct, frozen=True):
     """Number of pages and states in each pool, the same in every shard.  Ids run from 0 to n-1.
 
-    The last ``host_states`` recurrent states lie in the daemon's host memory: they hold checkpoints, never live states.
+    Ids of recurrent states: those on the device, which alone may be live; ``draft_states`` after verified drafts, of
+    which there is only what tokens do to the state before them (updates, and windows of the convolution);
+    ``host_states`` in the daemon's host memory, which hold checkpoints.
     ``host_pages`` pages of space full lie there, too, with ids from ``full_pages`` on: what KV Flash paged out.
     """
 
     full_pages: int
     window_pages: int
-    states: int  # recurrent states: live ones and checkpoints
+    states: int  # recurrent states that are whole: live ones and checkpoints
     host_states: int = 0
     host_pages: int = 0
+    draft_states: int = 0
 
     def place_of_state(self, state: int) -> StatePlace:
         """Return where a recurrent state lies.  The only place that derives a tier from an id."""
-        n = self.device_states
+        n = self.device_rows
         return StatePlace(Tier.DEVICE, state) if state < n else StatePlace(Tier.HOST, state - n)
+
+    def is_draft_state(self, state: int) -> bool:
+        """Whether an id stands for updates and windows alone: only a verify slice and its UseState may name it."""
+        return self.device_states <= state < self.device_rows
 
     @property
     def device_states(self) -> int:
-        """Recurrent states in device memory: ids below this may be live."""
+        """Whole recurrent states in device memory: ids below this may be live."""
         return self.states - self.host_states
+
+    @property
+    def device_rows(self) -> int:
+        """Rows on the device of what is kept for drafts' states, too: where the ids of host memory begin."""
+        return self.device_states + self.draft_states
+
+    @property
+    def n_state_ids(self) -> int:
+        """Ids of recurrent states of all kinds."""
+        return self.states + self.draft_states
 
 
 def score_pools(spaces: Collection[Space], window_tokens: int) -> PoolSizes:

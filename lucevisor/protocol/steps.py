@@ -146,11 +146,12 @@ class ZeroState(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Make ``state`` the live recurrent state of a sequence: the commit of a verify slice, whose ``Slice.states`` it
-    is one of.
+    """Let a sequence go on from ``state``: the commit of a verify slice, whose ``Slice.states`` it is one of.
 
-    It comes before anything else that reads or writes one of those: a daemon may keep what the tokens do to the state
-    before them, and make of that the one that is used.
+    It comes before anything else that reads or writes one of those: daemons keep what the tokens do to the state
+    before them, and make of that the one that is used.  A draft's is made in the place of the sequence's live state,
+    whose id stays; one that the sequence's last slice did not leave, as in a stage that was rebuilt since, changes
+    nothing.  Any other becomes the live state.
     """
 
     sequence: int
@@ -189,8 +190,10 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     A verify slice ends with ``n_drafts`` draft tokens, which may all be ``PENDING``: one token is sampled from the row
     before the first draft, and one from the row of each draft that equals the token sampled before it, up to the first
     rejected draft.
-    ``states``: recurrent states to write after each of the last ``len(states)`` tokens, all different; [] keeps only
-    the state after the last token, in place.  ``n_ahead``: tokens to draft behind the one sampled last.
+    ``states``: ids of the recurrent states after each of the last ``len(states)`` tokens, all different, behind the
+    live one those of drafts if each token has one (see UseState); [] keeps only the state after the last token, in
+    place.
+    ``n_ahead``: tokens to draft behind the one sampled last.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     ``masked``: a Masks message says which tokens each of its rows may draw.
     ``scored[i]``: the token that follows row i, whose log-probability is wanted.

@@ -80,14 +80,13 @@ def test_without_a_word_the_first_token_counts(what: Slice | Operation) -> None:
 
 @pytest.mark.parametrize("source", KEPT)
 def test_a_copy_before_the_choice(source: int) -> None:
-    """All are there then, and the choice is any of them."""
+    """It is made, and the choice is still any of them."""
     pools, sequences = verified()
     states, updates = contents(pools)
-    for i in (3, 2, 1, 0):
+    for i in (2, KEPT.index(source)):
         apply_updates(states, updates, KEPT[0], KEPT[: i + 1], KEPT[i])
     sequences.apply(CopyState(source, 8))
     states[:, 8] = states[:, source]
-    assert torch.equal(contents(pools)[0], states)
     sequences.apply(UseState(1, KEPT[2]))
     assert torch.equal(contents(pools)[0], states)
 
@@ -141,7 +140,6 @@ def test_a_model_goes_on_with_the_bits_of_single_tokens(n_accepted: int) -> None
     tokens = [7, 300, 12, 45, 9, 80, 7, 41]
     logits = []
     for pipeline, at_once in zip(pipelines, (True, False), strict=True):
-        assert all(shard.pools.updates.in_use for stage in pipeline.stages for shard in stage.shards)
         pipeline.open(0)
         pipeline.run((0, [5, 6, 9]))
         if at_once:

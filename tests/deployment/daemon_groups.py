@@ -90,7 +90,7 @@ class Groups:
         n = len(homes)
         self.limits = limits(max_sequences=2, pools=PoolSizes(16, 0, 2))
         if draft:
-            self.limits = replace(self.limits, pools=PoolSizes(16, 0, 10), speculation=DRAFTING)
+            self.limits = replace(self.limits, pools=PoolSizes(16, 0, 2, draft_states=8), speculation=DRAFTING)
         self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
         self.drafters_lost: list[PipelineFailure] = []
         self.model = ToyModel(n, HYBRID, None)

@@ -41,7 +41,7 @@ from lucevisor.protocol.steps import (
     ZeroState,
 )
 from tests.drafters.drafted import load_draft
-from tests.families.pipeline import PAGES, STATES, How, load_stages, pools_of
+from tests.families.pipeline import DRAFT_STATES, PAGES, STATES, How, load_stages, pools_of
 from tests.model.drafter_files import DFLASH2, GOLDEN, MTP, TARGET, UPSTREAM, copy, tensors_of
 
 KINDS = {"dflash": (TARGET, UPSTREAM), "dflash2": (TARGET, DFLASH2), "mtp": (MTP, MTP)}
@@ -317,7 +317,7 @@ def test_bytes_are_those_of_the_plan(stage):
     assert stage.weight_bytes == sum(x.n_bytes for x in layouts)
     [use] = stage.usage()
     pages = stage.spec.model.unit_bytes(Space.FULL, stage.spec.layers, Dtype.FLOAT32) * PAGES
-    states = stage.spec.model.unit_bytes(Space.RECURRENT, stage.spec.layers, Dtype.FLOAT32) * STATES
+    states = stage.spec.model.unit_bytes(Space.RECURRENT, stage.spec.layers, Dtype.FLOAT32) * (STATES + DRAFT_STATES)
     assert (use.weight_bytes, use.state_bytes) == (stage.weight_bytes, pages + states)
 
 

@@ -85,7 +85,9 @@ async def test_a_lost_pipeline_leaves_constraints_where_the_output_is() -> None:
 @pytest.mark.parametrize("wrong", [1, 2, 0])
 async def test_drafts_that_the_grammar_forbids_are_not_verified(wrong: int) -> None:
     spec = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULARY)
-    engine = ToyEngine(limits(max_step_tokens=200, pools=PoolSizes(16, 0, 20), speculation=spec), n_stages=1)
+    engine = ToyEngine(
+        limits(max_step_tokens=200, pools=PoolSizes(16, 0, 8, draft_states=12), speculation=spec), n_stages=1
+    )
     requests = [request(f"r{i}", range(i, 30), n=40, constraint=ToyConstraint(i) if i else None) for i in range(3)]
     for one in requests:
         engine.texts[one.sampling.seed] = [*one.prompt, *engine.alone(one)]

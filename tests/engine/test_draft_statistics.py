@@ -112,7 +112,7 @@ def test_no_more_is_accepted_than_verified_and_no_more_verified_than_drafted(
 def test_counts_agree_with_the_tokens_of_fresh_and_restored_requests(*, with_output: bool) -> None:
     settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True, n_vocabulary=VOCABULARY)
     cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    toy = ToyEngine(limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 16)))
+    toy = ToyEngine(limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12)))
     toy.attach()
     toy.attach_drafter(with_output=with_output, wrong=3)
     answers: list[tuple[int, FinishedEvent]] = []
@@ -146,7 +146,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
     """Preempted and begun again from a slot, and gone on after a loss, restarts included."""
     settings = SpeculationSettings(max_drafts=4, drafter=True, fixed=True, n_vocabulary=VOCABULARY)
     cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    bounds = limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 16))
+    bounds = limits(speculation=settings, prefix=cached, pools=PoolSizes(16, 0, 8, draft_states=12))
     toy = ToyEngine(bounds, n_stages=2, hold_s=60.0, journal_pages=100)
     toy.attach()
     toy.attach_drafter(with_output=False, wrong=3)

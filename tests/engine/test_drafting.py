@@ -226,7 +226,7 @@ def test_a_verdict_on_drafts_that_nobody_told_counts() -> None:
 
 
 def test_a_drafter_attached_later_opens_what_runs_and_has_nothing_of_it() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=5)))
     bench.scheduler.detach_drafter()
     bench.submit("a", "b")
     bench.answer(bench.plan())
@@ -445,40 +445,39 @@ def test_pages_of_drafts_under_verification_are_kept() -> None:
     assert len(bench.live("a").table.held(Space.FULL)) == 1
 
 
-def test_every_draft_of_a_recurrent_model_takes_a_state_until_the_verdict() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
-    states = bench.scheduler.pools[Space.RECURRENT]
+def test_every_draft_of_a_recurrent_model_takes_an_id_until_the_verdict() -> None:
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 5, host_states=1, draft_states=5)))
+    states, drafts = bench.scheduler.pools[Space.RECURRENT], bench.scheduler.pools.draft_states
     bench.submit("a")
     first = bench.plan()
     bench.answer(first)
     bench.draft(first)
     verify = bench.plan()
     [piece] = verify.step.slices
-    assert (piece.states, states.n_used) == ([0, 1, 2, 3, 4], 5)
+    assert (piece.states, states.n_used, drafts.n_used) == ([0, 4, 5, 6, 7], 1, 4)
     bench.answer(verify, n_accepted=2)
-    assert (states.n_used, bench.live("a").state) == (1, 2)
+    assert (drafts.n_used, bench.live("a").state) == (0, 0)
     bench.draft(verify)
     following = bench.plan()
-    assert following.step.operations[0] == UseState(0, 2)
-    assert following.step.slices[0].states[0] == 2
-    bench.answer(following)  # nothing accepted: the live state stays
-    assert bench.live("a").state == 2
+    assert following.step.operations[0] == UseState(0, 5)
+    assert following.step.slices[0].states[0] == 0  # where the state after two drafts is made
+    bench.answer(following)  # nothing accepted
     bench.draft(following, n=0)
-    assert bench.plan().step.operations[0] == UseState(0, 2)  # which is to be made: nobody did yet
+    assert bench.plan().step.operations[0] == UseState(0, 0)  # which is to be made, too
 
 
-def test_few_states_are_shared_so_that_slices_stay_equal() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 7)))
+def test_few_ids_are_shared_so_that_slices_stay_equal() -> None:
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 7, draft_states=4)))
     bench.submit("a", "b", "c")
     first = bench.plan()
     bench.answer(first)
     bench.draft(first)
-    assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1]  # of 4 states beside the live ones
+    assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1]
 
 
-def test_a_prompt_that_is_computed_keeps_a_state_for_its_checkpoint() -> None:
+def test_drafts_take_no_state_that_a_prompt_needs_for_its_checkpoint() -> None:
     cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 5), prefix=cached))
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=4), prefix=cached))
     bench.submit("a", n_prompt=10)
     first = bench.plan()
     bench.answer(first)
@@ -486,21 +485,23 @@ def test_a_prompt_that_is_computed_keeps_a_state_for_its_checkpoint() -> None:
     bench.draft(first)
     step = plans(bench.scheduler)[0]
     n_free = bench.scheduler.pools[Space.RECURRENT].n_free
-    assert [s.n_drafts for s in step.step.slices if s.n_drafts] == [2]
-    assert n_free == 1
+    assert [s.n_drafts for s in step.step.slices if s.n_drafts] == [4]
+    assert n_free == 2
 
 
-def test_a_cancelled_request_returns_the_states_of_drafts_under_verification() -> None:
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
+def test_a_cancelled_request_returns_the_ids_of_drafts_under_verification() -> None:
+    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=5)))
+    pools = bench.scheduler.pools
     bench.submit("a")
     first = bench.plan()
     bench.answer(first)
     bench.draft(first)
     verify = bench.plan()
+    assert pools.draft_states.n_used == 4
     bench.scheduler.cancel("a", 0.0)
-    assert bench.scheduler.pools[Space.RECURRENT].n_used == 0
+    assert (pools[Space.RECURRENT].n_used, pools.draft_states.n_used) == (0, 0)
     bench.answer(verify, n_accepted=3)
-    assert bench.scheduler.pools[Space.RECURRENT].n_used == 0
+    assert (pools[Space.RECURRENT].n_used, pools.draft_states.n_used) == (0, 0)
 
 
 # ---- epochs
@@ -522,7 +523,7 @@ def test_restored_pages_have_the_drafters_state_only_if_the_file_had_it() -> Non
 
 def test_a_copied_page_keeps_its_epoch() -> None:
     cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    bench = Bench(speculating(prefix=cached, spaces=HYBRID, pools=PoolSizes(16, 0, 9)))
+    bench = Bench(speculating(prefix=cached, spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=5)))
     bench.submit("a", n_prompt=80, n=2)
     while bench.scheduler.n_running or bench.scheduler.n_queued:
         for plan in plans(bench.scheduler):

@@ -148,7 +148,7 @@ def test_an_accepted_draft_that_was_not_proposed_is_a_wrong_result(drawn: list[i
 @pytest.mark.parametrize("spaces", [FULL, HYBRID], ids=["full", "recurrent"])
 def test_a_request_that_ends_in_the_middle_of_its_drafts_is_remembered_up_to_there(spaces: frozenset[Space]) -> None:
     """What was drafted behind the stop id is in the pages and states, and not in the slot."""
-    bench = Bench(speculating(spaces=spaces, prefix=CACHED, pools=PoolSizes(16, 0, 20)))
+    bench = Bench(speculating(spaces=spaces, prefix=CACHED, pools=PoolSizes(16, 0, 8, draft_states=12)))
     one = request("a", range(10), n=9)
     right = bench.right(one)
     stop = next(t for i, t in enumerate(right) if i >= 2 and t not in right[:i])
@@ -168,7 +168,7 @@ def test_a_request_that_ends_in_the_middle_of_its_drafts_is_remembered_up_to_the
 
 @pytest.mark.parametrize("when", ["verified", "drafted"])
 def test_a_request_cancelled_with_drafts_under_way_is_remembered_without_them(when: str) -> None:
-    bench = Bench(speculating(spaces=HYBRID, prefix=CACHED, pools=PoolSizes(16, 0, 20)))
+    bench = Bench(speculating(spaces=HYBRID, prefix=CACHED, pools=PoolSizes(16, 0, 8, draft_states=12)))
     one = request("a", range(10), n=9)
     bench.submit(one, [[1, 2, 3]])
     bench.target()

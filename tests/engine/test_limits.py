@@ -21,6 +21,7 @@ from tests.engine.toy_engine import ALL_SPACES, limits
         ({"pools": PoolSizes(16, 0, 3)}, "states is 3"),
         ({"pools": PoolSizes(16, 0, 9, 6)}, "states is 9, 6 of them in host memory; max_sequences = 4"),
         ({"pools": PoolSizes(16, 0, 4, -1)}, "host_states is -1"),
+        ({"pools": PoolSizes(16, 0, 4, draft_states=-1)}, "draft_states is -1"),
         ({"window_tokens": 64}, "window_tokens is 64"),
         ({"spaces": ALL_SPACES}, "window_tokens is None"),
         ({"spaces": ALL_SPACES, "window_tokens": 0}, "window_tokens is 0"),

@@ -89,7 +89,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY)
     n_ahead = n_drafted = 0
     for n_turns in range(40, 60, 3):
-        toy = ready(3, pools=PoolSizes(24, 0, 16), speculation=speculation)
+        toy = ready(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
         toy.engine._scheduler.drafting.speculation = Idle(3)
         asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc"[:n_streams])]
         for one in asked:

@@ -174,7 +174,9 @@ DRAFTER = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=97)
 @pytest.mark.parametrize("n_stages", [1, 2, 3])
 @pytest.mark.parametrize("with_output", [True, False])
 def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, n_stages: int) -> None:
-    scheduler = decoding(limits(pools=PoolSizes(16, 0, 8), speculation=DRAFTER), "ab", n_stages=n_stages)
+    scheduler = decoding(
+        limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=DRAFTER), "ab", n_stages=n_stages
+    )
     scheduler.attach(n_stages, rings=True)
     scheduler.attach_drafter(with_output=with_output)
     scheduler.drafting.speculation = Asked(3)
@@ -196,7 +198,7 @@ def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, 
 
 
 def test_a_step_ahead_asks_for_drafts_and_is_the_last_of_the_run() -> None:
-    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 8), speculation=DRAFTER))
+    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=DRAFTER))
     scheduler.attach_drafter(with_output=True)
     asked = scheduler.drafting.speculation = Asked(3)
     scheduler.submit(request("a", n=6), 0.0)
@@ -232,7 +234,7 @@ class Asked(Speculation):
 
 def test_drafts_that_the_text_itself_offers_end_the_run() -> None:
     settings = SpeculationSettings(max_drafts=3, lookup=True, fixed=True, n_vocabulary=97)
-    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4), speculation=settings))
+    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=settings))
     scheduler.submit(request("a", [1, 2, 3, 4, 5, 6, 1, 2, 3], n=50), 0.0)
     [prompt] = plans(scheduler)
     scheduler.apply(answer(prompt, 4), 0.0)

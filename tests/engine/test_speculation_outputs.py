@@ -110,7 +110,7 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
     max_drafts = draw(st.integers(1, 6))
     n_window = max_window_pages(window, chunk, max_context) + draw(st.integers(0, 3)) if window is not None else 0
     slots = draw(st.sampled_from([0, 0, 3]))
-    n_states = max_sequences + draw(st.integers(0, 2 * max_drafts)) + slots
+    n_states = max_sequences + draw(st.integers(0, 2)) + slots
     n_least, every = draw(st.sampled_from([1, 40])), draw(st.sampled_from([1, 4]))
     cached = PrefixSettings(max_slots=slots, memory_bytes=1 << 30, min_tokens=n_least, checkpoint_pages=every)
     return EngineLimits(
@@ -120,7 +120,11 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
         max_step_tokens=chunk + max_sequences * (1 + max_drafts) + draw(st.sampled_from([0, 100])),
         spaces=spaces,
         pools=PoolSizes(
-            draw(st.sampled_from([3, 6, 12, 24])), n_window * draw(st.sampled_from([1, max_sequences])), n_states
+            draw(st.sampled_from([3, 6, 12, 24])),
+            n_window * draw(st.sampled_from([1, max_sequences])),
+            n_states,
+            host_states=draw(st.sampled_from([0, slots])),
+            draft_states=draw(st.integers(0, 2 * max_drafts)),
         ),
         window_tokens=window,
         prefix=cached,

@@ -27,7 +27,17 @@ from lucevisor.protocol.steps import (
     StepResult,
     UseState,
 )
-from tests.engine.toy_pipeline import PLACED, VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyStage, Violation, mix
+from tests.engine.toy_pipeline import (
+    PLACED,
+    VOCABULARY,
+    ToyDaemon,
+    ToyLimits,
+    ToyModel,
+    ToyStage,
+    Violation,
+    _Open,
+    mix,
+)
 
 Oracle = Callable[[Sampling], list[int]]
 """All tokens of the request with this sampling, prompt and answer: every request has a seed of its own."""
@@ -94,9 +104,13 @@ class ToyDrafter(ToyStage):
         if isinstance(operation, OpenSequence) and operation.history:
             operation = OpenSequence(operation.sequence, operation.state, operation.sampling)
         if isinstance(operation, UseState) and not self.sequences[operation.sequence].states:
-            self.sequences[operation.sequence].state = operation.state  # attached between a verify step and its verdict
-        else:
-            super()._operate(operation)
+            return  # attached between a verify step and its verdict
+        super()._operate(operation)
+
+    def _settle(self, sequence: _Open, state: int) -> None:
+        if state in sequence.states:
+            self.after[sequence.state] = self.after[state]
+        sequence.states = []
 
     def _take(self, piece: Slice, new: list[int]) -> None:
         """Keep the state of a slice's tokens."""
@@ -109,6 +123,7 @@ class ToyDrafter(ToyStage):
             raise Violation(f"sequence {piece.sequence}: tokens at {piece.start} are not those of its request")
         if bool(new) != piece.sample:
             raise Violation(f"sequence {piece.sequence}: sampled {new}, sample is {piece.sample}")
+        self._settle(sequence, sequence.state)
         if Space.RECURRENT in self.model.spaces and piece.start > piece.draft_from:
             before = (piece.start - 1, right[piece.start - 1])
             if self.after.get(sequence.state) != before:

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import RowCopy
+from lucevisor.engine.recovery.rebuild import FIRST_STEP
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.codec import encode, payload_segments
 from lucevisor.protocol.connection import Connection
@@ -181,7 +182,8 @@ class _Open:
     counts: int
     n_tokens: int | None = None  # not known before the first slice: it may begin with what a prefix slot holds
     n_drafts: int = 0  # of them, those of the last slice that the next one may take back
-    states: list[int] = field(default_factory=list)  # written by the last slice
+    states: list[int] = field(default_factory=list)  # after tokens of the last slice, not made yet
+    rebuilt: bool = False  # its last slice was computed again, in a step of this stage alone
     drawn: tuple[int, int] | None = None  # the token drawn last and its position
     tables: dict[Space, list[int]] = field(default_factory=dict)
     hosts: dict[int, int] = field(default_factory=dict)  # by entry: its page in host memory
@@ -206,8 +208,9 @@ class ToyStage:
         self.pages = {space: [[_EMPTY] * PAGE_TOKENS for _ in range(n)] for space, n in sizes.items()}
         ids = range(pools.full_pages, pools.full_pages + pools.host_pages)
         self.host_pages = {page: [_EMPTY] * PAGE_TOKENS for page in ids}
-        self.states = [_POISON] * pools.states
-        self.n_live_states = pools.device_states  # those behind them are in host memory
+        self.states = {i: _POISON for i in range(pools.n_state_ids) if not pools.is_draft_state(i)}
+        self.updates: dict[int, int] = {}  # what a token of a verify slice does, by the id of the state after it
+        self.pools = pools
         self.sequences: dict[int, _Open] = {}
         self.sampled: dict[int, list[Sampled]] = {}  # by step, for a drafter in the same daemon
         self.known: dict[int, list[Slice]] = {}  # slices with the tokens they started from, by step, for that drafter
@@ -233,6 +236,7 @@ class ToyStage:
         sampled = []
         for piece in step.slices:
             rows = self._slice(piece, rows_in[len(rows_out) : len(rows_out) + len(piece.tokens)])
+            self.sequences[piece.sequence].rebuilt = step.step_id >= FIRST_STEP
             rows_out += rows
             if self.stage == self.model.n_stages - 1:
                 own = None
@@ -379,8 +383,10 @@ class ToyStage:
                 counts = sum(mix(t) for t in history) & _MASK
                 self.sequences[sequence] = _Open(state, sampling, counts)
             case CloseSequence(sequence=sequence):
-                if self.sequences.pop(sequence, None) is None:
+                closed = self.sequences.pop(sequence, None)
+                if closed is None:
                     raise Violation(f"sequence {sequence} is closed but not open")
+                self._settle(closed, closed.state)
             case SetPages(sequence=sequence, space=space, first=first, pages=pages):
                 if sequence not in self.sequences:
                     raise Violation(f"pages are set for sequence {sequence}, which is not open")
@@ -398,14 +404,22 @@ class ToyStage:
             case PageIn(sequence=sequence, entries=entries, pages=pages):
                 self._page_in(self.sequences[sequence], entries, pages)
             case UseState(sequence=sequence, state=state):
-                if sequence not in self.sequences or state not in self.sequences[sequence].states:
-                    raise Violation(f"state {state} is not one that the last slice of sequence {sequence} wrote")
-                self.sequences[sequence].state = state
+                opened = self.sequences.get(sequence)
+                if opened is None or not (state in opened.states or opened.rebuilt):
+                    raise Violation(f"state {state} is not one that the last slice of sequence {sequence} left")
+                self._settle(opened, state)
             case ZeroState(state=state):
                 self._check_live(state)
                 self.states[state] = 0
             case CopyState(source=source, target=target):
                 self._check_live(min(source, target))
+                if not {source, target} <= self.states.keys():
+                    raise Violation(f"state {source} is copied to {target}, and one of them is nowhere whole")
+                for opened in self.sequences.values():
+                    if source in opened.states:
+                        left, opened.states = opened.states[1:], opened.states[:1]
+                        self._settle(opened, source)
+                        opened.states = left
                 self.states[target] = self.states[source]
             case CopyPage(space=space, source=source, target=target, n_tokens=n):
                 if source == target or not 0 < n < PAGE_TOKENS:
@@ -436,8 +450,15 @@ class ToyStage:
                 sequence.hosts[entry] = operation.hosts[i]
 
     def _check_live(self, state: int) -> None:
-        if state >= self.n_live_states:
-            raise Violation(f"state {state} lies in host memory, where nothing can be computed")
+        if state >= self.pools.device_states:
+            where = "after a draft" if self.pools.is_draft_state(state) else "in host memory"
+            raise Violation(f"state {state} is one {where}: no sequence can have it")
+
+    def _settle(self, sequence: _Open, state: int) -> None:
+        """Make a state that the last slice of a sequence left, if it is one, in the place of the sequence's own."""
+        for left in sequence.states[: sequence.states.index(state) + 1] if state in sequence.states else ():
+            self.states[sequence.state] = mix(self.states[sequence.state], self.updates[left])
+        sequence.states = []
 
     def _slice(self, piece: Slice, rows: list[int]) -> list[int]:
         sequence = self.sequences.get(piece.sequence)
@@ -451,6 +472,7 @@ class ToyStage:
             )
         if piece.n_drafts and not piece.sample:
             raise Violation(f"sequence {piece.sequence}: {piece.n_drafts} drafts that cannot be verified")
+        self._settle(sequence, sequence.state)
         after = self._states_after(sequence, piece)
         state = self.states[sequence.state] if after else 0
         out = []
@@ -466,14 +488,16 @@ class ToyStage:
             if Space.RECURRENT in self.model.spaces:
                 state = mix(state, row)
                 parts.append(state)
-                if len(rows) - len(out) <= len(after):
-                    self.states[after[len(out) - len(rows)]] = state
+                if len(after) > 1:
+                    self.updates[after[len(out)]] = row
+                else:
+                    self.states[sequence.state] = state
             out.append(mix(*parts))
         sequence.n_tokens, sequence.n_drafts = piece.start + len(rows), piece.n_drafts
         return out
 
     def _states_after(self, sequence: _Open, piece: Slice) -> list[int]:
-        """The states that a slice writes after its last tokens."""
+        """The state that a slice writes, or those that may be made of what it leaves, one after each token."""
         if Space.RECURRENT not in self.model.spaces:
             return []
         states = piece.states or [sequence.state]
@@ -482,8 +506,10 @@ class ToyStage:
                 f"sequence {piece.sequence} has state {sequence.state}; its slice with {piece.n_drafts} drafts writes "
                 f"{states}"
             )
-        self._check_live(max(states))
-        sequence.states = states
+        if len(states) > 1:
+            if len(states) != len(piece.tokens) or not all(map(self.pools.is_draft_state, states[1:])):
+                raise Violation(f"states {states} after the {len(piece.tokens)} tokens of sequence {piece.sequence}")
+            sequence.states = states
         return states
 
     def _page(self, sequence: _Open, space: Space, position: int) -> list[tuple[int, int]]:

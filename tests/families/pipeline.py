@@ -29,6 +29,7 @@ from lucevisor.protocol.steps import (
 
 PAGES = 61
 STATES = 32
+DRAFT_STATES = 48
 
 
 def pools_of(spec: ModelSpec, host_pages: int = 0, pages: int = PAGES) -> PoolSizes:
@@ -39,6 +40,7 @@ def pools_of(spec: ModelSpec, host_pages: int = 0, pages: int = PAGES) -> PoolSi
         window_pages=PAGES - 8 if Space.WINDOW in spaces else 0,
         states=STATES if Space.RECURRENT in spaces else 0,
         host_pages=host_pages,
+        draft_states=DRAFT_STATES if Space.RECURRENT in spaces else 0,
     )
 
 
@@ -106,7 +108,7 @@ class Text:
 
     state: int
     length: int = 0
-    kept: list[int] = field(default_factory=list)  # the states of the last verify slice
+    kept: list[int] = field(default_factory=list)  # the ids of states after tokens of the last verify slice
     pages: dict[Space, list[int | None]] = field(default_factory=dict)
 
 
@@ -119,6 +121,7 @@ class Pipeline:
         units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages}
         self.free = {space: [(i * 37 + 5) % n for i in range(n)] for space, n in units.items() if n}
         self.free_states = [(i * 7 + 3) % STATES for i in range(STATES)]
+        self.free_draft_states = [STATES + (i * 7 + 3) % DRAFT_STATES for i in range(DRAFT_STATES)]
         self.texts: dict[int, Text] = {}
         self.hidden: list[Tensor] = []
         self.captures: list[Tensor | None] = []  # of each stage
@@ -152,7 +155,8 @@ class Pipeline:
         for sequence, tokens, n_drafts in parts:
             text = self.texts[sequence]
             if n_drafts and Space.RECURRENT in self.spec.spaces():
-                text.kept = [text.state] + [self.free_states.pop() for _ in range(n_drafts)]
+                ids = self.free_draft_states if len(tokens) == n_drafts + 1 else self.free_states
+                text.kept = [text.state] + [ids.pop() for _ in range(n_drafts)]
             slices.append(Slice(sequence, text.length, list(tokens), True, n_drafts, list(text.kept)))
             operations += self._grow(sequence, text, len(tokens))
         step = self.step = Step(1, 0, operations, slices, want_hidden=want_hidden)
@@ -172,10 +176,15 @@ class Pipeline:
         text = self.texts[sequence]
         text.length -= n_drafts - n_accepted
         if text.kept:
-            text.state = text.kept.pop(n_accepted)
-            self.free_states += text.kept
+            used = text.kept.pop(n_accepted)
+            self.apply([UseState(sequence, used)])
+            if used < STATES:
+                text.state = used
+            else:
+                text.kept[0] = used  # free again, and the live one stays
+            for state in text.kept:
+                (self.free_states if state < STATES else self.free_draft_states).append(state)
             text.kept = []
-            self.apply([UseState(sequence, text.state)])
 
     def speculate(
         self, sequence: int, prompt: Sequence[int], n: int, draft: Callable[[list[int]], list[int]]

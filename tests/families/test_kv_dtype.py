@@ -47,8 +47,10 @@ def paged_bytes(golden, kv_dtype: Dtype) -> int:
 
 
 def recurrent_bytes(golden) -> int:
-    n = pools_of(golden.spec).states
-    return n * sum(x.device_unit_bytes(Dtype.FLOAT32) for x in golden.spec.layers if x.space is Space.RECURRENT)
+    pools = pools_of(golden.spec)
+    recurrent = [x for x in golden.spec.layers if x.space is Space.RECURRENT]
+    whole = pools.states * sum(x.device_unit_bytes(Dtype.FLOAT32) for x in recurrent)
+    return whole + pools.draft_states * sum(x.draft_state_bytes(Dtype.FLOAT32) for x in recurrent)
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ import torch
 
 from lucevisor.model.values import Space
 from tests.families.golden import Golden, opened
-from tests.families.pipeline import STATES, Pipeline, load_stages
+from tests.families.pipeline import DRAFT_STATES, STATES, Pipeline, load_stages
 
 ACCEPTED = [(4, 4), (7, 3), (1, 0), (15, 9), (2, 2), (3, 0), (1, 1)]
 """Drafts of a slice, and how many of them are right."""
@@ -76,6 +76,7 @@ def test_tokens_are_the_greedy_ones_whatever_is_drafted(golden: Golden) -> None:
     if Space.RECURRENT in golden.spec.spaces():
         c.close(0)
         assert sorted(c.free_states) == list(range(STATES))
+        assert sorted(c.free_draft_states) == list(range(STATES, STATES + DRAFT_STATES))
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])

@@ -90,7 +90,7 @@ class Layer:
         updates = torch.full((n_states, update_width(n_key, n_value, dim)), torch.nan, device=DEVICE)
         weights = GatedDeltaNetWeights(None, None, conv_weight, rates, dt_bias, norm)  # type: ignore[arg-type]  # the matrices are around it
         nets = [
-            kind(shape, weights, torch.empty(0), torch.empty(0), lambda: updates, TorchOperations())
+            kind(shape, weights, torch.empty(0), torch.empty(0), updates, TorchOperations())
             for kind in (GatedDeltaNet, ChunkNet)
         ]
         return cls(GatedDeltaNetParams(n_key, n_value, dim, conv_weight, rates, dt_bias, norm), *nets, *pools, updates)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ class Layer:
 
 
 def make_states(pools: DeltaNetPools, ids: list[int], kept: Tensor, operations: Operations) -> None:
-    """Make the states ``kept`` [B, n] after each token of slices from states ``ids``, where kernels kept updates."""
+    """Make the states ``kept`` [B, n] after each token of slices from states ``ids``, where updates were kept."""
     for live, rows in zip(ids, kept.tolist(), strict=True):
         if len(rows) > 1 and rows[0] >= 0:
             for last in sorted(range(len(rows)), key=lambda i, rows=rows, live=live: rows[i] == live):

@@ -204,3 +204,15 @@ def test_pages_carry_the_draft_epoch_of_their_allocation_and_0_without_a_drafter
     pools.end_draft_epoch()
     pools.resume_draft_epoch()
     assert [full.epoch_of(page) for page in full.allocate(1) or []] == [2], "a drafter that has the state of the last"
+
+
+def test_states_after_drafts_have_ids_between_those_of_the_device_and_of_host_memory():
+    sizes = PoolSizes(full_pages=4, window_pages=0, states=5, host_states=3, draft_states=4)
+    pools = PagePools([Space.FULL, Space.RECURRENT], sizes)
+    assert pools[Space.RECURRENT].ids == range(2)
+    assert pools.draft_states.ids == range(2, 6)
+    assert pools.slot_pools[Space.RECURRENT].ids == range(6, 9)
+    assert pools.slot_pools.draft_states is pools.draft_states
+    assert pools.draft_states.allocate(2) == [2, 3]
+    assert pools.in_use()[Space.RECURRENT] == []
+    assert pools.use()[Space.RECURRENT].total == 5

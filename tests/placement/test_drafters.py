@@ -22,6 +22,8 @@ from tests.model.drafter_files import TARGET, UPSTREAM
 from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import CPUS, GIB, box, configure, cpu, gpu
 
+DRAFT_27B = (3 * QWEN36_27B.channels + 16 * 128 + 48 * 128 + 48) * 4 * 48
+"""Windows and updates of a draft in all layers."""
 AUTO = {"kind": "auto"}
 DFLASH = {"kind": "dflash", "path": "d.gguf"}
 
@@ -117,7 +119,7 @@ def test_an_mtp_head_has_a_row_for_every_recurrent_state(head_27b, tmp_path):
     p = placed(spec, config, {"cuda": [gpu(0, 80)]}, head)
     assert p.draft_device is not None
     page_bytes = head.model.unit_bytes(Space.FULL, head.layers, p.kv_dtype)
-    assert p.draft_device.state_bytes == 1000 * page_bytes + p.pools.states * 5120 * 4
+    assert p.draft_device.state_bytes == 1000 * page_bytes + (p.pools.states + 4 * 6) * 5120 * 4
     assert p.draft is not None
     assert p.draft.captures == (63,)
 
@@ -154,10 +156,9 @@ def test_slots_pay_for_the_drafters_pages_too(head_27b, tmp_path):
     state = spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16)
     assert GIB // state == GIB // (state + 5120 * 4) == 6
     tight = dataclasses.replace(config, cache=CacheConfig(prefix_slots=32, memory=6 * state))
-    assert placed(spec, tight, {"cuda": [gpu(0, 80)]}).pools.states - 4 - 32 - 1 == 6
-    n_drafts = 4 * 6  # the head drafts up to 6
+    assert placed(spec, tight, {"cuda": [gpu(0, 80)]}).pools.states - 4 - 1 == 6
     p = placed(spec, tight, {"cuda": [gpu(0, 80)]}, head)
-    assert p.pools.states - 4 - n_drafts - 1 == 5
+    assert p.pools.states - 4 - 1 == 5
 
 
 # ---- when it does not fit
@@ -209,7 +210,7 @@ def test_an_automatic_drafter_on_a_device_of_its_own_is_left_out_with_the_reason
 def test_an_unknown_device_of_the_drafter_does_not_limit_the_model(head_27b, tmp_path):
     spec, head = head_27b
     config = configure(tmp_path, ["cuda:0"], [1], AUTO | {"device": "hip:0"}, max_sequences=2)
-    known = {"cuda": [gpu(0, 60)], "hip": [gpu(0, 60)]}
+    known = {"cuda": [gpu(0, 64)], "hip": [gpu(0, 60)]}
     with_both, without_hip = (placed(spec, config, inventory, head) for inventory in (known, {"cuda": known["cuda"]}))
     assert without_hip.draft is not None
     assert without_hip.pools == with_both.pools
@@ -217,7 +218,7 @@ def test_an_unknown_device_of_the_drafter_does_not_limit_the_model(head_27b, tmp
     assert without_hip.draft_device.fits is None
 
 
-# ---- how many drafts, and the states to verify them in
+# ---- how many drafts, and what verifying them takes
 
 
 @pytest.mark.parametrize(
@@ -257,20 +258,40 @@ def test_a_width_that_no_chunk_holds_is_cut_and_told_of(small, tmp_path):
     assert any("draft.width = 20 is cut to 7" in notice for notice in p.notices)
 
 
-def test_states_for_verification_are_beyond_all_others(head_27b, tmp_path):
+def test_verifying_takes_updates_and_windows_beside_the_states(head_27b, tmp_path):
     spec, _ = head_27b
-    config = configure(tmp_path, ["cuda:0"], [1], {"kind": "lookup", "width": 3}, max_sequences=4, pages=1000,
-                       max_context=64000)  # fmt: skip
-    p = placed(spec, config, {"cuda": [gpu(0, 80)]})
-    assert p.pools.states == 4 + 3 * 4 + 1
-    assert any("one for each of 4 sequences, 12 for verifying drafts, and 1 spare" in reason for reason in p.reasons)
+    usual = {"max_sequences": 4, "pages": 1000, "max_context": 64000}
+    draft = {"kind": "lookup", "width": 3}
+    p, without = (
+        placed(spec, configure(tmp_path, ["cuda:0"], [1], one, **usual), {"cuda": [gpu(0, 80)]})
+        for one in (draft, {"kind": "off"})
+    )
+    assert (p.pools.states, p.pools.draft_states) == (4 + 1, 3 * 4)
+    assert (without.pools.states, without.pools.draft_states) == (4 + 1, 0)
+    more = p.devices[0].state_bytes - without.devices[0].state_bytes
+    assert more == 12 * DRAFT_27B
+    assert 0.05 * spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_27B
+    reason = "updates for verifying 12 drafts, 7.13 MiB each: all of 4 sequences"
+    assert reason in p.reasons
+    assert "updates for 12 drafts" in text(p)
+    assert as_json(p)["pages"]["draft_states"] == 12
 
 
-@pytest.mark.parametrize("gib", [19, 20, 22, 24, 32, 48])
-@pytest.mark.parametrize("max_sequences", [1, 8])
-def test_states_for_verification_take_their_share_and_never_the_pages_of_others(
-    head_27b, tmp_path, monkeypatch, gib, max_sequences
-):
+def test_all_sequences_have_all_their_drafts_where_whole_states_would_not_fit(head_27b, tmp_path):
+    """16 sequences with 7 drafts each: 0.8 GiB, where a state for each would take 16."""
+    spec, _ = head_27b
+    draft = {"kind": "lookup", "width": 7}
+    p = placed(spec, configure(tmp_path, ["cuda:0"], [1], draft, max_sequences=16), {"cuda": [gpu(0, 32)]})
+    assert (p.pools.states, p.pools.draft_states) == (16 + 1, 16 * 7)
+    usable = (p.devices[0].free_bytes or 0) - p.devices[0].reserve_bytes
+    assert 16 * 7 * spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_SHARE * usable
+
+
+CASES = [(gib, n) for gib in (19, 20, 22, 24, 32, 48) for n in (1, 8)] + [(32, 64), (48, 64)]
+
+
+@pytest.mark.parametrize(("gib", "max_sequences"), CASES)
+def test_verifying_takes_its_share_and_never_the_pages_of_others(head_27b, tmp_path, monkeypatch, gib, max_sequences):
     spec, _ = head_27b
     draft = {"kind": "lookup", "width": 7}
     config, inventory = (
@@ -281,20 +302,20 @@ def test_states_for_verification_take_their_share_and_never_the_pages_of_others(
     with monkeypatch.context() as patch:
         patch.setattr(sizing, "DRAFT_SHARE", 0.0)
         without = placed(spec, config, inventory)
-    n_states = drafting.pools.states - without.pools.states
-    assert without.pools.states == max_sequences + 1
-    assert 0 <= n_states <= 7 * max_sequences
+    n_drafts = drafting.pools.draft_states
+    assert without.pools.states == drafting.pools.states == max_sequences + 1
+    assert without.pools.draft_states == 0
+    assert 0 <= n_drafts <= 7 * max_sequences
     assert drafting.pools.full_pages >= (1 - DRAFT_SHARE) * without.pools.full_pages
     assert drafting.max_context >= (1 - DRAFT_SHARE) * without.max_context
-    state_bytes = spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16)
     device = drafting.devices[0]
     usable = (device.free_bytes or 0) - device.reserve_bytes
-    assert n_states * state_bytes <= DRAFT_SHARE * usable
+    assert n_drafts * DRAFT_27B <= DRAFT_SHARE * usable
     assert device.needed_bytes <= usable
-    if n_states < 7 * max_sequences:
-        assert any(f"{n_states} states for verifying drafts: as many as fit" in reason for reason in drafting.reasons)
-    if gib == 48 and max_sequences == 1:
-        assert n_states == 7
+    if n_drafts < 7 * max_sequences:
+        assert any(f"verifying {n_drafts} drafts, 7.13 MiB each: as many" in reason for reason in drafting.reasons)
+    if gib >= 22 and (gib, max_sequences) != (32, 64):
+        assert n_drafts == 7 * max_sequences
 
 
 def test_a_model_of_attention_layers_needs_none(tmp_path):
@@ -302,13 +323,13 @@ def test_a_model_of_attention_layers_needs_none(tmp_path):
     assert placed(spec, configure(tmp_path, CPUS, [1, 1], AUTO)).pools.states == 0
 
 
-def test_states_for_verification_are_on_the_device_also_when_checkpoints_are_not(head_27b, tmp_path):
+def test_updates_are_on_the_device_also_when_checkpoints_are_not(head_27b, tmp_path):
     spec, _ = head_27b
     config = configure(tmp_path, ["cuda:0"], [1], {"kind": "lookup", "width": 2}, max_sequences=4, pages=1000,
                        max_context=64000)  # fmt: skip
     config = dataclasses.replace(config, cache=CacheConfig(prefix_slots=3, memory=GIB, states="host"))
     p = placed(spec, config, {"cuda": [gpu(0, 80)]})
-    assert p.pools.device_states == 4 + 2 * 4
+    assert (p.pools.device_states, p.pools.draft_states) == (4, 2 * 4)
     assert p.pools.host_states == 3 + 1
 
 

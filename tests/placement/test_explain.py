@@ -109,6 +109,7 @@ def test_json_holds_the_numbers(fitting, short):
         "window": 0,
         "states": pools.states,
         "host_states": 0,
+        "draft_states": pools.draft_states,
         "host": 0,
     }
     assert [d["layers"] for d in shown["devices"]] == [[0, 2], [2, 6], [6, 8]]

@@ -21,10 +21,12 @@ from tests.placement.made import DEMO, configure
 @pytest.mark.parametrize("devices", [["left:0"], ["left:0", "right:0", "third:0"]])
 def test_weights_and_pools_take_what_was_planned(tmp_path, devices, states, dtype):
     spec = open_spec(DEMO)
-    config = configure(tmp_path, devices, [1, 2, 1][: len(devices)], dtype=dtype, pages=20)
+    draft = {"kind": "lookup", "width": 3}
+    config = configure(tmp_path, devices, [1, 2, 1][: len(devices)], draft, dtype=dtype, pages=20)
     config = replace(config, cache=CacheConfig(prefix_slots=3, states=states))
     placement = plan(spec, config)
     assert isinstance(placement, Placement)
+    assert placement.pools.draft_states
     taken = []
     for group in placement.groups:
         load = load_message(placement, group, LoadFiles([str(DEMO)]), threads=1)

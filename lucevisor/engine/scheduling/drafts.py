@@ -54,7 +54,6 @@ class Drafting:
         self._max_context = limits.max_context
         self._pools = pools
         self._running = running
-        self._keeps_checkpoints = limits.prefix.max_slots > 0 and not pools.copies_states
         self.speculation = Speculation(self._settings.max_drafts, self._settings.kind, fixed=self._settings.fixed)
         self.statistics = DraftStatistics()
         self._rest = DrafterRest()
@@ -66,7 +65,7 @@ class Drafting:
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
         self.n_stages, self.tells_first = n_stages, n_stages == 1  # the last one tells the first one what it makes
-        self._n_decoding = self._n_prompts = 0  # running, when the next step was begun
+        self._n_decoding = 0  # when the next step was begun
         self._gaps, self._step_s = RoundGaps(), 0.0  # of the step whose result is applied
         self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
 
@@ -205,7 +204,7 @@ class Drafting:
             n_drafts -= 1
         states: list[int] = []
         if n_drafts and live.state != NO_STATE:
-            taken = self._pools[Space.RECURRENT].allocate(n_drafts) or []
+            taken = self._pools.draft_states.allocate(n_drafts) or []
             n_drafts = len(taken)
             states = [live.state, *taken] if taken else []
         stop, n_ahead = one.stop + n_drafts, self._n_ahead(one, n_drafts)
@@ -335,8 +334,8 @@ class Drafting:
         """Return the drafts there are for decodes; none where drafts are off."""
         if not self._settings.max_drafts:
             return []
-        self._n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
-        self._n_decoding = len(self._running) - self._n_prompts
+        n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
+        self._n_decoding = len(self._running) - n_prompts
         if self._settings.lookup:
             self._index(one.record for one in decodes)
         return [(one.record.drafts, self._candidates(one)) for one in decodes]
@@ -349,16 +348,11 @@ class Drafting:
             n_drafted.append(len(drafts[sequence].tokens) if sequence in drafts else 0)
         self.statistics.drafted(shares, n_drafted, seconds)
 
-    @property
-    def _n_free_states(self) -> int:
-        """States that no sequence has, but for one for the next checkpoint of every prompt that is being computed."""
-        return max(0, self._pools[Space.RECURRENT].n_free - self._n_prompts * self._keeps_checkpoints)
-
     def _within_states(self, widths: list[int]) -> list[int]:
-        """Cut the longest slices until there is a recurrent state for every draft."""
+        """Cut the longest slices until there is an id for the recurrent state after every draft."""
         if Space.RECURRENT not in self._pools:
             return widths
-        n_free, most = self._n_free_states, max(widths)
+        n_free, most = self._pools.draft_states.n_free, max(widths)
         while sum(min(width, most) for width in widths) > n_free:
             most -= 1
         return [min(width, most) for width in widths]
