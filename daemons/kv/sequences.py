@@ -172,6 +172,8 @@ class Sequences:
             case UseState(sequence, state):
                 is_draft = self.check_device("UseState", state)
                 opened = self.get(sequence, "UseState")
+                if is_draft and opened.updates and state not in opened.updates:
+                    raise StateError("UseState", f"the last slice of sequence {sequence} left no state {state}")
                 self._settle(opened, state)
                 opened.state = opened.state if is_draft else state
 

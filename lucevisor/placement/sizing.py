@@ -120,7 +120,7 @@ def _with_draft_states(inputs: SizingInputs, ranges: Sequence[LayerRange], witho
         kept = sizing.pools.full_pages >= least_pages and sizing.max_context >= least_context
         return kept and sizing.fits and _within_share(inputs, sizing, n)
 
-    return computed(max(0, most(sequences * inputs.max_drafts, affordable)))
+    return computed(max(0, most(sequences * without.max_drafts, affordable)))
 
 
 def _within_share(inputs: SizingInputs, sizing: Sizing, n_states: int) -> bool:

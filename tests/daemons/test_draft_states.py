@@ -135,6 +135,16 @@ def test_a_rebuilt_stage_has_the_state_already() -> None:
     one.check()
 
 
+def test_an_id_that_the_slice_did_not_leave_is_refused() -> None:
+    one = Verified()
+    with pytest.raises(StateError, match="left no state 5"):
+        one.apply(UseState(1, 5))
+    one.check()
+    one.apply(UseState(1, KEPT[2]))
+    one.expect(3)
+    one.check()
+
+
 def test_an_id_that_another_sequence_has_by_now_is_not_read() -> None:
     one = Verified()
     one.apply(UseState(1, LIVE))

@@ -72,7 +72,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.spaces = SPACES[self.kinds[which % len(self.kinds)]]
         self.window = window if Space.WINDOW in self.spaces else None
         n_full, n_window, n_states = sizes
-        self.sizes = PoolSizes(n_full, n_window, n_live + n_states, n_states if n_live else 0)
+        self.sizes = PoolSizes(n_full, n_window, n_live + n_states, n_states if n_live else 0, draft_states=3)
         self.pools = PagePools(self.spaces, self.sizes)
         max_slots, memory_bytes, self.min_tokens = limits
         self.settings = PrefixSettings(
@@ -329,10 +329,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     def allocators(self, space: Space) -> list[tuple[PageAllocator, range]]:
         """The allocators of a space and the ids of each."""
-        allocator, n = self.pools[space], self.sizes.device_states
+        allocator, sizes = self.pools[space], self.sizes
         if space is not Space.RECURRENT or not self.sizes.host_states:
             return [(allocator, range(allocator.n_total))]
-        return [(allocator, range(n)), (self.pools.slot_pools[space], range(n, self.sizes.states))]
+        in_host = range(sizes.device_rows, sizes.n_state_ids)
+        return [(allocator, range(sizes.device_states)), (self.pools.slot_pools[space], in_host)]
 
     @invariant()
     def slots_are_within_the_settings(self) -> None:
