@@ -18,7 +18,7 @@ from daemons.deferred import DeferredDrafts, Fill
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from lucevisor.protocol.loading import DraftPlan, arena_regions
-from lucevisor.protocol.steps import Drafted, DraftStep, Sampled, Slice, Step
+from lucevisor.protocol.steps import Drafted, DraftStep, Sampled, Slice, Step, tokens_by_sequence
 
 
 @dataclass(slots=True)
@@ -55,10 +55,8 @@ class DraftInputs:
     def keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
         if step.upkeep:
             return  # no DraftStep asks for them
-        by_sequence: dict[int, list[int]] = {}
-        for found in sampled:
-            by_sequence.setdefault(found.sequence, []).append(found.token)
-        self._of(step).tokens = [by_sequence.get(s.sequence, []) for s in step.slices]
+        found = tokens_by_sequence(sampled)
+        self._of(step).tokens = [found.get(s.sequence, []) for s in step.slices]
 
     def _of(self, step: Step) -> _KeptStep:
         kept = self._kept.setdefault(step.step_id, _KeptStep())
@@ -134,6 +132,11 @@ class DraftInputs:
         return drafts
 
     def _made(self, drafts: Sequence[Drafted]) -> None:
+        for found in drafts:
+            if not found.tokens:
+                raise StateError(
+                    f"drafts of sequence {found.sequence}", "the drafter made none, and some were asked for"
+                )
         self._drafts |= {found.sequence: found.tokens for found in drafts}
         self._deferred = None
 

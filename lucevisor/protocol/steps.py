@@ -284,6 +284,14 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     mu: float | None = None
 
 
+def tokens_by_sequence(sampled: Sequence[Sampled]) -> dict[int, list[int]]:
+    """Return the sampled tokens of each sequence, in order."""
+    found: dict[int, list[int]] = {}
+    for one in sampled:
+        found.setdefault(one.sequence, []).append(one.token)
+    return found
+
+
 class Scored(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of given tokens of a sequence from position ``start`` on, and of the best (id,
     log-probability) pairs at each; their number is that of the sampled tokens."""

@@ -91,3 +91,15 @@ def test_what_a_stage_computed_alone_is_not_for_the_drafter() -> None:
     inputs.keep_tokens(step(1), [])
     alone = Step(1, 0, [], [])
     assert inputs.take(DraftStep(alone)) == (alone, [], [])
+
+
+def test_a_sequence_that_gets_no_draft_is_refused() -> None:
+    class NoDraft(OneDraft):
+        def run(self, *_: object, **__: object) -> list[Drafted]:
+            return [Drafted(0, [], [])]
+
+    inputs = DraftInputs(PLAN, [])
+    inputs.keep_captures(step(1), 0, torch.zeros(1, 2))
+    inputs.keep_tokens(step(1), [Sampled(0, 41)])
+    with pytest.raises(StateError, match="sequence 0: the drafter made none"):
+        inputs.feed(cast(DraftStage, NoDraft()), DraftStep(step(1)))

@@ -64,7 +64,7 @@ class Recorder:
         self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
     ) -> list[Drafted]:
         self.steps.append((step.step_id, [rows.clone() for rows in captures], [list(t) for t in tokens]))
-        return [Drafted(s.sequence, t[-1:]) for s, t in zip(step.slices, tokens, strict=True) if s.n_ahead]
+        return [Drafted(s.sequence, t[-1:]) for s, t in zip(step.slices, tokens, strict=True) if s.n_ahead and t]
 
     def reset(self) -> None:
         self.steps.append("reset")

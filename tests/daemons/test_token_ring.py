@@ -101,11 +101,6 @@ def test_a_step_starts_with_the_drafts_behind_the_step_before(ends: tuple[TokenR
     assert [s.tokens for s in one.step.slices] == [[7, 0, 0, 0, 0], [7, 0, 0]]
 
 
-def test_a_sequence_without_drafts_is_refused(ends: tuple[TokenRing, TokenRing]) -> None:
-    with pytest.raises(StateError, match="no drafts were made of sequence 2"):
-        ends[0].tell(None, StepResult(5, 2, [], drafts=[Drafted(9, [11]), Drafted(2, [])]))
-
-
 def test_drafts_that_are_told_as_expected(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
     last.tell(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13]), Drafted(2, [21, 22, 23])]))

@@ -15,13 +15,12 @@ from lucevisor.engine.pipeline.steps import (
     PipelineFailure,
     PipelineStep,
     StageLink,
-    by_sequence,
     filled,
 )
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import ProtocolError
-from lucevisor.protocol.steps import DraftStep, Sampled, StepResult
+from lucevisor.protocol.steps import DraftStep, Sampled, StepResult, tokens_by_sequence
 
 
 class DraftRelay:
@@ -81,7 +80,7 @@ class DraftRelay:
         if entry.opening is not None:
             step = replace(step, operations=list(entry.opening))
         if drawn is not None:
-            step = filled(step, by_sequence(before))
+            step = filled(step, tokens_by_sequence(before))
         try:
             draft.link.send(encode(DraftStep(step, drawn), request_id=step.step_id, flags=self._stage))
         except (ProtocolError, OSError) as error:

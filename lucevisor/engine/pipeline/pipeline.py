@@ -28,14 +28,13 @@ from lucevisor.engine.pipeline.steps import (
     PipelineStep,
     StageLink,
     StepInFlight,
-    by_sequence,
     filled,
     starts_from,
 )
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
-from lucevisor.protocol.steps import Operation, Recall, Recalled, Sampled, Step, StepResult
+from lucevisor.protocol.steps import Operation, Recall, Recalled, Sampled, Step, StepResult, tokens_by_sequence
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -178,7 +177,7 @@ class Pipeline:
             self._at_stage[stage].popleft()
             entry.answers.append(answer)
             if stage == 0 and entry.step.waits and answer.result.sampled:
-                entry.step = filled(entry.step, by_sequence(answer.result.sampled))
+                entry.step = filled(entry.step, tokens_by_sequence(answer.result.sampled))
             if stage and stage in entry.posted:
                 entry.hops_s.append(answer.result.hop_s)
             entry.stage += 1
@@ -218,7 +217,7 @@ class Pipeline:
         sampled = done.answers[-1].result.sampled
         for later in [later for later in self.in_flight if later.follows == done.step.step_id]:
             if later.step.follows:
-                later.step = filled(later.step, by_sequence(sampled))
+                later.step = filled(later.step, tokens_by_sequence(sampled))
             elif not starts_from(later.step, sampled):  # the output stage was lost since, and drew others again
                 text = f"step {later.step.step_id} went on with other tokens than those of step {done.step.step_id}"
                 self.fail(0, "protocol_error", text)

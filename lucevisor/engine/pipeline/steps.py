@@ -17,7 +17,16 @@ from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.frames import POSTED
-from lucevisor.protocol.steps import PENDING, Masks, Operation, Recall, Sampled, Step, StepResult
+from lucevisor.protocol.steps import (
+    PENDING,
+    Masks,
+    Operation,
+    Recall,
+    Sampled,
+    Step,
+    StepResult,
+    tokens_by_sequence,
+)
 
 
 class StageLink(Protocol):
@@ -121,8 +130,8 @@ class PipelineStep:
 
     def drawn(self) -> list[list[int]]:
         """Return the tokens that the last stage sampled for each slice."""
-        sampled = self.answers[-1].result.sampled
-        return [[one.token for one in sampled if one.sequence == piece.sequence] for piece in self.step.slices]
+        found = tokens_by_sequence(self.answers[-1].result.sampled)
+        return [found.get(piece.sequence, []) for piece in self.step.slices]
 
     def frame(self, stage: int, *, posted: bool = False) -> bytes:
         """Return the frame for a stage."""
@@ -144,14 +153,6 @@ def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
             piece = piece.with_drafts(known.get(piece.sequence, ()))
         slices.append(piece)
     return replace(step, slices=slices, follows=0, drafts_of=0)
-
-
-def by_sequence(sampled: Sequence[Sampled]) -> dict[int, list[int]]:
-    """Return the sampled tokens of each sequence."""
-    found: dict[int, list[int]] = {}
-    for one in sampled:
-        found.setdefault(one.sequence, []).append(one.token)
-    return found
 
 
 def starts_from(step: Step, before: Sequence[Sampled]) -> bool:
