@@ -16,7 +16,7 @@ from torch import Tensor
 from daemons.device import launching
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import MAX_TILED_ROWS, CpuBlockTable, TiledLinear
+from daemons.ops.cpu.linear import ALL_ROWS, AMX_TILED_ROWS, CpuBlockTable, TiledLinear
 from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
 from daemons.ops.handovers import Handovers, conditions, read
 from daemons.ops.linear import (
@@ -154,7 +154,8 @@ class KernelSelector:
     def tiled_linear(self, parts: list[Tiles], n_columns: int) -> Linear:
         """Matrices in tiles, one below the other."""
         assert self.cpu is not None
-        limits = [self.handovers.limit(part.kind.name, "tiled rows", MAX_TILED_ROWS) for part in parts]
+        built_in = AMX_TILED_ROWS if self.cpu.has_amx else ALL_ROWS
+        limits = [self.handovers.limit(part.kind.name, "tiled rows", built_in) for part in parts]
         product = TiledLinear(self.cpu, parts, n_columns, min(limits))
         for kind in (part.kind.name for part in parts):
             self._note(f"linear {kind}", product.implementation + self.handovers.note(kind))

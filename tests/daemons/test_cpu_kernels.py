@@ -1,8 +1,8 @@
 """C++ kernels of the cpu against float64 arithmetic and against torch's forms of the same operations."""
 
+import ctypes
 import os
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemons.ops.cpu import compiler
-from daemons.ops.cpu.library import KINDS, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import MAX_TILED_ROWS, TiledLinear
+from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
+from daemons.ops.cpu.linear import ALL_ROWS, AMX_TILED_ROWS, TiledLinear
+from daemons.ops.handovers import Handovers
+from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise
 from lucevisor.model.quant_types import BY_NAME, format_bytes, weight_format
 from lucevisor.model.values import Backend, Dtype
@@ -59,11 +61,18 @@ def test_a_library_that_was_cut_short_is_made_once_more(tmp_path, monkeypatch):
     assert len(made) == 2  # what was made now would be no better
 
 
-def test_kernels_compile_where_a_hypervisor_hides_vnni(tmp_path):
+def test_the_same_numbers_where_a_hypervisor_hides_vnni(tmp_path, monkeypatch):
     found = next(filter(None, map(shutil.which, compiler._compilers())))
-    flags = [*compiler.FLAGS, "-mno-avx512vnni", "-O0", "-c", "-o", str(tmp_path / "kernels.o")]
-    done = subprocess.run([found, *flags, str(compiler.SOURCES / "kernels.cpp")], capture_output=True, text=True)
-    assert not done.returncode, done.stderr[:2000]
+    object_file, library = tmp_path / "kernels.o", tmp_path / "kernels.so"
+    flags = [*compiler.FLAGS, "-mno-avx512vnni", "-O0", "-c", "-o", str(object_file)]
+    compiler._run([found, *flags, str(compiler.SOURCES / "kernels.cpp")])
+    compiler._run([found, "-shared", str(object_file), "-o", str(library)])
+    monkeypatch.setattr("daemons.ops.cpu.library.library", lambda: ctypes.CDLL(str(library)))
+    without, x = CpuKernels(), torch.randn(9, 512).bfloat16()
+    for kind in sorted(KINDS):
+        parts = [packed(BY_NAME[kind], blocks(kind, 40))]
+        wanted = cpu_kernels().multiply(cpu_kernels().matrices(parts), x, 40)
+        assert torch.equal(without.multiply(without.matrices(parts), x, 40), wanted)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -85,30 +94,24 @@ def test_tiles_of_small_matrices_fit_into_what_is_planned_for_them(kind, n_rows)
     assert cpu_kernels().tiles_bytes(kind, n_rows, 512) <= planned
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3),
-    n_rows=st.integers(1, 70),
-    rows=st.integers(1, MAX_TILED_ROWS),
-    seed=st.integers(0, 99),
-)
-def test_products_of_few_rows(kinds, n_rows, rows, seed):
-    """Weights and products are exact: only sums are rounded, and the result to bfloat16."""
-    torch.manual_seed(seed)
-    raws = [blocks(kind, n_rows, seed) for kind in kinds]
-    product = TiledLinear(cpu_kernels(), [packed(BY_NAME[k], raw) for k, raw in zip(kinds, raws, strict=True)], 512)
-    w = torch.cat([dequantise(BY_NAME[k], raw, torch.float32) for k, raw in zip(kinds, raws, strict=True)])
-    x = torch.randn(rows, 512).bfloat16()
-    wanted, found = x.double() @ w.double().t(), product(x)
+def as_bytes(x):
+    """What products take for ``x`` bfloat16 [n, K]: integers up to 127 times a factor for 32 columns."""
+    groups = x.float().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    codes = (groups * torch.where(largest > 1e-35, torch.tensor(127.0) / largest, 0.0)).round()
+    return (codes.double() * (largest / 127).double()).flatten(-2)
+
+
+def assert_products(found, x, w):
+    """Codes of weights and products are exact: only scales and sums are rounded, and the result to bfloat16."""
+    x = as_bytes(x)
+    wanted = x @ w.double().t()
     # a weight is a code's product less a minimum or an offset, up to eleven times as large
     allowed = BFLOAT16 * wanted.abs() + 12 * product_error(x, w)
-    assert found.shape == (rows, product.n_out)
     assert bool(((found.double() - wanted).abs() <= allowed).all())
-    for row in range(rows):
-        assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3),
     n_rows=st.integers(1, 70),
@@ -116,70 +119,62 @@ def test_products_of_few_rows(kinds, n_rows, rows, seed):
     outlier=st.sampled_from([1.0, 1e3, 1e-37]),
     seed=st.integers(0, 99),
 )
-def test_products_of_many_rows_in_integers(kinds, n_rows, rows, outlier, seed):
-    """Weights are exact, activations integers: what is far smaller than the largest of 256 columns is rounded."""
+def test_products(kinds, n_rows, rows, outlier, seed):
     torch.manual_seed(seed)
     raws = [blocks(kind, n_rows, seed) for kind in kinds]
-    parts = [packed(BY_NAME[k], raw) for k, raw in zip(kinds, raws, strict=True)]
-    w = torch.cat([dequantise(BY_NAME[k], raw, torch.float32) for k, raw in zip(kinds, raws, strict=True)])
+    product = TiledLinear(cpu_kernels(), [packed(BY_NAME[k], raw) for k, raw in zip(kinds, raws, strict=True)], 512)
     x = torch.randn(rows, 512)
     x[:, ::97] *= outlier
     x = x.bfloat16()
-    kernels, n_out = cpu_kernels(), len(w)
-    found = kernels.multiply_many(kernels.matrices(parts), x, n_out)
-    wanted = x.double() @ w.double().t()
-    largest = x.double().view(rows, 2, 256).abs().amax(dim=2) * 2.0**-15
-    rounded = largest @ w.double().abs().view(n_out, 2, 256).sum(dim=2).t()
-    allowed = BFLOAT16 * wanted.abs() + 12 * product_error(x, w) + rounded
-    assert bool(((found.double() - wanted).abs() <= allowed).all())
-    assert torch.equal(kernels.multiply_many(kernels.matrices(parts), x[-1:], n_out), found[-1:])
+    found = product(x)
+    assert found.shape == (rows, product.n_out)
+    raws = zip(kinds, raws, strict=True)
+    assert_products(found, x, torch.cat([dequantise(BY_NAME[k], raw, torch.float32) for k, raw in raws]))
+    for row in range(rows):
+        assert torch.equal(product(x[row : row + 1]), found[row : row + 1])
 
 
-def test_products_in_integers_of_short_and_of_very_many_rows():
-    """Columns that are no whole chunk, more rows than are taken at a time, numbers that are not finite, zeros."""
+def test_products_of_very_many_rows_and_of_numbers_that_are_not_finite():
+    """More rows than are taken at a time; a row of zeros, one of denormals."""
     kind, kernels = BY_NAME["Q5_1"], cpu_kernels()
     raw = torch.from_numpy(random_blocks(np.random.default_rng(0), "Q5_1", 48, 288))
-    w, parts = dequantise(kind, raw, torch.float32), [packed(kind, raw)]
+    parts = [packed(kind, raw)]
     x = torch.randn(2100, 288).bfloat16()
-    x[7], x[8, 3], x[9, 280] = 0.0, float("inf"), float("nan")
-    found = kernels.multiply_many(kernels.matrices(parts), x, 48)
-    wanted = x.double() @ w.double().t()
-    assert not found[8:10].isfinite().any()
-    found[8:10] = wanted[8:10] = 0.0
-    x[8:10] = 0.0
-    allowed = BFLOAT16 * wanted.abs() + 12 * product_error(x, w)
-    allowed += 2.0**-15 * x.double().abs().amax(dim=1, keepdim=True) * w.double().abs().sum(dim=1)
-    assert bool(((found.double() - wanted).abs() <= allowed).all())
-
-
-@pytest.mark.parametrize("in_integers", [False, True])
-def test_this_cpu_decides_how_many_rows_are_multiplied(in_integers, monkeypatch):
-    monkeypatch.setattr(cpu_kernels(), "multiplies_many", in_integers)
-    kind, x = BY_NAME["Q4_K"], torch.randn(MAX_TILED_ROWS + 1, 512).bfloat16()
-    product = TiledLinear(cpu_kernels(), [packed(kind, blocks("Q4_K", 40))], 512)
-    assert product.implementation.endswith("c++ in integers beyond" if in_integers else "bfloat16 onednn beyond")
-    direct = cpu_kernels().multiply_many(product._matrices, x, 40)
-    found = product(x)
-    assert torch.equal(found, direct) == in_integers
-    assert torch.allclose(found.float(), direct.float(), rtol=0.05, atol=0.05 * float(direct.float().abs().max()))
+    x[6], x[7], x[8, 3], x[9, 280], x[2090, 40] = 1e-39, 0.0, float("inf"), float("nan"), float("-inf")
+    found = kernels.multiply(kernels.matrices(parts), x, 48)
+    bad = [8, 9, 2090]
+    assert not found[bad].isfinite().any()
+    found[bad], x[bad] = 0.0, 0.0
+    assert not found[6:8].any()
+    assert_products(found, x, dequantise(kind, raw, torch.float32))
 
 
 @pytest.mark.parametrize("scratch", [1 << 24, 512 * 32])
-def test_products_of_many_rows(scratch, monkeypatch):
-    monkeypatch.setattr(cpu_kernels(), "multiplies_many", False)
+def test_many_rows_on_a_cpu_with_amx(scratch, monkeypatch):
+    """Weights are rounded to bfloat16 there, activations are not."""
     monkeypatch.setattr("daemons.ops.cpu.linear.SCRATCH_ELEMENTS", scratch)
     kinds = [BY_NAME["Q4_K"], BY_NAME["Q6_K"]]
     raws = [blocks(kind.name, 40) for kind in kinds]
-    product = TiledLinear(cpu_kernels(), [packed(k, raw) for k, raw in zip(kinds, raws, strict=True)], 512)
+    parts = [packed(k, raw) for k, raw in zip(kinds, raws, strict=True)]
+    product = TiledLinear(cpu_kernels(), parts, 512, AMX_TILED_ROWS)
     w = torch.cat([dequantise(k, raw, torch.bfloat16) for k, raw in zip(kinds, raws, strict=True)])
-    x = torch.randn(MAX_TILED_ROWS + 1, 512).bfloat16()
+    x = torch.randn(AMX_TILED_ROWS + 1, 512).bfloat16()
     wanted = x.double() @ w.double().t()
     assert bool(((product(x).double() - wanted).abs() <= BFLOAT16 * wanted.abs() + 2 * product_error(x, w)).all())
+    assert torch.equal(product(x[1:]), TiledLinear(cpu_kernels(), parts, 512)(x[1:]))
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_this_cpu_decides_how_many_rows_are_multiplied_in_integers(has_amx, monkeypatch):
+    monkeypatch.setattr(cpu_kernels(), "has_amx", has_amx)
+    tiles = packed(BY_NAME["Q4_K"], blocks("Q4_K", 40))
+    product = KernelSelector(torch.device("cpu"), torch.bfloat16, limits=Handovers()).tiled_linear([tiles], 512)
+    assert product.max_rows == (AMX_TILED_ROWS if has_amx else ALL_ROWS)
+    assert product.implementation == "tiles, c++ in integers" + " to 32 rows, bfloat16 onednn beyond" * has_amx
 
 
 @pytest.mark.parametrize("n_rows", [3, 40])
-def test_threads_change_no_number(n_rows, monkeypatch):
-    monkeypatch.setattr(cpu_kernels(), "multiplies_many", True)
+def test_threads_change_no_number(n_rows):
     kind, x = BY_NAME["Q5_K"], torch.randn(n_rows, 512)
     product = TiledLinear(cpu_kernels(), [packed(kind, blocks("Q5_K", 300))], 512)
     one, before = product(x.bfloat16()), torch.get_num_threads()

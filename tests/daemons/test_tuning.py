@@ -17,7 +17,7 @@ from daemons.models.loader import WeightLoader
 from daemons.ops import handovers
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import cpu_kernels
-from daemons.ops.cpu.linear import MAX_TILED_ROWS, TiledLinear
+from daemons.ops.cpu.linear import TiledLinear
 from daemons.ops.handovers import CANDIDATES, Handovers, conditions, name_of, read, write
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
@@ -27,6 +27,12 @@ from lucevisor.protocol.checks import Check, Tune
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
+
+
+@pytest.fixture
+def amx(monkeypatch):
+    """A cpu with AMX: others multiply all rows in the same way, and there is nothing to tune."""
+    monkeypatch.setattr(cpu_kernels(), "has_amx", True)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +48,7 @@ def order() -> Check:
 
 
 @needs_cpu_kernels
-def test_a_cpu_is_tuned_and_loads_what_it_found(monkeypatch):
+def test_a_cpu_is_tuned_and_loads_what_it_found(amx, monkeypatch):
     monkeypatch.setattr(tuning, "N_TURNS", 1)
     monkeypatch.setattr("daemons.timing.ROUND_S", 0.001)
     lines = run_check(order(), Backend.CPU, []).lines
@@ -65,7 +71,13 @@ def test_a_cpu_is_tuned_and_loads_what_it_found(monkeypatch):
 
 
 @needs_cpu_kernels
-def test_what_fails_is_told_and_nothing_is_kept(tmp_path, monkeypatch):
+def test_a_cpu_without_amx_has_nothing_to_tune(monkeypatch):
+    monkeypatch.setattr(cpu_kernels(), "has_amx", False)
+    assert run_check(order(), Backend.CPU, []).lines == []
+
+
+@needs_cpu_kernels
+def test_what_fails_is_told_and_nothing_is_kept(amx, tmp_path, monkeypatch):
     def broken(*_):
         raise RuntimeError("no such speed")
 
@@ -137,7 +149,7 @@ def test_an_ignored_file_is_a_warning_of_the_load_and_limits_are_built_in():
     here = conditions(CPU, torch.bfloat16)
     write(here, GOOD).write_bytes(b"?")
     selector = KernelSelector(CPU, torch.bfloat16)
-    assert selector.handovers.limit("Q4_K", "tiled rows", MAX_TILED_ROWS) == MAX_TILED_ROWS
+    assert selector.handovers.limit("Q4_K", "tiled rows", 32) == 32
     assert any("is ignored" in warning for warning in selector.warnings)
 
 

@@ -1,170 +1,155 @@
-// Many rows of activations times tiles of packed weights, in integers.
+// Rows of activations times tiles of packed weights, in integers.
 //
-// Activations are 16-bit integers times a power of two for each row and CHUNK columns.  Numbers down to 2^-7 of a
-// chunk's largest are exact, smaller ones are rounded to 2^-15 of it.  Codes are integers; `vpdpwssd` adds their
-// products without rounding, and a group's sum is multiplied by its scale in float32.  A row's result does not depend
-// on the rows beside it.
+// Activations are 8-bit integers times a factor for each row and SHARED columns, so that `vpdpbusd` adds products with
+// codes without rounding.  A group's sum is multiplied by its scale in float32.  A row's result does not depend on the
+// rows beside it: each is summed by the same instructions in the same order.
 #pragma once
-#include <vector>
+#include "tiles.h"
 
-#include "gemv.h"
+constexpr int MAX_ROWS = 8;  // of activations in registers at a time
+constexpr int AHEAD = 8192;  // bytes that are prefetched: the processor alone stops at 30 of 36 GB/s a thread
+constexpr int SHARED = 32;   // columns whose activations share a factor
+constexpr int SHORT = 16;    // columns of the smallest group
 
-constexpr int CHUNK = 256;      // columns whose activations share an exponent
-constexpr int BLOCK_ROWS = 12;  // of activations: 24 sums, two vectors of weights and a pair fill the registers
-constexpr long MAX_BLOCKS = 86;  // at a time: 1,024 rows fit, and activations take some 35 MB at most
+inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* at, int n_bytes) {
+  for (int i = 0; i < n_bytes; i += 64) _mm_prefetch((const char*)at + AHEAD + i, _MM_HINT_T0);
+}
 
-// Sums of products of pairs.  A hypervisor may hide `vpdpwssd` from a cpu that has bfloat16 products.
+// Sums of products of four bytes, those of `w` without sign.
 inline __m512i add_products(__m512i sum, __m512i w, __m512i x) {
 #ifdef __AVX512VNNI__
-  return _mm512_dpwssd_epi32(sum, w, x);
-#else
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x));
+  return _mm512_dpbusd_epi32(sum, w, x);
+#else  // a hypervisor may hide it from a cpu that has bfloat16 products
+  const __m512i even = _mm512_and_si512(w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(w, 8);
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(even, _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)));
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(odd, _mm512_srai_epi16(x, 8)));
 #endif
 }
 
-// Whether many rows are faster this way than by oneDNN's bfloat16 products: `vpdpwssd` starts twice a cycle everywhere.
-#ifdef __AVX512VNNI__
-inline bool integer_products() { return float_products() && !HAS_AMX; }
-#else
-inline bool integer_products() { return false; }
-#endif
+// Activations as bytes [n][columns], in the order of a tile's columns; factors and `sums`, those of the activations,
+// [n][columns / SHARED]; `totals`, those of the bytes, [n][columns / SHORT].
+struct ByteRows {
+  int8_t* x;
+  float *factors, *sums;
+  int32_t* totals;
+  long n, columns;
 
-// Rows of activations in blocks of BLOCK_ROWS, which adjoin: pairs of columns, of each SUM columns the sum, of each
-// CHUNK the factor.
-struct IntegerRows {
-  int32_t* pairs;
-  float *sums, *factors;
-  long columns;
-
-  long chunks() const { return (columns + CHUNK - 1) / CHUNK; }
-  int32_t* pairs_of(long block) const { return pairs + block * BLOCK_ROWS * (columns / 2); }
-  float* sums_of(long block) const { return sums + block * BLOCK_ROWS * (columns / SUM); }
-  float* factors_of(long block) const { return factors + block * BLOCK_ROWS * chunks(); }
-
-  // Row `r` of a block.
-  void put(long block, long r, const uint16_t* x) const {
-    int32_t* pairs = pairs_of(block) + r;
-    float *sums = sums_of(block) + r, *factors = factors_of(block) + r;
-    for (long at = 0; at < columns; at += CHUNK) {
-      const long end = at + CHUNK < columns ? at + CHUNK : columns;
-      __m512i largest = _mm512_setzero_si512();
-      for (long c = at; c < end; c += SUM)
-        largest = _mm512_max_epu16(largest, _mm512_and_si512(_mm512_loadu_si512(x + c), _mm512_set1_epi16(0x7fff)));
-      alignas(64) uint16_t found[SUM];
-      _mm512_store_si512(found, largest);
-      const int exponent = std::max(14, *std::max_element(found, found + SUM) >> 7);
-      const Floats up = splat(std::ldexp(1.f, 141 - exponent));  // the largest to 2^14 or more
-      // what is not finite has no integer
-      factors[at / CHUNK * BLOCK_ROWS] = exponent == 255 ? NAN : std::ldexp(1.f, exponent - 141);
-      for (long c = at; c < end; c += SUM) {
-        alignas(64) int32_t both[SUM / 2];
-        __m512i total = _mm512_setzero_si512();
-        for (int half = 0; half < 2; half++) {
-          const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load_bfloat16(x + c + 16 * half), up));
-          total = _mm512_add_epi32(total, q);
-          _mm256_store_si256((__m256i*)both + half, _mm512_cvtsepi32_epi16(q));
-        }
-        sums[c / SUM * BLOCK_ROWS] = float(_mm512_reduce_add_epi32(total));
-        for (int p = 0; p < SUM / 2; p++) pairs[(c / 2 + p) * BLOCK_ROWS] = both[p];
-      }
-    }
+  static long floats(long columns) { return columns / 4 + 2 * (columns / SHARED) + columns / SHORT; }
+  ByteRows(float* memory, long n, long columns) : n(n), columns(columns) {
+    factors = memory, sums = factors + n * (columns / SHARED);
+    totals = (int32_t*)(sums + n * (columns / SHARED));
+    x = (int8_t*)(totals + n * (columns / SHORT));
   }
 
-  void clear(long block, long r) const {
-    for (long i = 0; i < columns / 2; i++) pairs_of(block)[i * BLOCK_ROWS + r] = 0;
-    for (long i = 0; i < columns / SUM; i++) sums_of(block)[i * BLOCK_ROWS + r] = 0.f;
-    for (long i = 0; i < chunks(); i++) factors_of(block)[i * BLOCK_ROWS + r] = 0.f;
+  // SHARED columns from `at` on of all rows one after the other.
+  void put(long at, const uint16_t* from) const {
+    const Floats a = load_bfloat16(from + at), b = load_bfloat16(from + at + 16);
+    const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(a)), others = _mm512_castps_si512(_mm512_abs_ps(b));
+    const float largest = _mm512_cvtss_f32(_mm512_castsi512_ps(
+        _mm512_set1_epi32(_mm512_reduce_max_epi32(_mm512_max_epi32(bits, others)))));  // NaN is the largest
+    const float up = largest > 1e-35f ? 127.f / largest : 0.f;
+    const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(a, splat(up)));
+    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(b, splat(up)));
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    _mm_storeu_si128((__m128i*)(x + at), _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(p), order));
+    _mm_storeu_si128((__m128i*)(x + at + 16), _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(q), order));
+    const int first = _mm512_reduce_add_epi32(p), second = _mm512_reduce_add_epi32(q);
+    totals[at / SHORT] = first, totals[at / SHORT + 1] = second;
+    // what is not finite has no integer
+    const float factor = largest <= std::numeric_limits<float>::max() ? largest / 127.f : NAN;
+    factors[at / SHARED] = factor, sums[at / SHARED] = factor * float(first + second);
   }
 };
 
-// A strip of weights as integers: of each pair of columns both halves; of each group the scales of both, then minima.
-struct Panel {
-  __m512i* codes;
-  Floats* scales;
-};
-
-template <class T>
-void unpack_strip(const uint8_t* tile, long columns, const Panel& panel) {
-  const Decoder<T, true> decoder;
-  constexpr int STEP = T::MIN ? 4 : 2;
-  __m512i* codes = panel.codes;
-  Floats* scales = panel.scales;
-  for (long at = 0; at < columns; at += T::BLOCK, tile += T::BYTES)
-    for (int g = 0; g < T::GROUPS; g++, codes += T::GROUP, scales += STEP)
-      for (int h = 0; h < 2; h++) {
-        const uint8_t* group = half_group<T>(tile, g, h);
-        scales[h] = group_scale<T>(tile, g, h, load_half(tile + TILE * h));
-        if constexpr (T::MIN != 0) scales[2 + h] = group_minimum<T>(tile, g, h, tile_minimum<T>(tile, h));
-#pragma GCC unroll 16
-        for (int p = 0; p < T::GROUP / 2; p++) codes[2 * p + h] = decoder.integers(group, p);
-      }
-}
-
-// A block of rows times a strip.
-template <class T>
-void multiply_panel(const Panel& panel, const IntegerRows& rows, long block, Floats (*total)[BLOCK_ROWS]) {
-  constexpr int STEP = T::MIN ? 4 : 2;
-  const int32_t* pair = rows.pairs_of(block);
-  const float *sums = rows.sums_of(block), *factors = rows.factors_of(block);
-  const __m512i* codes = panel.codes;
-  const Floats* scales = panel.scales;
-  for (int r = 0; r < BLOCK_ROWS; r++) total[0][r] = total[1][r] = splat(0.f);
-  for (long at = 0; at < rows.columns; at += CHUNK, factors += BLOCK_ROWS) {
-    const long end = at + CHUNK < rows.columns ? at + CHUNK : rows.columns;
-    Floats part[2][BLOCK_ROWS];
-    for (int r = 0; r < BLOCK_ROWS; r++) part[0][r] = part[1][r] = splat(0.f);
-    for (long c = at; c < end; c += T::GROUP, scales += STEP) {
-      __m512i sum[2][BLOCK_ROWS];
-#pragma GCC unroll 12
-      for (int r = 0; r < BLOCK_ROWS; r++) sum[0][r] = sum[1][r] = _mm512_setzero_si512();
-#pragma GCC unroll 16
-      for (int p = 0; p < T::GROUP / 2; p++) {  // unrolled, so that the sums stay in registers
-        const __m512i w[2] = {codes[2 * p], codes[2 * p + 1]};
-#pragma GCC unroll 12
-        for (int r = 0; r < BLOCK_ROWS; r++) {
-          const __m512i x = _mm512_set1_epi32(pair[p * BLOCK_ROWS + r]);
-          sum[0][r] = add_products(sum[0][r], w[0], x);
-          sum[1][r] = add_products(sum[1][r], w[1], x);
+// R rows from `first` on times one strip of TILE rows of weights.  Products take 5 cycles and start twice a cycle, so 10
+// sums are to be in progress: both halves of a tile are taken at once, with the same activations.
+template <class T, int R>
+void multiply_strip(const uint8_t* tile, const ByteRows& a, long first, Floats (*out)[R]) {
+  const int8_t* x = a.x + first * a.columns;
+  const long shared = a.columns / SHARED;
+  const float *factors = a.factors + first * shared, *sums = a.sums + first * shared;
+  const int32_t* totals = a.totals + first * (a.columns / SHORT);
+  Floats total[2][R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) total[0][r] = total[1][r] = splat(0.f);
+  for (long at = 0; at < a.columns; at += T::BLOCK, tile += T::BYTES) {
+    prefetch_ahead(tile, T::FIRST_GROUP);  // 10 lines left out halve what a Zen 4 reads
+    const Floats d[2] = {load_half(tile), load_half(tile + TILE)};
+    const Floats m[2] = {tile_minimum<T>(tile, 0), tile_minimum<T>(tile, 1)};
+    for (int g = 0; g < T::GROUPS; g++) {
+      const uint8_t* half[2] = {half_group<T>(tile, g, 0), half_group<T>(tile, g, 1)};
+      prefetch_ahead(half[0], T::GROUP_BYTES);
+      const long column = at + g * T::GROUP;
+      __m512i sum[2][R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        sum[0][r] = sum[1][r] = _mm512_setzero_si512();
+        if constexpr (T::OFFSET != 0) {
+          const int32_t* of = totals + r * (a.columns / SHORT) + column / SHORT;
+          sum[0][r] = sum[1][r] = _mm512_set1_epi32(-T::OFFSET * (T::GROUP == SHORT ? of[0] : of[0] + of[1]));
         }
       }
-      codes += T::GROUP, pair += T::GROUP / 2 * BLOCK_ROWS;
+#pragma GCC unroll 8
+      for (int i = 0; i < T::GROUP / 4; i++) {
+        const __m512i w[2] = {bytes_of<T>(half[0], i), bytes_of<T>(half[1], i)};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          int32_t four;
+          memcpy(&four, x + r * a.columns + column + 4 * i, 4);
+          const __m512i same = _mm512_set1_epi32(four);
+          sum[0][r] = add_products(sum[0][r], w[0], same);
+          sum[1][r] = add_products(sum[1][r], w[1], same);
+        }
+      }
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
-        const Floats scale = scales[h];
-#pragma GCC unroll 12
-        for (int r = 0; r < BLOCK_ROWS; r++)
-          part[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][r]), scale, part[h][r]);
+        const Floats scale = group_scale<T>(tile, g, h, d[h]);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const Floats factor = _mm512_mul_ps(scale, splat(factors[r * shared + column / SHARED]));
+          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][r]), factor, total[h][r]);
+        }
         if constexpr (T::MIN != 0) {
-          const Floats minimum = scales[2 + h];
-#pragma GCC unroll 12
-          for (int r = 0; r < BLOCK_ROWS; r++)
-            part[h][r] = _mm512_fmadd_ps(minimum, splat(sums[c / SUM * BLOCK_ROWS + r]), part[h][r]);
+          const Floats minimum = group_minimum<T>(tile, g, h, m[h]);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++)
+            total[h][r] = _mm512_fmadd_ps(minimum, splat(sums[r * shared + column / SHARED]), total[h][r]);
         }
       }
     }
-    for (int h = 0; h < 2; h++)
-      for (int r = 0; r < BLOCK_ROWS; r++) total[h][r] = _mm512_fmadd_ps(part[h][r], splat(factors[r]), total[h][r]);
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) out[0][r] = total[0][r], out[1][r] = total[1][r];
 }
 
-// Strips from `begin` to `end` of a matrix times n rows.
+// A strip of a matrix times R rows.
+template <class T, int R>
+void multiply_rows(const uint8_t* tile, const ByteRows& a, long first, long width, uint16_t* out, long out_stride) {
+  Floats found[2][R];
+  multiply_strip<T, R>(tile, a, first, found);
+  for (long at = 0; at < width; at += 16)
+    for (long r = 0; r < R; r++)
+      _mm256_mask_storeu_epi16(out + (first + r) * out_stride + at, lanes(at, width), to_bfloat16(found[at / 16][r]));
+}
+
+// Strips from `begin` to `end` of a matrix with `n_out` rows times all rows of activations.
 template <class T>
-void multiply_many_rows(const uint8_t* tiles, const IntegerRows& rows, long n, long n_out, long begin, long end,
-                        uint16_t* out, long out_stride) {
-  static thread_local std::vector<Floats> memory;
-  memory.resize(rows.columns * (1 + (T::MIN ? 4 : 2) / double(T::GROUP)) + 1);
-  const Panel panel{(__m512i*)memory.data(), memory.data() + rows.columns};
-  const long strip_bytes = rows.columns / T::BLOCK * T::BYTES;
+void multiply_strips(const uint8_t* tiles, const ByteRows& a, long n_out, long begin, long end, uint16_t* out,
+                     long out_stride) {
+  const long strip_bytes = a.columns / T::BLOCK * T::BYTES;
   for (long strip = begin; strip < end; strip++) {
-    unpack_strip<T>(tiles + strip * strip_bytes, rows.columns, panel);
-    for (long first = 0; first < n; first += BLOCK_ROWS) {
-      Floats found[2][BLOCK_ROWS];
-      multiply_panel<T>(panel, rows, first / BLOCK_ROWS, found);
-      for (long half = 0; half < 2; half++) {
-        const long at = TILE * strip + 16 * half;
-        if (at >= n_out) break;
-        for (long r = 0; r < BLOCK_ROWS && first + r < n; r++)
-          _mm256_mask_storeu_epi16(out + (first + r) * out_stride + at, lanes(at, n_out), to_bfloat16(found[half][r]));
+    const long at = TILE * strip, width = n_out - at < TILE ? n_out - at : TILE;
+    for (long first = 0; first < a.n; first += MAX_ROWS) {
+      const auto rows = [&](auto run) { run(tiles + strip * strip_bytes, a, first, width, out + at, out_stride); };
+      switch (a.n - first) {
+        case 1: rows(multiply_rows<T, 1>); break;
+        case 2: rows(multiply_rows<T, 2>); break;
+        case 3: rows(multiply_rows<T, 3>); break;
+        case 4: rows(multiply_rows<T, 4>); break;
+        case 5: rows(multiply_rows<T, 5>); break;
+        case 6: rows(multiply_rows<T, 6>); break;
+        case 7: rows(multiply_rows<T, 7>); break;
+        default: rows(multiply_rows<T, 8>);
       }
     }
   }

@@ -1,8 +1,11 @@
 // The entry points that daemons/ops/cpu/library.py calls.
+#include <omp.h>
+
 #include <vector>
 
 #include "choices.h"
 #include "delta_net.h"
+#include "dequantise.h"
 #include "gemm.h"
 #include "page_writes.h"
 #include "paged_attention.h"
@@ -24,6 +27,9 @@
     case 23: { using T = IQ4_XS; call; break; }                                    \
     default: return -1;                                                            \
   }
+
+constexpr long MOST_ROWS = 1024;  // at a time: activations take 27 MB at most
+constexpr long FEW_ROWS = 32;
 
 // Rows of a matrix whose results are columns of one output.
 struct Matrix {
@@ -76,63 +82,44 @@ long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const 
 
 // x bfloat16 [n][n_columns] times the matrices -> out [n][sum of their rows].
 long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
-          long out_stride) {
+              long out_stride) {
   static thread_local std::vector<float> memory;
-  const bool is_wide = n > 1 && float_products();
-  memory.resize(n * (n_columns / SUM) + (is_wide ? n * n_columns : 0));
-  float *sums = memory.data(), *wide = is_wide ? sums + n * (n_columns / SUM) : nullptr;
-  const long n_strips = count_strips(matrices, n_matrices);
-  sum_columns(x, n * n_columns, sums);
-  if (is_wide)
-    for (long at = 0; at < n * n_columns; at += LANES) _mm512_storeu_ps(wide + at, load_bfloat16(x + at));
-  const Activations a{x, sums, wide, n, n_columns};
-#pragma omp parallel if (n_strips > 4)
-  {
-    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const long mine = n_strips * thread / threads, others = n_strips * (thread + 1) / threads;
-    for_strips(matrices, n_matrices, mine, others, [&](const Matrix& w, long begin, long end, long column) -> long {
-      FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, w.n_rows, begin, end, out + column, out_stride))
-      return 0;
-    });
-  }
-  return 0;
-}
-
-// The same for many rows.
-long multiply_many(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
-                   long out_stride) {
-  static thread_local std::vector<float> memory;
-  const long passes = (n + MAX_BLOCKS * BLOCK_ROWS - 1) / (MAX_BLOCKS * BLOCK_ROWS);
-  const long blocks = (n + passes * BLOCK_ROWS - 1) / (passes * BLOCK_ROWS), most = blocks * BLOCK_ROWS;
-  memory.resize(most * (n_columns / 2 + n_columns / SUM + (n_columns + CHUNK - 1) / CHUNK));
-  float* sums = memory.data() + most * (n_columns / 2);
-  const IntegerRows rows{(int32_t*)memory.data(), sums, sums + most * (n_columns / SUM), n_columns};
+  const long passes = (n + MOST_ROWS - 1) / MOST_ROWS, most = (n + passes - 1) / passes;
+  memory.resize(most * ByteRows::floats(n_columns));
   const long n_strips = count_strips(matrices, n_matrices);
   for (long first = 0; first < n; first += most) {
-    const long now = n - first < most ? n - first : most, padded = (now + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
-#pragma omp parallel
+    const ByteRows a(memory.data(), n - first < most ? n - first : most, n_columns);
+    const auto strips = [&](long begin, long end) {
+      for_strips(matrices, n_matrices, begin, end, [&](const Matrix& w, long begin, long end, long column) -> long {
+        uint16_t* to = out + first * out_stride + column;
+        FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, w.n_rows, begin, end, to, out_stride))
+        return 0;
+      });
+    };
+#pragma omp parallel for if (a.n * n_columns > PARALLEL)
+    for (long at = 0; at < a.n * n_columns; at += SHARED) a.put(at, x + first * n_columns);
+#pragma omp parallel if (n_strips > 4)
     {
-#pragma omp for
-      for (long r = 0; r < padded; r++)
-        if (r < now)
-          rows.put(r / BLOCK_ROWS, r % BLOCK_ROWS, x + (first + r) * n_columns);
-        else
-          rows.clear(r / BLOCK_ROWS, r % BLOCK_ROWS);
+      const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+      if (a.n <= FEW_ROWS) {  // to read weights takes the time: each thread reads on
+        strips(n_strips * thread / threads, n_strips * (thread + 1) / threads);
+      } else {
 #pragma omp for schedule(dynamic)  // other programs may hold up a thread
-      for (long strip = 0; strip < n_strips; strip++)
-        for_strips(matrices, n_matrices, strip, strip + 1,
-                   [&](const Matrix& w, long begin, long end, long column) -> long {
-                     uint16_t* to = out + first * out_stride + column;
-                     FOR_KIND(w.kind, multiply_many_rows<T>(w.tiles, rows, now, w.n_rows, begin, end, to, out_stride))
-                     return 0;
-                   });
+        for (long strip = 0; strip < n_strips; strip++) strips(strip, strip + 1);
+      }
     }
   }
   return 0;
 }
 
-// Whether multiply_many is faster here than a product of dequantised weights.
-long multiplies_many() { return integer_products(); }
+// Whether many rows are faster by oneDNN's product of dequantised weights.
+long has_amx() {
+#ifdef __AMX_BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 long rms_norm(const uint16_t* x, long stride, long n_rows, long heads, long width, const float* weight, long weights,
               float eps, const uint16_t* delta, uint16_t* sum, uint16_t* out, float* out_float) {
@@ -314,7 +301,6 @@ long select_path(const CandidatePath* candidates, long slices) {
 
 RECORDED(lookup)
 RECORDED(multiply)
-RECORDED(multiply_many)
 RECORDED(rms_norm)
 RECORDED(qk_norm_rope)
 RECORDED(act_and_mul)

@@ -24,8 +24,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "dequantise": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER],
     "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
-    "multiply_many": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
-    "multiplies_many": [],
+    "has_amx": [],
     "rms_norm": [
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _FLOAT),
         *(_POINTER, _POINTER, _POINTER, _POINTER),
@@ -129,8 +128,8 @@ class CpuKernels:
         for name, types in SIGNATURES.items():
             function = getattr(self.library, name)
             function.argtypes, function.restype = types, _LONG
-        self.multiplies_many = bool(self.library.multiplies_many())
-        """Whether :meth:`multiply_many` is faster here than a product of dequantised weights."""
+        self.has_amx = bool(self.library.has_amx())
+        """Whether oneDNN's product of dequantised weights is faster here for many rows than :meth:`multiply`."""
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
 
     def tiles_bytes(self, kind: GgmlType, n_rows: int, n_columns: int) -> int:
@@ -163,19 +162,14 @@ class CpuKernels:
         return (_Matrix * len(parts))(*(_Matrix(p.kind.id, p.n_rows, p.data.data_ptr()) for p in parts))
 
     def multiply(self, matrices: ctypes.Array[_Matrix], x: Tensor, n_out: int) -> Tensor:
-        """``x`` [n, K] times the matrices one below the other -> [n, n_out].  No row depends on those beside it."""
+        """``x`` [n, K] times the matrices one below the other -> [n, n_out].  No row depends on those beside it.
+
+        Activations are rounded to 8-bit integers times a factor for each row and 32 columns; sums of a group's
+        products are exact.
+        """
         rows, n_columns = x.shape
         out = x.new_empty(rows, n_out)
         self.calls.multiply(
-            ctypes.addressof(matrices), len(matrices), x.data_ptr(), rows, n_columns, out.data_ptr(), n_out
-        )
-        return out
-
-    def multiply_many(self, matrices: ctypes.Array[_Matrix], x: Tensor, n_out: int) -> Tensor:
-        """:meth:`multiply` for many rows, with activations as 16-bit integers times powers of two."""
-        rows, n_columns = x.shape
-        out = x.new_empty(rows, n_out)
-        self.calls.multiply_many(
             ctypes.addressof(matrices), len(matrices), x.data_ptr(), rows, n_columns, out.data_ptr(), n_out
         )
         return out

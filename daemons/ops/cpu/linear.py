@@ -1,4 +1,4 @@
-"""Linear layers on tiles of packed weights: C++ for few rows; beyond, C++ or oneDNN's bfloat16 product."""
+"""Linear layers on tiles of packed weights: C++ in integers, and for many rows oneDNN's bfloat16 product with AMX."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 from daemons.ops.cpu.library import CpuKernels, Tiles
 from lucevisor.model.quant_types import CPU_TILE_ROWS, GgmlType
 
-MAX_TILED_ROWS = 32
-"""Rows up to which weights are decoded for each few rows; beyond, to decode them once is faster."""
+AMX_TILED_ROWS = 32
+"""Rows up to which weights are decoded for each few rows on a cpu with AMX; beyond, to dequantise them is faster."""
+ALL_ROWS = 1 << 30
 SCRATCH_ELEMENTS = 1 << 24
 """Weights that are dequantised at a time."""
 
@@ -19,12 +20,10 @@ SCRATCH_ELEMENTS = 1 << 24
 class TiledLinear:
     """Matrices ``[N, K]`` one below the other, bfloat16 activations.
 
-    Up to ``max_rows`` rows, and in integers also beyond, a row's result is the same whatever rows are beside it.
+    Up to ``max_rows`` rows a row's result is the same whatever rows are beside it.
     """
 
-    def __init__(
-        self, kernels: CpuKernels, parts: Sequence[Tiles], n_columns: int, max_rows: int = MAX_TILED_ROWS
-    ) -> None:
+    def __init__(self, kernels: CpuKernels, parts: Sequence[Tiles], n_columns: int, max_rows: int = ALL_ROWS) -> None:
         self.kernels, self.parts, self.n_columns, self.max_rows = kernels, list(parts), n_columns, max_rows
         self.n_out, self.n_bytes = sum(p.n_rows for p in parts), sum(p.data.nbytes for p in parts)
         self._matrices = kernels.matrices(self.parts)
@@ -32,14 +31,13 @@ class TiledLinear:
     @property
     def implementation(self) -> str:
         """What runs for how many rows, for the report of kernel selection."""
-        beyond = "c++ in integers" if self.kernels.multiplies_many else "bfloat16 onednn"
-        return f"tiles, c++ to {self.max_rows} rows, {beyond} beyond"
+        if self.max_rows == ALL_ROWS:
+            return "tiles, c++ in integers"
+        return f"tiles, c++ in integers to {self.max_rows} rows, bfloat16 onednn beyond"
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.max_rows:
             return self.kernels.multiply(self._matrices, x.contiguous(), self.n_out)
-        if self.kernels.multiplies_many:
-            return self.kernels.multiply_many(self._matrices, x.contiguous(), self.n_out)
         batches = list(self._batches())
         if len(batches) == 1:
             return F.linear(x, self._dequantised(batches[0]))

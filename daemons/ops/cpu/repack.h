@@ -76,16 +76,17 @@ void put(const Block<T>& block, int row, uint8_t* tile) {
       if (T::MIN) tile[T::MINIMA + TILE * g + row] = block.minimum[g];
     }
   for (int i = 0; i < T::BLOCK; i++) {
-    const int p = i % T::GROUP / 2, lane = 2 * (row % 16) + i % 2, code = block.code[i];
+    const int at = i % T::GROUP, four = at / 8 * 2 + at / 2 % 2, code = block.code[i];
+    const int lane = 4 * (row % 16) + 2 * (at % 2) + at / 4 % 2;  // a byte of the four
     uint8_t* group = tile + (half_group<T>(tile, i / T::GROUP, half) - tile);
     if (T::HIGH == 4) {
-      group[T::CODES + 32 * p + lane] = code;
+      group[T::CODES + 64 * four + lane] = uint8_t(code + T::OFFSET);
       continue;
     }
-    const int bit = 4 * (p % 4), high = code >> 4;
-    group[T::CODES + 64 * (p / 4) + 2 * lane + bit / 8] |= (code & 15) << bit % 8;
-    if (T::HIGH == 1) group[4 * p + lane / 8] |= high << lane % 8;
-    if (T::HIGH == 2) group[2 * lane + p / 4] |= high << 2 * (p % 4);
+    const int high = code >> 4;
+    group[T::CODES + 64 * (four / 2) + lane] |= (code & 15) << 4 * (four % 2);
+    if (T::HIGH == 1) group[8 * four + lane / 8] |= high << lane % 8;
+    if (T::HIGH == 2) group[lane] |= high << 2 * four;
   }
 }
 

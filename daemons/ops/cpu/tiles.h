@@ -1,12 +1,13 @@
 // Tiles of packed weights: 32 rows x one quant block of columns, as two halves of 16 rows that are multiplied together.
-// A lane of 32 bits is a row, its halves two neighbouring columns, so that `vdpbf16ps` multiplies 16 rows by a pair of
-// activations.  All is read in the order in which it lies: with several streams the processor stops to prefetch.
+// A lane of 32 bits is a row, its bytes are four columns, so that `vpdpbusd` multiplies 16 rows by four activations.
+// All is read in the order in which it lies: with several streams the processor stops to prefetch.
 //
 // A tile is: d f16[32] | m f16[32], if the type has minima | nested types: scales [groups][32] and minima [groups][32],
-// a byte each | groups of columns that share a scale, of each half: high bits | codes.  Codes of 4 bits: 64 bytes for 8
-// columns, nibble i of each 16 bits is of columns 2i (low half) and 2i + 1.  One high bit: 32 of them for a pair of
-// columns.  Two high bits: 64 bytes for 16 columns, bits 2p of each 16 bits are of pair p.  Codes of 8 bits: [pair of
-// columns][row][2].
+// a byte each | groups of columns that share a scale, of each half: high bits | codes.  Of eight columns, 0 4 1 5 are the
+// bytes of one vector, a *four*, and 2 6 3 7 those of the next: so the halves of a lane in both, shifted, are the pairs
+// 0 1, 2 3, 4 5 and 6 7.  Codes of 4 bits: a byte has the first four's in its low nibble, the second's in the high one.
+// One high bit: a bit for each byte of a four.  Two high bits: 64 bytes for 16 columns, bits 2i of a byte are of the i-th
+// four.  Codes of 8 bits: a byte each, plus OFFSET.
 #pragma once
 #include "avx512.h"
 
@@ -20,6 +21,7 @@ struct Type {
   static constexpr int BLOCK = COLUMNS, GROUP = GROUP_, HIGH = HIGH_, MIN = MIN_, ZERO = ZERO_;
   static constexpr bool NESTED = NESTED_, SIGNED = SIGNED_, LOOKUP = LOOKUP_;
   static constexpr int GROUPS = BLOCK / GROUP;
+  static constexpr int OFFSET = LOOKUP || HIGH == 4 ? 128 : -ZERO;  // what is added to values so that none is negative
   static constexpr int M = 64, SCALES = MIN ? 128 : 64, MINIMA = SCALES + (NESTED ? GROUPS * TILE : 0);
   static constexpr int FIRST_GROUP = MINIMA + (NESTED && MIN ? GROUPS * TILE : 0);
   static constexpr int CODES = HIGH == 4 ? 0 : GROUP * HIGH * 2;  // where they begin in half a group
@@ -37,8 +39,8 @@ using Q4_K = Type<256, 32, 0, true, false, -1, 0>;
 using Q5_K = Type<256, 32, 1, true, false, -1, 0>;
 using Q6_K = Type<256, 16, 2, true, true, 0, -32>;
 
-// The values of 32 codes as bfloat16, exact, or integers; where high bits are no part of the index: of sixteen, twice.
-template <class T, bool INTEGERS>
+// The values of 32 codes as bfloat16, exact; where high bits are no part of the index: of sixteen, twice.
+template <class T>
 inline __m512i values(int first) {
   alignas(64) uint16_t out[32];
   for (int i = 0; i < 32; i++) {
@@ -47,46 +49,71 @@ inline __m512i values(int first) {
     const float real = float(value);
     uint32_t bits;
     memcpy(&bits, &real, 4);
-    out[i] = INTEGERS ? uint16_t(value) : uint16_t(bits >> 16);
+    out[i] = uint16_t(bits >> 16);
   }
   return _mm512_load_si512(out);
 }
 
-// Decodes codes exactly, by a table: to bfloat16, or to integers of 16 bits.
-template <class T, bool INTEGERS = false>
+// Decodes codes to bfloat16, exactly, by a table.
+template <class T>
 struct Decoder {
-  const __m512i low = values<T, INTEGERS>(0), high = values<T, INTEGERS>(T::HIGH == 2 ? 32 : 16);
+  const __m512i low = values<T>(0), high = values<T>(T::HIGH == 2 ? 32 : 16);
   const __m512i nibble = _mm512_set1_epi16(15);
 
   // The p-th pair of columns of half a group, of 16 rows.
   inline __attribute__((always_inline)) __m512bh pair(const uint8_t* group, int p) const {
+    const int four = p / 4 * 2 + p % 2, byte = p % 4 / 2;  // of a half of a lane
     if constexpr (T::HIGH == 4) {
-      const __m256i q = _mm256_loadu_si256((const __m256i*)(group + T::CODES + 32 * p));
-      if constexpr (INTEGERS) return (__m512bh)_mm512_cvtepi8_epi16(q);
-      const Floats a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)));
-      const Floats b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)));
+      const __m512i q = _mm512_loadu_si512(group + T::CODES + 64 * four);
+      const __m512i code = byte ? _mm512_srli_epi16(q, 8) : _mm512_and_si512(q, _mm512_set1_epi16(255));
+      const __m512i value = _mm512_sub_epi16(code, _mm512_set1_epi16(T::OFFSET));
+      const Floats a = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(value)));
+      const Floats b = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(value, 1)));
       return _mm512_cvtne2ps_pbh(b, a);
     } else {
       const __m512i q = _mm512_srli_epi16(_mm512_loadu_si512(group + T::CODES + 64 * (p / 4)), 4 * (p % 4));
       if constexpr (T::HIGH == 0) return (__m512bh)_mm512_permutexvar_epi16(q, low);
       if constexpr (T::HIGH == 1) {
-        uint32_t bits;
-        memcpy(&bits, group + 4 * p, 4);
+        uint64_t bits;
+        memcpy(&bits, group + 8 * four, 8);
+        const __mmask32 is_high = __mmask32(_pext_u64(bits, byte ? 0xaaaaaaaaaaaaaaaa : 0x5555555555555555));
         const __m512i found = _mm512_permutexvar_epi16(q, low);
-        return (__m512bh)_mm512_mask_permutexvar_epi16(found, __mmask32(bits), q, high);
+        return (__m512bh)_mm512_mask_permutexvar_epi16(found, is_high, q, high);
       }
       const __m512i h = _mm512_loadu_si512(group);
-      const int shift = 2 * p - 4;
+      const int shift = 8 * byte + 2 * four - 4;
       const __m512i bits = shift < 0 ? _mm512_slli_epi16(h, -shift) : _mm512_srli_epi16(h, shift);
       const __m512i code = _mm512_ternarylogic_epi32(nibble, q, bits, 0xCA);  // nibble ? q : bits
       return (__m512bh)_mm512_permutex2var_epi16(low, code, high);
     }
   }
-  inline __attribute__((always_inline)) __m512i integers(const uint8_t* group, int p) const {
-    static_assert(INTEGERS);
-    return (__m512i)pair(group, p);
-  }
 };
+
+// The i-th four of half a group as bytes, plus OFFSET.
+template <class T>
+inline __attribute__((always_inline)) __m512i bytes_of(const uint8_t* group, int i) {
+  if constexpr (T::HIGH == 4) return _mm512_loadu_si512(group + T::CODES + 64 * i);
+  const __m512i q = _mm512_loadu_si512(group + T::CODES + 64 * (i / 2)), nibble = _mm512_set1_epi8(15);
+  const __m512i code = i % 2 ? _mm512_srli_epi16(q, 4) : q;
+  if constexpr (T::HIGH == 2) {
+    const __m512i h = _mm512_loadu_si512(group);
+    const __m512i shifted = i == 0 ? _mm512_slli_epi16(h, 4) : i == 1 ? _mm512_slli_epi16(h, 2)
+                            : i == 2 ? h : _mm512_srli_epi16(h, 2);
+    const __m512i top = _mm512_and_si512(shifted, _mm512_set1_epi8(0x30));
+    return _mm512_ternarylogic_epi32(code, nibble, top, 0xEA);  // code & nibble | top
+  }
+  const __m512i low = _mm512_and_si512(code, nibble);
+  if constexpr (T::LOOKUP) {
+    const __m128i levels = _mm_xor_si128(_mm_loadu_si128((const __m128i*)LEVELS), _mm_set1_epi8(-128));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(levels), low);
+  }
+  if constexpr (T::HIGH == 1) {
+    uint64_t bits;
+    memcpy(&bits, group + 8 * i, 8);
+    return _mm512_mask_add_epi8(low, __mmask64(bits), low, _mm512_set1_epi8(16));
+  }
+  return low;
+}
 
 // Scale of a group for a half's 16 rows.  ``d``: that of the tile.
 template <class T>

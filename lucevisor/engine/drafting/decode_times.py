@@ -17,32 +17,48 @@ from typing import Final
 _KEPT: Final = 32  # steps per shape: with 20 % of jitter their middle is known to 2 %
 WARM_STEPS: Final = 2
 """First steps of a shape: they compile kernels and capture a CUDA graph, so they tell only what it takes at most."""
-_LEVEL_SHARE: Final = 0.1  # how much one step moves the level
-_MAX_LEVEL_STEP: Final = 2.0  # an outlier counts as no more than this ratio
+_SETTLED: Final = 8  # steps of a shape from which what it takes moves the level
+_USE_STEPS: Final = 32  # steps over which the use of shapes is averaged
 
 
 @dataclass(slots=True)
 class _ShapeTimes:
-    """Recent steps of a shape, divided by the level they were measured at."""
+    """Recent steps of a shape, divided by the level they were measured at and by ``scale``."""
 
     n_added: int = 0
     last_added: int = 0  # number of the last one among the steps of all shapes
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    typical: float = math.inf  # the middle of them; while warming up, the least
+    typical: float = math.inf  # the middle of them, times ``scale``; while warming up, the least
+    scale: float = 1.0
+    use: float = 0.0  # its share in the steps of all shapes, lately
 
-    def add(self, seconds: float, number: int) -> None:
+    def add(self, seconds: float, number: int) -> float:
+        """Count a step, divided by the level; return by what the level moves."""
+        self.use = 1 / _USE_STEPS + (1 - 1 / _USE_STEPS) ** (number - self.last_added) * self.use
         self.n_added += 1
         self.last_added = number
         if self.n_added <= WARM_STEPS:
             self.typical = min(self.typical, seconds)
-        else:
-            self.steps.append(seconds)
-            self.typical = middle(self.steps)
+            return 1.0
+        before = self.typical
+        self.steps.append(seconds / self.scale)
+        self.typical = middle(self.steps) * self.scale
+        if len(self.steps) <= _SETTLED:
+            return 1.0
+        moved = float((self.typical / before) ** min(1.0, self.use))
+        self.scale /= moved
+        self.typical /= moved
+        return moved
 
 
 class DecodeTimes:
     """Times by shape.  All of them move with the *level*: a machine that slows down, or longer contexts, show in the
-    shapes that are in use, and the others are assumed to follow."""
+    shapes that are in use, and the others are assumed to follow.
+
+    What a step changes in the estimate of its shape is a change of the level by the share that the shape has in the
+    steps lately, and of the shape alone by the rest.  So while one shape is used, the level is what that shape takes
+    over what it took at first: it cannot drift, however times are distributed.
+    """
 
     def __init__(self, row_share: float) -> None:
         """``row_share``: what one more row takes, of a step of one row, before it was measured."""
@@ -58,10 +74,7 @@ class DecodeTimes:
             return
         self._n_added += 1
         shape = self._shapes.setdefault((n_rows, n_slices), _ShapeTimes())
-        if shape.steps:
-            ratio = seconds / (self._level * shape.typical)
-            self._level *= min(_MAX_LEVEL_STEP, max(1 / _MAX_LEVEL_STEP, ratio)) ** _LEVEL_SHARE
-        shape.add(seconds / self._level, self._n_added)
+        self._level *= shape.add(seconds / self._level, self._n_added)
         if len(shape.steps) == 1:
             rows = self._rows.setdefault(n_slices, [])
             if n_rows not in rows:
