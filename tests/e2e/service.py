@@ -40,7 +40,7 @@ async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) 
     service = Service(loaded, open_model(loaded), directory, SilentDisplay())
     try:
         await service.start()
-        assert await service.wait_ready(60.0), service.reason()
+        assert await service.wait_ready(180.0), service.reason()
         yield service
     finally:
         await service.stop(0.0)
