@@ -98,7 +98,7 @@ def _of_matrix(spec: ModelSpec, layout: TensorLayout, selector: KernelSelector) 
         weights.close()
     n_columns = layout.shape[-1]
     if isinstance(product, TiledLinear):
-        if not product.kernels.has_amx:
+        if not product.kernels.many_by_onednn:
             return
         yield "tiled rows", _handover("tiled rows", selector, n_columns, _switch(product, "max_rows", product))
         return

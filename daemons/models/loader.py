@@ -120,6 +120,10 @@ class WeightLoader:
             raw = self._raw(rows)
             return self.selector.expert_blocks(layouts[0].kind, raw.view(n_experts, -1, raw.shape[-1]), n_columns)
         kinds = {r.kind.name for r in layouts}
+        if all(map(self._tiled_experts, layouts)):
+            if len(kinds) > 1:
+                return ConcatExperts([self.experts(name) for name in names])
+            return self.selector.expert_tiles(self._tiles(rows), n_experts, n_columns)
         if layouts[0].format is WeightFormat.INT4:
             packed, affine = self._int4(rows)
             affine = affine.view(affine.shape[0], n_experts, -1, 2).transpose(0, 1).contiguous()
@@ -164,6 +168,12 @@ class WeightLoader:
         if len(layout.shape) != 2 or rows.columns is not None or layout.format in ROW_INDEXED - {WeightFormat.BFLOAT16}:
             return False
         return self.selector.tiles(layout.kind, *layout.shape, layout.n_bytes)
+
+    def _tiled_experts(self, layout: TensorLayout) -> bool:
+        """The same for experts, each of which begins with a tile."""
+        if layout.format in ROW_INDEXED - {WeightFormat.BFLOAT16} or layout.shape[1] % CPU_TILE_ROWS:
+            return False
+        return self.selector.tiles(layout.kind, layout.shape[0] * layout.shape[1], layout.shape[2], layout.n_bytes)
 
     def _dtype_of(self, layout: TensorLayout) -> torch.dtype:
         return torch.float32 if layout.format is WeightFormat.FLOAT32 else self.selector.dtype

@@ -16,7 +16,7 @@ from torch import Tensor
 from daemons.device import launching
 from daemons.ops.cpu.compiler import CpuCompileError
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import ALL_ROWS, AMX_TILED_ROWS, CpuBlockTable, TiledLinear
+from daemons.ops.cpu.linear import ALL_ROWS, FEW_ROWS, CpuBlockTable, TiledLinear
 from daemons.ops.experts import UNLIMITED_PAIRS, BlockExperts, DenseExperts, ExpertWeights, SeparateExperts
 from daemons.ops.handovers import Handovers, conditions, read
 from daemons.ops.linear import (
@@ -154,12 +154,25 @@ class KernelSelector:
     def tiled_linear(self, parts: list[Tiles], n_columns: int) -> Linear:
         """Matrices in tiles, one below the other."""
         assert self.cpu is not None
-        built_in = AMX_TILED_ROWS if self.cpu.has_amx else ALL_ROWS
-        limits = [self.handovers.limit(part.kind.name, "tiled rows", built_in) for part in parts]
-        product = TiledLinear(self.cpu, parts, n_columns, min(limits))
+        product = TiledLinear(self.cpu, parts, n_columns, min(map(self._max_tiled_rows, parts)))
         for kind in (part.kind.name for part in parts):
             self._note(f"linear {kind}", product.implementation + self.handovers.note(kind))
         return product
+
+    def _max_tiled_rows(self, tiles: Tiles) -> int:
+        assert self.cpu is not None
+        if not self.cpu.many_by_onednn:
+            return ALL_ROWS
+        return self.handovers.limit(tiles.kind.name, "tiled rows", FEW_ROWS)
+
+    def expert_tiles(self, tiles: Tiles, n_experts: int, n_columns: int) -> ExpertWeights:
+        """Matrices of experts in tiles, one below the other; each begins with a tile."""
+        assert self.cpu is not None
+        max_rows, n_rows = self._max_tiled_rows(tiles), tiles.n_rows // n_experts
+        matrices = [Tiles(tiles.kind, n_rows, data) for data in tiles.data.view(n_experts, -1)]
+        experts = [TiledLinear(self.cpu, [matrix], n_columns, max_rows) for matrix in matrices]
+        self._note(f"experts {tiles.kind.name}", experts[0].implementation + self.handovers.note(tiles.kind.name))
+        return SeparateExperts([*experts], n_columns)
 
     def blocks(self, kind: GgmlType, raw: Tensor, n_columns: int) -> Linear:
         self._note(f"linear {kind.name}", f"blocks, dequantised to {_name(self.dtype)} at each call")

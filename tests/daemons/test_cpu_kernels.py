@@ -4,20 +4,24 @@ import ctypes
 import os
 import shutil
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daemons.models.loader import WeightLoader
 from daemons.ops.cpu import compiler
 from daemons.ops.cpu.library import KINDS, CpuKernels, Tiles, cpu_kernels
-from daemons.ops.cpu.linear import ALL_ROWS, AMX_TILED_ROWS, TiledLinear
+from daemons.ops.cpu.linear import ALL_ROWS, FEW_ROWS, TiledLinear
 from daemons.ops.handovers import Handovers
 from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise
+from lucevisor.model.gguf_files import open_model
 from lucevisor.model.quant_types import BY_NAME, format_bytes, weight_format
 from lucevisor.model.values import Backend, Dtype
+from lucevisor.model.weight_layout import TensorLayout, TensorRole
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.daemons.tiny_models import random_blocks
 from tests.numerics import BFLOAT16, product_error
@@ -149,6 +153,38 @@ def test_products_of_very_many_rows_and_of_numbers_that_are_not_finite():
     assert_products(found, x, dequantise(kind, raw, torch.float32))
 
 
+@pytest.mark.parametrize("n_rows", [96, 72])
+def test_experts_whose_matrices_begin_with_tiles(n_rows, tmp_path):
+    """Gate and up of one type, and of two; experts of another number of rows stay with torch."""
+    raws = {name: blocks(kind, 3 * n_rows, 7) for name, kind in (("gate", "Q4_K"), ("up", "Q4_K"), ("other", "Q6_K"))}
+    writer = gguf.GGUFWriter(tmp_path / "experts.gguf", "qwen35moe")
+    for name, raw in raws.items():
+        kind = gguf.GGMLQuantizationType.Q6_K if name == "other" else gguf.GGMLQuantizationType.Q4_K
+        writer.add_tensor(name, raw.view(3, n_rows, -1).numpy(), raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    files = open_model([tmp_path / "experts.gguf"])
+    kept = [
+        TensorLayout(t.name, t.kind, t.shape, TensorRole.MATRIX, fmt, format_bytes(t.kind, t.shape, fmt))
+        for t in files.tensors.values()
+        for fmt in [weight_format(t.kind, t.shape, Backend.CPU, Dtype.BFLOAT16)]
+    ]
+    selector = KernelSelector(torch.device("cpu"), torch.bfloat16, limits=Handovers())
+    weights = WeightLoader(files, kept, selector, lambda done, total: None)
+    for names in (("gate", "up"), ("gate", "other"), ("other",)):
+        experts = weights.experts(*names)
+        assert (experts.n_experts, experts.n_out) == (3, len(names) * n_rows)
+        x = torch.randn(5, 512).bfloat16()
+        for e in range(3 if n_rows % 32 == 0 else 0):
+            own = slice(e * n_rows, (e + 1) * n_rows)
+            w = [dequantise(BY_NAME["Q6_K" if n == "other" else "Q4_K"], raws[n][own], torch.float32) for n in names]
+            assert_products(experts.linear(e)(x), x, torch.cat(w))
+    weights.close()
+    tiled = ["tiles" in how for name, how in selector.selected.items() if "experts" in name]
+    assert tiled == [n_rows % 32 == 0] * 2
+
+
 @pytest.mark.parametrize("scratch", [1 << 24, 512 * 32])
 def test_many_rows_on_a_cpu_with_amx(scratch, monkeypatch):
     """Weights are rounded to bfloat16 there, activations are not."""
@@ -156,27 +192,32 @@ def test_many_rows_on_a_cpu_with_amx(scratch, monkeypatch):
     kinds = [BY_NAME["Q4_K"], BY_NAME["Q6_K"]]
     raws = [blocks(kind.name, 40) for kind in kinds]
     parts = [packed(k, raw) for k, raw in zip(kinds, raws, strict=True)]
-    product = TiledLinear(cpu_kernels(), parts, 512, AMX_TILED_ROWS)
+    product = TiledLinear(cpu_kernels(), parts, 512, FEW_ROWS)
     w = torch.cat([dequantise(k, raw, torch.bfloat16) for k, raw in zip(kinds, raws, strict=True)])
-    x = torch.randn(AMX_TILED_ROWS + 1, 512).bfloat16()
+    x = torch.randn(FEW_ROWS + 1, 512).bfloat16()
     wanted = x.double() @ w.double().t()
     assert bool(((product(x).double() - wanted).abs() <= BFLOAT16 * wanted.abs() + 2 * product_error(x, w)).all())
     assert torch.equal(product(x[1:]), TiledLinear(cpu_kernels(), parts, 512)(x[1:]))
 
 
-@pytest.mark.parametrize("has_amx", [False, True])
-def test_this_cpu_decides_how_many_rows_are_multiplied_in_integers(has_amx, monkeypatch):
-    monkeypatch.setattr(cpu_kernels(), "has_amx", has_amx)
+@pytest.mark.parametrize("by_onednn", [False, True])
+def test_this_cpu_decides_how_many_rows_are_multiplied_in_integers(by_onednn, monkeypatch):
+    monkeypatch.setattr(cpu_kernels(), "many_by_onednn", by_onednn)
     tiles = packed(BY_NAME["Q4_K"], blocks("Q4_K", 40))
     product = KernelSelector(torch.device("cpu"), torch.bfloat16, limits=Handovers()).tiled_linear([tiles], 512)
-    assert product.max_rows == (AMX_TILED_ROWS if has_amx else ALL_ROWS)
-    assert product.implementation == "tiles, c++ in integers" + " to 32 rows, bfloat16 onednn beyond" * has_amx
+    assert product.max_rows == (FEW_ROWS if by_onednn else ALL_ROWS)
+    assert product.implementation == "tiles, c++ in integers" + " to 32 rows, bfloat16 onednn beyond" * by_onednn
 
 
-@pytest.mark.parametrize("n_rows", [3, 40])
-def test_threads_change_no_number(n_rows):
+def test_no_rows():
+    product = TiledLinear(cpu_kernels(), [packed(BY_NAME["Q4_K"], blocks("Q4_K", 40))], 512)
+    assert product(torch.empty(0, 512, dtype=torch.bfloat16)).shape == (0, 40)
+
+
+@pytest.mark.parametrize(("n_rows", "n_out"), [(3, 300), (40, 300), (300, 40)])
+def test_threads_change_no_number(n_rows, n_out):
     kind, x = BY_NAME["Q5_K"], torch.randn(n_rows, 512)
-    product = TiledLinear(cpu_kernels(), [packed(kind, blocks("Q5_K", 300))], 512)
+    product = TiledLinear(cpu_kernels(), [packed(kind, blocks("Q5_K", n_out))], 512)
     one, before = product(x.bfloat16()), torch.get_num_threads()
     torch.set_num_threads(3)
     try:

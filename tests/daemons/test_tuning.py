@@ -32,7 +32,7 @@ DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 @pytest.fixture
 def amx(monkeypatch):
     """A cpu with AMX: others multiply all rows in the same way, and there is nothing to tune."""
-    monkeypatch.setattr(cpu_kernels(), "has_amx", True)
+    monkeypatch.setattr(cpu_kernels(), "many_by_onednn", True)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_a_cpu_is_tuned_and_loads_what_it_found(amx, monkeypatch):
 
 @needs_cpu_kernels
 def test_a_cpu_without_amx_has_nothing_to_tune(monkeypatch):
-    monkeypatch.setattr(cpu_kernels(), "has_amx", False)
+    monkeypatch.setattr(cpu_kernels(), "many_by_onednn", False)
     assert run_check(order(), Backend.CPU, []).lines == []
 
 

@@ -89,12 +89,57 @@ def test_jitter_of_a_fifth_is_averaged_out() -> None:
     assert found.seconds(1, 1) == pytest.approx(0.010, rel=0.075)
 
 
-def test_shapes_that_are_not_used_follow_a_machine_that_slows_down() -> None:
-    found = times((1, 1, 0.010), (8, 1, 0.014), n=30)
+@pytest.mark.parametrize("in_turns", [1, 2, 4])
+def test_shapes_that_are_not_used_follow_a_machine_that_slows_down(in_turns: int) -> None:
+    used = [(8, 1, 0.014), (4, 1, 0.012), (2, 1, 0.011), (6, 1, 0.013)][:in_turns]
+    found = times((1, 1, 0.010), *used, n=40)
     for _ in range(100):
-        found.add(8, 1, 0.028)
-    # The shape had 0.64 of the steps lately, and has 0.74 to 0.88 while its middle moves.
-    assert found.seconds(1, 1) == pytest.approx(0.0177, rel=0.05)
+        for n_rows, n_slices, seconds in used:
+            found.add(n_rows, n_slices, 2 * seconds)
+    assert found.seconds(1, 1) == pytest.approx(0.020)
+    assert found.seconds(8, 1) == pytest.approx(0.028)
+
+
+def test_a_machine_that_slows_down_and_recovers_again_and_again_moves_nothing_for_good() -> None:
+    """It does so whenever other shapes begin to be used, which looks as if these cost more or less."""
+    found, estimates = times((1, 1, 0.010), (8, 1, 0.017), (4, 1, 0.013), n=60), []
+    for _ in range(50):
+        for _ in range(40):
+            found.add(1, 1, 0.013)
+        for _ in range(40):
+            found.add(1, 1, 0.010)
+            found.add(8, 1, 0.017)
+        estimates.append(found.seconds(4, 1))
+    assert estimates[0] == pytest.approx(0.0115, abs=0.0015)
+    assert estimates == pytest.approx([estimates[0]] * 50)
+
+
+def test_a_cold_process_says_nothing_about_other_shapes() -> None:
+    found = times((8, 1, 0.017), n=10)
+    for seconds in [0.020] * 7 + [0.010] * 80:
+        found.add(1, 1, seconds)
+    assert found.seconds(8, 1) == pytest.approx(0.017)
+
+
+def test_a_few_steps_count_beside_what_well_known_shapes_on_both_sides_say() -> None:
+    found = times((1, 1, 0.010), (8, 1, 0.017), n=20)
+    for n, wanted in [(1, (1 * 0.015 + 4 * 0.013) / 5), (4, 0.014), (8, 0.015)]:
+        while found.n_known(4, 1) < n:
+            found.add(4, 1, 0.015)
+        assert found.seconds(4, 1) == pytest.approx(wanted)
+    assert times((1, 1, 0.010), (8, 1, 0.017), (12, 1, 0.050), n=4).seconds(12, 1) == pytest.approx(0.050)
+
+
+def test_a_shape_that_comes_back_is_measured_anew() -> None:
+    """What it took before a pause is taken for what the reference says of it now, and gives way to new steps."""
+    found = times((8, 1, 0.017), (1, 1, 0.010), n=40)
+    for seconds in [0.020] * 40:
+        found.add(1, 1, seconds)
+    found.add(8, 1, 0.034)
+    assert found.seconds(8, 1) == pytest.approx(0.034)
+    for _ in range(40):
+        found.add(8, 1, 0.030)
+    assert found.seconds(8, 1) == pytest.approx(0.030)
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.5])

@@ -137,7 +137,7 @@ def test_bfloat16_on_the_cpu_keeps_experts_packed_and_stays_near(name, mix, spec
     if "inputs" not in name:
         chosen = {k: v for k, v in stages[0].kernels.items() if " experts " in k}
         assert chosen
-        assert all("packed" in v for v in chosen.values()), chosen
+        assert all("packed" in v or "tiles" in v for v in chosen.values()), chosen
         dense = sum(2 * torch.Size(shape).numel() for shape in MODELS[name].tensors.values())
         assert stages[0].usage()[0].weight_bytes < 0.7 * dense
     found = logits(spec, stages)

@@ -61,8 +61,8 @@ struct ByteRows {
   }
 };
 
-// R rows from `first` on times one strip of TILE rows of weights.  Products take 5 cycles and start twice a cycle, so 10
-// sums are to be in progress: both halves of a tile are taken at once, with the same activations.
+// R rows from `first` on times one strip of TILE rows of weights.  Products take 4 or 5 cycles and start up to twice a
+// cycle, so ten sums are to be in progress: both halves of a tile are taken at once, with the same activations.
 template <class T, int R>
 void multiply_strip(const uint8_t* tile, const ByteRows& a, long first, Floats (*out)[R]) {
   const int8_t* x = a.x + first * a.columns;
@@ -132,16 +132,16 @@ void multiply_rows(const uint8_t* tile, const ByteRows& a, long first, long widt
       _mm256_mask_storeu_epi16(out + (first + r) * out_stride + at, lanes(at, width), to_bfloat16(found[at / 16][r]));
 }
 
-// Strips from `begin` to `end` of a matrix with `n_out` rows times all rows of activations.
+// Strips from `begin` to `end` of a matrix with `n_out` rows times rows of activations from `row` to `stop`.
 template <class T>
-void multiply_strips(const uint8_t* tiles, const ByteRows& a, long n_out, long begin, long end, uint16_t* out,
-                     long out_stride) {
+void multiply_strips(const uint8_t* tiles, const ByteRows& a, long row, long stop, long n_out, long begin, long end,
+                     uint16_t* out, long out_stride) {
   const long strip_bytes = a.columns / T::BLOCK * T::BYTES;
   for (long strip = begin; strip < end; strip++) {
     const long at = TILE * strip, width = n_out - at < TILE ? n_out - at : TILE;
-    for (long first = 0; first < a.n; first += MAX_ROWS) {
+    for (long first = row; first < stop; first += MAX_ROWS) {
       const auto rows = [&](auto run) { run(tiles + strip * strip_bytes, a, first, width, out + at, out_stride); };
-      switch (a.n - first) {
+      switch (stop - first) {
         case 1: rows(multiply_rows<T, 1>); break;
         case 2: rows(multiply_rows<T, 2>); break;
         case 3: rows(multiply_rows<T, 3>); break;

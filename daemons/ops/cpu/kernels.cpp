@@ -28,8 +28,9 @@
     default: return -1;                                                            \
   }
 
-constexpr long MOST_ROWS = 1024;  // at a time: activations take 27 MB at most
+constexpr long MOST_ROWS = 1024;  // at a time: their activations take 1.5 bytes a column each
 constexpr long FEW_ROWS = 32;
+constexpr long PART_ROWS = 128;  // of many, that a thread takes at a time
 
 // Rows of a matrix whose results are columns of one output.
 struct Matrix {
@@ -83,29 +84,34 @@ long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const 
 // x bfloat16 [n][n_columns] times the matrices -> out [n][sum of their rows].
 long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
               long out_stride) {
+  if (!n) return 0;
   static thread_local std::vector<float> memory;
   const long passes = (n + MOST_ROWS - 1) / MOST_ROWS, most = (n + passes - 1) / passes;
   memory.resize(most * ByteRows::floats(n_columns));
   const long n_strips = count_strips(matrices, n_matrices);
   for (long first = 0; first < n; first += most) {
     const ByteRows a(memory.data(), n - first < most ? n - first : most, n_columns);
-    const auto strips = [&](long begin, long end) {
+    const auto strips = [&](long begin, long end, long row, long stop) {
       for_strips(matrices, n_matrices, begin, end, [&](const Matrix& w, long begin, long end, long column) -> long {
         uint16_t* to = out + first * out_stride + column;
-        FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, w.n_rows, begin, end, to, out_stride))
+        FOR_KIND(w.kind, multiply_strips<T>(w.tiles, a, row, stop, w.n_rows, begin, end, to, out_stride))
         return 0;
       });
     };
+    const long parts = (a.n + PART_ROWS - 1) / PART_ROWS;
 #pragma omp parallel for if (a.n * n_columns > PARALLEL)
     for (long at = 0; at < a.n * n_columns; at += SHARED) a.put(at, x + first * n_columns);
-#pragma omp parallel if (n_strips > 4)
+#pragma omp parallel if (n_strips * parts > 4)
     {
       const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
       if (a.n <= FEW_ROWS) {  // to read weights takes the time: each thread reads on
-        strips(n_strips * thread / threads, n_strips * (thread + 1) / threads);
+        strips(n_strips * thread / threads, n_strips * (thread + 1) / threads, 0, a.n);
       } else {
 #pragma omp for schedule(dynamic)  // other programs may hold up a thread
-        for (long strip = 0; strip < n_strips; strip++) strips(strip, strip + 1);
+        for (long i = 0; i < n_strips * parts; i++) {
+          const long strip = i / parts, row = i % parts * PART_ROWS;
+          strips(strip, strip + 1, row, a.n - row < PART_ROWS ? a.n : row + PART_ROWS);
+        }
       }
     }
   }
@@ -113,8 +119,8 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
 }
 
 // Whether many rows are faster by oneDNN's product of dequantised weights.
-long has_amx() {
-#ifdef __AMX_BF16__
+long multiplies_many_by_onednn() {
+#if defined(__AMX_BF16__) || !defined(__AVX512VNNI__)
   return 1;
 #else
   return 0;

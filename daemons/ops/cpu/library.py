@@ -24,7 +24,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "dequantise": [_LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "lookup": [_LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER],
     "multiply": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
-    "has_amx": [],
+    "multiplies_many_by_onednn": [],
     "rms_norm": [
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _FLOAT),
         *(_POINTER, _POINTER, _POINTER, _POINTER),
@@ -128,7 +128,7 @@ class CpuKernels:
         for name, types in SIGNATURES.items():
             function = getattr(self.library, name)
             function.argtypes, function.restype = types, _LONG
-        self.has_amx = bool(self.library.has_amx())
+        self.many_by_onednn = bool(self.library.multiplies_many_by_onednn())
         """Whether oneDNN's product of dequantised weights is faster here for many rows than :meth:`multiply`."""
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Linear layers on tiles of packed weights: C++ in integers, and for many rows oneDNN's bfloat16 product with AMX."""
+"""Linear layers on tiles of packed weights: C++ in integers; oneDNN's bfloat16 product of many rows, with AMX."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from daemons.ops.cpu.library import CpuKernels, Tiles
 from lucevisor.model.quant_types import CPU_TILE_ROWS, GgmlType
 
-AMX_TILED_ROWS = 32
-"""Rows up to which weights are decoded for each few rows on a cpu with AMX; beyond, to dequantise them is faster."""
+FEW_ROWS = 32
+"""Rows up to which C++ is faster than oneDNN on every cpu."""
 ALL_ROWS = 1 << 30
 SCRATCH_ELEMENTS = 1 << 24
 """Weights that are dequantised at a time."""

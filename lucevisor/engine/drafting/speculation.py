@@ -43,8 +43,8 @@ UNSURE_GAIN: Final = 0.05
 """What it must promise more, over the root of the plain steps that were measured: their jitter."""
 PROBE_STEPS: Final = 3
 """Steps of a probe: the first two of a new shape compile and capture."""
-PROBE_GAIN: Final = 1.05
-"""What a width must promise over the best known one to be measured."""
+FIRST_UNEVEN_GAIN: Final = 1.05
+"""What unequal widths must promise over equal ones before any were measured."""
 STALE_STEPS: Final = 256
 """Steps after which a width's time may be measured again."""
 STALE_PLAIN_STEPS: Final = 64
@@ -254,7 +254,7 @@ class Speculation:
             self._fade()  # whatever promised to pay off did not
             return WidthChoice(0, rates[0], now)
         own, rate = self._own_choice(costs, each, rates[best])
-        if rate < (LEAST_GAIN if self.times.uneven_known else PROBE_GAIN) * rates[best]:
+        if rate < (LEAST_GAIN if self.times.uneven_known else FIRST_UNEVEN_GAIN) * rates[best]:
             own, rate = {}, rates[best]
         drafting, self._looks = best > 0 or bool(own), bool(own) or costs.pays_to_look(best, mean[best])
         if self.probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
@@ -299,7 +299,7 @@ class Speculation:
             wanted.append(0)
         for width in range(1, self._max_drafts + 1):
             promised = n_slices * mean[width] / costs.optimistic_s(width)
-            if promised > PROBE_GAIN * rate and not costs.is_known(width, STALE_STEPS):
+            if promised > rate and not costs.is_known(width, STALE_STEPS):
                 wanted.append(width)
         if not drafting and self._may_check():
             wanted.append(max(range(1, self._max_drafts + 1), key=lambda width: mean[width] / rounds[width]))
@@ -379,8 +379,7 @@ class Speculation:
             ratio = self.times.uneven_ratio
             own_best = uneven(own_widths(tokens, rate * ratio * costs.row_s(n_slices * most)), tokens)
             found = sum(each[width] for each, width in zip(tokens, own_best, strict=True))
-            # A first try may cost a step: it must promise as much as a probe.
-            least = 0.0 if self.times.uneven_known else (PROBE_GAIN - 1) * found
+            least = 0.0 if self.times.uneven_known else (FIRST_UNEVEN_GAIN - 1) * found  # a first try may cost a step
             if found - rate * ratio * costs.stages_s(sum(own_best)) > worth[best] + least:
                 return own_best
         if not best and any(own.looked_up for own, _ in drafts):
