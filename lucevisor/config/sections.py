@@ -179,7 +179,7 @@ class EngineConfig:
         Key(
             Choice((AUTO, "float32", "bfloat16", "float16")),
             "Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the "
-            "given devices.",
+            "given devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices.",
         ),
     ] = "auto"
     kv_dtype: Annotated[
