@@ -263,7 +263,8 @@ def test_bench_measures_a_configuration_beside_a_llama_bench(cli: Cli, tmp_path:
         *("--against", str(peer), "--json", str(record), "--tune"),
     )
     lines = done.stdout.splitlines()
-    tuned, rows = [line for line in lines if ": " in line], [line.split("  ")[0] for line in lines if ": " not in line]
+    rows = [line.split("  ")[0] for line in lines if ": " not in line]
+    tuned = [line for line in lines if ": " in line and "nothing to tune" not in line]  # there is, on a cpu with AMX
     assert rows == ["test", "pp70", "tg6", "tg6 @ d65", "tg6 x2"]
     found = json.loads(record.read_text())
     assert [t["name"] for t in found["tests"]] == rows[1:]
