@@ -29,7 +29,7 @@ from tests.families.rounding import (
     narrowed,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # kernels compile at the first load of a machine
 
 DEMO_MODEL = DEMO.parent / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 DEMO_IDS = list(b"def join(path, *paths):\n    return path\n" * 3)
