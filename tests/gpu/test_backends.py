@@ -116,7 +116,7 @@ def demo_bounds() -> Bounds:
 
 @cache
 def demo_in_bfloat16(packed: bool) -> Tensor:
-    """``packed``: a cpu keeps matrices as int8 or int4."""
+    """``packed``: a cpu multiplies in 8 bits, or keeps matrices as int8 or int4."""
     return narrowed(open_spec(DEMO_MODEL), DEMO_IDS, Formats(Dtype.BFLOAT16, Dtype.BFLOAT16, packed))
 
 
