@@ -11,6 +11,11 @@
 using Floats = __m512;
 constexpr int LANES = 16;
 
+// Memory of which each vector is one cache line: those across two take twice the time.
+struct alignas(64) Line {
+  float x[LANES];
+};
+
 inline Floats splat(float x) { return _mm512_set1_ps(x); }
 
 // A number that several vectors are multiplied by: compilers would load it for each of them.

@@ -15,11 +15,15 @@ struct DeltaNet {
   const int64_t *ids, *kept;  // [slices] row to start from; [slices][n] row for the state after each token, or -1
   const float *conv_weight, *decay_rates, *dt_bias, *norm_weight;
   uint16_t* out;  // [slices n][n_value dim]
-  float* mixed;   // [slices n][channels], scratch, which the entry point allocates
+  float* keys;    // [slices][n_key][n][key_row()], scratch, which the entry point allocates
   long y_stride, slices, n, n_key, n_value, dim, width;
   float norm_eps;
 
   long channels() const { return (2 * n_key + n_value) * dim; }
+
+  // A normalised query and key, and their product.
+  long key_row() const { return 2 * dim + LANES; }
+  float* key_rows(long slice, long key) const { return keys + (slice * n_key + key) * n * key_row(); }
 
   // What one token does to a state: keys by key head, errors and decays by value head, up to a multiple of four.
   long update_width() const { return (n_key + n_value) * dim + (n_value + 3) / 4 * 4; }
@@ -33,57 +37,100 @@ struct DeltaNet {
     return token + 1 < n ? -1 : ids[slice];
   }
 
-  // The convolution of 16 channels of a slice, and its silu.
-  void convolve(long slice, long channel) const {
-    const long c = channels(), left = width - 1;
-    Floats window[MAX_CONV_WIDTH];
-    const float* before = windows + ids[slice] * left * c + channel;
-    for (long i = 0; i < left; i++) window[i] = _mm512_loadu_ps(before + i * c);
-    for (long token = 0; token < n; token++) {
-      const long row = slice * n + token;
-      window[left] = load_bfloat16(y + row * y_stride + channel);
+  // The convolution of `dim` channels of a slice for some tokens, and its silu, to rows `apart`.
+  void convolve(long slice, long first, long n_tokens, long channel, float* result, long apart) const {
+    for (long i = 0; i < dim; i += LANES) switch (width) {
+        case 1: convolve<1>(slice, first, n_tokens, channel + i, result + i, apart); break;
+        case 2: convolve<2>(slice, first, n_tokens, channel + i, result + i, apart); break;
+        case 3: convolve<3>(slice, first, n_tokens, channel + i, result + i, apart); break;
+        case 4: convolve<4>(slice, first, n_tokens, channel + i, result + i, apart); break;
+        case 5: convolve<5>(slice, first, n_tokens, channel + i, result + i, apart); break;
+        case 6: convolve<6>(slice, first, n_tokens, channel + i, result + i, apart); break;
+        case 7: convolve<7>(slice, first, n_tokens, channel + i, result + i, apart); break;
+        case 8: convolve<8>(slice, first, n_tokens, channel + i, result + i, apart); break;
+      }
+  }
+
+  // The input of 16 channels of a token, which may be one of those before the slice.
+  Floats input(long slice, long token, long channel) const {
+    if (token < 0) return _mm512_loadu_ps(windows + ((ids[slice] + 1) * (width - 1) + token) * channels() + channel);
+    return load_bfloat16(y + (slice * n + token) * y_stride + channel);
+  }
+
+  // With a constant width the window stays in registers.
+  template <int WIDTH>
+  void convolve(long slice, long first, long n_tokens, long channel, float* result, long apart) const {
+    const long c = channels();
+    Floats window[WIDTH], weight[WIDTH];
+#pragma GCC unroll 8
+    for (int i = 0; i < WIDTH; i++) weight[i] = _mm512_loadu_ps(conv_weight + i * c + channel);
+#pragma GCC unroll 8
+    for (int i = 0; i < WIDTH - 1; i++) window[i] = input(slice, first + i + 1 - WIDTH, channel);
+    if (!first) {  // what the next head needs is far from the cache
+      const float* before = windows + ids[slice] * (WIDTH - 1) * c + channel + dim;
+      for (int i = 0; i < WIDTH; i++) _mm_prefetch(conv_weight + i * c + channel + dim, _MM_HINT_T0);
+      for (int i = 0; i < WIDTH - 1; i++) _mm_prefetch(before + i * c, _MM_HINT_T0);
+    }
+    for (long token = first; token < first + n_tokens; token++, result += apart) {
+      window[WIDTH - 1] = input(slice, token, channel);
       Floats sum = splat(0.f);
-      for (long j = 0; j < width; j++)
-        sum = _mm512_fmadd_ps(_mm512_loadu_ps(conv_weight + j * c + channel), window[j], sum);
-      _mm512_storeu_ps(mixed + row * c + channel, silu(sum));
-      for (long i = 0; i < left; i++) window[i] = window[i + 1];
+#pragma GCC unroll 8
+      for (int i = 0; i < WIDTH; i++) sum = _mm512_fmadd_ps(weight[i], window[i], sum);
+      _mm512_store_ps(result, silu(sum));
+#pragma GCC unroll 8
+      for (int i = 0; i < WIDTH - 1; i++) window[i] = window[i + 1];
       const int64_t to = target(slice, token);
       if (to < 0) continue;
-      for (long i = 0; i < left; i++) _mm512_storeu_ps(windows + (to * left + i) * c + channel, window[i]);
+      float* after = windows + to * (WIDTH - 1) * c + channel;
+#pragma GCC unroll 8
+      for (int i = 0; i < WIDTH - 1; i++) _mm512_stream_ps(after + i * c, window[i]);
     }
   }
 
-  // A query or key times `scale` over its l2 norm.
-  void normalise(const float* x, float scale, float* result) const {
+  // A query or key times `scale` over its l2 norm, in place.
+  void normalise(float* x, float scale) const {
     Floats squares = splat(0.f);
-    for (long i = 0; i < dim; i += LANES) {
-      const Floats a = _mm512_loadu_ps(x + i);
-      squares = _mm512_fmadd_ps(a, a, squares);
-    }
+    for (long i = 0; i < dim; i += LANES) squares = _mm512_fmadd_ps(_mm512_load_ps(x + i), _mm512_load_ps(x + i), squares);
     const float l2 = 1.f / std::sqrt(float(dim));
     const Floats factor = splat(rms_factor(squares, dim, 1e-6f / float(dim)) * l2 * scale);
-    for (long i = 0; i < dim; i += LANES) _mm512_storeu_ps(result + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), factor));
+    for (long i = 0; i < dim; i += LANES) _mm512_store_ps(x + i, _mm512_mul_ps(_mm512_load_ps(x + i), factor));
   }
 
-  // What some tokens of a slice bring to one value head, whatever its state.
+  // What the tokens of a slice bring to a key head, which several value heads read.
+  void read_keys(long slice, long key) const {
+    float* q = key_rows(slice, key);
+    convolve(slice, 0, n, key * dim, q, key_row());
+    convolve(slice, 0, n, (n_key + key) * dim, q + dim, key_row());
+    for (long token = 0; token < n; token++, q += key_row()) {
+      normalise(q, 1.f / std::sqrt(float(dim)));
+      normalise(q + dim, 1.f);
+      Floats product = splat(0.f);
+      for (long i = 0; i < dim; i += LANES)
+        product = _mm512_fmadd_ps(_mm512_load_ps(q + i), _mm512_load_ps(q + dim + i), product);
+      q[2 * dim] = _mm512_reduce_add_ps(product);
+    }
+  }
+
+  // Some tokens of a slice for one value head.
   template <int D>
   struct Tokens {
-    alignas(64) float q[MAX_TOKENS][D], k[MAX_TOKENS][D], o[MAX_TOKENS][D];
-    float decay[MAX_TOKENS], beta[MAX_TOKENS], qk[MAX_TOKENS];
+    alignas(64) float x[MAX_TOKENS][D];  // their values, and then their outputs
+    alignas(64) float state[D * D];      // after one of them, if it is not kept: blocks of columns
+    float decay[MAX_TOKENS], beta[MAX_TOKENS];
+    const float* rows;  // of their key head
+
+    const float* q(long token) const { return rows + token * (2 * D + LANES); }
+    const float* k(long token) const { return q(token) + D; }
+    float qk(long token) const { return q(token)[2 * D]; }
   };
 
   template <int D>
-  void read_tokens(long first_row, long n_tokens, long head, Tokens<D>& t) const {
-    const long c = channels(), key = head % n_key;
+  void read_tokens(long slice, long first, long n_tokens, long head, Tokens<D>& t) const {
+    const long c = channels();
+    t.rows = key_rows(slice, head % n_key) + first * key_row();
+    convolve(slice, first, n_tokens, (2 * n_key + head) * D, t.x[0], D);
     for (long token = 0; token < n_tokens; token++) {
-      const long row = first_row + token;
-      normalise(mixed + row * c + key * D, 1.f / std::sqrt(float(D)), t.q[token]);
-      normalise(mixed + row * c + (n_key + key) * D, 1.f, t.k[token]);
-      Floats product = splat(0.f);
-      for (long i = 0; i < D; i += LANES)
-        product = _mm512_fmadd_ps(_mm512_load_ps(t.q[token] + i), _mm512_load_ps(t.k[token] + i), product);
-      t.qk[token] = _mm512_reduce_add_ps(product);
-      const uint16_t* gates = y + row * y_stride + c + n_value * D + head;
+      const uint16_t* gates = y + (slice * n + first + token) * y_stride + c + n_value * D + head;
       t.decay[token] = std::exp(softplus(one_bfloat16(gates[0]) + dt_bias[head]) * decay_rates[head]);
       t.beta[token] = sigmoid(one_bfloat16(gates[n_value]));
     }
@@ -95,20 +142,25 @@ struct DeltaNet {
     long stride;
   };
 
-  // One token's update of V vectors of columns of a state: S decay + k error, and the sums S k and S q of the token
-  // after it.
-  template <int V, int D>
-  static void update(Columns from, Columns to, float decay, const Floats* error, const float* k, const float* k_next,
-                     const float* q_next, Floats* sk, Floats* sq) {
+  // One token's update of V vectors of columns of a state: S decay + k error, and, if there is a token after it, the sums
+  // S k and S q of that one.  `ahead`: a column of states that are read later, which are far from the cache.
+  template <int V, int D, bool SUMS>
+  static inline __attribute__((always_inline)) void update(Columns from, Columns to, long token, const Tokens<D>& t,
+                                                           const Floats* error, Floats* sk, Floats* sq, Columns ahead) {
+    const float *k = t.k(token), *k_next = t.k(token + 1), *q_next = t.q(token + 1);
+    const Floats decay = splat(t.decay[token]);
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) sk[v] = sq[v] = splat(0.f);
     for (long i = 0; i < D; i++) {
-      const Floats key = in_register(k[i]), key_next = in_register(k_next[i]), query_next = in_register(q_next[i]);
+      const Floats key = in_register(k[i]);
+      const Floats key_next = SUMS ? in_register(k_next[i]) : key, query_next = SUMS ? in_register(q_next[i]) : key;
+      _mm_prefetch(ahead.x + i * ahead.stride, _MM_HINT_T1);
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const Floats s = _mm512_mul_ps(_mm512_loadu_ps(from.x + i * from.stride + 16 * v), splat(decay));
+        const Floats s = _mm512_mul_ps(_mm512_loadu_ps(from.x + i * from.stride + 16 * v), decay);
         const Floats next = _mm512_fmadd_ps(key, error[v], s);
         _mm512_storeu_ps(to.x + i * to.stride + 16 * v, next);
+        if constexpr (!SUMS) continue;
         sk[v] = _mm512_fmadd_ps(key_next, next, sk[v]);
         sq[v] = _mm512_fmadd_ps(query_next, next, sq[v]);
       }
@@ -123,19 +175,19 @@ struct DeltaNet {
     for (int v = 0; v < V; v++) _mm512_storeu_ps(update + (n_key + head) * D + column + 16 * v, error[v]);
     if (column) return;
     update[(n_key + n_value) * D + head] = t.decay[token];
-    if (head < n_key) memcpy(update + head * D, t.k[token], sizeof(t.k[token]));
+    if (head < n_key) memcpy(update + head * D, t.k(token), D * 4);
   }
 
   // Tokens of a slice from `first` on for V vectors of columns of a value head's state.  With error = beta (value -
-  // decay S k), the output S' q is decay S q + (q k) error, so that each token passes over the state once.  `scratch`:
-  // the columns of a state that is not kept, which adjoin so that they fit into the cache.
+  // decay S k), the output S' q is decay S q + (q k) error, so that each token passes over the state once.  Columns of
+  // a state that is not kept adjoin, so that they fit into the cache.
   template <int V, int D>
-  void recur_columns(long slice, long head, long column, long first, long n_tokens, Tokens<D>& t,
-                     float* scratch) const {
-    const Columns kept_not{scratch, 16 * V};
+  void recur_columns(long slice, long head, long column, long first, long n_tokens, Tokens<D>& t) const {
+    const Columns kept_not{t.state + column * D, 16 * V};
     const bool keeps = keeps_updates(slice);
     const auto in_pool = [&](int64_t row) { return Columns{states + (row * n_value + head) * D * D + column, D}; };
     Columns from = first ? kept_not : in_pool(ids[slice]);
+    const Columns ahead{in_pool(ids[slice]).x + (head + 1 < n_value ? D * D : 0), D};
     Floats sk[V], sq[V], error[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) sk[v] = sq[v] = splat(0.f);
@@ -143,40 +195,42 @@ struct DeltaNet {
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         const Floats s = _mm512_loadu_ps(from.x + i * from.stride + 16 * v);
-        sk[v] = _mm512_fmadd_ps(splat(t.k[0][i]), s, sk[v]);
-        sq[v] = _mm512_fmadd_ps(splat(t.q[0][i]), s, sq[v]);
+        sk[v] = _mm512_fmadd_ps(splat(t.k(0)[i]), s, sk[v]);
+        sq[v] = _mm512_fmadd_ps(splat(t.q(0)[i]), s, sq[v]);
       }
     for (long token = 0; token < n_tokens; token++) {
-      const long row = slice * n + first + token, after = token + 1 < n_tokens ? token + 1 : token;
-      const Floats decay = splat(t.decay[token]), beta = splat(t.beta[token]), qk = splat(t.qk[token]);
+      const Floats decay = splat(t.decay[token]), beta = splat(t.beta[token]), qk = splat(t.qk(token));
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
-        const float* value = mixed + row * channels() + 2 * n_key * D + head * D + column + 16 * v;
-        error[v] = _mm512_mul_ps(_mm512_fnmadd_ps(decay, sk[v], _mm512_loadu_ps(value)), beta);
-        _mm512_store_ps(t.o[token] + column + 16 * v, _mm512_fmadd_ps(qk, error[v], _mm512_mul_ps(decay, sq[v])));
+        float* x = t.x[token] + column + 16 * v;
+        error[v] = _mm512_mul_ps(_mm512_fnmadd_ps(decay, sk[v], _mm512_load_ps(x)), beta);
+        _mm512_store_ps(x, _mm512_fmadd_ps(qk, error[v], _mm512_mul_ps(decay, sq[v])));
       }
       const int64_t row_to = target(slice, first + token);
+      const bool is_last = token + 1 == n_tokens;
       if (keeps) {
         if (row_to >= 0) keep_update<V, D>(row_to, head, column, t, token, error);
-        if (token + 1 == n_tokens) return;
+        if (is_last) return;
       }
       const Columns to = row_to < 0 || keeps ? kept_not : in_pool(row_to);
-      update<V, D>(from, to, t.decay[token], error, t.k[token], t.k[after], t.q[after], sk, sq);
+      const Columns next{ahead.x + token % V * LANES, D};
+      if (is_last) return update<V, D, false>(from, to, token, t, error, sk, sq, next);
+      update<V, D, true>(from, to, token, t, error, sk, sq, next);
       from = to;
     }
   }
 
-  // All tokens of a slice for one value head of D dims.  `scratch`: memory for a state.
+  // All tokens of a slice for one value head of D dims.
   template <int D>
-  void recur(long slice, long head, float* scratch) const {
+  void recur(long slice, long head) const {
     constexpr int V = D / 16 < 4 ? D / 16 : 4;
     static thread_local Tokens<D> t;
     for (long first = 0; first < n; first += MAX_TOKENS) {
       const long n_tokens = n - first < MAX_TOKENS ? n - first : MAX_TOKENS, row = slice * n + first;
-      read_tokens<D>(row, n_tokens, head, t);
+      read_tokens<D>(slice, first, n_tokens, head, t);
       for (long column = 0; column < D; column += 16 * V)
-        recur_columns<V, D>(slice, head, column, first, n_tokens, t, scratch + column * D);
-      for (long token = 0; token < n_tokens; token++) write_output<D>(row + token, head, t.o[token]);
+        recur_columns<V, D>(slice, head, column, first, n_tokens, t);
+      for (long token = 0; token < n_tokens; token++) write_output<D>(row + token, head, t.x[token]);
     }
   }
 
@@ -197,12 +251,12 @@ struct DeltaNet {
     }
   }
 
-  void recur(long slice, long head, float* scratch) const {
+  void recur(long slice, long head) const {
     switch (dim) {
-      case 16: return recur<16>(slice, head, scratch);
-      case 32: return recur<32>(slice, head, scratch);
-      case 64: return recur<64>(slice, head, scratch);
-      case 128: return recur<128>(slice, head, scratch);
+      case 16: return recur<16>(slice, head);
+      case 32: return recur<32>(slice, head);
+      case 64: return recur<64>(slice, head);
+      case 128: return recur<128>(slice, head);
     }
   }
 };

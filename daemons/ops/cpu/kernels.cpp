@@ -169,21 +169,16 @@ long block_convolution(const uint16_t* x, const uint16_t* delta, const float* ba
 }
 
 long delta_net(const DeltaNet* arguments) {
-  static thread_local std::vector<float> mixed;
-  DeltaNet all = *arguments;
-  mixed.resize(all.slices * all.n * all.channels());
-  all.mixed = mixed.data();
-  const DeltaNet* net = &all;
-  const long parts = net->channels() / LANES, size = net->dim * net->dim;
-#pragma omp parallel if (net->slices * net->n_value * size > PARALLEL)
+  static thread_local std::vector<Line> keys;
+  DeltaNet net = *arguments;
+  keys.resize(net.slices * net.n_key * net.n * net.key_row() / LANES);
+  net.keys = keys.data()->x;
+#pragma omp parallel if (net.slices * net.n_value * net.dim * net.dim > PARALLEL)
   {
-    static thread_local std::vector<float> scratch;
-    scratch.resize(size);
 #pragma omp for
-    for (long i = 0; i < net->slices * parts; i++) net->convolve(i / parts, i % parts * LANES);
+    for (long i = 0; i < net.slices * net.n_key; i++) net.read_keys(i / net.n_key, i % net.n_key);
 #pragma omp for
-    for (long i = 0; i < net->slices * net->n_value; i++)
-      net->recur(i / net->n_value, i % net->n_value, scratch.data());
+    for (long i = 0; i < net.slices * net.n_value; i++) net.recur(i / net.n_value, i % net.n_value);
   }
   return 0;
 }
