@@ -90,7 +90,10 @@ struct DeltaNet {
   // A query or key times `scale` over its l2 norm, in place.
   void normalise(float* x, float scale) const {
     Floats squares = splat(0.f);
-    for (long i = 0; i < dim; i += LANES) squares = _mm512_fmadd_ps(_mm512_load_ps(x + i), _mm512_load_ps(x + i), squares);
+    for (long i = 0; i < dim; i += LANES) {
+      const Floats a = _mm512_load_ps(x + i);
+      squares = _mm512_fmadd_ps(a, a, squares);
+    }
     const float l2 = 1.f / std::sqrt(float(dim));
     const Floats factor = splat(rms_factor(squares, dim, 1e-6f / float(dim)) * l2 * scale);
     for (long i = 0; i < dim; i += LANES) _mm512_store_ps(x + i, _mm512_mul_ps(_mm512_load_ps(x + i), factor));
@@ -142,8 +145,8 @@ struct DeltaNet {
     long stride;
   };
 
-  // One token's update of V vectors of columns of a state: S decay + k error, and, if there is a token after it, the sums
-  // S k and S q of that one.  `ahead`: a column of states that are read later, which are far from the cache.
+  // One token's update of V vectors of columns of a state: S decay + k error, and the SUMS S k and S q of the token
+  // after it, if there is one.  `ahead`: columns that are read later, and may be far from the cache.
   template <int V, int D, bool SUMS>
   static inline __attribute__((always_inline)) void update(Columns from, Columns to, long token, const Tokens<D>& t,
                                                            const Floats* error, Floats* sk, Floats* sq, Columns ahead) {

@@ -184,7 +184,7 @@ long delta_net(const DeltaNet* arguments) {
 }
 
 long paged_attention(const PagedAttention* a) {
-  static thread_local std::vector<float> memory;
+  static thread_local std::vector<Line> memory;
   switch (a->keys.kind) {
     case 0: a->run<0>(memory); break;
     case 1: a->run<1>(memory); break;

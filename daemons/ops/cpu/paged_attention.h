@@ -1,14 +1,15 @@
 // Attention of short slices over pages of 64 positions in place.  Arithmetic is float32.
 //
-// Sixteen query rows of a kv head are the lanes of scores and weights.  Positions are taken in spans of SPAN from 0 on,
-// pages one by one: a row's bits depend on what it sees, neither on the rows beside it nor on the number of threads.
+// Sixteen positions are the lanes of scores and weights, so that few query rows take little time.  Positions are taken
+// in spans of SPAN from 0 on, pages one by one: a row's bits depend on what it sees, neither on the rows beside it nor
+// on the number of threads.
 #pragma once
 #include <vector>
 
 #include "avx512.h"
 
 constexpr long PAGE = 64, SPAN = 1024, MAX_DIM = 1024, PARALLEL_NUMBERS = 1 << 16;
-constexpr int TOGETHER = 16;  // positions that are scored together: `vdpbf16ps` takes 6 cycles and starts twice a cycle
+constexpr long ROWS = 16;  // query rows of a kv head that are taken together
 
 // Numbers of pages [position][head][width], as bfloat16, float32, float16 or q8_0 (codes and a half scale for 32).
 struct Pages {
@@ -26,6 +27,14 @@ struct Pages {
     return _mm512_mul_ps(_mm512_cvtepi32_ps(codes), splat(_cvtsh_ss(scales[at / 32])));
   }
 };
+
+// The numbers of a position, which are read soon and may be far from the cache.
+template <int KIND>
+void prefetch(const Pages& pages, long slot, long head) {
+  constexpr long bytes = KIND == 1 ? 4 : KIND == 3 ? 1 : 2;
+  const uint8_t* from = pages.numbers + (slot * pages.heads + head) * pages.stored * bytes;
+  for (long i = 0; i < pages.stored * bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
+}
 
 struct PagedAttention {
   const uint16_t* q;  // [slices n][heads][dim], rows `stride` apart
@@ -46,15 +55,22 @@ struct PagedAttention {
   }
   long last(long slice, long token) const { return starts[slice] + (causal ? token : n - 1); }
 
-  // Numbers of a row of partial sums: those of the values, then the largest score and the sum of weights.
+  // Numbers of a row of partial sums: those of the values, then a vector with the largest score and the sum of weights.
   long padded() const { return (values.width + LANES - 1) / LANES * LANES; }
-  long partial_size() const { return padded() + 2; }
+  long partial_size() const { return padded() + LANES; }
 
-  // Query rows of a block in the lanes: which positions each sees, and its queries as pairs of dims, or as floats.
+  // Some query rows of a kv head: the positions that each sees, from `first` to `last`, and its queries.
   struct Block {
     long slice, head, row, count;
-    __m512i first, last;
-    alignas(64) uint32_t query[MAX_DIM][LANES];
+    int32_t first[ROWS], last[ROWS];
+    alignas(64) uint32_t query[MAX_DIM][ROWS];  // pairs of dims, or floats
+  };
+
+  // Scores, then weights, of a page's positions by row, and what a row has seen so far: its largest score and the sums
+  // of weights in each lane.
+  struct Scores {
+    alignas(64) float weight[ROWS][PAGE], shrink[ROWS], least[ROWS], largest[ROWS];
+    Floats total[ROWS];
   };
 
   // Queries [dim][row] as float32, or [dim / 2][row] as pairs of bfloat16.
@@ -69,14 +85,30 @@ struct PagedAttention {
           rows[r] = _mm512_setzero_si512();
           continue;
         }
-        const uint16_t* from = q + (b.slice * n + (b.row + r) % n) * stride + (b.head * group() + (b.row + r) / n) * dim + i;
-        const __mmask32 mask = dim - i >= 32 ? ~0u : (1u << (dim - i)) - 1;
-        if constexpr (KIND == 0) rows[r] = _mm512_maskz_loadu_epi16(mask, from);
-        else rows[r] = (__m512i)load_bfloat16(from, __mmask16(mask));
+        const long token = (b.row + r) % n, h = b.head * group() + (b.row + r) / n;
+        rows[r] = words<KIND>(q + (b.slice * n + token) * stride + h * dim + i, dim - i);
       }
       transpose(rows);
       for (long r = 0; r < LANES; r++) _mm512_store_si512(b.query[KIND == 0 ? i / 2 + r : i + r], rows[r]);
     }
+  }
+
+  // Sixteen pairs of bfloat16 or floats, of which `left` numbers count.
+  template <int KIND>
+  static __m512i words(const uint16_t* from, long left) {
+    if constexpr (KIND == 0) return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, from);
+    return (__m512i)load_bfloat16(from, lanes(0, left));
+  }
+
+  // Which positions the rows of a block see; returns the first of all.
+  long read_limits(Block& b) const {
+    long from = end(b.slice);
+    for (long r = 0; r < ROWS; r++) {
+      const long token = (b.row + r) % n;
+      b.first[r] = int32_t(first(b.slice, token)), b.last[r] = int32_t(last(b.slice, token));
+      if (r < b.count) from = std::min(from, long(b.first[r]));
+    }
+    return from;
   }
 
   // One span for the rows of a block: their sums and, over `partial`, largest score and weight.
@@ -85,142 +117,153 @@ struct PagedAttention {
   void span(Block& b, long at, float* partial) const {
     const long dv = padded(), size = partial_size();
     float* mine = partial + b.row * size;
-    alignas(64) int32_t firsts[LANES], lasts[LANES];
-    long from = end(b.slice), to = end(b.slice);
-    for (long r = 0; r < LANES; r++) {
-      firsts[r] = 1, lasts[r] = 0;
-      if (r >= b.count) continue;
-      const long token = (b.row + r) % n;
-      firsts[r] = int32_t(first(b.slice, token)), lasts[r] = int32_t(last(b.slice, token));
-      from = std::min(from, long(firsts[r]));
-      float* p = mine + r * size;
-      memset(p, 0, dv * 4), p[dv] = -std::numeric_limits<float>::infinity(), p[dv + 1] = 0.f;
+    Scores s;
+    for (long r = 0; r < b.count; r++) {
+      s.largest[r] = -std::numeric_limits<float>::infinity(), s.total[r] = splat(0.f);
+      memset(mine + r * size, 0, dv * 4);
     }
-    from = from > at ? from : at, to = to < at + SPAN ? to : at + SPAN;
-    if (from >= to) return;
-    b.first = _mm512_load_si512(firsts), b.last = _mm512_load_si512(lasts);
-    read_queries<KIND>(b);
-    Floats largest = splat(-std::numeric_limits<float>::infinity()), total = splat(0.f);
-    alignas(64) float weight[PAGE][LANES], shrink[LANES];
-    for (long page = from / PAGE; page * PAGE < to; page++) {
-      const long low = page * PAGE > from ? 0 : from - page * PAGE;
-      const long high = to - page * PAGE < PAGE ? to - page * PAGE : PAGE;
+    const long from = std::max(read_limits(b), at), to = std::min(end(b.slice), at + SPAN);
+    if (from < to) read_queries<KIND>(b);
+    for (long page = from / PAGE; page * PAGE < to && from < to; page++) {
+      const long low = std::max(from - page * PAGE, 0L), high = std::min(to - page * PAGE, PAGE);
       const long slot = tables[rows[b.slice] * table_stride + page] * PAGE;
-      for (long j = low / TOGETHER * TOGETHER; j < high; j += TOGETHER)
-        score<KIND>(b, slot + j, page * PAGE + j, weight + j);
-      _mm512_store_ps(shrink, soften(weight, low, high, largest, total));
+      for (long j = low / LANES * LANES; j < high; j += LANES) score<KIND>(b, slot + j, s, j);
+      soften(b, page * PAGE, low / LANES * LANES, high, s);
       for (long r = 0; r < b.count;) {
         const long left = b.count - r;
         float* sums = mine + r * size;
-        if (left >= 8) add_values<KIND, 8>(b.head, slot, low, high, weight, shrink, r, sums), r += 8;
-        else if (left >= 4) add_values<KIND, 4>(b.head, slot, low, high, weight, shrink, r, sums), r += 4;
-        else if (left >= 2) add_values<KIND, 2>(b.head, slot, low, high, weight, shrink, r, sums), r += 2;
-        else add_values<KIND, 1>(b.head, slot, low, high, weight, shrink, r, sums), r += 1;
+        if (left >= 8) add_values<KIND, 8>(b.head, slot, low, high, s, r, sums), r += 8;
+        else if (left >= 4) add_values<KIND, 4>(b.head, slot, low, high, s, r, sums), r += 4;
+        else if (left >= 2) add_values<KIND, 2>(b.head, slot, low, high, s, r, sums), r += 2;
+        else add_values<KIND, 1>(b.head, slot, low, high, s, r, sums), r += 1;
       }
     }
-    alignas(64) float end_largest[LANES], end_total[LANES];
-    _mm512_store_ps(end_largest, largest), _mm512_store_ps(end_total, total);
-    for (long r = 0; r < b.count; r++) mine[r * size + dv] = end_largest[r], mine[r * size + dv + 1] = end_total[r];
+    for (long r = 0; r < b.count; r++)
+      mine[r * size + dv] = s.largest[r], mine[r * size + dv + 1] = _mm512_reduce_add_ps(s.total[r]);
   }
 
-  // Scores [TOGETHER][row] of the positions from `position` on, which are at `slot`; -inf where a row does not see one.
+  // Products of queries and the keys of 16 positions from `slot` on, to column j.
   template <int KIND>
-  void score(const Block& b, long slot, long position, float (*out)[LANES]) const {
-    const long dim = keys.width;
-    Floats sum[TOGETHER];
+  void score(const Block& b, long slot, Scores& s, long j) const {
+    const long dim = keys.width, wide = KIND == 0 ? 32 : 16;
+    alignas(64) __m512i k[KIND == 0 ? MAX_DIM / 2 : MAX_DIM];
+    for (long lane = 0; lane < LANES; lane++) prefetch<KIND>(values, slot + lane, b.head);
+    for (long i = 0; i < dim; i += wide) {
+      __m512i* part = k + i / (wide / LANES);
 #pragma GCC unroll 16
-    for (int j = 0; j < TOGETHER; j++) sum[j] = splat(0.f);
-    if constexpr (KIND == 0) {
-      const uint16_t* k = (const uint16_t*)keys.numbers + (slot * keys.heads + b.head) * keys.stored;
-      const long apart = keys.heads * keys.stored;
-      for (long i = 0; i < dim; i += 2) {
-        const __m512bh query = (__m512bh)_mm512_load_si512(b.query[i / 2]);
-#pragma GCC unroll 16
-        for (int j = 0; j < TOGETHER; j++) sum[j] = multiply_add(sum[j], query, k + j * apart + i);
+      for (long lane = 0; lane < LANES; lane++) {
+        const long at = ((slot + lane) * keys.heads + b.head) * keys.stored + i;
+        if constexpr (KIND == 0) part[lane] = words<0>((const uint16_t*)keys.numbers + at, dim - i);
+        else part[lane] = (__m512i)keys.load<KIND>(slot + lane, b.head, i, lanes(i, dim));
       }
-    } else {
-      alignas(64) float k[TOGETHER][MAX_DIM / 8];
-      for (long begin = 0; begin < dim; begin += MAX_DIM / 8) {
-        const long stop = std::min(dim, begin + MAX_DIM / 8);
-        for (long j = 0; j < TOGETHER; j++)
-          for (long i = begin; i < stop; i += LANES)
-            _mm512_store_ps(k[j] + i - begin, keys.load<KIND>(slot + j, b.head, i, lanes(i, dim)));
-        for (long i = begin; i < stop; i++) {
-          const Floats query = _mm512_load_ps(b.query[i]);
-#pragma GCC unroll 16
-          for (int j = 0; j < TOGETHER; j++) sum[j] = _mm512_fmadd_ps(query, splat(k[j][i - begin]), sum[j]);
-        }
-      }
+      transpose(part);
     }
-#pragma GCC unroll 16
-    for (int j = 0; j < TOGETHER; j++) {
-      Floats s = _mm512_mul_ps(sum[j], splat(scale));
-      if (softcap > 0.f) s = capped(s, b.count);
-      const __m512i at = _mm512_set1_epi32(int(position + j));
-      const __mmask16 seen = _mm512_cmple_epi32_mask(b.first, at) & _mm512_cmpge_epi32_mask(b.last, at);
-      _mm512_store_ps(out[j], _mm512_mask_mov_ps(splat(-std::numeric_limits<float>::infinity()), seen, s));
+    switch ((b.count + 3) / 4) {
+      case 1: return score_rows<KIND, 4>(b, k, s, j);
+      case 2: return score_rows<KIND, 8>(b, k, s, j);
+      case 3: return score_rows<KIND, 12>(b, k, s, j);
+      case 4: return score_rows<KIND, 16>(b, k, s, j);
     }
   }
 
-  Floats capped(Floats scores, long count) const {
+  // The same for at most R rows, by the keys [dim] or [dim / 2] of 16 positions.
+  template <int KIND, int R>
+  void score_rows(const Block& b, const __m512i* k, Scores& s, long j) const {
+    Floats sum[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sum[r] = splat(0.f);
+    for (long i = 0; i < (KIND == 0 ? keys.width / 2 : keys.width); i++) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        if constexpr (KIND == 0) sum[r] = multiply_add(sum[r], (__m512bh)k[i], (const uint16_t*)&b.query[i][r]);
+        else sum[r] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(b.query[i][r])), (Floats)k[i], sum[r]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) _mm512_store_ps(s.weight[r] + j, sum[r]);
+  }
+
+  // The score of 16 positions from `position` on for a row, from the products of its query; -inf if it does not see one.
+  Floats limited(Floats products, const Block& b, long row, long position) const {
+    Floats x = _mm512_mul_ps(products, splat(scale));
+    if (softcap > 0.f) x = capped(x);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i at = _mm512_add_epi32(_mm512_set1_epi32(int(position)), lane);
+    const __mmask16 seen = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(b.first[row])) &
+                           _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(b.last[row]));
+    return _mm512_mask_mov_ps(splat(-std::numeric_limits<float>::infinity()), seen, x);
+  }
+
+  Floats capped(Floats scores) const {
     alignas(64) float s[LANES];
     _mm512_store_ps(s, scores);
-    for (long r = 0; r < count; r++) s[r] = std::tanh(s[r] / softcap) * softcap;
+    for (float& one : s) one = std::tanh(one / softcap) * softcap;
     return _mm512_load_ps(s);
   }
 
-  // Scores of a page to weights; returns by what the sums before shrink, to the largest score so far.
-  static Floats soften(float (*score)[LANES], long low, long high, Floats& largest, Floats& total) {
-    const Floats before = largest, none = splat(-std::numeric_limits<float>::infinity());
-    for (long j = low; j < high; j++) largest = _mm512_max_ps(largest, _mm512_load_ps(score[j]));
-    // of a row that has seen nothing yet: -inf less -inf would be no number
-    const Floats least = _mm512_mask_mov_ps(largest, _mm512_cmp_ps_mask(largest, none, _CMP_EQ_OQ), splat(0.f));
-    const Floats shrink = exponential(_mm512_sub_ps(before, least));
-    total = _mm512_mul_ps(total, shrink);
-    for (long j = low; j < high; j++) {
-      const Floats weight = exponential(_mm512_sub_ps(_mm512_load_ps(score[j]), least));
-      _mm512_store_ps(score[j], weight);
-      total = _mm512_add_ps(total, weight);
+  // Products of the page that begins at `position` to weights, and by what the sums before shrink.
+  void soften(const Block& b, long position, long low, long high, Scores& s) const {
+    const float none = -std::numeric_limits<float>::infinity();
+    for (long r = 0; r < b.count; r++) {
+      Floats largest = splat(none);
+      for (long j = low; j < high; j += LANES) {
+        const Floats score = limited(_mm512_load_ps(s.weight[r] + j), b, r, position + j);
+        _mm512_store_ps(s.weight[r] + j, score);
+        largest = _mm512_max_ps(largest, score);
+      }
+      const float before = s.largest[r];
+      s.largest[r] = std::max(before, _mm512_reduce_max_ps(largest));
+      // of a row that has seen nothing yet: -inf less -inf would be no number
+      s.least[r] = s.largest[r] == none ? 0.f : s.largest[r];
+      s.shrink[r] = before - s.least[r];
     }
-    return shrink;
+    _mm512_store_ps(s.shrink, exponential(_mm512_load_ps(s.shrink)));
+    for (long r = 0; r < b.count; r++) {
+      Floats total = _mm512_mul_ps(s.total[r], splat(s.shrink[r]));
+      for (long j = low; j < high; j += LANES) {
+        const Floats weight = exponential(_mm512_sub_ps(_mm512_load_ps(s.weight[r] + j), splat(s.least[r])));
+        _mm512_store_ps(s.weight[r] + j, weight);
+        total = _mm512_add_ps(total, weight);
+      }
+      s.total[r] = total;
+    }
   }
 
   // sums [R][partial_size()] of rows `r` of a block: shrunk, and the page's values times their weights.
   template <int KIND, int R>
-  void add_values(long head, long slot, long low, long high, const float (*weight)[LANES], const float* shrink, long r,
-                  float* sums) const {
+  void add_values(long head, long slot, long low, long high, const Scores& s, long r, float* sums) const {
     constexpr int V = R == 8 ? 2 : 4;
     long i = 0;
-    for (; i + V * LANES <= padded(); i += V * LANES)
-      add_columns<KIND, R, V>(head, slot, low, high, weight, shrink, r, i, sums + i);
-    for (; i < padded(); i += LANES) add_columns<KIND, R, 1>(head, slot, low, high, weight, shrink, r, i, sums + i);
+    for (; i + V * LANES <= values.width; i += V * LANES)
+      add_columns<KIND, R, V>(head, slot, low, high, s, r, i, sums + i);
+    for (; i < padded(); i += LANES) add_columns<KIND, R, 1>(head, slot, low, high, s, r, i, sums + i);
   }
 
   template <int KIND, int R, int V>
-  void add_columns(long head, long slot, long low, long high, const float (*weight)[LANES], const float* shrink,
-                   long row, long i, float* sums) const {
+  void add_columns(long head, long slot, long low, long high, const Scores& s, long row, long i, float* sums) const {
     const long size = partial_size();
     __mmask16 mask[V];
     Floats sum[R][V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
-      mask[v] = lanes(i + v * LANES, values.width);
+      mask[v] = V > 1 ? 0xffff : lanes(i, values.width);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
-        sum[r][v] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * size + v * LANES), splat(shrink[row + r]));
+        sum[r][v] = _mm512_mul_ps(_mm512_load_ps(sums + r * size + v * LANES), splat(s.shrink[row + r]));
     }
-    for (long j = low; j < high; j++) {
+    const float* weight = s.weight[row] + low;
+    for (long j = low; j < high; j++, weight++) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         const Floats value = values.load<KIND>(slot + j, head, i + v * LANES, mask[v]);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sum[r][v] = _mm512_fmadd_ps(splat(weight[j][row + r]), value, sum[r][v]);
+        for (int r = 0; r < R; r++) sum[r][v] = _mm512_fmadd_ps(splat(weight[r * PAGE]), value, sum[r][v]);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) _mm512_storeu_ps(sums + r * size + v * LANES, sum[r][v]);
+      for (int v = 0; v < V; v++) _mm512_store_ps(sums + r * size + v * LANES, sum[r][v]);
   }
 
   // Spans of a query row, in order, to its result.  They lie `apart` numbers from each other.
@@ -235,7 +278,7 @@ struct PagedAttention {
       const float factor = std::exp(p[dv] - largest);
       total += factor * p[dv + 1];
       for (long i = 0; i < dv; i += LANES)
-        _mm512_store_ps(sum + i, _mm512_fmadd_ps(splat(factor), _mm512_loadu_ps(p + i), _mm512_load_ps(sum + i)));
+        _mm512_store_ps(sum + i, _mm512_fmadd_ps(splat(factor), _mm512_load_ps(p + i), _mm512_load_ps(sum + i)));
     }
     const long token = row % n, h = head * group() + row / n;
     uint16_t* to = out + ((slice * n + token) * heads + h) * values.width;
@@ -244,20 +287,20 @@ struct PagedAttention {
   }
 
   template <int KIND>
-  void run(std::vector<float>& memory) const {
+  void run(std::vector<Line>& memory) const {
     long spans = 1;
     for (long b = 0; b < slices; b++) spans = std::max(spans, (end(b) + SPAN - 1) / SPAN);
     const long count = query_rows(), size = partial_size(), tasks = slices * keys.heads * spans;
-    memory.resize(tasks * count * size);
-    float* partial = memory.data();
+    memory.resize(tasks * count * size / LANES);
+    float* partial = memory.data()->x;
 #pragma omp parallel if (tasks > 1 && tasks * count * SPAN * values.width > PARALLEL_NUMBERS)
     {
 #pragma omp for schedule(dynamic)
       for (long task = 0; task < tasks; task++)
-        for (long row = 0; row < count; row += LANES) {
+        for (long row = 0; row < count; row += ROWS) {
           Block b;
           b.slice = task / spans / keys.heads, b.head = task / spans % keys.heads;
-          b.row = row, b.count = std::min(count - row, long(LANES));
+          b.row = row, b.count = std::min(count - row, ROWS);
           span<KIND>(b, task % spans * SPAN, partial + task * count * size);
         }
 #pragma omp for
