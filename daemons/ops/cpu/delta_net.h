@@ -39,7 +39,8 @@ struct DeltaNet {
 
   // The convolution of `dim` channels of a slice for some tokens, and its silu, to rows `apart`.
   void convolve(long slice, long first, long n_tokens, long channel, float* result, long apart) const {
-    for (long i = 0; i < dim; i += LANES) switch (width) {
+    for (long i = 0; i < dim; i += LANES) {
+      switch (width) {
         case 1: convolve<1>(slice, first, n_tokens, channel + i, result + i, apart); break;
         case 2: convolve<2>(slice, first, n_tokens, channel + i, result + i, apart); break;
         case 3: convolve<3>(slice, first, n_tokens, channel + i, result + i, apart); break;
@@ -49,6 +50,7 @@ struct DeltaNet {
         case 7: convolve<7>(slice, first, n_tokens, channel + i, result + i, apart); break;
         case 8: convolve<8>(slice, first, n_tokens, channel + i, result + i, apart); break;
       }
+    }
   }
 
   // The input of 16 channels of a token, which may be one of those before the slice.
@@ -83,7 +85,11 @@ struct DeltaNet {
       if (to < 0) continue;
       float* after = windows + to * (WIDTH - 1) * c + channel;
 #pragma GCC unroll 8
-      for (int i = 0; i < WIDTH - 1; i++) _mm512_stream_ps(after + i * c, window[i]);
+      for (int i = 0; i < WIDTH - 1; i++) {
+        // most windows of a slice are never read, so they pass by the cache
+        if (n > 1) _mm512_stream_ps(after + i * c, window[i]);
+        else _mm512_store_ps(after + i * c, window[i]);
+      }
     }
   }
 
@@ -146,7 +152,8 @@ struct DeltaNet {
   };
 
   // One token's update of V vectors of columns of a state: S decay + k error, and the SUMS S k and S q of the token
-  // after it, if there is one.  `ahead`: columns that are read later, and may be far from the cache.
+  // after it, if there is one.  `ahead`: columns that are read later, and may be far from the cache.  Not inlined, sums
+  // would stay in memory.
   template <int V, int D, bool SUMS>
   static inline __attribute__((always_inline)) void update(Columns from, Columns to, long token, const Tokens<D>& t,
                                                            const Floats* error, Floats* sk, Floats* sq, Columns ahead) {
@@ -283,12 +290,29 @@ struct Updates {
       k[t] = update + head % n_key * dim, error[t] = update + (n_key + head) * dim;
       decay[t] = splat(update[(n_key + n_value) * dim + head]);
     }
-    for (long i = 0; i < dim; i++)
-      for (long column = 0; column < dim; column += LANES) {
-        Floats s = _mm512_loadu_ps(from + i * dim + column);
-        for (long t = 0; t < n; t++)
-          s = _mm512_fmadd_ps(splat(k[t][i]), _mm512_loadu_ps(error[t] + column), _mm512_mul_ps(s, decay[t]));
-        _mm512_storeu_ps(to + i * dim + column, s);
-      }
+    for (long i = 0; i < dim; i++) {
+      long column = 0;
+      for (; column + 4 * LANES <= dim; column += 4 * LANES)
+        apply<4>(from + i * dim + column, to + i * dim + column, i, column, k, error, decay);
+      for (; column < dim; column += LANES)
+        apply<1>(from + i * dim + column, to + i * dim + column, i, column, k, error, decay);
+    }
+  }
+
+  // V vectors of row i of a head, which wait less for each other than one.
+  template <int V>
+  void apply(const float* from, float* to, long i, long column, const float* const* k, const float* const* error,
+             const Floats* decay) const {
+    Floats s[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) s[v] = _mm512_loadu_ps(from + 16 * v);
+    for (long t = 0; t < n; t++) {
+      const Floats key = in_register(k[t][i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++)
+        s[v] = _mm512_fmadd_ps(key, _mm512_loadu_ps(error[t] + column + 16 * v), _mm512_mul_ps(s[v], decay[t]));
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) _mm512_storeu_ps(to + 16 * v, s[v]);
   }
 };

@@ -103,10 +103,10 @@ struct PagedAttention {
   // Which positions the rows of a block see; returns the first of all.
   long read_limits(Block& b) const {
     long from = end(b.slice);
-    for (long r = 0; r < ROWS; r++) {
+    for (long r = 0; r < b.count; r++) {
       const long token = (b.row + r) % n;
       b.first[r] = int32_t(first(b.slice, token)), b.last[r] = int32_t(last(b.slice, token));
-      if (r < b.count) from = std::min(from, long(b.first[r]));
+      from = std::min(from, long(b.first[r]));
     }
     return from;
   }
@@ -183,7 +183,7 @@ struct PagedAttention {
     for (int r = 0; r < R; r++) _mm512_store_ps(s.weight[r] + j, sum[r]);
   }
 
-  // The score of 16 positions from `position` on for a row, from the products of its query; -inf if it does not see one.
+  // Scores of 16 positions from `position` on for a row, from the products of its query; -inf where it sees none.
   Floats limited(Floats products, const Block& b, long row, long position) const {
     Floats x = _mm512_mul_ps(products, splat(scale));
     if (softcap > 0.f) x = capped(x);
