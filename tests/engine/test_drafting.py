@@ -9,7 +9,13 @@ import pytest
 
 from lucevisor.engine import validation
 from lucevisor.engine.drafting.request import RequestDrafts
-from lucevisor.engine.drafting.rest import AWAKE_STEPS, REST_STEPS, DrafterRest
+from lucevisor.engine.drafting.rest import (
+    AWAKE_STEPS,
+    PAID_REST_STEPS,
+    PAID_STEPS,
+    REST_STEPS,
+    DrafterRest,
+)
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
@@ -312,6 +318,28 @@ def test_a_drafter_rests_longer_each_time_that_it_is_woken_in_vain() -> None:
     assert stretches[1::2] == [1024, 2048, 4096, 8192, 8192]
     rest.asked()
     assert not rest.due
+
+
+@pytest.mark.parametrize(
+    ("n_asked", "first"), [(1, REST_STEPS), (PAID_STEPS - 1, REST_STEPS), (PAID_STEPS, PAID_REST_STEPS)]
+)
+def test_a_drafter_that_paid_off_rests_for_a_moment_at_first(n_asked: int, first: int) -> None:
+    rest = DrafterRest()
+
+    def stretch() -> int:
+        n = 0
+        while not rest.due:
+            rest.stepped()
+            n += 1
+        rest.turn()
+        return n
+
+    for _ in range(8):
+        stretch()
+    assert not rest.resting
+    for _ in range(n_asked):
+        rest.asked()
+    assert [stretch() for _ in range(6)] == [AWAKE_STEPS, first, AWAKE_STEPS, 2 * first, AWAKE_STEPS, 4 * first]
 
 
 def test_state_of_a_drafter_that_rested_is_not_kept_over_a_restart() -> None:

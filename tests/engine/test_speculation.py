@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.drafting.budget import LOSS_SHARE, MOST_LOSS, Allowance
+from lucevisor.engine.drafting.budget import FIRST_LOSS, LOSS_SHARE, Allowance
 from lucevisor.engine.drafting.costs import BatchSchedule
 from lucevisor.engine.drafting.lookup import NgramLookup
 from lucevisor.engine.drafting.request import RequestDrafts
@@ -256,7 +256,7 @@ def test_losses_stay_within_the_budget(
     # of jitter hides, which is 2 % of the plain time that losses are counted by.
     unknown_s = 4 * (machine.verify_s(n_slices * (1 + MAX), n_slices) * uneven + machine.draft_s(n_slices, MAX))
     hidden_s = 0.1 * jitter * run.plain_s
-    assert run.seconds - run.plain_s < MOST_LOSS * plain_s + LOSS_SHARE * run.seconds + unknown_s + hidden_s
+    assert run.seconds - run.plain_s < FIRST_LOSS * plain_s + LOSS_SHARE * run.seconds + unknown_s + hidden_s
 
 
 # ---- single decisions
@@ -316,17 +316,17 @@ def test_micro_batches_are_told_apart_from_all_that_decode() -> None:
 
 
 def test_an_allowance_is_earned_and_spent() -> None:
-    one = Allowance(0.02, 8.0)
+    one = Allowance(0.02, 8.0, 24.0)
     one.gain(-7.9)
     assert not one.spent
     one.gain(-0.2)
     assert one.spent
     one.earn(100)
-    assert one.spent  # 1.9 of 8: less than a quarter
+    assert one.spent  # 1.9: less than a quarter of 8
     one.earn(10)
     assert not one.spent
     one.gain(100)
-    assert one.balance == 8.0
+    assert one.balance == 24.0
 
 
 COPIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6)

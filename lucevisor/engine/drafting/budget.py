@@ -11,10 +11,13 @@ from typing import Final
 
 LOSS_SHARE: Final = 0.015
 """Of decode time that drafting may lose against plain decoding, over what it gained."""
-MOST_LOSS: Final = 8.0
-"""Plain steps that drafting may be behind by: these and 1.5 % are less than 2 % of 2,000 steps."""
+FIRST_LOSS: Final = 8.0
+"""Plain steps that drafting may lose before it saved any: these and 1.5 % are less than 2 % of 2,000 steps."""
+MOST_LOSS: Final = 24.0
+"""Plain steps that it may lose of what it saved or was granted before: a machine that is disturbed for a moment, or one
+answer that is hard to draft, does not end what pays."""
 RESUME_SHARE: Final = 0.25
-"""Of ``MOST_LOSS``, to be earned before drafts go on after all of it was lost: some rounds in a row, not one."""
+"""Of what there was at first, to be earned before drafts go on after all was lost: some rounds in a row, not one."""
 UPKEEP_SHARE: Final = LOSS_SHARE / 2
 """Of decode time that the drafter's upkeep is charged at most: no decision avoids it, and drafts must be tried again
 whatever it is.
@@ -26,11 +29,13 @@ MOST_PROBES: Final = 6.0
 
 
 class Allowance:
-    """Plain steps that may be lost: a share of the time, saved up to ``most``; ``balance`` is what is left."""
+    """Plain steps that may be lost: ``first``, and a share of the time, saved up to ``most``; ``balance`` is what is
+    left.
+    """
 
-    def __init__(self, share: float, most: float) -> None:
-        self._share, self._most = share, most
-        self.balance = most
+    def __init__(self, share: float, first: float, most: float) -> None:
+        self._share, self._most, self._resume = share, most, RESUME_SHARE * first
+        self.balance = first
         self.spent = False  # nothing was left, and RESUME_SHARE was not earned yet
 
     def earn(self, steps: float) -> None:
@@ -40,7 +45,7 @@ class Allowance:
     def gain(self, steps: float) -> None:
         """Count what was saved, or lost if negative."""
         self.balance = min(self._most, self.balance + steps)
-        self.spent = self.balance < (RESUME_SHARE * self._most if self.spent else 0.0)
+        self.spent = self.balance < (self._resume if self.spent else 0.0)
 
 
 @dataclass(slots=True)

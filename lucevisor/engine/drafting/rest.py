@@ -17,6 +17,11 @@ REST_STEPS: Final = 1024
 """Steps for which it rests at first: what it costs awake, up to a tenth where steps are fast, stays near a percent."""
 MOST_REST_STEPS: Final = 8192
 """The same at most: each time that it was woken for nothing it rests twice as long."""
+PAID_STEPS: Final = 64
+"""Times that it is asked while awake after which it counts as one that pays on some texts: a useless one is stopped
+sooner."""
+PAID_REST_STEPS: Final = AWAKE_STEPS
+"""Steps for which such a drafter rests at first: the next answer may be one that it drafts well."""
 RESTING: Final = "the drafter rests, because plain decoding is faster; it is tried again now and then"
 
 
@@ -26,6 +31,7 @@ class DrafterRest:
     def __init__(self) -> None:
         self.resting = False
         self._n_steps = 0  # since it was asked, woken or let rest
+        self._n_asked = 0  # since it was woken
         self._rest_steps = REST_STEPS
 
     @property
@@ -37,7 +43,9 @@ class DrafterRest:
         """It rests from now on, or was woken."""
         self.resting, self._n_steps = not self.resting, 0
         if not self.resting:  # in vain, until it is asked
-            self._rest_steps = min(2 * self._rest_steps, MOST_REST_STEPS)
+            self._rest_steps, self._n_asked = min(2 * self._rest_steps, MOST_REST_STEPS), 0
+        elif self._n_asked:
+            self._rest_steps = PAID_REST_STEPS if self._n_asked >= PAID_STEPS else REST_STEPS
 
     def stepped(self) -> None:
         """Count a step of decodes."""
@@ -45,8 +53,8 @@ class DrafterRest:
 
     def asked(self) -> None:
         """Drafts are asked for that are no probe."""
-        self._n_steps, self._rest_steps = 0, REST_STEPS
+        self._n_steps, self._n_asked = 0, self._n_asked + 1
 
     def end(self) -> None:
         """It is another drafter, or the same one attached again."""
-        self.resting, self._n_steps = False, 0
+        self.resting, self._n_steps, self._n_asked = False, 0, 0

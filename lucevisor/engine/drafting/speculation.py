@@ -15,6 +15,7 @@ from typing import Final
 
 from lucevisor.engine.drafting.acceptance import AcceptanceModel, expected_tokens
 from lucevisor.engine.drafting.budget import (
+    FIRST_LOSS,
     LOSS_SHARE,
     MOST_LOSS,
     MOST_PROBES,
@@ -75,8 +76,8 @@ class Speculation:
         self._fixed = fixed
         self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
         self.times = DraftTimes(PRIORS[kind])
-        self._loss = Allowance(LOSS_SHARE, MOST_LOSS)
-        self._probes = Allowance(PROBE_SHARE, MOST_PROBES)
+        self._loss = Allowance(LOSS_SHARE, FIRST_LOSS, MOST_LOSS)
+        self._probes = Allowance(PROBE_SHARE, MOST_PROBES, MOST_PROBES)
         self.probe: WidthProbe | None = None  # what drafts are asked for only to measure
         self._choices: dict[int, WidthChoice] = {}  # by number of slices
         self._active: dict[str, tuple[int, RequestDrafts]] = {}  # by request id; when drafts were last asked for
