@@ -178,7 +178,7 @@ def main():
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.draft is None and options.model.parent == DEMO:
-        options.draft = DEMO / "demo-qwen35-22m-dflash2-q8_0.gguf"
+        options.draft = DEMO / "demo-qwen35-22m-dflash2-q4_0.gguf"
     bench = Bench(options)
     cases = {f"{n} rows": bench.steps(n) for n in options.rows}
     if bench.draft:

@@ -30,7 +30,7 @@ pytestmark = needs_cpu_kernels
 DEMO = Path(__file__).parents[2] / "etc" / "demo"
 MODEL = DEMO / "demo-qwen35-22m-q4_k_m.gguf"
 DRAFTERS = {
-    DraftKind.DFLASH: DEMO / "demo-qwen35-22m-dflash2-q8_0.gguf",
+    DraftKind.DFLASH: DEMO / "demo-qwen35-22m-dflash2-q4_0.gguf",
     DraftKind.MTP: DEMO / "demo-qwen35-22m-mtp-q8_0.gguf",
 }
 IDS = [(i * 37 + 5) % 8000 for i in range(80)]

@@ -87,7 +87,7 @@ async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: s
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q8_0.gguf")), ("qwen35", UPSTREAM), ("qwen3", None)],
+    [("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf")), ("qwen35", UPSTREAM), ("qwen3", None)],
 )
 async def test_drafts_change_neither_answers_nor_what_is_remembered(
     name: str, drafter: Path | None, tmp_path: Path

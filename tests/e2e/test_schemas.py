@@ -25,7 +25,7 @@ from tests.e2e.service import GOLDEN, running, write_config
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
 ENGINE = '[engine]\ndtype = "float32"\nmax_sequences = 8\npages = 400\n'
-DRAFTER = DEMO.parent / "demo-qwen35-22m-dflash2-q8_0.gguf"
+DRAFTER = DEMO.parent / "demo-qwen35-22m-dflash2-q4_0.gguf"
 MODELS = {"random": GOLDEN / "qwen35" / "model.gguf", "demo": DEMO}
 DRAFTS = {"random": '[draft]\nkind = "lookup"\nwidth = 3\n', "demo": f'[draft]\nkind = "dflash"\npath = "{DRAFTER}"\n'}
 MOST_TOKENS = 500

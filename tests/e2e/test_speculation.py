@@ -68,7 +68,7 @@ class Case:
 GOLDEN_TARGET = GOLDEN / "qwen35" / "model.gguf"
 MTP = GOLDEN / "qwen35_mtp_draft"
 CASES = {  # those that take longest first
-    "demo-dflash": Case(DEMO, "dflash", str(DEMO_DRAFTERS / "demo-qwen35-22m-dflash2-q8_0.gguf")),
+    "demo-dflash": Case(DEMO, "dflash", str(DEMO_DRAFTERS / "demo-qwen35-22m-dflash2-q4_0.gguf")),
     "demo-mtp": Case(DEMO, "mtp", str(DEMO_DRAFTERS / "demo-qwen35-22m-mtp-q8_0.gguf")),
     **{f"{name}-random": Case(GOLDEN / name / "model.gguf", "dflash", "random") for name in FAMILIES},
     **{f"{name}-lookup": Case(GOLDEN / name / "model.gguf", "lookup") for name in FAMILIES},

@@ -21,6 +21,7 @@ import dflash  # noqa: E402
 from data import Batch  # noqa: E402
 from losses import dflash_loss  # noqa: E402
 from optimizer import Optimizer  # noqa: E402
+from target import read_gguf  # noqa: E402
 
 
 class LiveTarget:
@@ -42,15 +43,15 @@ class LiveTarget:
 class Joint:
     def __init__(
         self, model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, shape: dflash.DFlashShape, weight: float,
-        spacing: int,
+        spacing: int, lr: float = 0.02, follow: bool = False,
     ) -> None:  # fmt: skip
-        self.weight, self.spacing = weight, spacing
+        self.weight, self.spacing, self.follow = weight, spacing, follow
         self.device = model.device.type
         target = LiveTarget(model, tokenizer.convert_tokens_to_ids("<|mask|>"))
         self.drafter = dflash.DFlash(shape, target).to(model.device)
-        self.optimizer = Optimizer(self.drafter, lr=0.02, adam_lr=2e-3, decay=0.05)
+        self.optimizer = Optimizer(self.drafter, lr=lr, adam_lr=lr / 10, decay=0.05)
         self.features: list[Tensor] = []
-        self.right = torch.zeros(shape.block - 1, device=model.device)
+        self.right = torch.zeros(shape.block, device=model.device)
         for i in shape.capture:
             model.model.layers[i].register_forward_hook(self.keep)
 
@@ -58,12 +59,13 @@ class Joint:
         if layer.training:
             self.features.append(output[0] if isinstance(output, tuple) else output)
 
-    def loss(self, ids: Tensor, counts: Tensor, hidden: Tensor) -> Tensor:
-        """The loss to add, of the pass that gave ``hidden`` [B, T, E]; ids and counts [B, T]."""
-        batch = Batch(ids, counts, hidden.detach(), torch.cat(self.features, -1))
+    def loss(self, ids: Tensor, counts: Tensor, hidden: Tensor, rows: int) -> Tensor:
+        """The loss to add, of the first ``rows`` rows of the pass that gave ``hidden`` [B, T, E]; ids and counts [B, T]."""
+        features = torch.cat([f[:rows] for f in self.features], -1)
+        batch = Batch(ids[:rows], counts[:rows], hidden[:rows].detach(), features)
         self.features.clear()
         with torch.autocast(self.device, torch.bfloat16):
-            loss, right = dflash_loss(self.drafter, batch, 0.5, 2.0, self.spacing, self.weight)
+            loss, right = dflash_loss(self.drafter, batch, 0.5, 2.0, self.spacing, self.weight, self.follow)
         self.right.lerp_(right.detach().float(), 0.02)
         return loss
 
@@ -72,9 +74,9 @@ class Joint:
         self.optimizer.step()
 
     def load(self, path: Path) -> None:
-        weights = load_file(path)
+        weights = load_file(path) if path.suffix == ".safetensors" else read_gguf(path)[1]
         for name, tensor in self.drafter.tensors().items():
-            tensor.data.copy_(weights[name])
+            tensor.data.copy_(weights[name].view(tensor.shape))
 
     def save(self, path: Path) -> None:
-        save_file({name: t.detach().float().contiguous() for name, t in self.drafter.tensors().items()}, path)
+        save_file({name: t.detach().bfloat16().contiguous() for name, t in self.drafter.tensors().items()}, path)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from encode import FLAG, pack
+from make_gguf import main as make_gguf
 
 sys.path.append(str(Path(__file__).parent / "drafters"))
 
@@ -25,18 +26,23 @@ from target import Target  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="GGUF file")
+    parser.add_argument("--model", type=Path, required=True, help="GGUF file, or a folder for make_gguf.py")
     parser.add_argument("--prompts", type=Path, required=True, help="prompts.npz of drafters/prompts.py")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=40)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--left", type=float, default=0.3, help="share of a batch that may be cut off")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=2)
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.model.is_dir():
+        make_gguf(args.model, args.out / "model.gguf")
+        args.model = args.out / "model.gguf"
     target = Target(args.model, args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
-    data = continue_prompts(target, args.prompts, 0, args.batch, args.new, args.seconds, args.seed, 0.0, 0.3)
+    data = continue_prompts(target, args.prompts, 0, args.batch, args.new, args.seconds, args.seed, 0.0, args.left)
     end = np.uint16(target.meta["tokenizer.ggml.padding_token_id"])
     rows = [np.append(data.tokens[a:b], end) for a, b in zip(data.starts[:-1], data.starts[1:], strict=True)]
     random.Random(args.seed).shuffle(rows)

@@ -1,4 +1,6 @@
-"""Writes trained drafters as GGUF files: matrices Q8_0, norms and convolution bases F32, the tokenizer copied from the target."""
+"""Writes trained drafters as GGUF files: matrices Q4_0 of DFlash, Q8_0 of MTP, norms and convolution bases F32, the
+tokenizer copied from the target.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from dflash import DFlash
 from mtp import Mtp
 from target import Target
 
+DFLASH_KIND, MTP_KIND = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
+FILE_TYPES = {DFLASH_KIND: gguf.LlamaFileType.MOSTLY_Q4_0, MTP_KIND: gguf.LlamaFileType.MOSTLY_Q8_0}
 TOKENIZER = {
     "tokenizer.ggml.model": "add_tokenizer_model",
     "tokenizer.ggml.pre": "add_tokenizer_pre",
@@ -26,24 +30,25 @@ TOKENIZER = {
 }
 
 
-def begin(path: Path, architecture: str, name: str, description: str, target: Target) -> gguf.GGUFWriter:
+def begin(
+    path: Path, architecture: str, name: str, description: str, target: Target, kind: gguf.GGMLQuantizationType
+) -> gguf.GGUFWriter:
     w = gguf.GGUFWriter(str(path), architecture)
     w.add_type("model")
     w.add_name(name)
     w.add_description(description)
     w.add_license("PSF-2.0")
-    w.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q8_0))
+    w.add_file_type(int(FILE_TYPES[kind]))
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, method in TOKENIZER.items():
         getattr(w, method)(target.meta[key])
     return w
 
 
-def finish(w: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
+def finish(w: gguf.GGUFWriter, tensors: dict[str, Tensor], kind: gguf.GGMLQuantizationType) -> None:
     for name, tensor in tensors.items():
         data = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
         if data.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
             w.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
         else:
             w.add_tensor(name, data)
@@ -61,7 +66,7 @@ def add_settings(w: gguf.GGUFWriter, prefix: str, settings: dict[str, Any]) -> N
 def write_dflash(path: Path, model: DFlash) -> None:
     s, target = model.shape, model.target
     version = "DFlash 2" if s.selector_rank else "DFlash"
-    w = begin(path, "dflash", f"{path.stem}", f"{version} drafter of {target.meta['general.name']}", target)
+    w = begin(path, "dflash", f"{path.stem}", f"{version} drafter of {target.meta['general.name']}", target, DFLASH_KIND)
     add_settings(w, "dflash", {
         "block_count": s.layers, "context_length": target.meta["qwen35.context_length"], "embedding_length": target.width,
         "feed_forward_length": s.ffn, "attention.head_count": s.heads, "attention.head_count_kv": s.kv_heads,
@@ -76,17 +81,18 @@ def write_dflash(path: Path, model: DFlash) -> None:
             "conv_kernel_size": 2, "conv_group_size": s.conv_group,
             "selector_rank": s.selector_rank, "selector_top_k": s.selector_top_k,
         })  # fmt: skip
-    finish(w, model.tensors())
+    finish(w, model.tensors(), DFLASH_KIND)
 
 
 def write_mtp(path: Path, model: Mtp) -> None:
     """The head alone: the target's keys with one more block; embedding, output_norm and output are the target's."""
     target = model.target
-    w = begin(path, "qwen35", f"{path.stem}", f"Multi-token-prediction head of {target.meta['general.name']}", target)
+    description = f"Multi-token-prediction head of {target.meta['general.name']}"
+    w = begin(path, "qwen35", f"{path.stem}", description, target, MTP_KIND)
     own = {"block_count": target.n_layers + 1, "nextn_predict_layers": 1}
     lists = {"rope.dimension_sections", "attention.recurrent_layers"}
     kept = {k.removeprefix("qwen35."): v for k, v in target.meta.items() if k.startswith("qwen35.")}
     add_settings(w, "qwen35", {k: v for k, v in kept.items() if k not in lists} | own)
     w.add_array("qwen35.rope.dimension_sections", kept["rope.dimension_sections"])
     w.add_array("qwen35.attention.recurrent_layers", [*kept["attention.recurrent_layers"], False])
-    finish(w, model.tensors())
+    finish(w, model.tensors(), MTP_KIND)

@@ -25,7 +25,7 @@ from acceptance import evaluate_dflash, evaluate_mtp
 from data import Batch, Loader, Sequences, read_corpus
 from dflash import DFlash, DFlashShape
 from generate import continue_prompts
-from gguf_files import write_dflash, write_mtp
+from gguf_files import DFLASH_KIND, MTP_KIND, write_dflash, write_mtp
 from losses import dflash_loss, mtp_loss
 from mtp import Mtp
 from optimizer import Optimizer
@@ -131,11 +131,12 @@ def train_one(
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
         if isinstance(model, Mtp):
             return mtp_loss(model, batch, args.depth, args.soft)
-        return dflash_loss(model, batch, args.soft, args.gamma, args.spacing)
+        return dflash_loss(model, batch, args.soft, args.gamma, args.spacing, 1.0, args.follow)
 
     loader = Loader(target, sources, args.tokens, capture, args.seed, args.reuse)
     fit(model, loader, held, loss_of, args, seconds, name, log)
-    path = args.out / f"demo-qwen35-22m-{name}-q8_0.gguf"
+    kind = MTP_KIND if isinstance(model, Mtp) else DFLASH_KIND
+    path = args.out / f"demo-qwen35-22m-{name}-{kind.name.lower()}.gguf"
     if isinstance(model, Mtp):
         write_mtp(path, model)
         found = evaluate_mtp(model, held, args.eval_rows, 3)
@@ -196,6 +197,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--soft", type=float, default=0.5, help="share of the target's distribution in the loss")
     parser.add_argument("--gamma", type=float, default=2.0, help="positions after which a block's weights fall by e")
     parser.add_argument("--spacing", type=int, default=4, help="tokens of a batch for each of a step's blocks")
+    parser.add_argument("--follow", action="store_true", help="half of the blocks begin where the others end")
     parser.add_argument("--start", type=Path, help="go on from a drafter's GGUF file, or from drafter.safetensors of ../train.py; the job's shape must be that of it")
     parser.add_argument("--depth", type=int, default=4, help="chained drafts of the MTP head")
     parser.add_argument("--capture", type=int, nargs="+", default=(1, 3, 5, 6, 7))
