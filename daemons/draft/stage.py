@@ -24,6 +24,7 @@ from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.mtp import Mtp
+from daemons.draft.rejected import without_rejected
 from daemons.draft.unseen import unseen_draft
 from daemons.draft.vocabulary import shared_weights, vocabulary_weights
 from daemons.errors import StateError
@@ -227,10 +228,13 @@ class DraftStage:
         if not step.slices:
             return []
         began = recorded(self.device, timed=True) if defer else None
-        jobs = self._jobs(step, tokens)
         if (ahead := self._ahead_of(step)) is not None:
+            jobs = self._jobs(step, tokens)
             return ahead.drafts if defer and ahead.drafts is not None else self._drafts(jobs, ahead.hidden, began)
         features = self._features(step, captures)
+        if self.device.type == "cpu":
+            step, features = without_rejected(step, features, tokens)
+        jobs = self._jobs(step, tokens)
         if jobs or not self._deferred.takes(step.slices):
             self.flush()
         if not jobs and self._deferred.takes(step.slices):
