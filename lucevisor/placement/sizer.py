@@ -193,9 +193,10 @@ class Sizer:
             with_output=draft.with_output,
             with_embedding=draft.with_embedding,
         )
+        vocabulary_bytes = draft.spec.draft_vocabulary_bytes(draft.target.backend, self.inputs.dtype)
         captured = steps.max_tokens * len(draft.spec.captures) * self.inputs.spec.hidden_size * 4
         return MemoryUse(
-            weight_bytes=sum(layout.n_bytes for layout in layouts),
+            weight_bytes=sum(layout.n_bytes for layout in layouts) + vocabulary_bytes,
             state_bytes=model.state_bytes(shard, pools),
             workspace_bytes=model.workspace_bytes(shard, steps) + captured,
             host_state_bytes=model.host_state_bytes(shard, pools),

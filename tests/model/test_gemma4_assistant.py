@@ -61,6 +61,7 @@ def test_matrices_of_the_target_are_read_from_its_file(tmp_path: Path) -> None:
     assert found.from_target.isdisjoint(found.files.tensors)
     assert files.tensors["token_embd.weight"].shape == (model.vocabulary, model.hidden_size)
     assert files.tensors["output.weight"].shape == (model.vocabulary, 48)
+    assert not found.shares_lm_head
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,21 @@ def test_an_mtp_head_has_a_row_for_every_recurrent_state(head_27b, tmp_path):
     assert p.draft.captures == (63,)
 
 
+def test_a_draft_vocabulary_has_room_beside_the_drafter(head_27b, dflash, small, tmp_path):
+    """32,768 rows of 5,120 columns in Q6_K with a token id each, on a GPU, also beside a copy of the whole matrix."""
+    spec, head = head_27b
+    rows = 32768 * (5120 // 256 * 210 + 8)
+    assert rows == 137_887_744
+    for devices, where in ((["cuda:0"], {}), (["cuda:0"], {"device": "hip:0"})):
+        config = configure(tmp_path, devices, [1], {"kind": "mtp"} | where, max_sequences=1, pages=1000)
+        p = placed(spec, config, {"cuda": [gpu(0, 80)], "hip": [gpu(0, 80)]}, head)
+        assert p.draft_device is not None
+        layouts = head.layouts(Backend.CUDA, p.dtype, with_output=not where, with_embedding=not where)
+        assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in layouts) + rows
+    assert head.draft_vocabulary_bytes(Backend.CPU, Dtype.BFLOAT16) == 0
+    assert dflash.draft_vocabulary_bytes(Backend.CUDA, Dtype.BFLOAT16) == 0  # few tokens, none of them packed
+
+
 def test_the_drafter_takes_from_the_pages_of_its_device(head_27b, tmp_path):
     spec, head = head_27b
     with_head, without = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.gguf_header import GgufError, TensorInfo
 from lucevisor.model.quant_types import weight_format
@@ -51,7 +52,7 @@ class DraftSpec:
             self.model,
             self.layers,
             embedding=not (table and EMBEDDING in self.from_target),
-            output=not (with_output and self.lm_head in self.from_target),
+            output=not (with_output and self.shares_lm_head),
             backend=backend,
             dtype=dtype,
         )
@@ -60,6 +61,23 @@ class DraftSpec:
     def lm_head(self) -> str:
         """The tensor that is the output matrix."""
         return next(iter(self.model.output_tensors))
+
+    @property
+    def shares_lm_head(self) -> bool:
+        """Whether the output matrix is the target's."""
+        return self.lm_head in self.from_target
+
+    def draft_vocabulary_bytes(
+        self, backend: Backend, dtype: Dtype, sizes: DraftVocabularySizes = DRAFT_VOCABULARY
+    ) -> int:
+        """Bytes of the draft vocabulary on the drafter's device; 0 where there is none, as with an output matrix of its
+        own or one that is not packed.
+        """
+        if not self.shares_lm_head or self.model.files is None:
+            return 0
+        tensor = self.model.files.tensors[self.lm_head]
+        fmt = weight_format(tensor.kind, tensor.shape, backend, dtype)
+        return sizes.n_bytes(tensor.kind, tensor.shape, fmt)
 
     def _is_table(self, backend: Backend, dtype: Dtype) -> bool:
         """Whether the target's output matrix is its embedding, in a format from which rows can be read."""

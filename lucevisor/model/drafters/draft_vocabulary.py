@@ -1,0 +1,38 @@
+"""Sizes of a draft vocabulary: how many of a model's tokens drafts are drawn from, and the bytes that takes.
+
+Knows no torch.  Invariant: the planner and the drafter's daemon get the same numbers here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lucevisor.model.quant_types import GgmlType, WeightFormat, format_bytes
+
+ID_BYTES = 8
+"""Bytes of the token id that a row has beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabularySizes:
+    """Of models with ``least`` tokens or more one of ``share`` is drafted, and at most ``most``; rows come in multiples
+    of ``multiple``, of whole tiles.
+    """
+
+    least: int = 65536
+    share: int = 4
+    most: int = 32768
+    multiple: int = 256  # 16 tiles of 16 rows: kernels that deal tiles out to slabs have whole ones
+
+    def rows(self, vocabulary: int) -> int:
+        """Tokens that drafts are drawn from; 0: from all."""
+        n = min(self.most, vocabulary // self.share) // self.multiple * self.multiple
+        return n if vocabulary >= self.least else 0
+
+    def n_bytes(self, kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
+        """Bytes on the drafter's device beside an output matrix [V, E]; 0 unless that is packed."""
+        n = self.rows(shape[0]) if fmt is WeightFormat.PACKED else 0
+        return format_bytes(kind, (n, shape[-1]), fmt) + n * ID_BYTES
+
+
+DRAFT_VOCABULARY = DraftVocabularySizes()
