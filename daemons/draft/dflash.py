@@ -68,16 +68,23 @@ class CandidateSelector:
     """Rescores the ``top_k`` best tokens of each position with the token before, and walks along the best."""
 
     def __init__(
-        self, predecessor: Table, successor: Table, project: Linear, top_k: int, operations: Operations
+        self,
+        predecessor: Table,
+        successor: Table,
+        project: Linear,
+        top_k: int,
+        vocabulary: VocabularyWeights,
+        operations: Operations,
     ) -> None:
         self.predecessor, self.successor, self.project = predecessor, successor, project
-        self.top_k, self.operations = top_k, operations
+        self.top_k, self.vocabulary, self.operations = top_k, vocabulary, operations
 
     def candidates(self, hidden: Tensor, logits: Tensor, newest: Tensor) -> Candidates:
-        """The candidates by ``hidden`` [B, n, E] and float32 ``logits`` [B, n, V] of the masks, behind ``newest``
+        """The candidates by ``hidden`` [B, n, E] and float32 ``logits`` [B, n, N] of the masks, behind ``newest``
         [B].
         """
-        best, tokens = self.operations.top_k(logits, self.top_k)
+        best, rows = self.operations.top_k(logits, self.top_k)
+        tokens = self.vocabulary.tokens_of(rows)
         before, after = (table(tokens.view(-1)).view(*tokens.shape, -1) for table in (self.predecessor, self.successor))
         gate = self.project(hidden.flatten(0, 1)).view(*tokens.shape[:2], -1)
         return Candidates(best, tokens, self.predecessor(newest), before, after, gate)
@@ -103,6 +110,7 @@ class Dflash(Drafter):
                 weights.table("selector_successor.weight"),
                 weights.linear("selector_hidden.weight"),
                 self.params.selector.top_k,
+                vocabulary,
                 self.operations,
             )
 
@@ -131,7 +139,7 @@ class Dflash(Drafter):
         return self.operations.concatenate([masks]).view(n_slices, -1, width)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, n, V] of hidden states [B, n, E], float32 where they are scaled."""
+        """Logits [B, n, N] of hidden states [B, n, E] and rows of the output matrix, float32 where they are scaled."""
         p, logits = self.params, self.vocabulary.lm_head(hidden.flatten(0, 1))
         if p.logit_scale != 1.0 or p.softcap:
             logits = self.operations.cast(logits, torch.float32)
@@ -145,6 +153,6 @@ class Dflash(Drafter):
         masks = self.hidden(batch)
         logits = self.logits(masks)
         if self.selector is None:
-            return Drafts(*self.operations.most_likely(logits))
+            return self.most_likely(logits)
         newest = batch.ids.view(len(masks), -1)[:, 0]
         return self.selector(masks, logits, newest)

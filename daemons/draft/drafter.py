@@ -17,10 +17,18 @@ from daemons.ops.operations import Operations
 
 
 class VocabularyWeights(NamedTuple):
-    """The embedding and the output matrix, in most cases the target's."""
+    """The embedding and the output matrix, in most cases the target's.
+
+    ``ids`` [N] int64: the token of each row of ``lm_head``, if it has the rows of a draft vocabulary alone.
+    """
 
     table: Table
     lm_head: Linear
+    ids: Tensor | None = None
+
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        """The tokens of rows of ``lm_head``, in any shape."""
+        return rows if self.ids is None else self.ids.index_select(0, rows.flatten()).view(rows.shape)
 
 
 class Drafts(NamedTuple):
@@ -41,6 +49,11 @@ class Drafter(ABC):
 
     def __init__(self, vocabulary: VocabularyWeights, operations: Operations) -> None:
         self.vocabulary, self.operations = vocabulary, operations
+
+    def most_likely(self, logits: Tensor) -> Drafts:
+        """The likeliest token of each row of logits [..., N] of ``lm_head``, and its probability among them."""
+        rows, probabilities = self.operations.most_likely(logits)
+        return Drafts(self.vocabulary.tokens_of(rows), probabilities)
 
     @abstractmethod
     def extend(self, captures: Tensor | None, batch: Batch) -> Tensor:

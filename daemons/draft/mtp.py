@@ -75,7 +75,7 @@ class Mtp(Drafter):
         return self.head_norm.float32(self.layer(self._inputs(ids, hidden), batch))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [B, V]."""
+        """Logits [B, N] of the rows of the output matrix."""
         return self.vocabulary.lm_head(self.operations.cast(hidden, self.dtype))
 
     def draft(self, hidden: Tensor | None, batch: Batch) -> Drafts:
@@ -84,6 +84,6 @@ class Mtp(Drafter):
         ids, found = rows[0].ids, []
         for row in rows:
             hidden = self.row(ids, hidden, row)
-            found.append(Drafts(*self.operations.most_likely(self.logits(hidden))))
+            found.append(self.most_likely(self.logits(hidden)))
             ids = found[-1].tokens
         return joined(found, self.operations)

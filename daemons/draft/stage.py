@@ -21,6 +21,7 @@ from daemons.deferred import DeferredDrafts, recorded
 from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
+from daemons.draft.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.mtp import Mtp
@@ -38,6 +39,7 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
 from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.drafters.dflash import DflashParams
+from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.drafters.gemma4_assistant import AssistantParams
 from lucevisor.model.drafters.mtp import MtpParams
 from lucevisor.model.drafters.spec import DraftSpec
@@ -91,9 +93,12 @@ class DraftGraphs(NamedTuple):
 class DraftStage:
     """A loaded draft stage; see :meth:`load`."""
 
-    def __init__(self, spec: DraftSpec, load: Load, drafter: Drafter, pools: Pools, weights: WeightLoader) -> None:
+    def __init__(
+        self, spec: DraftSpec, load: Load, drafter: Drafter, pools: Pools, weights: WeightLoader,
+        vocabulary: DraftVocabulary | None,
+    ) -> None:  # fmt: skip
         assert load.draft is not None
-        self.spec, self.plan, self.drafter = spec, load.draft, drafter
+        self.spec, self.plan, self.drafter, self.draft_vocabulary = spec, load.draft, drafter, vocabulary
         self.layers: Sequence[LayerSpec] = spec.model.layers
         self.device, self.dtype = pools.device, torch_dtype(load.dtype)
         self.pools = [pools]
@@ -104,6 +109,9 @@ class DraftStage:
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes
+        if vocabulary is not None:
+            self.kernels[f"{self.device} draft vocabulary"] = str(vocabulary)
+            self.weight_bytes += vocabulary.n_bytes
         self._spaces = spec.model.spaces()
         self.warn: Callable[[str], None] = self.warnings.append
         self.graphs: DraftGraphs | None = None
@@ -124,11 +132,13 @@ class DraftStage:
         backend: Backend,
         progress: Callable[[Progress], None],
         output_stage: LoadedStage | None,
+        sizes: DraftVocabularySizes = DRAFT_VOCABULARY,
     ) -> DraftStage:
         """Load the drafter of ``load.draft`` for the open model ``target``.
 
-        ``output_stage``: that of this daemon, if it has it; what it holds on the same device is shared.  Raises
-        GgufError for files that do not fit, LoadError (file, tensor) or DeviceError (device, tensor, bytes).
+        ``output_stage``: that of this daemon, if it has it; what it holds on the same device is shared.  ``sizes``: of
+        the draft vocabulary.  Raises GgufError for files that do not fit, LoadError (file, tensor) or DeviceError
+        (device, tensor, bytes).
         """
         plan = load.draft
         assert plan is not None
@@ -150,11 +160,15 @@ class DraftStage:
         assert spec.model.files is not None
         weights = WeightLoader(spec.model.files, layouts, selector, report)
         try:
-            drafter = DRAFTERS[type(spec.model.params)](spec, vocabulary_weights(spec, weights, shared), weights, pools)
+            vocabulary = vocabulary_weights(spec, weights, shared)
+            part = draft_vocabulary(spec, vocabulary.lm_head, selector, sizes)
+            if part is not None:
+                vocabulary = vocabulary._replace(lm_head=part.lm_head, ids=part.ids)
+            drafter = DRAFTERS[type(spec.model.params)](spec, vocabulary, weights, pools)
         finally:
             weights.close()
         unchanged(spec.files)
-        return cls(spec, load, drafter, pools, weights)
+        return cls(spec, load, drafter, pools, weights, part)
 
     @torch.inference_mode()
     def apply(self, operations: Sequence[Operation]) -> None:
@@ -192,6 +206,7 @@ class DraftStage:
         began = recorded(self.device, timed=True)
         self.apply(step.operations)
         features = self._features(step, captures)
+        self._seen([s.tokens for s in step.slices])
         self.flush()
         hidden = self._extend(step, features)
         drafts = None if drawn is None else self._draft_unseen(step, hidden, drawn, began)
@@ -221,16 +236,17 @@ class DraftStage:
     ) -> list[Drafted] | DeferredDrafts:
         """Extend the context by the step's tokens, then draft where a slice asks for it and sampled a token.
 
-        ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  ``defer``: do
-        not wait for the device, if all drafts are equally long.  Raises StateError for what contradicts the plan or the
-        tables.
+        ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  ``defer``: do not
+        wait for the device, if all drafts are equally long.  Raises StateError: plan or tables say otherwise.
         """
         if not step.slices:
             return []
         began = recorded(self.device, timed=True) if defer else None
+        self._seen([*(s.tokens for s in step.slices if not self.has_extended(step)), *tokens])
         if (ahead := self._ahead_of(step)) is not None:
-            jobs = self._jobs(step, tokens)
-            return ahead.drafts if defer and ahead.drafts is not None else self._drafts(jobs, ahead.hidden, began)
+            if defer and ahead.drafts is not None:
+                return ahead.drafts
+            return self._drafts(self._jobs(step, tokens), ahead.hidden, began)
         features = self._features(step, captures)
         if self.device.type == "cpu":
             step, features = without_rejected(step, features, tokens)
@@ -243,6 +259,12 @@ class DraftStage:
             self._deferred.add(step.slices, features)
             return []
         return self._drafts(jobs, self._extend(step, features), began)
+
+    def _seen(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Note that these tokens were used, in this order: drafts are drawn from those that were used last."""
+        if self.draft_vocabulary is not None:
+            for some in tokens:
+                self.draft_vocabulary.seen(some)
 
     def _extend(self, step: Step, features: Tensor) -> Tensor:
         """Add a step's rows to the context; their hidden states."""
@@ -351,6 +373,8 @@ class DraftStage:
     def _draft_at(self, layout: Layout, hidden: Tensor, index: Tensor) -> Drafts:
         """Drafts of a layout; ``index`` [B]: the rows of ``hidden`` that precede them."""
         rows = hidden.index_select(0, index) if self.drafter.starts_from_hidden else None
+        if self.draft_vocabulary is not None:
+            self.draft_vocabulary.renew()  # not in a graph, which reads what is there by then
         if self.graphs is None:
             return self.drafter.draft(rows, self._batch(layout))
         return self.graphs.draft.run(rows, layout, self.sequences.tables(self.device))

@@ -17,6 +17,7 @@ from daemons.draft.stage import DraftJob, DraftStage
 from daemons.kv.batch import Batch
 from daemons.models.stage import LoadedStage
 from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
+from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load
@@ -39,8 +40,11 @@ def load_draft(
     how: How | None = None,
     output_stage: LoadedStage | None = None,
     sources: Sequence[int] = (),
+    sizes: DraftVocabularySizes = DRAFT_VOCABULARY,
 ) -> DraftStage:
-    """A draft stage.  ``sources``: how many captured layers each source has; default: one source."""
+    """A draft stage.  ``sources``: how many captured layers each source has; default: one source.  ``sizes``: of the
+    draft vocabulary.
+    """
     how, paths = how or How(), draft_paths(path)
     spec = read_draft_spec(open_draft(paths), target, kind)
     left, plans = list(spec.captures), []
@@ -51,7 +55,7 @@ def load_draft(
     load = Load(
         [], how.dtype, how.kv_dtype, [], [], pools_of(target), max_sequences=16, max_step_tokens=512, draft=plan
     )
-    return DraftStage.load(target, load, how.backend, lambda _: None, output_stage)
+    return DraftStage.load(target, load, how.backend, lambda _: None, output_stage, sizes)
 
 
 def draft_batch(stage: DraftStage, job: DraftJob) -> Batch:

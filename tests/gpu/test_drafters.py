@@ -1,7 +1,12 @@
-"""Drafters on a GPU: captured drafts equal eager ones, and the traces of the golden files."""
+"""Drafters on a GPU: captured drafts equal eager ones, also from a draft vocabulary, and the traces of the golden
+files.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import gguf
 import pytest
 import torch
 
@@ -10,8 +15,9 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.protocol.loading import DraftKind
 from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
+from tests.drafters.packed_output import MANY
 from tests.families.pipeline import How, load_stages
-from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM
+from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM, copy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,3 +51,25 @@ def test_the_whole_trace(name: str, graphs: bool) -> None:
     for one in captured:
         assert bool(one._graphs) == graphs
         assert not one._uncapturable
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_graphs_draw_from_the_rows_that_a_draft_vocabulary_has_by_then(name: str, tmp_path: Path) -> None:
+    prepare(Backend.CUDA, 0)
+    model, path, kind, n_ahead = GOLDEN[name]
+    file = copy(tmp_path / "target.gguf", model, kinds={"output.weight": gguf.GGMLQuantizationType.Q8_0})
+    target, traces = open_spec(file), []
+    captures = load_draft(target, file if path == model else path, kind, EXACT).spec.captures
+    [stage] = stages = load_stages(target, how=EXACT, captures=captures)
+    for graphs in (True, False):
+        draft = load_draft(target, file if path == model else path, kind, EXACT, stage, sizes=MANY)
+        assert draft.draft_vocabulary is not None
+        captured = draft.graphs
+        assert captured is not None
+        if not graphs:
+            draft.graphs = None
+        pipeline = DraftedPipeline(target, stages, draft)
+        traces.append(pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n_ahead))
+        assert bool(captured.draft._graphs) == graphs
+        assert set(draft.draft_vocabulary.ids.tolist()) != set(range(144))
+    assert traces[0] == traces[1]
