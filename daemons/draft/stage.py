@@ -236,8 +236,8 @@ class DraftStage:
     ) -> list[Drafted] | DeferredDrafts:
         """Extend the context by the step's tokens, then draft where a slice asks for it and sampled a token.
 
-        ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  ``defer``: do not
-        wait for the device, if all drafts are equally long.  Raises StateError: plan or tables say otherwise.
+        ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  ``defer``: do
+        not wait for the device, if all drafts are equally long.  Raises StateError: plan or tables say otherwise.
         """
         if not step.slices:
             return []
