@@ -339,7 +339,9 @@ def test_a_drafter_that_paid_off_rests_for_a_moment_at_first(n_asked: int, first
     assert not rest.resting
     for _ in range(n_asked):
         rest.asked()
-    assert [stretch() for _ in range(6)] == [AWAKE_STEPS, first, AWAKE_STEPS, 2 * first, AWAKE_STEPS, 4 * first]
+        rest.asked()  # for another sequence of the step
+        rest.stepped()
+    assert [stretch() for _ in range(6)] == [AWAKE_STEPS - 1, first, AWAKE_STEPS, 2 * first, AWAKE_STEPS, 4 * first]
 
 
 def test_state_of_a_drafter_that_rested_is_not_kept_over_a_restart() -> None:

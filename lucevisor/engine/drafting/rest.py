@@ -18,8 +18,8 @@ REST_STEPS: Final = 1024
 MOST_REST_STEPS: Final = 8192
 """The same at most: each time that it was woken for nothing it rests twice as long."""
 PAID_STEPS: Final = 64
-"""Times that it is asked while awake after which it counts as one that pays on some texts: a useless one is stopped
-sooner."""
+"""Steps for which it is asked while awake, after which it counts as one that pays on some texts: a useless one is
+stopped sooner."""
 PAID_REST_STEPS: Final = AWAKE_STEPS
 """Steps for which such a drafter rests at first: the next answer may be one that it drafts well."""
 RESTING: Final = "the drafter rests, because plain decoding is faster; it is tried again now and then"
@@ -31,7 +31,8 @@ class DrafterRest:
     def __init__(self) -> None:
         self.resting = False
         self._n_steps = 0  # since it was asked, woken or let rest
-        self._n_asked = 0  # since it was woken
+        self._asked = False  # since the last step
+        self._n_asked = 0  # steps since it was woken for which it was
         self._rest_steps = REST_STEPS
 
     @property
@@ -50,11 +51,13 @@ class DrafterRest:
     def stepped(self) -> None:
         """Count a step of decodes."""
         self._n_steps += 1
+        self._n_asked += self._asked
+        self._asked = False
 
     def asked(self) -> None:
-        """Drafts are asked for that are no probe."""
-        self._n_steps, self._n_asked = 0, self._n_asked + 1
+        """Drafts are asked for that are no probe, of a slice."""
+        self._n_steps, self._asked = 0, True
 
     def end(self) -> None:
         """It is another drafter, or the same one attached again."""
-        self.resting, self._n_steps, self._n_asked = False, 0, 0
+        self.resting, self._n_steps, self._asked, self._n_asked = False, 0, False, 0
