@@ -125,10 +125,10 @@ def test_an_mtp_head_has_a_row_for_every_recurrent_state(head_27b, tmp_path):
 
 
 def test_a_draft_vocabulary_has_room_beside_the_drafter(head_27b, dflash, small, tmp_path):
-    """32,768 rows of 5,120 columns in Q6_K with a token id each, on a GPU, also beside a copy of the whole matrix."""
+    """61,952 rows of 5,120 columns in Q6_K with a token id each, on a GPU, also beside a copy of the whole matrix."""
     spec, head = head_27b
-    rows = 32768 * (5120 // 256 * 210 + 8)
-    assert rows == 137_887_744
+    rows = 61952 * (5120 // 256 * 210 + 8)
+    assert rows == 260_694_016
     for devices, where in ((["cuda:0"], {}), (["cuda:0"], {"device": "hip:0"})):
         config = configure(tmp_path, devices, [1], {"kind": "mtp"} | where, max_sequences=1, pages=1000)
         p = placed(spec, config, {"cuda": [gpu(0, 80)], "hip": [gpu(0, 80)]}, head)

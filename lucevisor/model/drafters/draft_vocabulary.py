@@ -21,7 +21,7 @@ class DraftVocabularySizes:
 
     least: int = 65536
     share: int = 4
-    most: int = 32768
+    most: int = 65536
     multiple: int = 256  # 16 tiles of 16 rows: kernels that deal tiles out to slabs have whole ones
 
     def rows(self, vocabulary: int) -> int:
