@@ -113,7 +113,8 @@ def test_more_tokens_than_are_copied_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "rows"), [(65535, 0), (65536, 16384), (100003, 24832), (151936, 37888), (248320, 61952), (300000, 65536)]
+    ("vocabulary", "rows"),
+    [(65535, 0), (65536, 16384), (100003, 24832), (151936, 37888), (248320, 61952), (300000, 65536)],
 )
 def test_how_many_tokens(vocabulary: int, rows: int) -> None:
     assert DRAFT_VOCABULARY.rows(vocabulary) == rows
