@@ -206,7 +206,7 @@ class DraftStage:
         began = recorded(self.device, timed=True)
         self.apply(step.operations)
         features = self._features(step, captures)
-        self._seen([s.tokens for s in step.slices])
+        self._seen(step.slices)
         self.flush()
         hidden = self._extend(step, features)
         drafts = None if drawn is None else self._draft_unseen(step, hidden, drawn, began)
@@ -242,7 +242,7 @@ class DraftStage:
         if not step.slices:
             return []
         began = recorded(self.device, timed=True) if defer else None
-        self._seen([*(s.tokens for s in step.slices if not self.has_extended(step)), *tokens])
+        self._seen([] if self.has_extended(step) else step.slices, tokens)
         if (ahead := self._ahead_of(step)) is not None:
             if defer and ahead.drafts is not None:
                 return ahead.drafts
@@ -260,10 +260,10 @@ class DraftStage:
             return []
         return self._drafts(jobs, self._extend(step, features), began)
 
-    def _seen(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Note that these tokens were used, in this order: drafts are drawn from those that were used last."""
+    def _seen(self, slices: Sequence[Slice], tokens: Sequence[Sequence[int]] = ()) -> None:
+        """Note tokens of slices and sampled ones as used, in this order: drafts are drawn from those used last."""
         if self.draft_vocabulary is not None:
-            for some in tokens:
+            for some in (*(s.tokens for s in slices), *tokens):
                 self.draft_vocabulary.seen(some)
 
     def _extend(self, step: Step, features: Tensor) -> Tensor:
