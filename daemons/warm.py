@@ -43,6 +43,10 @@ STEP_TOKENS = (1, 2, 16, 32, 64, 160, 512)
 """Tokens of the steps: every GEMV tile, and GEMMs with more than one chunk of a recurrent layer.  The longest possible
 step runs too.
 """
+DRAFTING = (2, 3, 4, 8, 16)
+"""Sequences of a step that all draft, at least: whatever multiplies their rows has run once.  With the most drafts of a
+block of 8 those are 16, 24, 32, 64 and 128.
+"""
 SPLIT_START = 512
 """A position from which decode attention is split."""
 GRAPH_ENDS = (512, 1024, 256, 2048, 128)
@@ -62,7 +66,7 @@ Report = Callable[[int, int], None]
 
 class WarmStep(NamedTuple):
     """A slice of ``n`` tokens at ``start``, of which ``n_drafts`` are verified, and ``n_ahead`` drafts behind it;
-    ``ranks``: it scores a page on the device and one in host memory.
+    ``ranks``: it scores a page on the device and one in host memory.  ``sequences``: how many have such a slice.
     """
 
     start: int
@@ -70,6 +74,7 @@ class WarmStep(NamedTuple):
     n_drafts: int = 0
     n_ahead: int = 0
     ranks: bool = False
+    sequences: int = 1
 
 
 def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftStage | None, reporter: Reporter) -> None:
@@ -136,14 +141,20 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None) 
     steps += [WarmStep(start, 1, 0, k) for start, n in lengths if n == 1 for k in ahead]
     used = range(1, 1 + stage.max_drafts)
     verifies = [WarmStep(0, 1 + k, 0, k) for k in used] + [WarmStep(0, 1, 0, stage.max_drafts)] * bool(used)
+    most_sequences = min(stage.sequences.max_sequences, stage.sequences.units[Space.RECURRENT] or max(DRAFTING))
+    several = [n for n in DRAFTING if n <= most_sequences and used]
+    steps += [WarmStep(0, 1, 0, stage.max_drafts, sequences=n) for n in several]
     width = stage.spec.model.hidden_size
 
     def run(number: int, one: WarmStep) -> None:
-        stage.apply(_opening(stage.sequences, one.start + one.n + most + 1))
-        captures = [torch.zeros(one.n, len(source.layers) * width) for source in stage.plan.sources]
-        piece = Slice(0, one.start, [0] * one.n, sample=True, n_ahead=one.n_ahead)
-        stage.run(Step(number, 0, [], [piece]), captures, [[0]])
-        stage.apply([CloseSequence(0)])
+        stage.apply(_opening(stage.sequences, one.start + one.n + most + 1, one.sequences))
+        captures = [torch.zeros(one.sequences * one.n, len(source.layers) * width) for source in stage.plan.sources]
+        slices = [
+            Slice(i, one.start, [0] * one.n, sample=True, n_ahead=one.n_ahead)  # all on the same pages
+            for i in range(one.sequences)
+        ]
+        stage.run(Step(number, 0, [], slices), captures, [[0]] * one.sequences)
+        stage.apply([CloseSequence(i) for i in range(one.sequences)])
 
     # Drafts lie behind a slice: within the same bound of the length.
     _run_all(steps, [_captured(verifies, n_positions, room=most + 1)], stage.device, run, report)
@@ -182,13 +193,13 @@ def _run_all(
         done += len(alike)
 
 
-def _opening(sequences: Sequences, n_tokens: int) -> list[Operation]:
-    """Operations that open a sequence with pages for ``n_tokens`` and an empty state."""
-    spaces = [space for space, n in sequences.units.items() if n]
-    states = [ZeroState(0)] if Space.RECURRENT in spaces else []
+def _opening(sequences: Sequences, n_tokens: int, n: int = 1) -> list[Operation]:
+    """Operations that open ``n`` sequences, with the same pages for ``n_tokens`` and an empty state each."""
+    spaces = [space for space, size in sequences.units.items() if size]
+    states = [ZeroState(i) for i in range(n)] if Space.RECURRENT in spaces else []
     table = list(range((n_tokens - 1) // PAGE_TOKENS + 1))
-    tables = [SetPages(0, space, 0, table) for space in spaces if space is not Space.RECURRENT]
-    return [*states, OpenSequence(0, 0, Sampling()), *tables]
+    tables = [SetPages(i, space, 0, table) for i in range(n) for space in spaces if space is not Space.RECURRENT]
+    return [*states, *(OpenSequence(i, i if states else 0, Sampling()) for i in range(n)), *tables]
 
 
 def _captured(steps: Sequence[WarmStep], n_positions: int, room: int = 0) -> list[WarmStep]:

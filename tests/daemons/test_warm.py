@@ -16,7 +16,7 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
 from daemons.ops.page_sums import TorchPageSums
 from daemons.runner import ModelRunner
-from daemons.warm import GRAPH_ENDS, STEP_TOKENS, WARM_GRAPHS, WarmStep, warm_up, warm_up_draft
+from daemons.warm import DRAFTING, GRAPH_ENDS, STEP_TOKENS, WARM_GRAPHS, WarmStep, warm_up, warm_up_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import DraftKind, Load, ShardPlan, StagePlan
@@ -146,6 +146,9 @@ def test_a_warm_drafter_drafts_the_golden_trace(
     verified = [(len(s.tokens), s.n_ahead) for s in seen if s.start > warm.SPLIT_START]
     for k in range(1, n + 1):
         assert verified.count((1 + k, k)) == 2 * CAPTURE_AT, "for the bounds 1024 and 2048"
+    several = [s.sequence for s in seen if s.n_ahead == n and s.start == 0 and len(s.tokens) == 1]
+    most = min(draft.sequences.max_sequences, draft.sequences.units[Space.RECURRENT] or max(DRAFTING))
+    assert several.count(1) == sum(size <= most for size in DRAFTING) > 0, "sequences that draft together"
     assert not draft.sequences.by_id
     pipeline = DraftedPipeline(target, load_stages(target, captures=draft.spec.captures), draft)
     wanted = wanted_trace(name)
