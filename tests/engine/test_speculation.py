@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.drafting.budget import FIRST_LOSS, LOSS_SHARE, Allowance
+from lucevisor.engine.drafting.budget import FIRST_LOSS, LOSS_SHARE, Allowance, WidthProbe
 from lucevisor.engine.drafting.costs import BatchSchedule
 from lucevisor.engine.drafting.lookup import NgramLookup
 from lucevisor.engine.drafting.request import RequestDrafts
@@ -327,6 +327,16 @@ def test_an_allowance_is_earned_and_spent() -> None:
     assert not one.spent
     one.gain(100)
     assert one.balance == 24.0
+
+
+def test_a_probe_ends_when_nothing_may_be_lost_any_more() -> None:
+    """What it asks for would not be verified, and would be asked for until its steps are over."""
+    policy, one = measured(Speculation(MAX), 1), RequestDrafts("a")
+    policy.probe = WidthProbe(1, 2, n_left=3, n_steps_left=12, expected=1.0)
+    assert policy.n_ahead(one, 1) == 2
+    policy._loss.gain(-100.0)
+    policy.measured(1, 1, 0.01)
+    assert policy.n_ahead(one, 1) == 0
 
 
 COPIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6)

@@ -185,8 +185,8 @@ class Speculation:
         if slowest_s is not None and seconds > 0:
             self._slowest += (slowest_s / seconds - self._slowest) / SLOWEST_STEPS
         self._n_measured += 1
-        if self._loss.spent:
-            self._renew_at = self._n_measured
+        if self._loss.spent:  # nothing that is asked for would be verified, for a probe neither
+            self._renew_at, self.probe = self._n_measured, None
         costs = self._costs(n_slices)
         if costs is None or expected is None:
             return
