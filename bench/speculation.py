@@ -39,6 +39,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting.rest import MOST_REST_STEPS
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.scheduling.unseen import unseen_drafts
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.protocol.steps import Drafted, Sampling
 
@@ -76,8 +77,9 @@ class Knob:
         measured, answered = self.drafting.measured, self.drafting.answered
 
         def forced(one):
-            drafted, own = one.live.drafted, one.record.drafts
-            n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens) if drafted else 0
+            own = one.record.drafts
+            drafted = one.live.drafted or unseen_drafts(self.drafting.outstanding, one.live)
+            n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens)
             last = one.record.tokens[-1]
             tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]
             own.looked_up = own.copying = False
@@ -120,6 +122,7 @@ class Knob:
             raise RuntimeError(f"the drafter made none of {width} drafts a step: their cost is not in the rate")
 
     def adapt(self, accepted):
+        self.awake()
         self.drafting.speculation = self.adaptive if accepted > 1 else self.useless
         self.right = accepted - 1
 
