@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from statistics import median
 from typing import Final
 
@@ -17,11 +18,15 @@ from lucevisor.protocol.loading import DraftKind
 
 ROW_SHARE: Final = 0.05
 """Assumed cost of one more row, of a step of one: between a GPU (0.02) and a small CPU (0.06)."""
-LOOK_SHARE: Final = 0.3
-"""Of a plain round: what the rows of rejected drafts must cost before drafts are looked at.  Looking takes 0.1 to 0.2
-of a round on an H200, in which nothing is computed, and is assumed to spare half of these rows."""
+LOOK_SHARE: Final = 0.15
+"""Of a plain round, that looking at drafts before they are verified takes, where it was not measured: 0.1 to 0.2 on an
+H200, in which nothing is computed."""
+SPARED_SHARE: Final = 0.5
+"""Of the rows of rejected drafts, that looking is assumed to spare."""
 _KEPT_RATIOS: Final = 9
 _KEPT_GAPS: Final = 32
+_STALE_GAPS: Final = 1024
+"""Rounds without a look after which is forgotten what one takes: a machine that was disturbed then is tried again."""
 _UPKEEP_STEPS: Final = 128
 """Steps over which upkeep is averaged: most take nothing, one in up to 64 does the work of all."""
 
@@ -43,6 +48,14 @@ PRIORS: Final[dict[DraftKind, DrafterPrior]] = {
 }
 
 
+class Round(Enum):
+    """A round of decodes, by what its step waits for."""
+
+    PLAIN = "plain"  # no drafts
+    UNSEEN = "unseen"  # drafts that are verified before they are known here
+    SEEN = "seen"  # drafts that are looked at first
+
+
 @dataclass(slots=True)
 class DraftTimes:
     """Measured times of steps, of drafts, and of steps whose slices have unequal lengths."""
@@ -51,10 +64,10 @@ class DraftTimes:
     steps: DecodeTimes = field(default_factory=lambda: DecodeTimes(ROW_SHARE))
     drafts: DecodeTimes = field(init=False)
     upkeep_share: float = 0.0  # of a plain step, that the draft stage takes for a step when it is not asked for drafts
-    gaps_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of rounds without and with drafts: RoundGaps
-    _gaps: tuple[deque[float], deque[float]] = field(
-        default_factory=lambda: (deque(maxlen=_KEPT_GAPS), deque(maxlen=_KEPT_GAPS))
-    )
+    _gaps: dict[Round, deque[float]] = field(default_factory=dict)  # seconds: RoundGaps
+    _gap_s: dict[Round, float] = field(default_factory=dict)  # the middle of them
+    _drafted: Round = Round.UNSEEN  # the last round with drafts
+    _n_unlooked: int = 0  # rounds with drafts since one looked at them
     _n_upkeep: int = 0
     _n_uneven: int = 0
     _uneven: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_RATIOS))
@@ -72,13 +85,31 @@ class DraftTimes:
         if expected is not None and self._n_uneven > WARM_STEPS:
             self._uneven.append(seconds / expected)
 
-    def add_gap(self, drafted: bool, seconds: float) -> None:
-        """Count what a round took beside its step and drafts; of the other kind the same is assumed until measured."""
-        own, other = self._gaps[drafted], self._gaps[not drafted]
+    def add_gap(self, kind: Round, seconds: float) -> None:
+        """Count what a round took beside its step and drafts."""
+        own = self._gaps.setdefault(kind, deque(maxlen=_KEPT_GAPS))
         own.append(seconds)
-        self.gaps_s[drafted] = middle(own)
-        if not other:
-            self.gaps_s[not drafted] = self.gaps_s[drafted]
+        self._gap_s[kind] = middle(own)
+        if kind is Round.PLAIN:
+            return
+        self._drafted = kind
+        self._n_unlooked = 0 if kind is Round.SEEN else self._n_unlooked + 1
+        if self._n_unlooked > _STALE_GAPS:
+            self._gaps.pop(Round.SEEN, None)
+            self._gap_s.pop(Round.SEEN, None)
+
+    def gap_s(self, *, drafted: bool) -> float:
+        """Return what a round takes beside its step and drafts, with drafts as in the last one that had some; the same
+        is assumed of both until one of the other was measured.
+        """
+        kinds = (self._drafted, Round.PLAIN) if drafted else (Round.PLAIN, self._drafted)
+        return next((self._gap_s[kind] for kind in kinds if kind in self._gap_s), 0.0)
+
+    @property
+    def look_s(self) -> float | None:
+        """What a round takes longer for a look at its drafts; None before that was measured."""
+        seen, unseen = self._gap_s.get(Round.SEEN), self._gap_s.get(Round.UNSEEN)
+        return None if seen is None or unseen is None else seen - unseen
 
     def add_upkeep(self, share: float) -> None:
         """Count what the draft stage took for a step without drafts, of a plain step."""
@@ -179,10 +210,11 @@ class BatchCosts:
 
     def pays_to_look(self, width: int, tokens: float) -> bool:
         """Whether it may pay to wait for the probabilities of ``width`` drafts, with which a slice yields ``tokens``:
-        the rows of rejected ones cost more than LOOK_SHARE.
+        the rows of rejected ones that it spares cost more than it takes.
         """
-        rejected = self.n_slices * (width + 1 - tokens)
-        return width > 0 and rejected * self.row_s(self.n_slices * width) > LOOK_SHARE * self.bare_round_s
+        look_s, rejected = self.times.look_s, self.n_slices * (width + 1 - tokens)
+        look_s = LOOK_SHARE * self.bare_round_s if look_s is None else look_s
+        return width > 0 and SPARED_SHARE * rejected * self.row_s(self.n_slices * width) > look_s
 
     def is_known(self, width: int, max_age: int) -> bool:
         """Whether a step with ``width`` drafts for every slice was measured, and lately."""
@@ -215,7 +247,7 @@ class BatchCosts:
     def _with_gap(self, seconds: float, *, drafted: bool) -> float:
         """Add what lies between the messages of a round.  Stages that prepare a step while another one computes save
         less than half of their time: more was measured while kernels were compiled."""
-        return seconds + max(self.times.gaps_s[drafted], -seconds / 2)
+        return seconds + max(self.times.gap_s(drafted=drafted), -seconds / 2)
 
 
 def own_widths(tokens: Sequence[Sequence[float]], least: float) -> list[int]:

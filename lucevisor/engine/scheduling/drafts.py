@@ -237,6 +237,7 @@ class Drafting:
 
     def planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
         """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
+        self._gaps.planned(step)
         if self.active and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
