@@ -29,6 +29,8 @@ from lucevisor.model.values import Space
 
 CAPTURE_AT = 2
 """Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
+CAPTURED = "captured"
+"""What is said of steps of a cpu that are captured."""
 MAX_GRAPHS = 64
 """Graphs of short slices that are kept; the least recently used one is dropped."""
 CHUNK_GRAPHS = 16
@@ -136,11 +138,6 @@ class StepGraphs(Generic[Output]):
     _uncapturable: set[GraphKey] = field(default_factory=set)
 
     @property
-    def compiles(self) -> bool:
-        """Whether steps compile kernels when they run for the first time."""
-        return self.device.type != "cpu"
-
-    @property
     def batch(self) -> Batch:
         """That of the last run, where layers have left their queries."""
         assert self._batch is not None
@@ -203,7 +200,7 @@ class StepGraphs(Generic[Output]):
             capture(self.device, lambda: self.work(rows, batch), memory_pool(self.device))
         except UnrecordableError as reason:
             return f"call by call: {reason}"
-        return "captured"
+        return CAPTURED
 
     def _padded(self, layout: Layout) -> Layout:
         """The step as it would be captured: padded, also the first time, to compile and fill caches for its shapes."""

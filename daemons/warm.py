@@ -1,8 +1,9 @@
-"""Warm-up: run every kind of step that compiles kernels, and capture the CUDA graphs that are used first: those of
-verify slices, and of the chunks that begin a prompt.
+"""Warm-up: run every kind of step that compiles kernels, and capture the graphs that are used first: those of verify
+slices and drafts, and of the chunks that begin a prompt.
 
 A kernel compiles at its first launch, for a second or more, and is cached on disk for later starts; a graph takes tens
-of milliseconds, which a client would wait for whenever the width changes.  The steps run through a stage like real
+of milliseconds, which a client would wait for whenever the width changes.  A cpu compiles nothing here, and records
+steps of a small model alone: in 0.01 s each, as long as several of them take.  The steps run through a stage like real
 ones, on pages and states that are still free, and leave no sequence open.
 """
 
@@ -17,7 +18,7 @@ import torch
 
 from daemons import device as devices
 from daemons.draft.stage import DraftStage
-from daemons.graphs import CAPTURE_AT, MAX_GRAPHS
+from daemons.graphs import CAPTURE_AT, CAPTURED, MAX_GRAPHS
 from daemons.kv.sequences import Sequences
 from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
@@ -57,6 +58,8 @@ WARM_GRAPHS = MAX_GRAPHS - 24
 """Graphs of verify slices captured at load, so that those of several sequences find room."""
 GRAPH_SECONDS = 5.0
 """Capturing ends after so long, whatever is left; after half of it verify slices leave the rest to chunks."""
+RECORD_SECONDS = 0.5
+"""The same on a cpu, for verify slices and for drafts each."""
 GRAPH_MEMORY = 1 << 29
 """Free bytes of the device below which no graph is captured at load: a graph takes a few MiB."""
 
@@ -78,22 +81,23 @@ class WarmStep(NamedTuple):
 
 
 def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftStage | None, reporter: Reporter) -> None:
-    """Compile the kernels of the stages that have any, and of the draft stage."""
+    """Compile the kernels of the stages and of the draft stage, and capture graphs, where they have any."""
     for plan, stage in stages:
-        if any(graphs is not None and graphs.compiles for graphs in stage.graphs):
+        if any(stage.graphs) and stage.kernels.get("cpu decodes", CAPTURED) == CAPTURED:
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
-            warm_up(stage, partial(_tell, reporter, number, device))
+            warm_up(stage, partial(_tell, reporter, number, device), compiles=stage.device.type != "cpu")
             reporter.log("info", "kernels are ready", stage=number, seconds=round(time.monotonic() - started, 1))
-    if draft is not None and draft.graphs is not None and draft.graphs.extend.compiles:
-        warm_up_draft(draft, partial(_tell, reporter, draft.plan.stage, draft.plan.device))
+    if draft is not None and draft.graphs is not None:
+        tell = partial(_tell, reporter, draft.plan.stage, draft.plan.device)
+        warm_up_draft(draft, tell, compiles=draft.device.type != "cpu")
 
 
 def _tell(reporter: Reporter, stage: int, device: int, done: int, total: int) -> None:
     reporter.progress(Progress(stage, device, done, total, "warm up"))
 
 
-def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> None:
-    """Run all steps and wait for them."""
+def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:
+    """Run all steps and wait for them.  ``compiles``: else those of verify slices alone, to capture them."""
     sizes = stage.sequences.units
     pages = min(
         (n for space, n in sizes.items() if n and space is not Space.RECURRENT), default=SPLIT_START // PAGE_TOKENS + 4
@@ -125,13 +129,16 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None) -> No
     most = max((graphs.chunk_rows for graphs in stage.graphs if graphs is not None), default=0)
     # longest first: the others find memory in the pool
     chunks = [WarmStep(0, n) for n in reversed(PADDED_ROWS) if n <= min(most, pages * PAGE_TOKENS)]
-    _run_all(steps, [_captured(verifies, pages * PAGE_TOKENS), chunks], stage.device, run, report)
+    if compiles:
+        _run_all(steps, [_captured(verifies, pages * PAGE_TOKENS), chunks], stage.device, run, report)
+    else:  # graphs of a cpu are for any length
+        _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
     stage.reset()
     for shard in stage.shards:
         devices.synchronize(shard.device)
 
 
-def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None) -> None:
+def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:
     """The same for a draft stage: it extends contexts by every kind of step and makes drafts of all widths."""
     most = stage.spec.max_drafts
     n_positions = stage.sequences.units[Space.FULL] * PAGE_TOKENS - most - 1
@@ -156,8 +163,11 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None) 
         stage.run(Step(number, 0, [], slices), captures, [[0]] * one.sequences)
         stage.apply([CloseSequence(i) for i in range(one.sequences)])
 
-    # Drafts lie behind a slice: within the same bound of the length.
-    _run_all(steps, [_captured(verifies, n_positions, room=most + 1)], stage.device, run, report)
+    if compiles:
+        # Drafts lie behind a slice: within the same bound of the length.
+        _run_all(steps, [_captured(verifies, n_positions, room=most + 1)], stage.device, run, report)
+    else:
+        _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
     stage.reset()
     devices.synchronize(stage.device)
 
@@ -168,9 +178,10 @@ def _run_all(
     device: torch.device,
     run: Callable[[int, WarmStep], None],
     report: Report,
+    seconds: float | None = None,
 ) -> None:
-    """Run ``steps`` once, and as many of ``captured`` as time and memory allow until their graphs are captured: each
-    list has an equal share of the time, and what those before it left.
+    """Run ``steps`` once, and as many of ``captured`` as ``seconds`` (None: GRAPH_SECONDS) and memory allow until their
+    graphs are captured: each list has an equal share of the time, and what those before it left.
 
     The report before each is often enough for the load's deadline, however slow the compiler is.
     """
@@ -180,9 +191,9 @@ def _run_all(
         report(number, total)
         run(number, one)
     devices.synchronize(device)
-    started = time.monotonic()
+    started, seconds = time.monotonic(), GRAPH_SECONDS if seconds is None else seconds
     for share, alike in enumerate(captured, 1):
-        ends_at = started + GRAPH_SECONDS * share / len(captured)
+        ends_at = started + seconds * share / len(captured)
         for number, one in enumerate(alike, done):
             if time.monotonic() > ends_at or devices.memory_free(device) < GRAPH_MEMORY:
                 break

@@ -9,7 +9,7 @@ import torch
 
 from daemons import warm
 from daemons.draft.stage import DraftStage
-from daemons.graphs import CAPTURE_AT
+from daemons.graphs import CAPTURE_AT, StepGraphs
 from daemons.kv.batch import Batch
 from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.stage import LoadedStage
@@ -22,10 +22,13 @@ from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import DraftKind, Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice
+from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.drafters.drafted import DraftedPipeline, golden, load_draft, wanted_trace
 from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import STATES, How, Pipeline, load_stages, pools_of
 from tests.model.drafter_files import MTP, TARGET, UPSTREAM
+
+DEMO = Path(__file__).parents[2] / "etc" / "demo"
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -155,6 +158,27 @@ def test_a_warm_drafter_drafts_the_golden_trace(
     assert pipeline.trace(golden(name)["input_ids"].tolist()[:40], 64, n)[: len(wanted)] == wanted
 
 
+@needs_cpu_kernels
+def test_a_cpu_records_verify_slices_and_drafts_of_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "RECORD_SECONDS", 60.0)
+    how, n = How(Dtype.BFLOAT16, Dtype.BFLOAT16), 4
+    target = open_spec(DEMO / "demo-qwen35-22m-q4_k_m.gguf")
+    draft = load_draft(target, DEMO / "demo-qwen35-22m-dflash2-q4_0.gguf", DraftKind.DFLASH, how)
+    stages = load_stages(target, how=how, captures=draft.spec.captures)
+    draft.max_drafts = n
+    for stage in stages:
+        stage.max_drafts = n
+        warm_up(stage, compiles=False)
+        assert {key[:2] for key in stage.graphs[0]._graphs} == {(1, 1 + k) for k in range(n + 1)}
+        assert not stage.sequences.by_id
+    warm_up_draft(draft, compiles=False)
+    assert draft.graphs is not None
+    assert not draft.sequences.by_id
+    monkeypatch.setattr(StepGraphs, "_capture", lambda self, key, *more: pytest.fail(f"{key} is captured"))
+    pipeline = DraftedPipeline(target, stages, draft)
+    assert len(pipeline.trace(list(range(300, 340)), 32, n)) >= 32 // (n + 1)
+
+
 @pytest.mark.parametrize(("chunk_rows", "n_drafts"), [(128, 4), (96, 0), (0, 4), (1024, 0)])
 def test_chunks_that_begin_a_prompt_are_captured(chunk_rows: int, n_drafts: int, monkeypatch) -> None:
     """Those that a step can have, the longest first, behind the verify slices."""
@@ -205,8 +229,8 @@ class ReporterSpy:
         self.events.append(event)
 
 
-@pytest.mark.parametrize("compiles", [True, False])
-def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_daemon_warms_up_what_it_captures(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = opened(FIXTURES[0])
     assert golden.spec.files is not None
     whole = [ShardPlan(0, LayerRange(0, golden.spec.n_layers))]
@@ -220,8 +244,9 @@ def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.
         pools_of(golden.spec),
         4,
         64,
+        max_drafts=2,
     )
-    if compiles:  # a stage on a GPU has a recorder for each shard
+    if captures:  # as a stage on a GPU or in half precision has
         made = LoadedStage.__init__
 
         def recorded(self, *arguments):
@@ -231,8 +256,8 @@ def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.
         monkeypatch.setattr(LoadedStage, "__init__", recorded)
     reporter = ReporterSpy()
     runner, loaded = ModelRunner.load(load, Backend.CPU, [], reporter)
-    assert ("warm up" in reporter.phases) == compiles
-    assert ("kernels are ready" in reporter.events) == compiles
+    assert ("warm up" in reporter.phases) == captures
+    assert ("kernels are ready" in reporter.events) == captures
     assert loaded.seconds > 0
     assert not runner.stages[0].sequences.by_id
 
@@ -240,7 +265,6 @@ def test_a_daemon_warms_up_what_it_compiles(compiles: bool, monkeypatch: pytest.
 class Plain:
     """Runs a shard's step without recording it."""
 
-    compiles = True
     cold = False
 
     def __init__(self, stage: LoadedStage) -> None:
