@@ -6,5 +6,5 @@ nothing else.
 process, its loop and reports    main, options, worker, inbox, pulse, errors, failures, identities
 steps                            runner (read it first), boundary, token_ring, deferred, step_output, graphs, warm
 devices                          device, check, timing, tuning
-tokens                           sampling, scoring, masks, repetition, truncation
+tokens                           sampling, draws, scoring, masks, repetition, truncation
 """

@@ -10,12 +10,13 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import wraps
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ CPU = torch.device("cpu")
 FREE_S = 10.0
 """How long a load waits for memory: drivers may free that of a killed daemon only some time after it has ended."""
 _POLL_S = 0.05
+P = ParamSpec("P")
+Result = TypeVar("Result")
 _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable: valid for every device of this process
 
 
@@ -238,6 +241,19 @@ class _HostMemory(mmap):
     def __del__(self) -> None:
         if self.locked and not sys.is_finalizing():
             _unregister(self.address)
+
+
+def inferring(work: Callable[P, Result]) -> Callable[P, Result]:
+    """Run a function in torch's inference mode, which is entered only if its caller has not: that takes a while."""
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if torch.is_inference_mode_enabled():
+            return work(*args, **kwargs)
+        with torch.inference_mode():
+            return work(*args, **kwargs)
+
+    return run
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:

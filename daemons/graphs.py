@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from operator import is_
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
 from daemons.ops.cpu.recording import RecordedMemory, UnrecordableError, record
-from lucevisor.model.values import Space
 
 CAPTURE_AT = 2
 """Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
@@ -102,12 +102,16 @@ class CapturedGraph(Generic[Output]):
 
     def replay(self, rows: Tensor | None, layout: Layout, await_rows: Callable[[], None]) -> Output:
         layout.refill(self.metadata)
-        static = None if rows is None or self.rows is None else self.rows[: len(rows)]
+        static = pads = None
+        if rows is not None and self.rows is not None:
+            n, static = rows.shape[0], self.rows
+            if n < static.shape[0]:
+                static, pads = static[:n], static[n:]
         await_rows()
-        if rows is not None and self.rows is not None and static is not None:
+        if rows is not None and static is not None:
             static.copy_(rows, non_blocking=True)
-            if len(rows) < len(self.rows):
-                self.rows[len(rows) :].zero_()  # also pad rows are those of the eager step
+        if pads is not None:
+            pads.zero_()  # also pad rows are those of the eager step
         self.graph.replay()
         return self.out
 
@@ -132,7 +136,7 @@ class StepGraphs(Generic[Output]):
     _graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _chunk_graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _chunk_input: Tensor | None = None  # [chunk_rows, boundary width], the static input of all chunk graphs
-    _tables: dict[Space | Literal["host"], tuple[int, int]] = field(default_factory=dict)
+    _tables: Tables = field(default_factory=dict)
     _batch: Batch | None = None
     _pool: Any = None  # torch's handle of the memory that all graphs share
     _uncapturable: set[GraphKey] = field(default_factory=set)
@@ -157,15 +161,14 @@ class StepGraphs(Generic[Output]):
         layout, self.cold = self._padded(layout), False
         key = layout.graph_key
         if key is not None and self.device.type == "cpu" and not layout.is_padded:
-            key = key._replace(max_length=0)  # its kernels read lengths from memory
+            key = GraphKey(key.n_slices, key.n_tokens, 0, key.max_host_length)  # its kernels read lengths from memory
         if key is None or layout.n_rows > self.max_tokens or key in self._uncapturable:
             return self._run_eagerly(rows, layout, tables, await_rows)
-        addresses = self._addresses(tables)
-        if addresses != self._tables:  # a table grew and moved
+        if not self._reads(tables):  # a table grew and moved
             self._graphs.clear()
             self._chunk_graphs.clear()
             self._pool = None  # torch frees the memory with its last graph
-            self._tables = addresses
+            self._tables = {**tables}
         graphs, most = (self._chunk_graphs, CHUNK_GRAPHS) if layout.is_padded else (self._graphs, MAX_GRAPHS)
         found = graphs.get(key)
         if found is None:
@@ -187,11 +190,11 @@ class StepGraphs(Generic[Output]):
 
     def has(self, layout: Layout, tables: Tables) -> bool:
         """Whether a step of a few tokens a slice would be replayed."""
-        return self._addresses(tables) == self._tables and layout.graph_key in self._graphs
+        return self._reads(tables) and layout.graph_key in self._graphs
 
-    @staticmethod
-    def _addresses(tables: Tables) -> dict[Space | Literal["host"], tuple[int, int]]:
-        return {space: (table.data_ptr(), table.stride(0)) for space, table in tables.items()}
+    def _reads(self, tables: Tables) -> bool:
+        """Whether the graphs read these tables."""
+        return len(tables) == len(self._tables) and all(map(is_, tables.values(), self._tables.values()))
 
     def capture_status(self, rows: Tensor | None, layout: Layout, tables: Tables) -> str:
         """Whether a step is captured on a cpu, and if not, why; computes nothing."""

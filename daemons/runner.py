@@ -28,7 +28,7 @@ from daemons.models.replay import LayerwiseReplay, layerwise_replays
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter, warn_once
 from daemons.relevance.stage import ScoreStage
-from daemons.sampling import Sampler
+from daemons.sampling import Sampler, rows_to_sample
 from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
@@ -190,8 +190,7 @@ class ModelRunner:
         if step.n_tokens:
             rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
             out = stage.forward(step, rows_in, fill or following, arrival)
-            if following is not None:
-                arrival, sampled = following.arrival, following.tokens
+            arrival = arrival if following is None else following.arrival
             wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
             page_scores, cold = out.page_scores, out.cold
             if step.want_hidden:
@@ -206,6 +205,7 @@ class ModelRunner:
                 found = self._sample(stage, step, out.rows, masks, payload, told, between, queues)
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
+        sampled = sampled if following is None else following.tokens
         self._is_computing = deferred is not None
         if inputs is not None and deferred is None:
             inputs.keep_tokens(step, sampled)
@@ -338,6 +338,8 @@ class ModelRunner:
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)
+        if self._draft_inputs is not None:
+            self._draft_inputs.own(plan.stage)
         if step.upkeep and plan.output and self._draft is not None:
             self._draft.apply(step.operations)
         if plan.output and self._sampler is not None:
@@ -371,11 +373,7 @@ class ModelRunner:
         if step.want_logits:
             queued()
             payload.add("logits", stage.logits(rows, None).cpu())
-        wanted, end = list[int](), 0
-        for slice_ in step.slices:
-            end += len(slice_.tokens)
-            if slice_.sample:
-                wanted += range(end - 1 - slice_.n_drafts, end)
+        wanted = rows_to_sample(step.slices)
         if not wanted or self._sampler is None:
             if queues:
                 return QueuedStep(recorded(stage.device))

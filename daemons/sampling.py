@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.deferred import DeferredTokens, Fill
+from daemons.draws import draw, draw_blindly, draws_blindly, index_at, put, take, uniform
 from daemons.errors import StateError
 from daemons.masks import apply_masks
 from daemons.ops.choices import likeliest
@@ -25,23 +26,8 @@ from daemons.scoring import TokenReport, report_of, sampled_of
 from daemons.truncation import filtered, mirostat_keeps, next_mu
 from lucevisor.protocol.steps import PENDING, CloseSequence, OpenSequence, Operation, Sampled, Sampling, Slice, Step
 
-CANDIDATES = 1024
-"""Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""
-
 _XTC = 1 << 40
 """Added to a position: the number that decides whether XTC acts there."""
-
-_MASK = (1 << 64) - 1
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from ``seed`` and ``position`` alone.  Source: splitmix64 (Steele, Lea, Flood 2014)."""
-    z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK
-    for _ in range(2):  # twice, to decorrelate adjacent seeds and positions
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        z = z ^ (z >> 31)
-    return (z >> 11) / (1 << 53)
 
 
 @dataclass(slots=True)
@@ -144,12 +130,12 @@ class Sampler:
         """
         states = [self.states[s.sequence] for s in slices]
         samplings = [state.sampling for state in states]
-        if self.device.type == "cpu" or any(s.n_drafts or s.masked for s in slices) or not _draws_blindly(samplings):
+        if self.device.type == "cpu" or any(s.n_drafts or s.masked for s in slices) or not draws_blindly(samplings):
             return None
         for i, state in enumerate(states):
             adjust(state, logits[i : i + 1])
         u = [uniform(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
-        tokens = _draw_blindly(logits, samplings, u)
+        tokens = draw_blindly(logits, samplings, u)
         self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens)
         return self._deferred
 
@@ -191,11 +177,14 @@ class Sampler:
         but for mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a device, with the
         tokens that it draws, a row's each; None if the host takes part.
         """
-        rows, positions, blocks, reports = list[Sampling](), list[int](), list[Tensor](), list[TokenReport | None]()
-        masked = list[int]()
+        rows: list[Sampling] = []
+        positions: list[int] = []
+        blocks: list[Tensor] = []
+        reports: list[TokenReport | None] = []
+        masked: list[int] = []
         for slice_ in slices:
             state, drafts = self.states[slice_.sequence], slice_.drafts
-            block = logits[len(rows) : len(rows) + 1 + len(drafts)]
+            block = _block(logits, len(rows), 1 + len(drafts))
             reports.append(report_of(block, state.sampling.n_top_logprobs))
             adjust(state, block, drafts)
             if slice_.masked:
@@ -221,6 +210,17 @@ class Sampler:
             self._last[slice_.sequence] = tokens[-1]
             out += sampled_of(slice_.sequence, tokens, report, mus)
         return out
+
+
+def rows_to_sample(slices: Sequence[Slice]) -> list[int]:
+    """The rows of a step that are drawn from."""
+    rows: list[int] = []
+    end = 0
+    for s in slices:
+        end += len(s.tokens)
+        if s.sample:
+            rows += range(end - 1 - s.n_drafts, end)
+    return rows
 
 
 def _accepted(drawn: list[int], drafts: list[int]) -> list[int]:
@@ -270,24 +270,27 @@ def _draw_rows(
     logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int], meanwhile: Callable[[Tensor | None], None]
 ) -> list[int]:
     """A token for each row of adjusted logits [n, V], greedy or drawn for its position; 0 for those of mirostat."""
-    if logits.device.type != "cpu" and all(s.greedy for s in rows):
+    greedy = [i for i, s in enumerate(rows) if s.greedy]
+    if len(greedy) == len(rows):
+        if logits.device.type == "cpu":
+            meanwhile(None)
+            return likeliest(logits)
         launched = DeferredTokens.of(range(len(rows)), logits.argmax(dim=-1))
         meanwhile(launched.tokens)
         return [*launched.settle().values()]
     meanwhile(None)
-    greedy = [i for i, s in enumerate(rows) if s.greedy]
     sorting = [i for i, s in enumerate(rows) if s.sorts and not s.greedy and not s.uses_mirostat]
     drawn = [i for i, s in enumerate(rows) if not (s.greedy or s.sorts or s.uses_mirostat)]
     tokens = [0] * len(rows)
     for i in sorting:
         s, position = rows[i], positions[i]
         p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + _XTC))
-        tokens[i] = int(ids[_index(p, uniform(s.seed, position))])
+        tokens[i] = int(ids[index_at(p, uniform(s.seed, position))])
     if greedy:
-        _put(tokens, greedy, likeliest(_take(logits, greedy)))
+        put(tokens, greedy, likeliest(take(logits, greedy)))
     if drawn:
         u = [uniform(rows[i].seed, positions[i]) for i in drawn]
-        _put(tokens, drawn, draw(_take(logits, drawn), [rows[i] for i in drawn], u))
+        put(tokens, drawn, draw(take(logits, drawn), [rows[i] for i in drawn], u))
     return tokens
 
 
@@ -299,7 +302,7 @@ def _draw_mirostat(
     assert s.mirostat is not None
     for i, (row, position) in enumerate(zip(block, positions, strict=True)):
         p, ids = mirostat_keeps(row / s.temperature, s.mirostat, state.mu)
-        chosen = _index(p, uniform(s.seed, position))
+        chosen = index_at(p, uniform(s.seed, position))
         state.mu = next_mu(float(p[chosen]), s.mirostat, state.mu)
         tokens.append(int(ids[chosen]))
         mus.append(state.mu)
@@ -308,93 +311,6 @@ def _draw_mirostat(
     return tokens, mus
 
 
-def _index(p: Tensor, u: float) -> int:
-    """The index that ``u`` in [0, 1) decides on, of probabilities ``p`` [n]."""
-    return int(_inverse_cdf(p[None], p.new_tensor([[u]]))[0])
-
-
-def _take(x: Tensor, rows: list[int]) -> Tensor:
-    """Some rows of x, in ascending order; x itself if they are all."""
-    return x if len(rows) == x.shape[0] else x[rows]
-
-
-def _put(tokens: list[int], rows: list[int], found: list[int]) -> None:
-    for i, token in zip(rows, found, strict=True):
-        tokens[i] = token
-
-
-def draw(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> list[int]:
-    """Draw one id a row from adjusted logits ``x`` [n, V]; ``u[i]`` in [0, 1) decides row i."""
-    scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
-    point = _on(x.device, [[v] for v in u], torch.float64)
-    filtered = [i for i, s in enumerate(samplings) if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0]
-    plain = [i for i, s in enumerate(samplings) if not (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)]
-    tokens = [0] * len(samplings)
-    if plain:
-        p = torch.softmax(_take(scaled, plain), dim=-1, dtype=torch.float64)
-        _put(tokens, plain, _inverse_cdf(p, _take(point, plain)).tolist())
-    width = min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings)))
-    while filtered:
-        settings = [samplings[i] for i in filtered]
-        found, complete = _filtered(_take(scaled, filtered), settings, _take(point, filtered), width)
-        _put(tokens, filtered, found.tolist())
-        # the rest are flat distributions: what the filters keep is wider than the candidates
-        filtered, width = [i for i, ok in zip(filtered, complete.tolist(), strict=True) if not ok], x.shape[-1]
-    return tokens
-
-
-def _draws_blindly(samplings: Sequence[Sampling]) -> bool:
-    """Whether rows are drawn alike, and nothing between logits and token depends on what is found."""
-    if all(s.greedy for s in samplings):
-        return all(s.stateless for s in samplings)
-    if any(s.greedy or s.sorts or not s.stateless for s in samplings):
-        return False
-    bounded = [0 < s.top_k <= CANDIDATES for s in samplings]
-    return all(bounded) or not any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in samplings)
-
-
-def _draw_blindly(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> Tensor:
-    """Draw as ``draw`` does from logits ``x`` [n, V] where ``_draws_blindly``; ids int64 [n] on the device."""
-    if samplings[0].greedy:
-        return x.argmax(dim=-1)
-    scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
-    point = _on(x.device, [[v] for v in u], torch.float64)
-    if samplings[0].top_k > 0:
-        return _filtered(scaled, samplings, point, min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings))))[0]
-    return _inverse_cdf(torch.softmax(scaled, dim=-1, dtype=torch.float64), point)
-
-
-def _on(device: torch.device, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """A small tensor on a device, without waiting for what is queued there."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
-def _filtered(scaled: Tensor, samplings: Sequence[Sampling], point: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Draw among the ``width`` most likely ids; second result: whether the filters certainly keep no others."""
-    device, vocabulary = scaled.device, scaled.shape[-1]
-    values, ids = scaled.topk(width, dim=-1)
-    p = torch.exp(values.double() - torch.logsumexp(scaled.double(), dim=-1, keepdim=True))
-    top_k = _on(device, [[s.top_k if s.top_k > 0 else vocabulary] for s in samplings], torch.int64)
-    top_p = _on(device, [[s.top_p] for s in samplings], torch.float64)
-    min_p = _on(device, [[s.min_p] for s in samplings], torch.float64)
-    p = torch.where(torch.arange(width, device=device) < top_k, p, 0.0)
-    # with top_k, renormalise over the k kept; without, p is over the whole vocabulary and need not sum to 1 here
-    p = p / torch.where(top_k < vocabulary, p.sum(dim=-1, keepdim=True), 1.0)
-    below = p.cumsum(dim=-1)
-    keep = ((below - p) < top_p) & (p >= min_p * p[:, :1])
-    keep[:, 0] = True
-    complete = (top_k <= width) | (below[:, -1:] >= top_p) & (top_p < 1) | (p[:, -1:] < min_p * p[:, :1])
-    complete = complete | (width == vocabulary)
-    kept = torch.where(keep, p, 0.0)
-    chosen = ids.gather(1, _inverse_cdf(kept, point)[:, None])[:, 0]
-    return chosen, complete[:, 0]
-
-
-def _inverse_cdf(p: Tensor, point: Tensor) -> Tensor:
-    """Index of the first entry at which the running sum of ``p`` [n, W] exceeds ``point`` [n, 1] of the total."""
-    running = p.cumsum(dim=-1)
-    index = torch.searchsorted(running, point * running[:, -1:], right=True)[:, 0]
-    last = (p > 0).to(torch.int32).cumsum(dim=-1).argmax(dim=-1)  # rounding must not pick an entry of probability zero
-    return torch.minimum(index, last)
+def _block(x: Tensor, first: int, n: int) -> Tensor:
+    """Neighbouring rows of x; x itself if they are all."""
+    return x if n == x.shape[0] else x[first : first + n]

@@ -28,6 +28,7 @@ class TokenRing:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self._regions = [arena.region(i).cast("q") for i in range(arena.plan.n_regions)]
 
     def tell(self, step: Step | None, result: StepResult) -> None:
         """Hand what a result has for the first stage to it: drafts, or the newest token of each sequence of ``step``.
@@ -71,7 +72,7 @@ class TokenRing:
         return step_id % self._arena.plan.n_regions
 
     def _numbers(self, step_id: int) -> memoryview[int]:
-        return self._arena.region(self._region(step_id)).cast("q")
+        return self._regions[self._region(step_id)]
 
 
 def without_tokens(step: Step) -> Step:
@@ -88,7 +89,7 @@ def _without_tokens(s: Slice) -> Slice:
 class FollowingStep:
     """A step whose pending tokens or drafts are made meanwhile; ``step`` has 0 in their places.
 
-    Called with the step's metadata, on any device, it waits and puts them there; ``tokens`` are known then.
+    Called with the step's metadata, on any device, it waits and puts them there; then it has ``tokens``.
     """
 
     def __init__(self, ring: TokenRing | None, step: Step, await_tokens: RowWait | None) -> None:
@@ -99,7 +100,7 @@ class FollowingStep:
         self._ring, self._asked = ring, asked
         self._rows: dict[int, tuple[int, int]] = {}  # by sequence: of the first token to put there, and how many
         self.arrival = Arrival(lambda: ring.wait(asked, await_tokens))
-        self.tokens: list[Sampled] = []
+        self._found: dict[int, list[int]] = {}
         row = 0
         for piece in step.slices:
             if piece.tokens == [PENDING]:
@@ -112,9 +113,9 @@ class FollowingStep:
     def __call__(self, metadata: Tensor) -> None:
         expected = [*self._rows], max((n for _, n in self._rows.values()), default=1)
         copies = self._copies(metadata, *expected)  # what takes a while comes before the wait
-        if not self.tokens:
+        if not self._found:
             self.arrival()
-        found = self._ring.read(self._asked)
+        found = self._found = self._ring.read(self._asked)
         if missing := [one for one in self._rows if one not in found]:
             where = f"step {self.step.step_id}"
             raise StateError(where, f"step {self._asked} has no token for the sequences {missing}")
@@ -122,8 +123,12 @@ class FollowingStep:
             copies = self._copies(metadata, *actual)
         for target, source in copies:
             target.copy_(source, non_blocking=True)
-        self.tokens = [
-            Sampled(one, found[one][min(i, len(found[one]) - 1)])
+
+    @property
+    def tokens(self) -> list[Sampled]:
+        """What was put there."""
+        return [
+            Sampled(one, self._found[one][min(i, len(self._found[one]) - 1)])
             for one, (_, n) in self._rows.items()
             for i in range(n)
         ]

@@ -178,10 +178,10 @@ class _MessageLoop:
 
     def _answer_deferred(self) -> None:
         """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
-        output, self._deferred = self._deferred, None
-        waiting, self._waiting = self._waiting, deque[Frame]()
+        output = self._deferred
         if output is None or self._runtime is None:
             return
+        waiting, self._deferred, self._waiting = self._waiting, None, deque()
         try:
             output = self._runtime.settle(output)
         except Exception as e:  # process boundary: report, then exit

@@ -39,14 +39,22 @@ class DraftInputs:
     def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
         self.plan, self._boundaries = plan, boundaries
         self._kept: dict[int, _KeptStep] = {}
+        self._lent: dict[int, _KeptStep] = {}  # by stage: the last step, whose captures are the stage's own memory
         self._drafts: dict[int, Sequence[int]] = {}  # by sequence: made last, and not verified yet
         self._deferred: DeferredDrafts | None = None  # newer ones, which the host does not know yet
         self._most = arena_regions(plan.stage + 1)
         self._copies: torch.cuda.Stream | None = None
 
     def keep_captures(self, step: Step, stage: int, captures: Tensor) -> None:
-        """Keep a copy of a stage's captures: the next step may overwrite them."""
-        self._of(step).captures[stage] = captures.clone()
+        """Keep a stage's captures, which its next step may overwrite: ``own`` comes before that."""
+        kept = self._lent[stage] = self._of(step)
+        kept.captures[stage] = captures
+
+    def own(self, stage: int) -> None:
+        """Copy a stage's last captures if they are still kept, before the stage runs again."""
+        kept = self._lent.pop(stage, None)
+        if kept is not None and stage in kept.captures:
+            kept.captures[stage] = kept.captures[stage].clone()
 
     def keep_slices(self, step: Step, slices: list[Slice]) -> None:
         """Keep the slices of a step with the tokens it started from, in place of those of a run that was recalled."""
@@ -61,7 +69,7 @@ class DraftInputs:
     def _of(self, step: Step) -> _KeptStep:
         kept = self._kept.setdefault(step.step_id, _KeptStep())
         if len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
+            self._kept.pop(next(iter(self._kept))).captures.clear()
         return kept
 
     def take(self, message: DraftStep) -> tuple[Step, list[Tensor], list[list[int]]]:
@@ -70,7 +78,7 @@ class DraftInputs:
 
         Raises StateError when they are not in this daemon.
         """
-        step, where = message.step, f"draft step {message.step.step_id}"
+        step = message.step
         kept = self._release(step.step_id)
         if not step.slices:  # a stage here may have computed some alone, which is not for the drafter
             return step, [], []
@@ -79,8 +87,10 @@ class DraftInputs:
         tokens = kept.tokens if message.tokens is None else message.tokens
         if tokens is None or len(tokens) != len(step.slices):
             found = "no" if tokens is None else f"{len(tokens)} lists of"
-            raise StateError(where, f"{found} sampled tokens for {len(step.slices)} slices")
-        return step, self._captures(step, kept), tokens
+            raise StateError(f"draft step {step.step_id}", f"{found} sampled tokens for {len(step.slices)} slices")
+        captures = self._captures(step, kept)
+        kept.captures.clear()
+        return step, captures, tokens
 
     def _captures(self, step: Step, kept: _KeptStep) -> list[Tensor]:
         captures = []
@@ -145,7 +155,7 @@ class DraftInputs:
 
         On a stream of its own, which does not wait for steps that are queued.
         """
-        if all(rows.device.type != "cpu" for rows in captures) or stage.device.type == "cpu":
+        if stage.device.type == "cpu" or all(rows.device.type != "cpu" for rows in captures):
             return captures
         device = stage.device
         if self._copies is None:
@@ -153,8 +163,9 @@ class DraftInputs:
         with torch.cuda.stream(self._copies):
             found = [rows.to(device, non_blocking=True) for rows in captures]
         self._copies.synchronize()
-        for rows in found:
-            rows.record_stream(torch.cuda.current_stream(device))
+        for rows, given in zip(found, captures, strict=True):
+            if rows is not given:
+                rows.record_stream(torch.cuda.current_stream(device))
         return found
 
     @property
@@ -195,10 +206,12 @@ class DraftInputs:
             kept = self._kept.pop(first)
             if first == step_id:
                 return kept
+            kept.captures.clear()
         return _KeptStep()
 
     def reset(self) -> None:
         self._kept.clear()
+        self._lent.clear()
         self._drafts.clear()
         self._deferred = None
 

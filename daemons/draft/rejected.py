@@ -27,7 +27,7 @@ def without_rejected(step: Step, features: Tensor, tokens: Sequence[Sequence[int
     ):
         return step, features
     slices = [_begin(s, n) for s in step.slices]
-    rows = features.view(len(slices), n_rows, -1)[:, :n].flatten(0, 1)
+    rows = features[:n] if len(slices) == 1 else features.view(len(slices), n_rows, -1)[:, :n].flatten(0, 1)
     return msgspec.structs.replace(step, slices=slices), rows
 
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from daemons.deferred import DeferredDrafts, recorded
-from daemons.device import launching, memory_free, prepare, torch_device, torch_dtype
+from daemons.device import inferring, launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
 from daemons.draft.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
+from daemons.draft.jobs import DraftJob, jobs_behind
 from daemons.draft.mtp import Mtp
 from daemons.draft.rejected import without_rejected
 from daemons.draft.unseen import unseen_draft
@@ -56,23 +57,6 @@ DRAFTERS: dict[type, type[Dflash] | type[Mtp] | type[Gemma4Assistant]] = {
 }
 
 
-class DraftJob(NamedTuple):
-    """A draft to make: ``n`` tokens behind ``newest``, which is at ``position``.
-
-    ``row``: that of the step which holds the token before; ``at``: index of the slice.
-    """
-
-    slice: Slice
-    at: int
-    newest: int
-    position: int
-    row: int
-
-    @property
-    def n(self) -> int:
-        return self.slice.n_ahead
-
-
 class AheadStep(NamedTuple):
     """A step whose rows are in the context before its tokens are known: their hidden states, and the drafts behind it
     if they were begun.
@@ -101,6 +85,7 @@ class DraftStage:
         self.spec, self.plan, self.drafter, self.draft_vocabulary = spec, load.draft, drafter, vocabulary
         self.layers: Sequence[LayerSpec] = spec.model.layers
         self.device, self.dtype = pools.device, torch_dtype(load.dtype)
+        self._widths = [len(source.layers) * spec.model.hidden_size for source in self.plan.sources]
         self.pools = [pools]
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
         self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences, forgets=load.attend_host)
@@ -170,7 +155,7 @@ class DraftStage:
         unchanged(spec.files)
         return cls(spec, load, drafter, pools, weights, part)
 
-    @torch.inference_mode()
+    @inferring
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the target's state operations in order.  Raises StateError at the first invalid one."""
         if not self._deferred.allows(operations):
@@ -197,7 +182,7 @@ class DraftStage:
         ahead = self._ahead_of(step)
         return ahead is not None and ahead.drafts is not None
 
-    @torch.inference_mode()
+    @inferring
     def extend(self, step: Step, captures: Sequence[Tensor], drawn: Tensor | None) -> None:
         """Apply a step's operations and add its rows to the context, as ``apply`` and ``run`` do, and begin with the
         drafts of one sequence if the device has the tokens ``drawn`` [n_drafts + 1] for each row.  ``run`` does what is
@@ -230,7 +215,7 @@ class DraftStage:
             drafts = self._draft_at(found.layout, hidden, found.row)
             return DeferredDrafts.of([s.sequence], *drafts, began)
 
-    @torch.inference_mode()
+    @inferring
     def run(
         self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
     ) -> list[Drafted] | DeferredDrafts:
@@ -246,11 +231,11 @@ class DraftStage:
         if (ahead := self._ahead_of(step)) is not None:
             if defer and ahead.drafts is not None:
                 return ahead.drafts
-            return self._drafts(self._jobs(step, tokens), ahead.hidden, began)
+            return self._drafts(jobs_behind(step, tokens, self.spec.max_drafts), ahead.hidden, began)
         features = self._features(step, captures)
         if self.device.type == "cpu":
             step, features = without_rejected(step, features, tokens)
-        jobs = self._jobs(step, tokens)
+        jobs = jobs_behind(step, tokens, self.spec.max_drafts)
         if jobs or not self._deferred.takes(step.slices):
             self.flush()
         if not jobs and self._deferred.takes(step.slices):
@@ -274,7 +259,8 @@ class DraftStage:
                 hidden = self.drafter.extend(features, self._batch(layout))
             else:
                 hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
-        self.sequences.keep_updates(step.slices)  # rows of its own states, of which one will be the live one's
+        if Space.RECURRENT in self._spaces:
+            self.sequences.keep_updates(step.slices)  # rows of its own states, of which one will be the live one's
         return hidden
 
     def _drafts(
@@ -292,13 +278,16 @@ class DraftStage:
         found = {job.at: Drafted(job.slice.sequence, *row) for job, row in zip(jobs, rows, strict=True)}
         return [found[at] for at in sorted(found)]
 
-    @torch.inference_mode()
     def flush(self) -> None:
         """Add the rows that wait to the context: before anything reads or copies it."""
         if self._deferred.n_rows:
-            slices, features = self._deferred.take()
-            with launching(self.device):  # of any length: a graph of each would be used once
-                self.drafter.extend(features, self._batch(self._layout(slices)))
+            self._add_deferred()
+
+    @inferring
+    def _add_deferred(self) -> None:
+        slices, features = self._deferred.take()
+        with launching(self.device):  # of any length: a graph of each would be used once
+            self.drafter.extend(features, self._batch(self._layout(slices)))
 
     def reset(self) -> None:
         """Drop all sequences; weights and pools stay."""
@@ -314,30 +303,12 @@ class DraftStage:
 
     def _features(self, step: Step, captures: Sequence[Tensor]) -> Tensor:
         """Captures of all layers, [T, n E] on this device."""
-        shapes = [list(rows.shape) for rows in captures]
-        width = self.spec.model.hidden_size
-        wanted = [[step.n_tokens, len(source.layers) * width] for source in self.plan.sources]
-        if shapes != wanted:
-            raise StateError(f"draft step {step.step_id}", f"captures of shapes {shapes}, expected {wanted}")
+        n_tokens = step.n_tokens
+        if [rows.shape for rows in captures] != [(n_tokens, width) for width in self._widths]:
+            found, expected = [list(rows.shape) for rows in captures], [[n_tokens, width] for width in self._widths]
+            raise StateError(f"draft step {step.step_id}", f"captures of shapes {found}, expected {expected}")
         rows = [r.to(device=self.device, dtype=self.dtype, non_blocking=True) for r in captures]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
-
-    def _jobs(self, step: Step, tokens: Sequence[Sequence[int]]) -> list[DraftJob]:
-        """The drafts to make, those of equal length behind each other."""
-        if len(tokens) != len(step.slices):
-            where = f"draft step {step.step_id}"
-            raise StateError(where, f"sampled tokens of {len(tokens)} slices, the step has {len(step.slices)}")
-        jobs, row = [], 0
-        for at, (s, sampled) in enumerate(zip(step.slices, tokens, strict=True)):
-            if s.n_ahead and sampled:
-                if s.n_ahead > self.spec.max_drafts or len(sampled) > s.n_drafts + 1:
-                    most = f"{s.n_drafts + 1} are the most, and {self.spec.max_drafts} drafts ahead"
-                    reason = f"{len(sampled)} tokens sampled and {s.n_ahead} drafts ahead: {most}"
-                    raise StateError(f"slice of sequence {s.sequence} at {s.start}", reason)
-                n_kept = s.n_context + len(sampled) - 1  # tokens of the slice that precede the newest
-                jobs.append(DraftJob(s, at, sampled[-1], s.start + n_kept, row + n_kept - 1))
-            row += len(s.tokens)
-        return sorted(jobs, key=lambda job: job.n)
 
     def _layout(self, slices: Sequence[Slice]) -> Layout:
         self.sequences.flush()
@@ -365,14 +336,16 @@ class DraftStage:
 
     def _draft(self, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
         """Drafts of equal length."""
-        index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
-        if self.device.type != "cpu" and self.drafter.starts_from_hidden:
-            index = index.pin_memory().to(self.device, non_blocking=True)
+        index = None
+        if self.drafter.starts_from_hidden:
+            index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
+            if self.device.type != "cpu":
+                index = index.pin_memory().to(self.device, non_blocking=True)
         return self._draft_at(self.draft_layout(jobs), hidden, index)
 
-    def _draft_at(self, layout: Layout, hidden: Tensor, index: Tensor) -> Drafts:
-        """Drafts of a layout; ``index`` [B]: the rows of ``hidden`` that precede them."""
-        rows = hidden.index_select(0, index) if self.drafter.starts_from_hidden else None
+    def _draft_at(self, layout: Layout, hidden: Tensor, index: Tensor | None) -> Drafts:
+        """Drafts of a layout; ``index`` [B]: the rows of ``hidden`` that precede them, if drafts start from those."""
+        rows = hidden.index_select(0, index) if self.drafter.starts_from_hidden and index is not None else None
         if self.draft_vocabulary is not None:
             self.draft_vocabulary.renew()  # not in a graph, which reads what is there by then
         if self.graphs is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from lucevisor.protocol.steps import Slice
 
 
 class Layout:
-    """The host side: the groups, and one int64 array with all metadata a device needs.
+    """The host side: the groups, and the ``numbers`` of one int64 array with all metadata a device needs.
 
     ``bounded``: slices attend to positions from ``Slice.draft_from`` on.  ``ranked``: sequences whose slices ask how
     much they attend to each page.  ``fill`` puts tokens that only the device knows into metadata that lie there: the id
@@ -52,13 +53,14 @@ class Layout:
         self.fill: Callable[[Tensor], None] = lambda metadata: None
         spaces = spec.spaces()
         self.spaces = [s for s in (Space.FULL, Space.WINDOW) if s in spaces]
-        self.groups: list[SliceGroup] = []
-        columns = np.empty((2 + len(self.spaces), self.n_rows), dtype=np.int64)
+        columns: list[list[int]] = [[], [], *([] for _ in self.spaces)]  # ids, positions, slots of each space
+        windows = [spec.window if space is Space.WINDOW else 0 for space in self.spaces]
         by_key: dict[tuple[int, int, int], SliceGroup] = {}
-        row, seen, used = 0, set[int](), set[int]()
+        seen: set[int] = set()
+        used: set[int] = set()
         for s in slices:
-            n = len(s.tokens)
-            where = f"slice of sequence {s.sequence} at {s.start}"
+            n, start = len(s.tokens), s.start
+            where = f"slice of sequence {s.sequence} at {start}"
             sequence = sequences.get(s.sequence, where)
             check_slice(s, where, seen, spec.vocabulary)
             states = s.states or [sequence.state]
@@ -66,29 +68,26 @@ class Layout:
                 check_states(s, where, sequence, sequences, used)
             elif s.states:
                 raise StateError(where, f"{len(s.states)} recurrent states to write, and the model has none")
-            columns[0, row : row + n] = s.tokens
-            columns[1, row : row + n] = np.arange(s.start, s.start + n)
-            for at, space in enumerate(self.spaces, 2):
-                window = spec.window if space is Space.WINDOW else 0
-                columns[at, row : row + n] = slots_of(sequence, space, s, window, where)
-            key = (n, s.start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
+            columns[0] += s.tokens
+            columns[1] += range(start, start + n)
+            for column, space, window in zip(columns[2:], self.spaces, windows, strict=True):
+                column += slots_of(sequence, space, s, window, where)
+            key = (n, start % CHUNK if n > SHORT_SLICE else 0, 0 if states == [sequence.state] else len(states))
             group = by_key.get(key)
             if group is None:
                 group = by_key[key] = SliceGroup(*key, in_place=sequences.reads_in_place)
-                self.groups.append(group)
-            group.rows.append(row)
-            group.starts.append(s.start)
-            group.full_starts.append(s.start - sequence.out_tokens)
-            group.sequences.append(sequence)
-            group.states.append(states)
-            if s.sequence in ranked:
-                group.ranked.append(len(group.rows) - 1)
+            group.add(len(columns[0]) - n, start, sequence, states, ranked=s.sequence in ranked)
             if bounded:
-                if not 0 <= s.draft_from <= s.start:
+                if not 0 <= s.draft_from <= start:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
                 group.lows.append(sequence.place(s.draft_from))
-            row += n
-        self.metadata = np.concatenate([columns.ravel(), *(g.numbers() for g in self.groups)])
+        self.groups = [*by_key.values()]
+        columns += [group.numbers() for group in self.groups]
+        self.numbers = [*chain.from_iterable(columns)]
+
+    @property
+    def metadata(self) -> np.ndarray:
+        return np.array(self.numbers, dtype=np.int64)
 
     @property
     def graph_key(self) -> GraphKey | None:
@@ -98,7 +97,7 @@ class Layout:
         if len(self.groups) != 1:
             return None
         [group] = self.groups
-        if group.n > (QUERIES if self.is_ranked else SHORT_SLICE) and not self.is_padded:
+        if group.n > (QUERIES if group.ranked else SHORT_SLICE) and not self.is_padded:
             return None
         if group.reads_host and not group.reads_in_place:
             return None
@@ -114,10 +113,9 @@ class Layout:
             return None
         one, n = copy(self), self.n_rows
         one.n_rows, one.groups, one.is_padded = group.n, [group], True
-        columns = np.full((2 + len(self.spaces), group.n), -1, dtype=np.int64)
-        columns[0], columns[1] = 0, self.metadata[2 * n - 1]
-        columns[:, :n] = self.metadata[: len(columns) * n].reshape(-1, n)
-        one.metadata = np.concatenate([columns.ravel(), group.numbers()])
+        pads = [0, self.numbers[2 * n - 1], *(-1 for _ in self.spaces)]
+        columns = [self.numbers[i * n : (i + 1) * n] + [pad] * (group.n - n) for i, pad in enumerate(pads)]
+        one.numbers = [*chain.from_iterable(columns), *group.numbers()]
         return one
 
     @property
@@ -140,8 +138,10 @@ class Layout:
 
     def refill(self, metadata: Tensor) -> None:
         """Put the metadata in the place of those of another step of the same key."""
-        own = torch.from_numpy(self.metadata)
-        metadata.copy_(own if metadata.device.type == "cpu" else own.pin_memory(), non_blocking=True)
+        if metadata.device.type == "cpu":
+            metadata.numpy()[:] = self.numbers  # less than a copy by torch
+        else:
+            metadata.copy_(torch.from_numpy(self.metadata).pin_memory(), non_blocking=True)
         self.fill(metadata)
 
 

@@ -107,6 +107,7 @@ class Sequences:
         n_states = sizes.n_state_ids
         self.units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages, Space.RECURRENT: n_states}
         self.sizes = sizes
+        self._n_device_states = sizes.device_states, sizes.device_rows  # whole ones, and with those of drafts
         self.max_sequences = max_sequences
         n_pages = max(sizes.full_pages, sizes.window_pages, sizes.host_pages)
         self._first_entries = min(max(n_pages, MIN_ENTRIES), MAX_FIRST_ENTRIES)
@@ -234,10 +235,10 @@ class Sequences:
 
     def check_device(self, where: str, state: int) -> bool:
         """Raise StateError unless a slice may leave ``state``; return whether it is a draft's."""
-        self._check_unit(where, Space.RECURRENT, state)
-        if self._tier(state) is Tier.HOST:
+        if not 0 <= state < self._n_device_states[1]:
+            self._check_unit(where, Space.RECURRENT, state)
             raise StateError(where, f"state {state} lies in host memory, where checkpoints are; a live one cannot")
-        return self.sizes.is_draft_state(state)
+        return state >= self._n_device_states[0]
 
     def _tier(self, state: int) -> Tier:
         return self.sizes.place_of_state(state).tier

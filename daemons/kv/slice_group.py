@@ -7,9 +7,8 @@ no page and no state is written for them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from daemons.errors import StateError
 from daemons.kv.sequences import NO_PAGE, OpenedSequence
@@ -51,9 +50,19 @@ class SliceGroup:
     ranked: list[int] = field(default_factory=list)  # slices that ask how much they attend to each page
     in_place: bool = False  # whether attention can read host memory in place
 
+    def add(self, row: int, start: int, sequence: OpenedSequence, states: list[int], *, ranked: bool) -> None:
+        """Append a slice from ``row`` of the step on."""
+        if ranked:
+            self.ranked.append(len(self.rows))
+        self.rows.append(row)
+        self.starts.append(start)
+        self.full_starts.append(start - sequence.out_tokens)
+        self.sequences.append(sequence)
+        self.states.append(states)
+
     @property
     def contiguous(self) -> bool:
-        return all(b - a == self.n for a, b in zip(self.rows, self.rows[1:], strict=False))
+        return len(self.rows) == 1 or all(b - a == self.n for a, b in pairwise(self.rows))
 
     def starts_in(self, space: Space) -> list[int]:
         return self.full_starts if space is Space.FULL else self.starts
@@ -81,8 +90,9 @@ class SliceGroup:
     @property
     def max_host_length(self) -> int:
         """The same bound for what lies in host memory; 0: nothing."""
-        most = max(self.host_lengths, default=0)
-        return max(MIN_GRAPH_LENGTH, 1 << (most - 1).bit_length()) if most else 0
+        if not self.reads_host:
+            return 0
+        return max(MIN_GRAPH_LENGTH, 1 << (max(self.host_lengths) - 1).bit_length())
 
     @property
     def max_length(self) -> int:
@@ -116,7 +126,7 @@ class SliceGroup:
         found = replace(self, n=n_rows, n_valid=self.n)
         return found if found.max_length <= GRAPH_LENGTH else None
 
-    def numbers(self) -> np.ndarray:
+    def numbers(self) -> list[int]:
         """Starts, those in space full, table rows, live states, the states to write or the spans, the first positions
         to attend to if there are bounds, positions in host memory if there are some, and the rows of the step unless
         they are one range.
@@ -134,7 +144,7 @@ class SliceGroup:
         numbers += self.lows + self.host_lengths
         if not self.contiguous:
             numbers += [row + i for row in self.rows for i in range(self.n)]
-        return np.asarray(numbers, dtype=np.int64)
+        return numbers
 
 
 class GraphKey(NamedTuple):
@@ -148,7 +158,7 @@ class GraphKey(NamedTuple):
     max_host_length: int = 0
 
 
-def slots_of(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> np.ndarray | int:
+def slots_of(sequence: OpenedSequence, space: Space, s: Slice, window: int, where: str) -> list[int]:
     """Slots ``page * 64 + offset`` of the slice's positions.  Raises StateError when a page is missing."""
     table, n = sequence.pages.get(space, []), len(s.tokens)
     start = s.start - (sequence.out_tokens if space is Space.FULL else 0)
@@ -158,9 +168,10 @@ def slots_of(sequence: OpenedSequence, space: Space, s: Slice, window: int, wher
     if last >= len(table) or NO_PAGE in table[oldest : last + 1] or s.start < (last_out + 1) * PAGE_TOKENS:
         missing = f"the {space.value} table of {len(table)} entries lacks a page for"
         raise StateError(where, f"{missing} positions {s.start - start + oldest * PAGE_TOKENS} to {s.start + n - 1}")
-    if n == 1:
-        return table[first] * PAGE_TOKENS + start % PAGE_TOKENS
-    at = np.arange(start, start + n)
-    pages = np.asarray(table[first : last + 1], dtype=np.int64)
-    found: np.ndarray = pages[at // PAGE_TOKENS - first] * PAGE_TOKENS + at % PAGE_TOKENS
+    found: list[int] = []
+    at = start % PAGE_TOKENS
+    for page in table[first : last + 1]:
+        slot = page * PAGE_TOKENS
+        found += range(slot + at, slot + min(PAGE_TOKENS, at + n - len(found)))
+        at = 0
     return found

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from daemons.device import launching, prepare, torch_device, torch_dtype
+from daemons.device import inferring, launching, prepare, torch_device, torch_dtype
 from daemons.errors import LoadError, StateError
 from daemons.graphs import StepGraphs
 from daemons.kv.batch import Batch, Layout
@@ -154,13 +154,13 @@ class LoadedStage:
             self.sequences = found
         return found is not None
 
-    @torch.inference_mode()
+    @inferring
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply state operations in order.  Raises StateError at the first invalid one; earlier ones stay applied."""
         for operation in operations:
             self.sequences.apply(operation)
 
-    @torch.inference_mode()
+    @inferring
     def forward(
         self,
         step: Step,
@@ -174,8 +174,7 @@ class LoadedStage:
         else is prepared; ignored by the embedding stage, which reads token ids.  ``fill`` as in Layout.
         Raises StateError for slices that contradict the tables.
         """
-        n = step.n_tokens
-        where = f"step {step.step_id}"
+        n, where = step.n_tokens, f"step {step.step_id}"
         if n == 0:
             rows = torch.empty(0, self.spec.boundary_width, dtype=self.dtype, device=self.device)
             return StageOutput(rows, [])
@@ -188,8 +187,7 @@ class LoadedStage:
         self.sequences.settle(step.slices)
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
-        if fill is not None:
-            layout.fill = fill
+        layout.fill = fill or layout.fill
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []
@@ -212,17 +210,19 @@ class LoadedStage:
                 else:
                     out = graphs.run(h, layout, tables, await_rows)
                     cold = cold or graphs.cold
-                    h, captured = out.rows[:n], None if out.captures is None else out.captures[:n]
+                    h, captured = out.rows, out.captures
+                    if h.shape[0] > n:  # pad rows
+                        h, captured = h[:n], None if captured is None else captured[:n]
                     if layout.is_ranked:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
             if captured is not None:
-                captures.append(captured.to(self.device, non_blocking=True))
+                captures.append(captured if device == self.device else captured.to(self.device, non_blocking=True))
         self.sequences.keep_updates(step.slices)
         assert h is not None
         joined = torch.cat(captures, dim=-1) if len(captures) > 1 else next(iter(captures), None)
         return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores), cold)
 
-    @torch.inference_mode()
+    @inferring
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:
         """Float32 logits [n, V] of some rows (None: all) of :meth:`forward`'s output.  Output stages only."""
         output = self.shards[-1].output

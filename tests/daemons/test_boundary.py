@@ -30,6 +30,14 @@ def test_what_one_stage_writes_the_other_reads(arena, dtype):
     assert SharedMemoryBuffer(arena, dtype, 7).read(1, 0).shape == (0, 7)
 
 
+def test_a_region_is_read_in_steps_of_any_length(arena):
+    buffer, rows = SharedMemoryBuffer(arena, Dtype.FLOAT32, 7), torch.randn(5, 7)
+    buffer.write(0, rows)
+    for n in (5, 3, 5, 0, 1):
+        assert torch.equal(buffer.read(0, n), rows[:n])
+    assert buffer.read(1, 5).count_nonzero() == 0
+
+
 def test_a_bell_is_heard_by_whoever_maps_the_arena(arena):
     buffer = SharedMemoryBuffer(arena, Dtype.FLOAT32, 7)
     assert not buffer.bells.rung(1, 17)

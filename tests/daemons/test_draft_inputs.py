@@ -32,6 +32,19 @@ def test_captures_and_tokens_wait_for_their_draft_step() -> None:
         inputs.take(DraftStep(step(1)))  # its turn is over
 
 
+def test_captures_outlive_the_next_step_of_their_stage() -> None:
+    """It may overwrite the memory that it made them in; those that were taken by then are not copied."""
+    inputs, memory = DraftInputs(PLAN, []), torch.ones(1, 2)
+    for i in (1, 2):
+        inputs.own(0)
+        inputs.keep_captures(step(i), 0, memory.fill_(i))
+        inputs.keep_tokens(step(i), [Sampled(0, 40 + i)])
+    assert inputs.take(DraftStep(step(1)))[1][0].tolist() == [[1.0, 1.0]]
+    [rows] = inputs.take(DraftStep(step(2)))[1]
+    inputs.own(0)
+    assert (rows.tolist(), rows.data_ptr()) == ([[2.0, 2.0]], memory.data_ptr())
+
+
 def test_without_draft_steps_only_the_newest_steps_are_kept() -> None:
     inputs, n = DraftInputs(PLAN, []), arena_regions(2)
     for i in range(1, 11):

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons.sampling import Sampler, SamplingState, adjust, draw, uniform
+from daemons.draws import draw, uniform
+from daemons.sampling import Sampler, SamplingState, adjust
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling, Slice
 from tests.numerics import UNIT, bound
 

@@ -1,0 +1,47 @@
+"""The drafts to make behind a step.  Pure; knows no drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from daemons.errors import StateError
+from lucevisor.protocol.steps import Slice, Step
+
+
+class DraftJob(NamedTuple):
+    """A draft to make: ``n`` tokens behind ``newest``, which is at ``position``.
+
+    ``row``: that of the step which holds the token before; ``at``: index of the slice.
+    """
+
+    slice: Slice
+    at: int
+    newest: int
+    position: int
+    row: int
+
+    @property
+    def n(self) -> int:
+        return self.slice.n_ahead
+
+
+def jobs_behind(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:
+    """The drafts to make, those of equal length behind each other, of at most ``max_drafts``.
+
+    ``tokens[i]``: sampled for slice i.  Raises StateError where that or what is asked for cannot be.
+    """
+    if len(tokens) != len(step.slices):
+        where = f"draft step {step.step_id}"
+        raise StateError(where, f"sampled tokens of {len(tokens)} slices, the step has {len(step.slices)}")
+    jobs, row = [], 0
+    for at, (s, sampled) in enumerate(zip(step.slices, tokens, strict=True)):
+        if s.n_ahead and sampled:
+            if s.n_ahead > max_drafts or len(sampled) > s.n_drafts + 1:
+                most = f"{s.n_drafts + 1} are the most, and {max_drafts} drafts ahead"
+                reason = f"{len(sampled)} tokens sampled and {s.n_ahead} drafts ahead: {most}"
+                raise StateError(f"slice of sequence {s.sequence} at {s.start}", reason)
+            n_kept = s.n_context + len(sampled) - 1  # tokens of the slice that precede the newest
+            jobs.append(DraftJob(s, at, sampled[-1], s.start + n_kept, row + n_kept - 1))
+        row += len(s.tokens)
+    return sorted(jobs, key=lambda job: job.n)
