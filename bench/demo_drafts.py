@@ -2,9 +2,10 @@
 
     python bench/demo_drafts.py [--prompts 100] [--tokens 128] [--set draft.width=3] [--save]
 
-Two services of etc/demo.toml, one as it is and one without drafts.  Each held-out question (tests/data) is asked of
-both in turns, greedily, then its answer is continued from the middle, from a prefix slot in memory.  In bfloat16 a
-tie may part the answers, so tokens/s are compared, not texts.  Records
+Two services of etc/demo.toml, one as it is and one without drafts.  Held-out questions (tests/data) are asked of both
+in turns, --block at a time, greedily; each answer is continued from the middle, from a prefix slot in memory.  One
+by one in turns they would be asked of cold caches, as both services do not fit them.  In bfloat16 a tie may part the
+answers, so tokens/s are compared, not texts.  Records
 - acceptance length (tokens a verify step) and tokens a decode, fresh and restored, and acceptance by position;
 - tokens/s of the answers, first token to last, with drafts over without;
 - the means of a plain step, a verify step and a draft.
@@ -46,6 +47,22 @@ async def answer(service, name, prompt, n_tokens):
     return tokens, times[-1] - times[0] if times else 0.0
 
 
+async def ask(service, name, prompts, n_tokens):
+    """Answers to some questions; tokens behind the first ones and their seconds, of answers and of their second halves
+    asked for again.
+    """
+    answers, counted = [], {"fresh": [0, 0.0], "restored": [0, 0.0]}
+    for i, prompt in enumerate(prompts):
+        tokens, seconds = await answer(service, f"{name}-{i}", prompt, n_tokens)
+        half = prompt + tokens[: len(tokens) // 2]
+        more, more_s = await answer(service, f"{name}-{i}-more", half, n_tokens // 2)
+        answers.append(tokens)
+        for origin, n, s in (("fresh", len(tokens), seconds), ("restored", len(more), more_s)):
+            counted[origin][0] += max(0, n - 1)
+            counted[origin][1] += s
+    return answers, counted
+
+
 async def measure(options, directory):
     """Ask both services everything; returns what is saved."""
     prompts = [one["tokens"] for one in json.loads(QUESTIONS.read_text())][: options.prompts]
@@ -58,19 +75,18 @@ async def measure(options, directory):
         while not services["drafts"].engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.05)
         totals = {name: {"fresh": [0, 0.0], "restored": [0, 0.0]} for name in services}
+        for name, service in services.items():
+            await ask(service, name, prompts[:1], options.tokens)  # warms up
         n_same = 0
-        for i, prompt in enumerate([prompts[0], *prompts]):
+        blocks = [prompts[at : at + options.block] for at in range(0, len(prompts), options.block)]
+        for i, block in enumerate(blocks):
             answers = {}
             for name in services if i % 2 else reversed(services):
-                tokens, seconds = await answer(services[name], f"{name}-{i}", prompt, options.tokens)
-                half = prompt + tokens[: len(tokens) // 2]
-                more, more_s = await answer(services[name], f"{name}-{i}-more", half, options.tokens // 2)
-                answers[name] = tokens
-                if i:  # the first warms up
-                    for origin, n, s in (("fresh", len(tokens), seconds), ("restored", len(more), more_s)):
-                        totals[name][origin][0] += max(0, n - 1)
-                        totals[name][origin][1] += s
-            n_same += bool(i) and answers["plain"] == answers["drafts"]
+                answers[name], counted = await ask(services[name], f"{name}-{i}", block, options.tokens)
+                for origin, (n, s) in counted.items():
+                    totals[name][origin][0] += n
+                    totals[name][origin][1] += s
+            n_same += sum(map(list.__eq__, answers["plain"], answers["drafts"]))
         statistics = services["drafts"].engine.statistics().drafts
     return {"equal_answers": n_same, **figures(totals, statistics)}
 
@@ -100,6 +116,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer at most")
+    parser.add_argument(
+        "--block", type=int, default=10, help="questions asked of a service before the other one's turn"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the service with drafts")
     parser.add_argument("--both", action="append", default=[], metavar="KEY=VALUE", help="of both services")
     parser.add_argument("--name", default=f"cpu-{platform.machine()}")
@@ -108,6 +127,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(measure(options, Path(folder)))
     settings = {"set": options.set, "both": options.both, "prompts": options.prompts, "tokens": options.tokens}
+    settings["block"] = options.block
     print(json.dumps(settings | found, indent=1))
     if options.save:
         save(f"demo-drafts-{options.name}", {**settings, **conditions(), **found})

@@ -288,8 +288,7 @@ class Engine:
         now = self._clock()
         self._stages.finished(result.step.step_id)
         self._totals.add(result)
-        self._scheduler.measured(result.step.slices, result.results)
-        n_before = self._scheduler.n_generated_tokens
+        n_before, timed = self._scheduler.n_generated_tokens, self._scheduler.timed(result.step.slices, result.results)
         try:
             if self._scheduler.in_flight:
                 note_rankings(self._scheduler.in_flight[0], result.step.rank_pages, result.results)
@@ -303,6 +302,7 @@ class Engine:
         self._rows.collect(result)
         self._generated.add(self._scheduler.n_generated_tokens - n_before, now)
         self._proceed(events)
+        timed()
         self._settings.on_step(result)
 
     def _on_first_stage_done(self) -> None:

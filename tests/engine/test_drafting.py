@@ -75,7 +75,7 @@ class Bench:
             sure = len(piece.tokens) - piece.n_drafts
             drawn = [*piece.tokens[sure:][:n_accepted], 7] if piece.sample else []
             sampled += [Sampled(piece.sequence, token) for token in drawn]
-        self.scheduler.measured(plan.step.slices, [StepResult(plan.step.step_id, 0, compute_s=seconds)])
+        self.scheduler.timed(plan.step.slices, [StepResult(plan.step.step_id, 0, compute_s=seconds)])()
         self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
         validation.check(self.scheduler)
 

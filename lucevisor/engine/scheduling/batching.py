@@ -115,11 +115,13 @@ def choose_slices(
     drafting: Drafting,
 ) -> list[ScheduledSlice]:
     """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
+    if any(step.n_ahead for step in in_flight) and not any(_has_rows(record) for record in records):
+        return []  # all wait for results, and drafts are never run ahead of
     if len(in_flight) > budget.n_stages:
         return choose_ahead(records, in_flight, budget.n_stages, drafting) if budget.runs_ahead else []
     decodes, prompts, unseen = [], [], drafting.verifies_unseen
     for record in records:
-        if record.live is not None and record.live.n_scheduled < record.n_tokens and not record.live.ranking:
+        if record.live is not None and _has_rows(record) and not record.live.ranking:
             if record.state is RequestState.PREFILL:
                 prompts.append(record)
             elif unseen or not record.live.awaiting:
@@ -137,6 +139,11 @@ def choose_slices(
     if chosen or not budget.runs_ahead:
         return chosen
     return choose_ahead(records, in_flight, budget.n_stages, drafting)
+
+
+def _has_rows(record: RequestRecord) -> bool:
+    """Whether a request has tokens that no step computes yet."""
+    return record.live is not None and record.live.n_scheduled < record.n_tokens
 
 
 def _choose_prompts(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 from lucevisor.engine.request import (
@@ -241,15 +242,17 @@ class Scheduler(SchedulerState):
         self.drafting.applied(scheduled, now, result.upkeep_s)
         return events
 
-    def measured(self, slices: Sequence[Slice], results: Sequence[StepResult]) -> None:
-        """Note how long each stage took for a step, the oldest in flight."""
+    def timed(self, slices: Sequence[Slice], results: Sequence[StepResult]) -> Callable[[], None]:
+        """Note how long each stage took for a step, the oldest in flight.  Call what this returns when the next step
+        was sent: it takes as long as a plan, and a decode's time decides about none of the next one.
+        """
         stages_s = [stage.compute_s for stage in results]
         if self.in_flight:
             self.drafting.stepped(self.in_flight[0], sum(stages_s))
         if (self.in_flight and self.in_flight[0].plain) or all_decodes(slices):
-            self.drafting.measured(slices, stages_s)
-        else:
-            self.chunks.measured(slices, max(stages_s), cold=any(stage.cold for stage in results))
+            return partial(self.drafting.measured, slices, stages_s)
+        self.chunks.measured(slices, max(stages_s), cold=any(stage.cold for stage in results))
+        return lambda: None
 
     # ---- inside: choice, pages, plans
 
