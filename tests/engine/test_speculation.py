@@ -334,9 +334,29 @@ def test_a_probe_ends_when_nothing_may_be_lost_any_more() -> None:
     policy, one = measured(Speculation(MAX), 1), RequestDrafts("a")
     policy.probe = WidthProbe(1, 2, n_left=3, n_steps_left=12, expected=1.0)
     assert policy.n_ahead(one, 1) == 2
+    policy.verified(one, 1, 0)
     policy._loss.gain(-100.0)
     policy.measured(1, 1, 0.01)
     assert policy.n_ahead(one, 1) == 0
+
+
+def test_a_new_request_is_tried_when_nothing_may_be_lost_any_more() -> None:
+    """The last answer was hard to draft; this one may not be.  What a try costs is a probe's."""
+    policy, one = measured(Speculation(MAX), 1), RequestDrafts("a")
+    assert policy.n_ahead(one, 1)
+    policy.verified(one, 1, 0)
+    policy._loss.gain(-100.0)
+    policy.measured(1, 1, 0.01)
+    assert policy.n_ahead(one, 1) == 0
+    other = RequestDrafts("b")
+    for _ in range(3):  # the first one ends
+        policy.measured(1, 1, 0.01)
+        n = policy.n_ahead(other, 1)
+    assert n
+    assert policy.n_verify([(other, Drafted(0, list(range(n))))], 1) == {"b": n}
+    policy.verified(other, n, n)
+    policy.measured(1 + n, 1, 0.01)
+    assert policy.n_ahead(other, 1), "the probe goes on"
 
 
 COPIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6)

@@ -38,6 +38,16 @@ class Allowance:
         self.balance = first
         self.spent = False  # nothing was left, and RESUME_SHARE was not earned yet
 
+    @classmethod
+    def for_losses(cls) -> Allowance:
+        """What drafting may lose."""
+        return cls(LOSS_SHARE, FIRST_LOSS, MOST_LOSS)
+
+    @classmethod
+    def for_probes(cls) -> Allowance:
+        """What probes may cost."""
+        return cls(PROBE_SHARE, MOST_PROBES, MOST_PROBES)
+
     def earn(self, steps: float) -> None:
         """Count decode time."""
         self.gain(self._share * steps)
@@ -52,7 +62,8 @@ class Allowance:
 class WidthProbe:
     """``n_left`` steps of ``width`` drafts with ``n_slices`` slices, to be measured within ``n_steps_left`` steps.
 
-    ``expected``: drafts of a slice to be accepted, by the estimate that justified the probe.
+    ``expected``: drafts of a slice to be accepted, by the estimate that justified the probe.  ``is_credit``: it began
+    when nothing was left to lose.
     """
 
     n_slices: int
@@ -60,3 +71,4 @@ class WidthProbe:
     n_left: int
     n_steps_left: int
     expected: float
+    is_credit: bool = False

@@ -14,16 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lucevisor.engine.drafting.acceptance import AcceptanceModel, expected_tokens
-from lucevisor.engine.drafting.budget import (
-    FIRST_LOSS,
-    LOSS_SHARE,
-    MOST_LOSS,
-    MOST_PROBES,
-    PROBE_SHARE,
-    UPKEEP_SHARE,
-    Allowance,
-    WidthProbe,
-)
+from lucevisor.engine.drafting.budget import MOST_PROBES, UPKEEP_SHARE, Allowance, WidthProbe
 from lucevisor.engine.drafting.costs import (
     PRIORS,
     BatchCosts,
@@ -76,8 +67,7 @@ class Speculation:
         self._fixed = fixed
         self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
         self.times = DraftTimes(PRIORS[kind])
-        self._loss = Allowance(LOSS_SHARE, FIRST_LOSS, MOST_LOSS)
-        self._probes = Allowance(PROBE_SHARE, MOST_PROBES, MOST_PROBES)
+        self._loss, self._probes = Allowance.for_losses(), Allowance.for_probes()
         self.probe: WidthProbe | None = None  # what drafts are asked for only to measure
         self._choices: dict[int, WidthChoice] = {}  # by number of slices
         self._active: dict[str, tuple[int, RequestDrafts]] = {}  # by request id; when drafts were last asked for
@@ -185,8 +175,9 @@ class Speculation:
         if slowest_s is not None and seconds > 0:
             self._slowest += (slowest_s / seconds - self._slowest) / SLOWEST_STEPS
         self._n_measured += 1
-        if self._loss.spent:  # nothing that is asked for would be verified, for a probe neither
-            self._renew_at, self.probe = self._n_measured, None
+        if self._loss.spent:  # what an older probe asks for would not be verified
+            self._renew_at = self._n_measured
+            self.probe = self.probe if self.probe is not None and self.probe.is_credit else None
         costs = self._costs(n_slices)
         if costs is None or expected is None:
             return
@@ -253,7 +244,8 @@ class Speculation:
             best = 0
         if self._loss.spent:
             self._fade()  # whatever promised to pay off did not
-            return WidthChoice(0, rates[0], now)
+            probe = self._probe_width(costs, rates[0], mean, rounds, False) if self._is_new else None
+            return WidthChoice(probe or 0, rates[0], now)
         own, rate = self._own_choice(costs, each, rates[best])
         if rate < (LEAST_GAIN if self.times.uneven_known else FIRST_UNEVEN_GAIN) * rates[best]:
             own, rate = {}, rates[best]
@@ -310,14 +302,19 @@ class Speculation:
                     self._fade()
                 n_steps = PROBE_STEPS if width or not costs.is_known(0, 1 << 62) else 1
                 self._probes.gain(-n_steps * lost[width])
-                self.probe = WidthProbe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1)
+                credit = self._loss.spent
+                self.probe = WidthProbe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1, is_credit=credit)
                 return width
         return None
 
     def _may_check(self) -> bool:
         """Whether acceptance may be checked while drafting is off: early in a request, else if much is saved up."""
-        new = any(not own.rates[False].verdicts for _, own in self._active.values())
-        return new or self._probes.balance >= MOST_PROBES / 2
+        return self._is_new or self._probes.balance >= MOST_PROBES / 2
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether a request decodes of which no draft was verified: its text may be easier than those before it."""
+        return any(not own.rates[False].verdicts for _, own in self._active.values())
 
     def _fade(self) -> None:
         for _, own in self._active.values():
@@ -361,10 +358,10 @@ class Speculation:
         most, costs = max(counts), self._costs(n_slices)
         if self._fixed:
             return [most] * n_slices
+        if self.probe is not None and self.probe.width and costs is not None:
+            return [min(most, self.probe.width)] * n_slices
         if costs is None or self._loss.spent:
             return [0] * n_slices
-        if self.probe is not None and self.probe.width:
-            return [min(most, self.probe.width)] * n_slices
         choice = self._choices.get(n_slices)
         rate = max(choice.rate if choice is not None else 0.0, n_slices / costs.round_s(0))
         tokens = [
