@@ -39,6 +39,7 @@ def take(x: Tensor, rows: list[int]) -> Tensor:
 
 
 def put(tokens: list[int], rows: list[int], found: list[int]) -> None:
+    """Set the tokens of some rows to what was found for them."""
     for i, token in zip(rows, found, strict=True):
         tokens[i] = token
 

@@ -83,10 +83,12 @@ class WarmStep(NamedTuple):
 def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftStage | None, reporter: Reporter) -> None:
     """Compile the kernels of the stages and of the draft stage, and capture graphs, where they have any."""
     for plan, stage in stages:
-        if any(stage.graphs) and stage.kernels.get("cpu decodes", CAPTURED) == CAPTURED:
+        compiles, recorded = stage.device.type != "cpu", stage.kernels.get("cpu decodes", CAPTURED) == CAPTURED
+        if any(stage.graphs) and (compiles or (recorded and stage.max_drafts)):
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
-            warm_up(stage, partial(_tell, reporter, number, device), compiles=stage.device.type != "cpu")
-            reporter.log("info", "kernels are ready", stage=number, seconds=round(time.monotonic() - started, 1))
+            warm_up(stage, partial(_tell, reporter, number, device), compiles=compiles)
+            what = "kernels are ready" if compiles else "verify slices are recorded"
+            reporter.log("info", what, stage=number, seconds=round(time.monotonic() - started, 2))
     if draft is not None and draft.graphs is not None:
         tell = partial(_tell, reporter, draft.plan.stage, draft.plan.device)
         warm_up_draft(draft, tell, compiles=draft.device.type != "cpu")
@@ -148,8 +150,7 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
     steps += [WarmStep(start, 1, 0, k) for start, n in lengths if n == 1 for k in ahead]
     used = range(1, 1 + stage.max_drafts)
     verifies = [WarmStep(0, 1 + k, 0, k) for k in used] + [WarmStep(0, 1, 0, stage.max_drafts)] * bool(used)
-    most_sequences = min(stage.sequences.max_sequences, stage.sequences.units[Space.RECURRENT] or max(DRAFTING))
-    several = [n for n in DRAFTING if n <= most_sequences and used]
+    several = [n for n in DRAFTING if used and n <= _most_sequences(stage.sequences)]
     steps += [WarmStep(0, 1, 0, stage.max_drafts, sequences=n) for n in several]
     width = stage.spec.model.hidden_size
 
@@ -202,6 +203,12 @@ def _run_all(
                 run(number, one)
             devices.synchronize(device)
         done += len(alike)
+
+
+def _most_sequences(sequences: Sequences) -> int:
+    """How many may be open at once, each with a state of its own where there are any."""
+    n_live = sequences.sizes.device_states
+    return min(sequences.max_sequences, n_live) if sequences.units[Space.RECURRENT] else sequences.max_sequences
 
 
 def _opening(sequences: Sequences, n_tokens: int, n: int = 1) -> list[Operation]:

@@ -82,11 +82,11 @@ class Layout:
                     raise StateError(where, f"it attends to positions from {s.draft_from} on")
                 group.lows.append(sequence.place(s.draft_from))
         self.groups = [*by_key.values()]
-        columns += [group.numbers() for group in self.groups]
-        self.numbers = [*chain.from_iterable(columns)]
+        self.numbers = [*chain(*columns, *(group.numbers() for group in self.groups))]
 
     @property
     def metadata(self) -> np.ndarray:
+        """``numbers``, in an array of their own at each call."""
         return np.array(self.numbers, dtype=np.int64)
 
     @property

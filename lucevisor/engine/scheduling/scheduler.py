@@ -243,8 +243,10 @@ class Scheduler(SchedulerState):
         return events
 
     def timed(self, slices: Sequence[Slice], results: Sequence[StepResult]) -> Callable[[], None]:
-        """Note how long each stage took for a step, the oldest in flight.  Call what this returns when the next step
-        was sent: it takes as long as a plan, and a decode's time decides about none of the next one.
+        """Note how long each stage took for a step, the oldest in flight.
+
+        Call what this returns when the next step was sent: the policy of drafts takes half as long as a plan to learn
+        a decode's time, and the first stage waits meanwhile.
         """
         stages_s = [stage.compute_s for stage in results]
         if self.in_flight:
