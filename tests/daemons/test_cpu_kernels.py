@@ -99,11 +99,13 @@ def test_tiles_of_small_matrices_fit_into_what_is_planned_for_them(kind, n_rows)
 
 
 def as_bytes(x):
-    """What products take for ``x`` bfloat16 [n, K]: integers up to 127 times a factor for 32 columns."""
-    groups = x.float().unflatten(-1, (-1, 32))
-    largest = groups.abs().amax(dim=-1, keepdim=True)
-    codes = (groups * torch.where(largest > 1e-35, torch.tensor(127.0) / largest, 0.0)).round()
-    return (codes.double() * (largest / 127).double()).flatten(-2)
+    """What products take for ``x`` bfloat16 [n, K]: integers up to 127 times a factor for 256 columns, or the rest."""
+    found = []
+    for columns in x.float().split(256, dim=-1):
+        largest = columns.abs().amax(dim=-1, keepdim=True)
+        codes = (columns * torch.where(largest > 1e-35, torch.tensor(127.0) / largest, 0.0)).round()
+        found.append(codes.double() * (largest / 127).double())
+    return torch.cat(found, dim=-1)
 
 
 def assert_products(found, x, w):

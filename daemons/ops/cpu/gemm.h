@@ -1,15 +1,16 @@
 // Rows of activations times tiles of packed weights, in integers.
 //
 // Activations are 8-bit integers times a factor for each row and SHARED columns, so that `vpdpbusd` adds products with
-// codes without rounding.  A group's sum is multiplied by its scale in float32.  A row's result does not depend on the
-// rows beside it: each is summed by the same instructions in the same order.
+// codes without rounding.  Where scales are bytes, so are sums of groups times their scales: only what SHARED columns
+// make is rounded, by float32.  A row's result does not depend on the rows beside it: each is summed by the same
+// instructions in the same order.
 #pragma once
 #include "tiles.h"
 
-constexpr int MAX_ROWS = 8;  // of activations in registers at a time
-constexpr int AHEAD = 8192;  // bytes that are prefetched: the processor alone stops at 30 of 36 GB/s a thread
-constexpr int SHARED = 32;   // columns whose activations share a factor
-constexpr int SHORT = 16;    // columns of the smallest group
+constexpr int MAX_ROWS = 8;   // of activations in registers at a time
+constexpr int AHEAD = 8192;   // bytes that are prefetched: the processor alone stops at 30 of 36 GB/s a thread
+constexpr int SHARED = 256;   // columns whose activations share a factor; of a row's last ones, those that are left
+constexpr int GROUP_SUM = 32; // columns whose activations' sum is known; that of each half, too
 
 inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* at, int n_bytes) {
   for (int i = 0; i < n_bytes; i += 64) _mm_prefetch((const char*)at + AHEAD + i, _MM_HINT_T0);
@@ -26,67 +27,111 @@ inline __m512i add_products(__m512i sum, __m512i w, __m512i x) {
 #endif
 }
 
-// Activations as bytes [n][columns], in the order of a tile's columns; factors and `sums`, those of the activations,
-// [n][columns / SHARED]; `totals`, those of the bytes, [n][columns / SHORT].
+// Sums of products of two 16-bit integers.
+inline __m512i add_pairs(__m512i sum, __m512i w, __m512i x) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(sum, w, x);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x));
+#endif
+}
+
+// Four bytes, of a row's next columns, in all lanes.
+inline __m512i same_in_all(const void* four) {
+  int32_t x;
+  memcpy(&x, four, 4);
+  return _mm512_set1_epi32(x);
+}
+
+// Activations as bytes [n][columns], in the order of a tile's columns; factors [n][count_shared(columns)]; sums of the
+// bytes: of each GROUP_SUM columns, and of each half of those.
 struct ByteRows {
   int8_t* x;
-  float *factors, *sums;
-  int32_t* totals;
-  long n, columns;
+  float* factors;
+  int32_t* halves;
+  int16_t* sums;
+  long n, columns, shared;
 
-  static long floats(long columns) { return columns / 4 + 2 * (columns / SHARED) + columns / SHORT; }
-  ByteRows(float* memory, long n, long columns) : n(n), columns(columns) {
-    factors = memory, sums = factors + n * (columns / SHARED);
-    totals = (int32_t*)(sums + n * (columns / SHARED));
-    x = (int8_t*)(totals + n * (columns / SHORT));
+  static long count_shared(long columns) { return (columns + SHARED - 1) / SHARED; }
+  static long floats(long columns) {
+    return columns / 4 + count_shared(columns) + 2 * (columns / GROUP_SUM) + (columns / GROUP_SUM + 1) / 2;
+  }
+  ByteRows(float* memory, long n, long columns) : n(n), columns(columns), shared(count_shared(columns)) {
+    x = (int8_t*)memory;
+    halves = (int32_t*)(x + n * columns);
+    factors = (float*)(halves + n * 2 * (columns / GROUP_SUM));
+    sums = (int16_t*)(factors + n * shared);
   }
 
-  // SHARED columns from `at` on of all rows one after the other.
-  void put(long at, const uint16_t* from) const {
-    const Floats a = load_bfloat16(from + at), b = load_bfloat16(from + at + 16);
-    const __m512i bits = _mm512_castps_si512(_mm512_abs_ps(a)), others = _mm512_castps_si512(_mm512_abs_ps(b));
-    const float largest = _mm512_cvtss_f32(_mm512_castsi512_ps(
-        _mm512_set1_epi32(_mm512_reduce_max_epi32(_mm512_max_epi32(bits, others)))));  // NaN is the largest
-    const float up = largest > 1e-35f ? 127.f / largest : 0.f;
-    const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(a, splat(up)));
-    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(b, splat(up)));
+  // The i-th SHARED columns of all rows one after the other, `from` bfloat16 [n][columns].
+  void put(long i, const uint16_t* from) const {
+    const long first = i / shared * columns + i % shared * SHARED, end = (i / shared + 1) * columns;
+    const long stop = first + SHARED < end ? first + SHARED : end;
+    __m512i bits = _mm512_setzero_si512();
+    for (long at = first; at < stop; at += LANES)  // NaN is the largest
+      bits = _mm512_max_epi32(bits, _mm512_castps_si512(_mm512_abs_ps(load_bfloat16(from + at))));
+    const float largest = _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(bits))));
+    const Floats up = splat(largest > 1e-35f ? 127.f / largest : 0.f);
     const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    _mm_storeu_si128((__m128i*)(x + at), _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(p), order));
-    _mm_storeu_si128((__m128i*)(x + at + 16), _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(q), order));
-    const int first = _mm512_reduce_add_epi32(p), second = _mm512_reduce_add_epi32(q);
-    totals[at / SHORT] = first, totals[at / SHORT + 1] = second;
+    for (long at = first; at < stop; at += GROUP_SUM) {
+      int* half = halves + at / (GROUP_SUM / 2);
+      for (int h = 0; h < 2; h++) {
+        const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(load_bfloat16(from + at + 16 * h), up));
+        _mm_storeu_si128((__m128i*)(x + at + 16 * h), _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(p), order));
+        half[h] = _mm512_reduce_add_epi32(p);
+      }
+      sums[at / GROUP_SUM] = int16_t(half[0] + half[1]);
+    }
     // what is not finite has no integer
-    const float factor = largest <= std::numeric_limits<float>::max() ? largest / 127.f : NAN;
-    factors[at / SHARED] = factor, sums[at / SHARED] = factor * float(first + second);
+    factors[i] = largest <= std::numeric_limits<float>::max() ? largest / 127.f : NAN;
   }
 };
 
+// What SHARED columns make, before anything is added: whole numbers where scales are bytes.
+template <class T>
+inline auto nothing() {
+  if constexpr (T::NESTED) return _mm512_setzero_si512();
+  else return splat(0.f);
+}
+
 // R rows from `first` on times one strip of TILE rows of weights.  Products take 4 or 5 cycles and start up to twice a
 // cycle, so ten sums are to be in progress: both halves of a tile are taken at once, with the same activations.
+// All in one function: in parts, gcc keeps sums in memory.  A block of types whose scales are bytes has SHARED columns.
 template <class T, int R>
-void multiply_strip(const uint8_t* tile, const ByteRows& a, long first, Floats (*out)[R]) {
+void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats (*out)[R]) {
+  static_assert(!T::NESTED || T::BLOCK == SHARED);
+  const long groups = a.columns / GROUP_SUM;
   const int8_t* x = a.x + first * a.columns;
-  const long shared = a.columns / SHARED;
-  const float *factors = a.factors + first * shared, *sums = a.sums + first * shared;
-  const int32_t* totals = a.totals + first * (a.columns / SHORT);
+  const float* factors = a.factors + first * a.shared;
+  const int32_t* halves = a.halves + first * 2 * groups;
+  const int16_t* sums = a.sums + first * groups;
   Floats total[2][R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) total[0][r] = total[1][r] = splat(0.f);
-  for (long at = 0; at < a.columns; at += T::BLOCK, tile += T::BYTES) {
-    prefetch_ahead(tile, T::FIRST_GROUP);  // 10 lines left out halve what a Zen 4 reads
-    const Floats d[2] = {load_half(tile), load_half(tile + TILE)};
-    const Floats m[2] = {tile_minimum<T>(tile, 0), tile_minimum<T>(tile, 1)};
-    for (int g = 0; g < T::GROUPS; g++) {
+  for (long from = 0; from < a.columns; from += SHARED) {
+    const long stop = from + SHARED < a.columns ? from + SHARED : a.columns;
+    const uint8_t* tile = strip + from / T::BLOCK * T::BYTES;
+    decltype(nothing<T>()) part[2][R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) part[0][r] = part[1][r] = nothing<T>();
+    if (T::NESTED) prefetch_ahead(tile, T::FIRST_GROUP);  // 10 lines left out halve what a Zen 4 reads
+    const int n = T::NESTED ? T::GROUPS : (stop - from) / T::GROUP;  // known, or few rows wait for memory
+    for (int i = 0; i < n; i++) {
+      const int g = T::NESTED ? i : 0;
+      const long column = from + i * T::GROUP;
+      if (!T::NESTED) {
+        if (i) tile += T::BYTES;
+        prefetch_ahead(tile, T::FIRST_GROUP);
+      }
       const uint8_t* half[2] = {half_group<T>(tile, g, 0), half_group<T>(tile, g, 1)};
       prefetch_ahead(half[0], T::GROUP_BYTES);
-      const long column = at + g * T::GROUP;
       __m512i sum[2][R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         sum[0][r] = sum[1][r] = _mm512_setzero_si512();
         if constexpr (T::OFFSET != 0) {
-          const int32_t* of = totals + r * (a.columns / SHORT) + column / SHORT;
-          sum[0][r] = sum[1][r] = _mm512_set1_epi32(-T::OFFSET * (T::GROUP == SHORT ? of[0] : of[0] + of[1]));
+          const int32_t* of = halves + r * 2 * groups + column / (GROUP_SUM / 2);
+          sum[0][r] = sum[1][r] = _mm512_set1_epi32(-T::OFFSET * (T::GROUP == GROUP_SUM ? of[0] + of[1] : of[0]));
         }
       }
 #pragma GCC unroll 8
@@ -94,26 +139,53 @@ void multiply_strip(const uint8_t* tile, const ByteRows& a, long first, Floats (
         const __m512i w[2] = {bytes_of<T>(half[0], i), bytes_of<T>(half[1], i)};
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          int32_t four;
-          memcpy(&four, x + r * a.columns + column + 4 * i, 4);
-          const __m512i same = _mm512_set1_epi32(four);
+          const __m512i same = same_in_all(x + r * a.columns + column + 4 * i);
           sum[0][r] = add_products(sum[0][r], w[0], same);
           sum[1][r] = add_products(sum[1][r], w[1], same);
         }
       }
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
-        const Floats scale = group_scale<T>(tile, g, h, d[h]);
+        if constexpr (T::NESTED) {
+          const __m512i scale = whole_scale<T>(tile, g, h);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          const Floats factor = _mm512_mul_ps(scale, splat(factors[r * shared + column / SHARED]));
-          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][r]), factor, total[h][r]);
+          for (int r = 0; r < R; r++) part[h][r] = _mm512_add_epi32(part[h][r], _mm512_mullo_epi32(sum[h][r], scale));
+        } else {
+          const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            part[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][r]), d, part[h][r]);
+            if constexpr (T::MIN != 0)
+              part[h][r] = _mm512_fmadd_ps(m, splat(sums[r * groups + column / GROUP_SUM]), part[h][r]);
+          }
         }
-        if constexpr (T::MIN != 0) {
-          const Floats minimum = group_minimum<T>(tile, g, h, m[h]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const Floats factor = splat(factors[r * a.shared + from / SHARED]);
+        if constexpr (T::NESTED)
+          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[h][r]), _mm512_mul_ps(d, factor), total[h][r]);
+        else
+          total[h][r] = _mm512_fmadd_ps(part[h][r], factor, total[h][r]);
+      }
+      if constexpr (T::NESTED && T::MIN != 0) {
+        __m512i least[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) least[r] = _mm512_setzero_si512();
+        for (long column = from; column < stop; column += 2 * T::GROUP) {
+          const __m512i pair = whole_minima<T>(tile, (column - from) / T::GROUP, h);
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++)
-            total[h][r] = _mm512_fmadd_ps(minimum, splat(sums[r * shared + column / SHARED]), total[h][r]);
+            least[r] = add_pairs(least[r], pair, same_in_all(sums + r * groups + column / GROUP_SUM));
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const Floats factor = splat(factors[r * a.shared + from / SHARED]);
+          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(least[r]), _mm512_mul_ps(m, factor), total[h][r]);
         }
       }
     }

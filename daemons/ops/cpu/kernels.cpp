@@ -85,12 +85,12 @@ long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const 
 long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n, long n_columns, uint16_t* out,
               long out_stride) {
   if (!n) return 0;
-  static thread_local std::vector<float> memory;
+  static thread_local std::vector<Line> memory;
   const long passes = (n + MOST_ROWS - 1) / MOST_ROWS, most = (n + passes - 1) / passes;
-  memory.resize(most * ByteRows::floats(n_columns));
+  memory.resize(most * ByteRows::floats(n_columns) / LANES + 1);
   const long n_strips = count_strips(matrices, n_matrices);
   for (long first = 0; first < n; first += most) {
-    const ByteRows a(memory.data(), n - first < most ? n - first : most, n_columns);
+    const ByteRows a(memory.data()->x, n - first < most ? n - first : most, n_columns);
     const auto strips = [&](long begin, long end, long row, long stop) {
       for_strips(matrices, n_matrices, begin, end, [&](const Matrix& w, long begin, long end, long column) -> long {
         uint16_t* to = out + first * out_stride + column;
@@ -100,7 +100,7 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
     };
     const long parts = (a.n + PART_ROWS - 1) / PART_ROWS;
 #pragma omp parallel for if (a.n * n_columns > PARALLEL)
-    for (long at = 0; at < a.n * n_columns; at += SHARED) a.put(at, x + first * n_columns);
+    for (long i = 0; i < a.n * a.shared; i++) a.put(i, x + first * n_columns);
 #pragma omp parallel if (n_strips * parts > 4)
     {
       const long thread = omp_get_thread_num(), threads = omp_get_num_threads();

@@ -164,8 +164,8 @@ class CpuKernels:
     def multiply(self, matrices: ctypes.Array[_Matrix], x: Tensor, n_out: int) -> Tensor:
         """``x`` [n, K] times the matrices one below the other -> [n, n_out].  No row depends on those beside it.
 
-        Activations are rounded to 8-bit integers times a factor for each row and 32 columns; sums of a group's
-        products are exact.
+        Activations are rounded to 8-bit integers times a factor for each row and 256 columns; sums of a group's
+        products are exact, and so are those of 256 columns where scales are integers.
         """
         rows, n_columns = x.shape
         out = x.new_empty(rows, n_out)

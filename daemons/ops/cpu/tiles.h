@@ -115,12 +115,26 @@ inline __attribute__((always_inline)) __m512i bytes_of(const uint8_t* group, int
   return low;
 }
 
+// Scale of a group for a half's 16 rows, times that of the tile.
+template <class T>
+inline __m512i whole_scale(const uint8_t* tile, int group, int half) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::SCALES + TILE * group + 16 * half));
+  return T::SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+}
+
+// Minima of a group and the next one for a half's 16 rows, over that of the tile: a pair of 16-bit integers a lane.
+template <class T>
+inline __m512i whole_minima(const uint8_t* tile, int group, int half) {
+  const uint8_t* at = tile + T::MINIMA + TILE * group + 16 * half;
+  const __m128i one = _mm_loadu_si128((const __m128i*)at), next = _mm_loadu_si128((const __m128i*)(at + TILE));
+  return _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(one, next), _mm_unpacklo_epi8(one, next)));
+}
+
 // Scale of a group for a half's 16 rows.  ``d``: that of the tile.
 template <class T>
 inline Floats group_scale(const uint8_t* tile, int group, int half, Floats d) {
   if constexpr (!T::NESTED) return d;
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)(tile + T::SCALES + TILE * group + 16 * half));
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(T::SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)), d);
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(whole_scale<T>(tile, group, half)), d);
 }
 
 // What is added to each weight of a group.  ``m``: the tile's factor, with its sign.
