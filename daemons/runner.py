@@ -189,8 +189,9 @@ class ModelRunner:
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
             rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
-            out = stage.forward(step, rows_in, fill or following, arrival)
-            arrival = arrival if following is None else following.arrival
+            out = stage.forward(step, rows_in, fill or following, arrival, following.shorten if following else None)
+            if following is not None:
+                arrival, step, sampled = following.arrival, following.step, following.tokens
             wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
             page_scores, cold = out.page_scores, out.cold
             if step.want_hidden:
@@ -205,7 +206,6 @@ class ModelRunner:
                 found = self._sample(stage, step, out.rows, masks, payload, told, between, queues)
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
-        sampled = sampled if following is None else following.tokens
         self._is_computing = deferred is not None
         if inputs is not None and deferred is None:
             inputs.keep_tokens(step, sampled)
@@ -234,7 +234,7 @@ class ModelRunner:
         return without_tokens(step), None, following
 
     def tell(self, output: StepOutput) -> None:
-        """Hand tokens or drafts that the supervisor was told of to the first stage, if that is another daemon's."""
+        """Hand tokens that the supervisor was told of, or drafts, to the first stage, if that is another daemon's."""
         if self._ring is not None and self._sampler is not None:
             self._ring.tell(output.step, output.result)
 

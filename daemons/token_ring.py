@@ -1,7 +1,7 @@
 """Tokens and drafts that the output stage's daemon makes, on their way to the first stage through shared memory.
 
 The first stage starts a step that runs ahead of them without waiting for the supervisor (ADR 16).  Knows regions and
-doorbells; no layers.  Invariant: the supervisor was told of them before the first stage is.
+doorbells; no layers.  Invariant: the supervisor was told of tokens before the first stage is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from daemons.boundary import Arrival, RowWait
 from daemons.deferred import Fill
 from daemons.errors import StateError
+from daemons.kv.batch import Layout
+from daemons.kv.shortened import shortened
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
 
@@ -87,7 +89,8 @@ def _without_tokens(s: Slice) -> Slice:
 
 
 class FollowingStep:
-    """A step whose pending tokens or drafts are made meanwhile; ``step`` has 0 in their places.
+    """A step whose pending tokens or drafts are made meanwhile; ``step`` has 0 in their places, and ``shorten`` leaves
+    out those that were not made.
 
     Called with the step's metadata, on any device, it waits and puts them there; then it has ``tokens``.
     """
@@ -101,6 +104,7 @@ class FollowingStep:
         self._rows: dict[int, tuple[int, int]] = {}  # by sequence: of the first token to put there, and how many
         self.arrival = Arrival(lambda: ring.wait(asked, await_tokens))
         self._found: dict[int, list[int]] = {}
+        self._ends_early = len(step.slices) == 1 and step.slices[0].drafts_pend and step.slices[0].p_min > 0
         row = 0
         for piece in step.slices:
             if piece.tokens == [PENDING]:
@@ -110,15 +114,38 @@ class FollowingStep:
             row += len(piece.tokens)
         self.step = without_tokens(step)
 
-    def __call__(self, metadata: Tensor) -> None:
-        expected = [*self._rows], max((n for _, n in self._rows.values()), default=1)
-        copies = self._copies(metadata, *expected)  # what takes a while comes before the wait
+    def shorten(self, layout: Layout) -> Layout:
+        """Return the layout with as many rows as drafts were made, if they may be fewer: waits for them then."""
+        [piece, *others] = self.step.slices
+        if others or not self._ends_early:
+            return layout
+        made = self._wait().get(piece.sequence, [])
+        shorter = piece.with_drafts([0] * len(made), alone=True)
+        if shorter.n_drafts == piece.n_drafts:
+            return layout
+        self.step = replace(self.step, slices=[shorter])
+        self._rows[piece.sequence] = piece.n_context, shorter.n_drafts
+        return shortened(layout, len(shorter.tokens))
+
+    def _wait(self) -> dict[int, list[int]]:
         if not self._found:
             self.arrival()
-        found = self._found = self._ring.read(self._asked)
-        if missing := [one for one in self._rows if one not in found]:
-            where = f"step {self.step.step_id}"
-            raise StateError(where, f"step {self._asked} has no token for the sequences {missing}")
+            self._found = self._ring.read(self._asked)
+            if missing := [one for one in self._rows if one not in self._found]:
+                where = f"step {self.step.step_id}"
+                raise StateError(where, f"step {self._asked} has no token for the sequences {missing}")
+        return self._found
+
+    def __call__(self, metadata: Tensor) -> None:
+        if metadata.device.type == "cpu":
+            numbers, found = metadata.numpy(), self._wait()
+            for sequence, (row, n) in self._rows.items():
+                own = found[sequence][:n]
+                numbers[row : row + n] = own + own[-1:] * (n - len(own))
+            return
+        expected = [*self._rows], max((n for _, n in self._rows.values()), default=1)
+        copies = self._copies(metadata, *expected)  # what takes a while comes before the wait
+        found = self._wait()
         if (actual := ([*found], len(next(iter(found.values()))))) != expected:
             copies = self._copies(metadata, *actual)
         for target, source in copies:

@@ -201,8 +201,11 @@ class _MessageLoop:
 
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]
+        told_before = bool(output.result.drafts)  # the first stage reports those that it used
+        if self._runtime is not None and told_before:
+            self._runtime.tell(output)
         self._link.send(output.result, request_id=output.result.step_id, payload=payload)
-        if self._runtime is not None:
+        if self._runtime is not None and not told_before:
             self._runtime.tell(output)
         self._reporter.step_done(n_rows)
 

@@ -188,7 +188,7 @@ class DraftInputs:
                 at = made.index(s.sequence) * n_made
                 places += [(first + i, at + min(i, n_made - 1)) for i in range(end - first)]
             row = end
-        filled = _filled(step.slices, {sequence: [0] for sequence in made} | self._drafts, needed=True)
+        filled = _filled(step.slices, {sequence: [0] * n_made for sequence in made} | self._drafts, needed=True)
         if not places:
             for s in step.slices:
                 self._drafts.pop(s.sequence, None)
@@ -223,6 +223,6 @@ def _filled(slices: Sequence[Slice], drafts: Mapping[int, Sequence[int]], *, nee
         if s.drafts_pend and (needed or s.sequence in drafts):
             if s.sequence not in drafts:
                 raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no drafts were made before it")
-            s = s.with_drafts(drafts[s.sequence])
+            s = s.with_drafts(drafts[s.sequence], alone=len(slices) == 1)
         found.append(s)
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from daemons.errors import StateError
@@ -24,6 +26,14 @@ class DraftJob(NamedTuple):
     @property
     def n(self) -> int:
         return self.slice.n_ahead
+
+
+def likely(tokens: list[int], probabilities: list[float], p_min: float) -> tuple[list[int], list[float]]:
+    """Drafts up to the first that is right with less than ``p_min``, together with all before it; one at least."""
+    if not p_min:
+        return tokens, probabilities
+    n = max(1, next((i for i, p in enumerate(accumulate(probabilities, mul)) if p < p_min), len(tokens)))
+    return tokens[:n], probabilities[:n]
 
 
 def jobs_behind(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:

@@ -167,12 +167,13 @@ class LoadedStage:
         rows_in: Tensor | None,
         fill: Callable[[Tensor], None] | None = None,
         await_rows: Callable[[], None] = lambda: None,
+        shorten: Callable[[Layout], Layout] | None = None,
     ) -> StageOutput:
         """Run the step's slices through the stage's layers, after the step's operations were applied.
 
         ``rows_in`` [T, boundary_width], on any device, read when ``await_rows`` has returned, which is called when all
-        else is prepared; ignored by the embedding stage, which reads token ids.  ``fill`` as in Layout.
-        Raises StateError for slices that contradict the tables.
+        else is prepared; ignored by the embedding stage, which reads token ids.  ``fill`` as in Layout; ``shorten``
+        leaves out rows whose tokens were not made.  Raises StateError for slices that contradict the tables.
         """
         n, where = step.n_tokens, f"step {step.step_id}"
         if n == 0:
@@ -180,14 +181,12 @@ class LoadedStage:
             return StageOutput(rows, [])
         if n > self.max_step_tokens:
             raise StateError(where, f"{n} tokens, this daemon was loaded for steps of up to {self.max_step_tokens}")
-        h = None if self.embedding else rows_in
-        if not self.embedding and (h is None or h.shape != (n, self.spec.boundary_width)):
-            found = "none" if h is None else list(h.shape)
-            raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
+        h = self._checked(rows_in, n, where)
         self.sequences.settle(step.slices)
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
         layout.fill = fill or layout.fill
+        layout = shorten(layout) if shorten else layout
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []
@@ -211,7 +210,7 @@ class LoadedStage:
                     out = graphs.run(h, layout, tables, await_rows)
                     cold = cold or graphs.cold
                     h, captured = out.rows, out.captures
-                    if h.shape[0] > n:  # pad rows
+                    if h.shape[0] > (n := layout.n_rows):  # pad rows
                         h, captured = h[:n], None if captured is None else captured[:n]
                     if layout.is_ranked:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
@@ -221,6 +220,15 @@ class LoadedStage:
         assert h is not None
         joined = torch.cat(captures, dim=-1) if len(captures) > 1 else next(iter(captures), None)
         return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores), cold)
+
+    def _checked(self, rows_in: Tensor | None, n: int, where: str) -> Tensor | None:
+        """The rows that the stage reads.  Raises StateError."""
+        if self.embedding:
+            return None
+        if rows_in is None or rows_in.shape != (n, self.spec.boundary_width):
+            found = "none" if rows_in is None else list(rows_in.shape)
+            raise StateError(where, f"boundary rows {found} for {n} tokens of width {self.spec.boundary_width}")
+        return rows_in
 
     @inferring
     def logits(self, rows: Tensor, indices: Sequence[int] | None) -> Tensor:

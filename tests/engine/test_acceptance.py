@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.drafting.acceptance import FADED_WEIGHT, AcceptanceModel, PositionRates, Rate, expected_tokens
+from lucevisor.engine.drafting.acceptance import (
+    FADED_WEIGHT,
+    AcceptanceModel,
+    DraftLengths,
+    PositionRates,
+    Rate,
+    expected_tokens,
+)
 
 
 def taught(
@@ -103,3 +110,24 @@ def test_a_rate_stays_within_bounds_and_memory(verdicts: list[bool], memory: int
         rate.add(accepted, memory)
     assert 0.0 <= rate.mean(prior) <= 1.0
     assert rate.tried <= memory + 1e-9
+
+
+def test_drafts_that_were_left_out_have_no_chance() -> None:
+    """Two drafts are accepted, and a third was never sure: a slice yields three tokens, whatever is asked for."""
+    model, own = AcceptanceModel(0.8), PositionRates()
+    for _ in range(200):
+        model.verified(own, [0.9, 0.8], 2, 2, n_left_out=2)
+        model.drafted(own, [0.9, 0.8], 2)
+    assert expected_tokens(model.chances(own, 4))[-1] == pytest.approx(3, abs=0.25)
+    assert DraftLengths().shares == ()
+    lengths = DraftLengths()
+    for n_made in (4, 2) * 100:
+        lengths.add(n_made, 4 - n_made)
+    assert lengths.shares == pytest.approx([1, 1, 0.5, 0.5], abs=0.05)
+
+
+def test_a_rejected_draft_says_nothing_of_those_left_out() -> None:
+    model, own = AcceptanceModel(0.8), PositionRates()
+    for _ in range(50):
+        model.verified(own, [0.9, 0.8], 2, 1, n_left_out=2)
+    assert len(own.verdicts) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -685,7 +686,7 @@ class Recorder(Speculation):
         self.told.append(("verify", [len(drafted.tokens) for _, drafted in drafts], n_decoding))
         return {own.request_id: 2 for own, _ in drafts}
 
-    def drafted(self, own: RequestDrafts, drafted: Drafted) -> None:
+    def drafted(self, own: RequestDrafts, drafted: Drafted, n_left_out: int = 0) -> None:
         self.told.append((own.request_id, len(drafted.tokens)))
 
     def verified(self, own: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
@@ -696,6 +697,21 @@ class Recorder(Speculation):
 
     def measured_draft(self, n_slices: int, n_ahead: int, seconds: float) -> None:
         self.told.append(("drafts", n_slices, n_ahead, seconds))
+
+
+def test_unsure_drafts_are_left_out_of_a_request_that_decodes_alone() -> None:
+    bounds = speculating()
+    bench = Bench(replace(bounds, speculation=replace(bounds.speculation, p_min=0.2)))
+    bench.submit("a")
+    first = bench.plan()
+    assert [s.p_min for s in first.step.slices] == [0.2]
+    bench.answer(first)
+    verify = bench.plan()  # before its drafts are known
+    assert [(s.n_drafts, s.drafts_pend, s.p_min) for s in verify.step.slices] == [(4, True, 0.2)]
+    bench.draft(first, n=2)
+    bench.answer(verify)
+    bench.submit("b")
+    assert {s.p_min for s in bench.plan().step.slices} == {0.0}
 
 
 def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:

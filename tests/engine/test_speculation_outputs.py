@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import event, given, settings
@@ -157,8 +157,10 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         )
     kinds = ["submit", "work", "work", "many", "many", "cancel", "lose", "attach", "detach", "swap"]
     actions = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=10, max_size=40))
-    wrong = draw(st.sampled_from([0, 1, 3]))
-    return Scenario(limits, draw(st.integers(1, 3)), draw(st.booleans()), wrong, tuple(requests), tuple(actions))
+    wrong, n_stages = draw(st.sampled_from([0, 1, 3])), draw(st.integers(1, 3))
+    if n_stages < 3 and draw(st.booleans()):
+        limits = replace(limits, speculation=replace(limits.speculation, p_min=0.2))
+    return Scenario(limits, n_stages, draw(st.booleans()), wrong, tuple(requests), tuple(actions))
 
 
 class Play:

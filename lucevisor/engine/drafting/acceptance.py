@@ -126,14 +126,18 @@ class AcceptanceModel:
             return self._by_probability(probabilities[:n])
         return self._means(self._all.verdicts, own.verdicts, n)
 
-    def drafted(self, own: PositionRates, probabilities: Sequence[float]) -> None:
-        """Learn what probabilities a request's drafts have, whether or not they are verified."""
-        for position, chance in enumerate(self._by_probability(probabilities)):
+    def drafted(self, own: PositionRates, probabilities: Sequence[float], n_left_out: int = 0) -> None:
+        """Learn what probabilities a request's drafts have, whether or not they are verified; of those left out 0."""
+        for position, chance in enumerate(self._by_probability(probabilities) + [0.0] * n_left_out):
             own.offered.add(position, chance, REQUEST_MEMORY)
             self._all.offered.add(position, chance, ALL_MEMORY)
 
-    def verified(self, own: PositionRates, probabilities: Sequence[float], n_drafts: int, n_accepted: int) -> None:
-        """Learn from the verdict on a request's drafts."""
+    def verified(
+        self, own: PositionRates, probabilities: Sequence[float], n_drafts: int, n_accepted: int, n_left_out: int = 0
+    ) -> None:
+        """Learn from the verdict on a request's drafts; ``n_left_out``: unsure ones that would have followed."""
+        if n_left_out and n_accepted == n_drafts == len(probabilities):
+            n_drafts += 1  # the next one had no chance
         n_seen = min(n_drafts, n_accepted + 1)
         by_position = self._means(self._all.verdicts, own.verdicts, n_seen)
         by_probability = self._by_probability(probabilities[:n_seen]) if len(probabilities) >= n_seen else None
@@ -161,6 +165,23 @@ class AcceptanceModel:
         keep = 1 - 1 / _LOSS_MEMORY
         self._loss_by_position = keep * self._loss_by_position + _loss(by_position, accepted)
         self._loss_by_probability = keep * self._loss_by_probability + _loss(by_probability, accepted)
+
+
+class DraftLengths:
+    """How many drafts are left where unsure ones are left out (``Slice.p_min``)."""
+
+    def __init__(self) -> None:
+        self._rates, self._any_left_out = Rates(), False
+
+    def add(self, n_made: int, n_left_out: int) -> None:
+        self._any_left_out = self._any_left_out or n_left_out > 0
+        for position in range(n_made + n_left_out):
+            self._rates.add(position, position < n_made, ALL_MEMORY)
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """Of the drafts asked for, how often each is made, by position; empty where all are."""
+        return [rate.mean(1.0) for rate in self._rates] if self._any_left_out else ()
 
 
 def expected_tokens(chances: Sequence[float]) -> list[float]:

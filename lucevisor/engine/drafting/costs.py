@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from statistics import median
 from typing import Final
 
@@ -23,6 +24,8 @@ LOOK_SHARE: Final = 0.15
 H200, in which nothing is computed."""
 SPARED_SHARE: Final = 0.5
 """Of the rows of rejected drafts, that looking is assumed to spare."""
+FREE_SHARE: Final = 0.01
+"""Of a round: drafts that cost no more than this are asked for too, and their probabilities decide about verifying."""
 _KEPT_RATIOS: Final = 9
 _KEPT_GAPS: Final = 32
 _STALE_GAPS: Final = 1024
@@ -158,12 +161,15 @@ class BatchSchedule:
 
 @dataclass(frozen=True, slots=True)
 class BatchCosts:
-    """Estimates for steps of ``n_slices``; ``plain_s``: of a plain one."""
+    """Estimates for steps of ``n_slices``; ``plain_s``: of a plain one.  ``shares``: how often each of the drafts that
+    are asked for is made, of one slice whose unsure drafts are left out; empty: always.
+    """
 
     times: DraftTimes
     n_slices: int
     plain_s: float
     schedule: BatchSchedule = BatchSchedule()
+    shares: Sequence[float] = ()
 
     def verify_s(self, n_drafts: int) -> float:
         """Return the seconds of a step that verifies so many drafts, all slices together."""
@@ -180,7 +186,17 @@ class BatchCosts:
         """Return the seconds of a round with ``width`` drafts for every slice."""
         if not width:
             return self._plain_round_s(self.upkeep_s)
-        return self.drafted_round_s(self.verify_s(self.n_slices * width), self.draft_s(width))
+        verify_s = self.verify_s(self.n_slices * width)
+        if self.shares:
+            steps = [self.verify_s(n) for n in range(width + 1)]
+            made = [*self.shares, *[self.shares[-1]] * width]
+            verify_s = steps[0] + sum(share * (b - a) for share, (a, b) in zip(made, pairwise(steps), strict=False))
+        return self.drafted_round_s(verify_s, self.draft_s(width))
+
+    def with_free(self, width: int, max_drafts: int) -> int:
+        """Return the largest width up to ``max_drafts`` whose drafts cost hardly more than those of ``width``."""
+        most = self.draft_s(width) + FREE_SHARE * self.round_s(width)
+        return max(n for n in range(width, max_drafts + 1) if self.draft_s(n) <= most)
 
     def drafted_round_s(self, step_s: float, draft_s: float) -> float:
         """Return the seconds of a round with such a step and such drafts."""

@@ -20,6 +20,7 @@ class RequestDrafts:
     request_id: str
     rates: tuple[PositionRates, PositionRates] = field(default_factory=lambda: (PositionRates(), PositionRates()))
     probabilities: Sequence[float] = ()
+    n_left_out: int = 0  # of the draft stage's last drafts, that were unsure (``Slice.p_min``)
     looked_up: bool = False
     copying: bool = False
     lookup: NgramLookup | None = None  # n-grams of its tokens; None until drafts are looked up

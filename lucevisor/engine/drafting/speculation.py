@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.engine.drafting.acceptance import AcceptanceModel, expected_tokens
+from lucevisor.engine.drafting.acceptance import AcceptanceModel, DraftLengths, expected_tokens
 from lucevisor.engine.drafting.budget import MOST_PROBES, UPKEEP_SHARE, Allowance, WidthProbe
 from lucevisor.engine.drafting.costs import (
     PRIORS,
@@ -49,8 +49,6 @@ SLOWEST_STEPS: Final = 16
 """Steps over which the share of the slowest stage is averaged."""
 EAGER_STEPS: Final = 64
 """Steps at the start, each with a choice of its own."""
-FREE_SHARE: Final = 0.01
-"""Of a round: drafts that cost no more than this are asked for too, and their probabilities decide about verifying."""
 OUTLIER: Final = 2.0
 """A step is charged no more than this times what such steps take: plain steps are disturbed as often.  The first two of
 a shape, which compile and capture, are charged what is expected of them: that is paid once."""
@@ -59,20 +57,21 @@ a shape, which compile and capture, are charged what is expected of them: that i
 class Speculation:
     """Widths of a batch; one per engine."""
 
-    def __init__(self, max_drafts: int, kind: DraftKind = DraftKind.MTP, *, fixed: bool = False) -> None:
-        """``fixed``: always ``max_drafts``, whatever they cost."""
+    def __init__(
+        self, max_drafts: int, kind: DraftKind = DraftKind.MTP, *, fixed: bool = False, ends_early: bool = False
+    ) -> None:
+        """``fixed``: always ``max_drafts``.  ``ends_early``: unsure drafts are left out (``Slice.p_min``)."""
         self.n_groups = self.n_stages = 1  # micro-batches that share the decoding sequences; stages
         self.apart = False  # the drafter works beside the output stage
         self._max_drafts = max_drafts
-        self._fixed = fixed
+        self._fixed, self._all_or_none = fixed, ends_early and kind is DraftKind.DFLASH  # one pass makes all of them
         self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
-        self.times = DraftTimes(PRIORS[kind])
+        self._lengths, self.times = DraftLengths(), DraftTimes(PRIORS[kind])
         self._loss, self._probes = Allowance.for_losses(), Allowance.for_probes()
         self.probe: WidthProbe | None = None  # what drafts are asked for only to measure
         self._choices: dict[int, WidthChoice] = {}  # by number of slices
         self._active: dict[str, tuple[int, RequestDrafts]] = {}  # by request id; when drafts were last asked for
-        self._renew_at = 0  # older choices are made again
-        self._n_measured = 0
+        self._n_measured = self._renew_at = 0  # steps; choices made before are made again
         self._n_slices = self._n_decoding = 1  # slices of the last step; sequences that decode
         self._slowest = 1.0  # share of the slowest stage in the time of a step
         self._step_s: float | None = None  # seconds of the last step
@@ -108,7 +107,7 @@ class Speculation:
             found = [LOOKUP_PROBABILITIES[match.length]] * self._max_drafts
             promised = self._tokens(own, True, len(found), found)[-1]
             if promised > self._tokens(own, False, len(drafted.tokens), drafted.probabilities)[-1]:
-                own.looked_up = True
+                own.looked_up, own.n_left_out = True, 0
                 drafted = Drafted(drafted.sequence, lookup.continuation(match, self._max_drafts), found)
         own.copying = own.copying and own.looked_up
         own.probabilities = drafted.probabilities
@@ -153,13 +152,16 @@ class Speculation:
 
     # ---- what it is told
 
-    def drafted(self, own: RequestDrafts, drafted: Drafted) -> None:
-        """Note drafts of the draft stage."""
-        self._models[False].drafted(own.rates[False], drafted.probabilities)
+    def drafted(self, own: RequestDrafts, drafted: Drafted, n_left_out: int = 0) -> None:
+        """Note drafts of the draft stage, and how many unsure ones it left out: those have no chance."""
+        own.n_left_out = n_left_out
+        self._lengths.add(len(drafted.tokens), n_left_out)
+        self._models[False].drafted(own.rates[False], drafted.probabilities, n_left_out)
 
     def verified(self, own: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
         """Note a verdict on candidates, padding left out."""
-        self._models[own.looked_up].verified(own.rates[own.looked_up], own.probabilities, n_drafts, n_accepted)
+        i = own.looked_up
+        self._models[i].verified(own.rates[i], own.probabilities, n_drafts, n_accepted, own.n_left_out)
         own.copying = own.looked_up and n_accepted == n_drafts
         self._loss.gain(n_accepted / self._n_slices)
         if self.probe is not None:  # a check that succeeds pays for the next one
@@ -225,7 +227,7 @@ class Speculation:
         if plain_s is None:
             return None
         schedule = BatchSchedule(n, min(n_groups, n), min(self.n_stages, n), self._slowest, self.apart)
-        return BatchCosts(self.times, n_slices, plain_s, schedule)
+        return BatchCosts(self.times, n_slices, plain_s, schedule, self._lengths.shares if n == 1 else ())
 
     def _delay(self, costs: BatchCosts, draft_s: float) -> float:
         """Return by how many plain rounds such work of the draft stage delays a round."""
@@ -239,7 +241,7 @@ class Speculation:
         each, mean = self._expected(), [*self._mean_tokens().values()]
         rounds = [costs.round_s(width) for width in range(self._max_drafts + 1)]
         rates = [n_slices * n / s for n, s in zip(mean, rounds, strict=True)]
-        best = max(range(len(rates)), key=rates.__getitem__)
+        best = max(self._choosable, key=rates.__getitem__)
         if rates[best] < (LEAST_GAIN + UNSURE_GAIN / math.sqrt(costs.n_plain or 1)) * rates[0]:
             best = 0
         if self._loss.spent:
@@ -254,7 +256,7 @@ class Speculation:
             return WidthChoice(width, rate, now)
         if own:
             return WidthChoice(max(own.values()), rate, now, own)
-        return WidthChoice(self._with_free(costs, best, rounds[best]) if best else 0, rate, now)
+        return WidthChoice(costs.with_free(best, self._max_drafts) if best else 0, rate, now)
 
     def _pays_more_groups(self) -> bool:
         usual, more = self._costs(n_groups=self.n_stages), self._costs(n_groups=self.n_stages + 1)
@@ -290,12 +292,12 @@ class Speculation:
         wanted: list[int] = []
         if drafting and not costs.is_known(0, min(STALE_PLAIN_STEPS, PLAIN_INTERVAL * costs.n_plain)):
             wanted.append(0)
-        for width in range(1, self._max_drafts + 1):
+        for width in self._choosable[1:]:
             promised = n_slices * mean[width] / costs.optimistic_s(width)
             if promised > rate and not costs.is_known(width, STALE_STEPS):
                 wanted.append(width)
         if not drafting and self._may_check():
-            wanted.append(max(range(1, self._max_drafts + 1), key=lambda width: mean[width] / rounds[width]))
+            wanted.append(max(self._choosable[1:], key=lambda width: mean[width] / rounds[width]))
         for width in wanted:
             if PROBE_STEPS * lost[width] <= self._probes.balance:
                 if not drafting:
@@ -306,6 +308,10 @@ class Speculation:
                 self.probe = WidthProbe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1, is_credit=credit)
                 return width
         return None
+
+    @property
+    def _choosable(self) -> Sequence[int]:
+        return (0, self._max_drafts) if self._all_or_none and self._n_decoding == 1 else range(self._max_drafts + 1)
 
     def _may_check(self) -> bool:
         """Whether acceptance may be checked while drafting is off: early in a request, else if much is saved up."""
@@ -334,17 +340,13 @@ class Speculation:
         found = sum(one[width] for one, width in zip(tokens, widths, strict=True)) / seconds
         return dict(zip(each, widths, strict=True)), found
 
-    def _with_free(self, costs: BatchCosts, best: int, round_s: float) -> int:
-        """Return the largest width whose drafts cost hardly more than those of the best one."""
-        most = costs.draft_s(best) + FREE_SHARE * round_s
-        return max(width for width in range(best, self._max_drafts + 1) if costs.draft_s(width) <= most)
-
     def _end_probe(self, n_rows: int, n_slices: int) -> None:
         probe = self.probe
         if probe is None:
             return
         probe.n_steps_left -= 1
-        if n_slices == probe.n_slices and n_rows == n_slices * (1 + probe.width):
+        fewer = self._all_or_none and n_rows > n_slices and probe.width > 0
+        if n_slices == probe.n_slices and (fewer or n_rows == n_slices * (1 + probe.width)):
             probe.n_left -= 1
         if not probe.n_left or not probe.n_steps_left or n_slices != probe.n_slices:
             self.probe = None
@@ -353,15 +355,16 @@ class Speculation:
     # ---- inside: drafts to verify
 
     def _widths(self, drafts: Sequence[tuple[RequestDrafts, Drafted]]) -> list[int]:
-        n_slices = len(drafts)
         counts = [min(self._max_drafts, len(drafted.tokens)) for _, drafted in drafts]
-        most, costs = max(counts), self._costs(n_slices)
+        n_slices, most, costs = len(drafts), max(counts), self._costs(len(drafts))
         if self._fixed:
             return [most] * n_slices
         if self.probe is not None and self.probe.width and costs is not None:
             return [min(most, self.probe.width)] * n_slices
         if costs is None or self._loss.spent:
             return [0] * n_slices
+        if self._all_or_none and self._n_decoding == 1 and not drafts[0][0].looked_up:
+            return [most]
         choice = self._choices.get(n_slices)
         rate = max(choice.rate if choice is not None else 0.0, n_slices / costs.round_s(0))
         tokens = [

@@ -150,7 +150,7 @@ def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
         if piece.tokens == [PENDING]:
             piece = replace(piece, tokens=[known[piece.sequence][-1]])
         elif piece.drafts_pend:
-            piece = piece.with_drafts(known.get(piece.sequence, ()))
+            piece = piece.with_drafts(known.get(piece.sequence, ()), alone=len(step.slices) == 1)
         slices.append(piece)
     return replace(step, slices=slices, follows=0, drafts_of=0)
 

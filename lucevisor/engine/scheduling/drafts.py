@@ -50,11 +50,11 @@ class Drafting:
     """Drafts of the running sequences."""
 
     def __init__(self, limits: EngineLimits, pools: PagePools, running: RunningRequests, n_stages: int = 1) -> None:
-        self._settings = limits.speculation
+        self._settings = s = limits.speculation
         self._max_context = limits.max_context
         self._pools = pools
         self._running = running
-        self.speculation = Speculation(self._settings.max_drafts, self._settings.kind, fixed=self._settings.fixed)
+        self.speculation = Speculation(s.max_drafts, s.kind, fixed=s.fixed, ends_early=s.p_min > 0)
         self.statistics = DraftStatistics()
         self._rest = DrafterRest()
         self.attached = False
@@ -140,12 +140,18 @@ class Drafting:
         self._pools.begin_draft_epoch()
 
     @property
+    def p_min(self) -> float:
+        """``Slice.p_min`` of a slice that is alone in its step."""
+        return self._settings.p_min if len(self._running) == 1 else 0.0
+
+    @property
     def verifies_unseen(self) -> bool:
         """Whether the next step may verify drafts before they are known here: the output stage's daemon makes them, and
         neither the masks of a constraint nor its width depend on them.  Of several stages the first would keep a prompt
         waiting meanwhile.
         """
-        if not self.attached or self._overlaps or not self.tells_first or self.speculation.uses_probabilities:
+        looks = self.speculation.uses_probabilities and not self.p_min
+        if not self.attached or self._overlaps or not self.tells_first or looks:
             return False
         alone = self.n_stages == 1
         return all(
@@ -278,7 +284,7 @@ class Drafting:
                 continue
             drafted = by_sequence.get(sequence)
             if drafted is not None and part.slice.n_ahead:
-                self.speculation.drafted(part.record.drafts, drafted)
+                self.speculation.drafted(part.record.drafts, drafted, part.slice.n_ahead - len(drafted.tokens))
             if part.live.awaiting == expected.step_id:
                 part.live.awaiting, part.live.drafted = 0, drafted
         fill_in(self.outstanding, expected, by_sequence)
