@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lucevisor.engine.drafting.costs import PRIORS, BatchCosts, DraftTimes, Round
@@ -46,6 +48,13 @@ def test_the_wait_for_a_verdict_is_no_gap_of_plain_decoding() -> None:
     gaps.applied(step(7, verify), 0.010, 1.000)
     assert gaps.applied(step(8, decode(0)), 0.010, 1.020) is None
     assert gaps.applied(step(9, decode(0)), 0.010, 1.031) == (Round.PLAIN, pytest.approx(0.001))
+
+
+def test_a_plain_step_that_waited_is_none_of_plain_decoding_that_runs_ahead() -> None:
+    gaps = RoundGaps(lambda: True)
+    gaps.applied(step(7, decode(0)), 0.010, 1.000)
+    assert gaps.applied(step(8, decode(0)), 0.010, 1.012) is None
+    assert gaps.applied(replace(step(9, decode(0)), follows=8), 0.010, 1.022) == (Round.PLAIN, pytest.approx(0.0))
 
 
 def test_a_step_that_was_prepared_while_another_was_computed_has_a_negative_gap() -> None:

@@ -66,7 +66,7 @@ class Drafting:
         self._overlaps = False  # the drafter works beside the output stage
         self.n_stages, self.tells_first = n_stages, n_stages == 1  # the last one tells the first one what it makes
         self._n_decoding = 0  # when the next step was begun
-        self._gaps, self._step_s = RoundGaps(), 0.0  # of the step whose result is applied
+        self._gaps, self._step_s = RoundGaps(lambda: self.tells_first), 0.0  # of the step whose result is applied
         self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
 
     # ---- the drafter

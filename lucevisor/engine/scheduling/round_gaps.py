@@ -7,14 +7,21 @@ drafts and plain decoding, which has to wait for a verdict once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lucevisor.engine.drafting.costs import Round
 from lucevisor.engine.step import ScheduledStep
 
 
 class RoundGaps:
-    """Follows the steps of one pipeline in the order of their results."""
+    """Follows the steps of one pipeline in the order of their results.
 
-    def __init__(self) -> None:
+    ``runs_ahead``: whether plain decoding does; then a step that waited for its tokens, as single ones between drafts do,
+    is none of it.
+    """
+
+    def __init__(self, runs_ahead: Callable[[], bool] = lambda: False) -> None:
+        self._runs_ahead = runs_ahead
         self._last: ScheduledStep | None = None
         self._applied_at = 0.0
         self._draft_s = 0.0  # of the drafts behind the last step
@@ -46,4 +53,6 @@ class RoundGaps:
             return None
         if last.n_ahead:
             return Round.UNSEEN if unseen else Round.SEEN, gap
-        return None if any(part.slice.n_drafts for part in last.parts.values()) else (Round.PLAIN, gap)
+        if any(part.slice.n_drafts for part in last.parts.values()) or (self._runs_ahead() and not step.follows):
+            return None
+        return Round.PLAIN, gap
