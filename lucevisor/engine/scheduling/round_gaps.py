@@ -16,8 +16,8 @@ from lucevisor.engine.step import ScheduledStep
 class RoundGaps:
     """Follows the steps of one pipeline in the order of their results.
 
-    ``runs_ahead``: whether plain decoding does; then a step that waited for its tokens, as single ones between drafts do,
-    is none of it.
+    ``runs_ahead``: whether plain decoding does; then steps that waited for their tokens, as single ones between drafts
+    do, are none of it.
     """
 
     def __init__(self, runs_ahead: Callable[[], bool] = lambda: False) -> None:
