@@ -26,7 +26,7 @@ from daemons.ops.operations import MAX_DECODE_TOKENS
 from daemons.ops.page_scores import QUERIES
 from daemons.pulse import Reporter
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.loading import StagePlan
+from lucevisor.protocol.loading import PoolSizes, StagePlan
 from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import (
     CloseSequence,
@@ -48,6 +48,8 @@ DRAFTING = (2, 3, 4, 8, 16)
 """Sequences of a step that all draft, at least: whatever multiplies their rows has run once.  With the most drafts of a
 block of 8 those are 16, 24, 32, 64 and 128.
 """
+VERIFYING = (2, 3, 4)
+"""Tokens of each of their slices when they verify: by the most of these sequences also captured, but for the last."""
 SPLIT_START = 512
 """A position from which decode attention is split."""
 GRAPH_ENDS = (512, 1024, 256, 2048, 128)
@@ -56,8 +58,10 @@ longer contexts are captured when they come to be used.
 """
 WARM_GRAPHS = MAX_GRAPHS - 24
 """Graphs of verify slices captured at load, so that those of several sequences find room."""
-GRAPH_SECONDS = 5.0
-"""Capturing ends after so long, whatever is left; after half of it verify slices leave the rest to chunks."""
+GRAPH_SECONDS = 7.5
+"""Capturing ends after so long, whatever is left; after a third of it verify slices of one sequence leave the rest to
+those of several, and after two thirds to chunks.
+"""
 RECORD_SECONDS = 0.5
 """The same on a cpu, for verify slices and for drafts each."""
 GRAPH_MEMORY = 1 << 29
@@ -112,32 +116,58 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
     most = min(1 + stage.max_drafts, n_states, MAX_DECODE_TOKENS, stage.max_step_tokens)
     verifies = [WarmStep(0, n, n - 1) for n in range(1, most + 1)] if stage.max_drafts else []
     steps += verifies[1:2]  # states are made of updates, also where nothing is captured
+    several = _several(stage, most) if stage.max_drafts else []
+    steps += several
 
     def run(number: int, one: WarmStep) -> None:
-        stage.apply(_opening(stage.sequences, one.start + one.n))
-        rows = None
+        stage.apply(_opening(stage.sequences, one.start + one.n, one.sequences))
+        rows, n_rows = None, one.sequences * one.n
         if not stage.embedding:
-            rows = torch.zeros(one.n, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
-        states = [0, *range(pools.device_states, pools.device_rows)][: one.n]
-        states = states if one.n_drafts and pools.device_states else []
-        piece = Slice(0, one.start, [0] * one.n, sample=True, n_drafts=one.n_drafts, states=states)
+            rows = torch.zeros(n_rows, stage.spec.boundary_width, dtype=stage.dtype, device=stage.first_device)
+        slices = [
+            Slice(i, one.start, [0] * one.n, sample=True, n_drafts=one.n_drafts, states=_states(pools, one, i))
+            for i in range(one.sequences)
+        ]
         if one.ranks:
             stage.apply([PageOut(0, [0], [sizes[Space.FULL]])])
-        out = stage.forward(Step(number, 0, [], [piece], rank_pages=[0] if one.ranks else []), rows)
+        out = stage.forward(Step(number, 0, [], slices, rank_pages=[0] if one.ranks else []), rows)
         if stage.output:
-            stage.logits(out.rows, range(max(0, one.n - MAX_DECODE_TOKENS), one.n))
-        stage.apply([CloseSequence(0)])
+            stage.logits(out.rows, range(0 if one.sequences > 1 else max(0, n_rows - MAX_DECODE_TOKENS), n_rows))
+        stage.apply([CloseSequence(i) for i in range(one.sequences)])
 
     most = max((graphs.chunk_rows for graphs in stage.graphs if graphs is not None), default=0)
     # longest first: the others find memory in the pool
     chunks = [WarmStep(0, n) for n in reversed(PADDED_ROWS) if n <= min(most, pages * PAGE_TOKENS)]
     if compiles:
-        _run_all(steps, [_captured(verifies, pages * PAGE_TOKENS), chunks], stage.device, run, report)
+        of_most = [one for one in several if one.sequences == several[-1].sequences][: len(VERIFYING) - 1]
+        captured = [_captured(verifies, pages * PAGE_TOKENS), _captured(of_most, pages * PAGE_TOKENS), chunks]
+        _run_all(steps, captured, stage.device, run, report)
     else:  # graphs of a cpu are for any length
         _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
     stage.reset()
     for shard in stage.shards:
         devices.synchronize(shard.device)
+
+
+def _several(stage: LoadedStage, most: int) -> list[WarmStep]:
+    """Verify slices of several sequences, up to ``most`` tokens each, as far as there are states for their drafts."""
+    pools = stage.sequences.sizes
+    n_states = pools.draft_states if pools.device_states else stage.max_step_tokens
+    return [
+        WarmStep(0, n, n - 1, sequences=m)
+        for m in DRAFTING
+        for n in VERIFYING
+        if m <= _most_sequences(stage.sequences) and n <= most
+        if m * n <= stage.max_step_tokens and m * (n - 1) <= n_states
+    ]
+
+
+def _states(pools: PoolSizes, one: WarmStep, i: int) -> list[int]:
+    """The states of the i-th slice of a step: the live one, and one for each draft."""
+    if not one.n_drafts or not pools.device_states:
+        return []
+    first = pools.device_states + i * one.n_drafts
+    return [i, *range(first, first + one.n_drafts)]
 
 
 def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, *, compiles: bool = True) -> None:

@@ -28,11 +28,11 @@ class DraftJob(NamedTuple):
         return self.slice.n_ahead
 
 
-def likely(tokens: list[int], probabilities: list[float], p_min: float) -> tuple[list[int], list[float]]:
-    """Drafts up to the first that is right with less than ``p_min``, together with all before it; one at least."""
+def likely(tokens: list[int], probabilities: list[float], p_min: int) -> tuple[list[int], list[float]]:
+    """Drafts up to the first that is right, with all before it, with less than ``p_min`` percent; at least one."""
     if not p_min:
         return tokens, probabilities
-    n = max(1, next((i for i, p in enumerate(accumulate(probabilities, mul)) if p < p_min), len(tokens)))
+    n = max(1, next((i for i, p in enumerate(accumulate(probabilities, mul)) if 100 * p < p_min), len(tokens)))
     return tokens[:n], probabilities[:n]
 
 

@@ -14,8 +14,8 @@ from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.loading import DraftKind
 
-P_MIN: Final = 0.2
-"""A row of a verify step takes 0.1 to 0.2 of the time of a token with drafts, on a cpu (docs/speculation.md)."""
+P_MIN: Final = 20
+"""Percent: on a cpu a row of a verify step takes 0.1 to 0.2 of the time of a token with drafts (speculation.md)."""
 
 
 def engine_limits(
@@ -60,7 +60,7 @@ def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationS
         lookup=drafting.lookup,
         kind=draft.kind if draft is not None else DraftKind.MTP,
         fixed=drafting.fixed,
-        p_min=P_MIN if _rows_cost(placement) and not drafting.fixed else 0.0,
+        p_min=P_MIN if _rows_cost(placement) and not drafting.fixed else 0,
         n_vocabulary=spec.vocabulary,
     )
 

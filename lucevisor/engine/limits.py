@@ -19,8 +19,8 @@ class SpeculationSettings:
 
     ``drafter``: a draft stage may be attached.  ``lookup``: drafts are also looked up in the sequence's own tokens.
     ``kind``: of the drafter.  ``fixed``: always ``max_drafts``, whatever that costs.  ``p_min``: drafts of a sequence
-    that decodes alone end before the first that is right, by the drafter's probabilities, with less; 0: they do not.
-    ``n_vocabulary``: ids that the model can embed; drafts outside are refused.
+    that decodes alone end before the first that is right, by the drafter's probabilities, with less percent; 0: they
+    do not.  ``n_vocabulary``: ids that the model can embed; drafts outside are refused.
     """
 
     max_drafts: int = 0
@@ -28,7 +28,7 @@ class SpeculationSettings:
     lookup: bool = False
     kind: DraftKind = DraftKind.MTP
     fixed: bool = False
-    p_min: float = 0.0
+    p_min: int = 0
     n_vocabulary: int = 0
 
 

@@ -85,7 +85,7 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
             return self.stop - start == 1 and not self.drafts and table.ranks_at(start)
         return table.ranks_next and self.stop == len(self.record.tokens) - 1
 
-    def schedule(self, step_id: int, draft_from: int, p_min: float = 0.0) -> Slice:
+    def schedule(self, step_id: int, draft_from: int, p_min: int = 0) -> Slice:
         """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
         live, record, stop, n_drafts = self.live, self.record, self.stop, len(self.drafts)
         request, start, samples = record.request, live.n_scheduled, stop >= record.n_tokens

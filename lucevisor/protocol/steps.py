@@ -194,8 +194,8 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     live one those of drafts if each token has one (see UseState); [] keeps only the state after the last token, in
     place.
     ``n_ahead``: tokens to draft behind the one sampled last.
-    ``p_min``: drafts end before the first that is right together with all before it with less, by the drafter's
-    probabilities; one is made at least.  What is pending of a slice alone in its step then ends with the drafts made.
+    ``p_min``: drafts end before the first that is right, with all before it, with less percent by the drafter's
+    probabilities; one is made at least.  Pending drafts of a slice alone in its step are then those that were made.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     ``masked``: a Masks message says which tokens each of its rows may draw.
     ``scored[i]``: the token that follows row i, whose log-probability is wanted.
@@ -211,7 +211,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     draft_from: int = 0
     masked: bool = False
     scored: list[int] = []
-    p_min: float = 0.0
+    p_min: int = 0
 
     @property
     def n_context(self) -> int:

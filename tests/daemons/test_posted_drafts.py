@@ -44,7 +44,7 @@ class LateTimedEvent(LateEvent):
 class Supervisor:
     """Verifies N drafts of each sequence a step.  ``ahead``: sends a step before its drafts are known."""
 
-    def __init__(self, both: TwoStages, ids: list[int], n_sequences: int, *, ahead: bool, p_min: float = 0.0) -> None:
+    def __init__(self, both: TwoStages, ids: list[int], n_sequences: int, *, ahead: bool, p_min: int = 0) -> None:
         self.both, self.ahead, self.p_min = both, ahead, p_min
         self.drawn: dict[int, list[int]] = {s: [] for s in range(n_sequences)}
         self.at = [0] * n_sequences
@@ -148,7 +148,7 @@ def test_unsure_drafts_take_no_rows_of_a_slice_that_is_alone(n_sequences: int, m
     with two_stages(spec, Backend.CPU, 0.0, MTP) as both:
         rows = list[int]()
         monkeypatch.setattr(both.runners[1], "_count_and_score", counting(rows, both.runners[1]._count_and_score))
-        found = Supervisor(both, ids, n_sequences, ahead=True, p_min=0.6)
+        found = Supervisor(both, ids, n_sequences, ahead=True, p_min=60)
     for s, drawn in found.drawn.items():
         assert drawn == wanted[s][: len(drawn)]
         assert len(drawn) > ROUNDS + 1

@@ -134,10 +134,10 @@ def test_a_step_of_one_slice_ends_with_the_drafts_that_were_made(ends: tuple[Tok
         sequences.apply(operation)
     for n_made, shorter in ((2, True), (3, False), (1, True)):
         last.tell(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13][:n_made])]))
-        piece = Slice(9, 40, [7, *[PENDING] * 3], True, 3, [0, 3, 4, 5], p_min=0.2)
+        piece = Slice(9, 40, [7, *[PENDING] * 3], True, 3, [0, 3, 4, 5], p_min=20)
         one = FollowingStep(first, Step(6, 2, [], [piece], drafts_of=5), rung)
         layout = one.shorten(Layout(one.step.slices, sequences, golden.spec))
-        wanted = Slice(9, 40, [7, *[0] * n_made], True, n_made, [0, 3, 4, 5][: n_made + 1], p_min=0.2)
+        wanted = Slice(9, 40, [7, *[0] * n_made], True, n_made, [0, 3, 4, 5][: n_made + 1], p_min=20)
         assert one.step.slices == [wanted]
         assert layout.numbers == Layout([wanted], sequences, golden.spec).numbers
         assert layout.graph_key == Layout([wanted], sequences, golden.spec).graph_key

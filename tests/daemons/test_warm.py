@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -83,29 +84,53 @@ def test_a_small_pool_is_warmed_as_far_as_it_reaches(monkeypatch: pytest.MonkeyP
     assert not stage.sequences.by_id
 
 
-def watched_slices(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[Slice]:
-    """The slices of all steps that a stage runs from now on."""
-    seen: list[Slice] = []
+def watched_steps(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[list[Slice]]:
+    """The slices of each step that a stage runs from now on."""
+    seen: list[list[Slice]] = []
     run = getattr(kind, method)
 
     def watched(self, step, *more):
-        seen.extend(step.slices)
+        seen.append(step.slices)
         return run(self, step, *more)
 
     monkeypatch.setattr(kind, method, watched)
     return seen
 
 
+@pytest.mark.parametrize("name", ["qwen35", "qwen3"])
+def test_verify_slices_of_several_sequences_run_and_those_of_the_most_are_captured(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are states for: of each its own."""
+    monkeypatch.setattr(warm, "GRAPH_SECONDS", 1e9)
+    [stage] = load_stages(opened(name).spec)
+    stage.max_drafts = 4
+    steps = watched_steps(monkeypatch, LoadedStage, "forward")
+    warm_up(stage)
+    shapes = Counter((len(step), len(step[0].tokens)) for step in steps if len(step) > 1)
+    sequences = {n for n, _ in shapes}
+    assert sequences <= set(DRAFTING)
+    most = max(sequences)
+    assert shapes[most, 2] == shapes[most, 3] == 1 + CAPTURE_AT * len(GRAPH_ENDS)
+    assert {count for (n, tokens), count in shapes.items() if n < most or tokens > 3} == {1}
+    for step in steps:
+        states = [state for s in step for state in s.states]
+        assert len(states) == len(set(states))
+    assert not stage.sequences.by_id
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_verify_slices_run_until_they_are_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "GRAPH_SECONDS", 1e9)
     fixture = opened(name)
     stages = load_stages(fixture.spec, fixture.layer_splits()[:1])
     recurrent = Space.RECURRENT in fixture.spec.spaces()
     for stage in stages:
         stage.max_drafts = 4
         with monkeypatch.context() as patch:
-            seen = watched_slices(patch, LoadedStage, "forward")
+            steps = watched_steps(patch, LoadedStage, "forward")
             warm_up(stage)
+        seen = [s for step in steps if len(step) == 1 for s in step]
         ends = [s.start + len(s.tokens) for s in seen if s.n_drafts == 4]
         assert ends == [end for end in GRAPH_ENDS for _ in range(CAPTURE_AT)]
         kept = {(len(s.tokens), len(s.states)) for s in seen if s.n_drafts}
@@ -126,10 +151,11 @@ def test_capturing_is_bounded(bound: str, value: float, n: int, monkeypatch: pyt
     stage.max_drafts = 15
     if bound:
         monkeypatch.setattr(warm, bound, value)
-    seen = watched_slices(monkeypatch, LoadedStage, "forward")
+    steps = watched_steps(monkeypatch, LoadedStage, "forward")
     warm_up(stage)
     ordinary = {(start, size) for start in (0, warm.SPLIT_START) for size in STEP_TOKENS}
-    assert len([s for s in seen if (s.start, len(s.tokens)) not in ordinary]) == CAPTURE_AT * n
+    alone = [step[0] for step in steps if len(step) == 1]
+    assert len([s for s in alone if (s.start, len(s.tokens)) not in ordinary]) == CAPTURE_AT * n
 
 
 @pytest.mark.parametrize(
@@ -143,8 +169,9 @@ def test_a_warm_drafter_drafts_the_golden_trace(
     draft = load_draft(target, path, kind)
     draft.max_drafts = n
     with monkeypatch.context() as patch:
-        seen = watched_slices(patch, DraftStage, "run")
+        steps = watched_steps(patch, DraftStage, "run")
         warm_up_draft(draft)
+    seen = [s for step in steps for s in step]
     assert {s.n_ahead for s in seen} >= set(range(n + 1))
     verified = [(len(s.tokens), s.n_ahead) for s in seen if s.start > warm.SPLIT_START]
     for k in range(1, n + 1):
@@ -184,12 +211,14 @@ def test_a_cpu_records_verify_slices_and_drafts_of_all_widths(monkeypatch: pytes
 @pytest.mark.parametrize(("chunk_rows", "n_drafts"), [(128, 4), (96, 0), (0, 4), (1024, 0)])
 def test_chunks_that_begin_a_prompt_are_captured(chunk_rows: int, n_drafts: int, monkeypatch) -> None:
     """Those that a step can have, the longest first, behind the verify slices."""
+    monkeypatch.setattr(warm, "GRAPH_SECONDS", 1e9)
     fixture = opened("qwen35")
     [stage] = load_stages(fixture.spec)
     stage.max_drafts = n_drafts
     stage.graphs = [Padding(stage, chunk_rows)]
-    seen = watched_slices(monkeypatch, LoadedStage, "forward")
+    steps = watched_steps(monkeypatch, LoadedStage, "forward")
     warm_up(stage)
+    seen = [step[0] for step in steps if len(step) == 1]
     captured = [(s.start, len(s.tokens)) for s in seen[-2 * len(PADDED_ROWS) :] if len(s.tokens) > SHORT_SLICE]
     wanted = [n for n in reversed(PADDED_ROWS) if n <= min(chunk_rows, stage.max_step_tokens)]
     assert captured[len(captured) - CAPTURE_AT * len(wanted) :] == [(0, n) for n in wanted for _ in range(CAPTURE_AT)]
@@ -210,10 +239,10 @@ def test_verify_slices_leave_time_to_chunks(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(warm.time, "monotonic", lambda: now)
     lists = [[WarmStep(0, n)] * 9 for n in (5, 64)]
-    warm._run_all([], lists, torch.device("cpu"), run, lambda done, total: None)
+    warm._run_all([], lists, torch.device("cpu"), run, lambda done, total: None, 5.0)
     assert (ran.count(5), ran.count(64)) == (5 * CAPTURE_AT, 4 * CAPTURE_AT)
     ran.clear()
-    warm._run_all([], [[], lists[1]], torch.device("cpu"), run, lambda done, total: None)
+    warm._run_all([], [[], lists[1]], torch.device("cpu"), run, lambda done, total: None, 5.0)
     assert ran.count(64) == 9 * CAPTURE_AT
 
 

@@ -701,17 +701,17 @@ class Recorder(Speculation):
 
 def test_unsure_drafts_are_left_out_of_a_request_that_decodes_alone() -> None:
     bounds = speculating()
-    bench = Bench(replace(bounds, speculation=replace(bounds.speculation, p_min=0.2)))
+    bench = Bench(replace(bounds, speculation=replace(bounds.speculation, p_min=20)))
     bench.submit("a")
     first = bench.plan()
-    assert [s.p_min for s in first.step.slices] == [0.2]
+    assert [s.p_min for s in first.step.slices] == [20]
     bench.answer(first)
     verify = bench.plan()  # before its drafts are known
-    assert [(s.n_drafts, s.drafts_pend, s.p_min) for s in verify.step.slices] == [(4, True, 0.2)]
+    assert [(s.n_drafts, s.drafts_pend, s.p_min) for s in verify.step.slices] == [(4, True, 20)]
     bench.draft(first, n=2)
     bench.answer(verify)
     bench.submit("b")
-    assert {s.p_min for s in bench.plan().step.slices} == {0.0}
+    assert {s.p_min for s in bench.plan().step.slices} == {0}
 
 
 def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:

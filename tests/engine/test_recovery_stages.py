@@ -479,7 +479,7 @@ async def test_steps_that_end_with_the_drafts_that_were_made_when_stages_are_los
 ) -> None:
     """Whoever computes them again takes as many rows."""
     rng = random.Random(seed)
-    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY, fixed=True, p_min=0.2)
+    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY, fixed=True, p_min=20)
     toy = ready(2, pools=PoolSizes(24, 0, 32, draft_states=24), speculation=speculation, max_sequences=8)
     asked = [request("a", range(70), n=40)]
     toy.texts[asked[0].sampling.seed] = [*asked[0].prompt, *toy.alone(asked[0])]

@@ -159,7 +159,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     actions = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=10, max_size=40))
     wrong, n_stages = draw(st.sampled_from([0, 1, 3])), draw(st.integers(1, 3))
     if n_stages < 3 and draw(st.booleans()):
-        limits = replace(limits, speculation=replace(limits.speculation, p_min=0.2))
+        limits = replace(limits, speculation=replace(limits.speculation, p_min=20))
     return Scenario(limits, n_stages, draw(st.booleans()), wrong, tuple(requests), tuple(actions))
 
 

@@ -58,7 +58,7 @@ def test_the_table_of_kinds_is_complete():
 
 def test_a_decode_step_is_small():
     step = Step(step_id=10**6, region=3, slices=[Slice(i, 4000 + i, [150_000], True) for i in range(8)])
-    assert len(encode(step)) < 192  # one segment, one read
+    assert len(encode(step)) < 200  # one segment, one read
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,9 @@ class Drafting:
         self._pools.begin_draft_epoch()
 
     @property
-    def p_min(self) -> float:
+    def p_min(self) -> int:
         """``Slice.p_min`` of a slice that is alone in its step."""
-        return self._settings.p_min if len(self._running) == 1 else 0.0
+        return self._settings.p_min if len(self._running) == 1 else 0
 
     @property
     def verifies_unseen(self) -> bool:

@@ -297,7 +297,7 @@ class Scheduler(SchedulerState):
         self._refilled_last = False
         follows = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
         drafts_of = max([one.live.awaiting for one in chosen if one.drafts_pend], default=0) if self.n_stages > 1 else 0
-        p_min = self.drafting.p_min if len(chosen) == 1 else 0.0
+        p_min = self.drafting.p_min if len(chosen) == 1 else 0
         slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live), p_min) for one in chosen]
         self._shares.charge(
             (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
