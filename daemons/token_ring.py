@@ -137,12 +137,17 @@ class FollowingStep:
         return self._found
 
     def __call__(self, metadata: Tensor) -> None:
-        if metadata.device.type == "cpu":
-            numbers, found = metadata.numpy(), self._wait()
-            for sequence, (row, n) in self._rows.items():
-                own = found[sequence][:n]
-                numbers[row : row + n] = own + own[-1:] * (n - len(own))
-            return
+        (self.put if metadata.device.type == "cpu" else self.queue)(metadata)
+
+    def put(self, metadata: Tensor) -> None:
+        """Wait, and write the tokens to metadata on the cpu."""
+        numbers, found = metadata.numpy(), self._wait()
+        for sequence, (row, n) in self._rows.items():
+            own = found[sequence][:n]
+            numbers[row : row + n] = own + own[-1:] * (n - len(own))
+
+    def queue(self, metadata: Tensor) -> None:
+        """Wait, and queue copies of the tokens to metadata on any device."""
         expected = [*self._rows], max((n for _, n in self._rows.values()), default=1)
         copies = self._copies(metadata, *expected)  # what takes a while comes before the wait
         found = self._wait()

@@ -15,7 +15,7 @@ from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.loading import DraftKind
 
 P_MIN: Final = 20
-"""Percent: on a cpu a row of a verify step takes 0.1 to 0.2 of the time of a token with drafts (speculation.md)."""
+"""Percent: in the demo a row of a verify step takes 0.15 to 0.2 of the time of a token with drafts (speculation.md)."""
 
 
 def engine_limits(

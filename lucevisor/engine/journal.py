@@ -131,7 +131,11 @@ class Journal:
         filing.parts[:] = kept
 
     def answered(self, step_id: int, boundary: int) -> None:
-        """A stage has written the rows of a step to a boundary: file them."""
+        """A stage has written the rows of a step to a boundary: file them.
+
+        Behind those of drafts that were not made after all lies what the region had before: the next step's rows take
+        their places, as they do of rejected drafts.
+        """
         filing = self._filings.get(step_id)
         if filing is None:
             return

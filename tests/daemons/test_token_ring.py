@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -117,12 +117,18 @@ def test_a_step_starts_with_the_drafts_behind_the_step_before(ends: tuple[TokenR
     assert [s.tokens for s in one.step.slices] == [[7, 0, 0, 0, 0], [7, 0, 0]]
 
 
-def test_drafts_that_are_told_as_expected(ends: tuple[TokenRing, TokenRing]) -> None:
+@pytest.mark.parametrize("fill", [FollowingStep.put, FollowingStep.queue])
+def test_drafts_in_the_metadata_of_a_cpu_and_of_a_device(
+    fill: Callable[[FollowingStep, torch.Tensor], None], ends: tuple[TokenRing, TokenRing]
+) -> None:
     last, first = ends
     last.tell(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13]), Drafted(2, [21, 22, 23])]))
     metadata = torch.full((9,), -7)
-    FollowingStep(first, verifying(6, 5, (9, 3), (2, 3)), rung)(metadata)
-    assert metadata.tolist() == [-7, 11, 12, 13, -7, 21, 22, 23, -7]
+    fill(FollowingStep(first, verifying(6, 5, (9, 3), (2, 3)), rung), metadata)
+    assert metadata.tolist() == [-7, 11, 12, 13, -7, 21, 22, 23, -7], "told as expected"
+    metadata.fill_(-7)
+    fill(FollowingStep(first, verifying(6, 5, (2, 4), (9, 2)), rung), metadata)
+    assert metadata.tolist() == [-7, 21, 22, 23, 23, -7, 11, 12, -7], "in another order, and filled up"
 
 
 def test_a_step_of_one_slice_ends_with_the_drafts_that_were_made(ends: tuple[TokenRing, TokenRing]) -> None:

@@ -418,3 +418,13 @@ def test_lookups_that_failed_are_tried_again_at_a_rate_the_budget_allows() -> No
             policy.verified(one, width, 0)
             n_tried += 1
     assert 150 < n_tried < 300  # each costs 0.1 of a step; 2,000 steps earn 20, and 6 are there at the start
+
+
+def test_a_probe_of_one_sequence_counts_steps_whose_unsure_drafts_were_left_out() -> None:
+    """Of several none are left out: a step of fewer rows is one of another width."""
+    policy = Speculation(MAX, DraftKind.DFLASH, ends_early=True)
+    for n_slices, n_rows, n_left in ((1, 3, 2), (1, 1 + MAX, 2), (1, 1, 3), (8, 16, 3), (8, 32, 2)):
+        policy.probe = WidthProbe(n_slices, MAX if n_slices == 1 else 3, 3, 12, 1.0)
+        policy._end_probe(n_rows, n_slices)
+        assert policy.probe is not None
+        assert policy.probe.n_left == n_left, (n_slices, n_rows)

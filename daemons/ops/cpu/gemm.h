@@ -7,10 +7,10 @@
 #pragma once
 #include "tiles.h"
 
-constexpr int MAX_ROWS = 8;   // of activations in registers at a time
-constexpr int AHEAD = 8192;   // bytes that are prefetched: the processor alone stops at 30 of 36 GB/s a thread
-constexpr int SHARED = 256;   // columns whose activations share a factor; of a row's last ones, those that are left
-constexpr int GROUP_SUM = 32; // columns whose activations' sum is known; that of each half, too
+constexpr int MAX_ROWS = 8;    // of activations in registers at a time
+constexpr int AHEAD = 8192;    // bytes that are prefetched: the processor alone stops at 30 of 36 GB/s a thread
+constexpr int SHARED = 256;    // columns whose activations share a factor; of a row's last ones, those that are left
+constexpr int GROUP_SUM = 32;  // columns whose activations' sum is known; that of each half, too
 
 inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* at, int n_bytes) {
   for (int i = 0; i < n_bytes; i += 64) _mm_prefetch((const char*)at + AHEAD + i, _MM_HINT_T0);

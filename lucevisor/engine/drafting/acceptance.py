@@ -174,8 +174,9 @@ class DraftLengths:
         self._rates, self._any_left_out = Rates(), False
 
     def add(self, n_made: int, n_left_out: int) -> None:
+        """Count drafts; all that were made before any were left out add nothing to what is assumed."""
         self._any_left_out = self._any_left_out or n_left_out > 0
-        for position in range(n_made + n_left_out):
+        for position in range(n_made + n_left_out if self._any_left_out else 0):
             self._rates.add(position, position < n_made, ALL_MEMORY)
 
     @property

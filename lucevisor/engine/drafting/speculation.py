@@ -345,7 +345,7 @@ class Speculation:
         if probe is None:
             return
         probe.n_steps_left -= 1
-        fewer = self._all_or_none and n_rows > n_slices and probe.width > 0
+        fewer = self._all_or_none and n_slices == 1 < n_rows and probe.width > 0
         if n_slices == probe.n_slices and (fewer or n_rows == n_slices * (1 + probe.width)):
             probe.n_left -= 1
         if not probe.n_left or not probe.n_steps_left or n_slices != probe.n_slices:
