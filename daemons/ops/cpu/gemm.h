@@ -5,12 +5,16 @@
 // make is rounded, by float32.  A row's result does not depend on the rows beside it: each is summed by the same
 // instructions in the same order.
 #pragma once
+#include <array>
+
 #include "tiles.h"
 
 constexpr int MAX_ROWS = 8;    // of activations in registers at a time
 constexpr int AHEAD = 8192;    // bytes that are prefetched: the processor alone stops at 30 of 36 GB/s a thread
 constexpr int SHARED = 256;    // columns whose activations share a factor; of a row's last ones, those that are left
 constexpr int GROUP_SUM = 32;  // columns whose activations' sum is known; that of each half, too
+
+inline long pair_of(long column) { return column / GROUP_SUM / 2 * 2; }
 
 inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* at, int n_bytes) {
   for (int i = 0; i < n_bytes; i += 64) _mm_prefetch((const char*)at + AHEAD + i, _MM_HINT_T0);
@@ -43,47 +47,122 @@ inline __m512i same_in_all(const void* four) {
   return _mm512_set1_epi32(x);
 }
 
-// Activations as bytes [n][columns], in the order of a tile's columns; factors [n][count_shared(columns)]; sums of the
-// bytes: of each GROUP_SUM columns, and of each half of those.
+// Activations as bytes, in the order of a tile's columns, their factors, and sums of the bytes.  MAX_ROWS rows are a
+// block, the last one may have fewer; numbers of a block's R rows that are used together adjoin, so that one pointer
+// reaches all of them: x [columns / 4][R][4], factors [SHARED columns][R], sums [pairs of GROUP_SUM columns][R][2], and
+// negated [GROUP_SUM columns][3][R]: minus the sum of each half and of both, which takes the place of OFFSET.
 struct ByteRows {
   int8_t* x;
   float* factors;
-  int32_t* halves;
-  int16_t* sums;
-  long n, columns, shared;
+  int32_t *negated, *sums;
+  long n, columns, shared, groups, pairs;
 
   static long count_shared(long columns) { return (columns + SHARED - 1) / SHARED; }
+  static long count_pairs(long columns) { return (columns / GROUP_SUM + 1) / 2; }
   static long floats(long columns) {
-    return columns / 4 + count_shared(columns) + 2 * (columns / GROUP_SUM) + (columns / GROUP_SUM + 1) / 2;
+    return columns / 4 + count_shared(columns) + 3 * (columns / GROUP_SUM) + count_pairs(columns);
   }
-  ByteRows(float* memory, long n, long columns) : n(n), columns(columns), shared(count_shared(columns)) {
+  ByteRows(float* memory, long n, long columns)
+      : n(n), columns(columns), shared(count_shared(columns)), groups(columns / GROUP_SUM), pairs(count_pairs(columns)) {
     x = (int8_t*)memory;
-    halves = (int32_t*)(x + n * columns);
-    factors = (float*)(halves + n * 2 * (columns / GROUP_SUM));
-    sums = (int16_t*)(factors + n * shared);
+    negated = (int32_t*)(x + n * columns);
+    factors = (float*)(negated + n * 3 * groups);
+    sums = (int32_t*)(factors + n * shared);
   }
 
-  // The i-th SHARED columns of all rows one after the other, `from` bfloat16 [n][columns].
+  long parts() const { return (n + MAX_ROWS - 1) / MAX_ROWS * shared; }
+
+  // The i-th SHARED columns of all blocks one after the other, `from` bfloat16 [n][columns].
   void put(long i, const uint16_t* from) const {
-    const long first = i / shared * columns + i % shared * SHARED, end = (i / shared + 1) * columns;
-    const long stop = first + SHARED < end ? first + SHARED : end;
-    __m512i bits = _mm512_setzero_si512();
-    for (long at = first; at < stop; at += LANES)  // NaN is the largest
-      bits = _mm512_max_epi32(bits, _mm512_castps_si512(_mm512_abs_ps(load_bfloat16(from + at))));
-    const float largest = _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(bits))));
-    const Floats up = splat(largest > 1e-35f ? 127.f / largest : 0.f);
-    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    for (long at = first; at < stop; at += GROUP_SUM) {
-      int* half = halves + at / (GROUP_SUM / 2);
-      for (int h = 0; h < 2; h++) {
-        const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(load_bfloat16(from + at + 16 * h), up));
-        _mm_storeu_si128((__m128i*)(x + at + 16 * h), _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(p), order));
-        half[h] = _mm512_reduce_add_epi32(p);
+    const long block = i / shared * MAX_ROWS, part = i % shared, first = part * SHARED;
+    const long rows = std::min<long>(MAX_ROWS, n - block), width = std::min<long>(SHARED, columns - first);
+    alignas(64) int8_t bytes[MAX_ROWS][SHARED];
+    from += block * columns + first;
+    for (long r = 0; r < rows; r++)
+      factors[block * shared + part * rows + r] = round(from + r * columns, width, bytes[r]);
+    const __mmask16 few = lanes(0, rows), twice = few | few << 8;
+    int32_t* fours = (int32_t*)(x + block * columns) + first / 4 * rows;
+    int32_t* minus = negated + (block * groups + first / GROUP_SUM * rows) * 3;
+    int32_t* pair = sums + block * pairs + first / (2 * GROUP_SUM) * rows;
+    for (long at = 0; at < width; at += 2 * GROUP_SUM, pair += rows) {
+      __m512i two[MAX_ROWS];
+      interleave(&bytes[0][at], two);
+      __m256i of_group[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+#pragma GCC unroll 2
+      for (int g = 0; g < 2; g++) {
+        if (at + g * GROUP_SUM >= width) break;
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++, minus += rows) {
+          __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 2
+          for (int i = 0; i < 2; i++, fours += 2 * rows) {
+            const __m512i x = two[4 * g + 2 * h + i];
+            sum = add_products(sum, _mm512_set1_epi8(1), x);
+            _mm512_mask_storeu_epi32(fours, lanes(0, 2 * rows), _mm512_maskz_compress_epi32(twice, x));
+          }
+          const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+          of_group[g] = _mm256_add_epi32(of_group[g], half);
+          store_negated(minus, few, half);
+        }
+        store_negated(minus, few, of_group[g]);
+        minus += rows;
       }
-      sums[at / GROUP_SUM] = int16_t(half[0] + half[1]);
+      _mm256_mask_storeu_epi32(pair, few, _mm256_mask_blend_epi16(0xaaaa, of_group[0], _mm256_slli_epi32(of_group[1], 16)));
+    }
+  }
+
+ private:
+  // A row as bytes; its factor.
+  static float round(const uint16_t* from, long width, int8_t* bytes) {
+    __m512i bits = _mm512_setzero_si512();
+    for (long at = 0; at < width; at += GROUP_SUM)  // NaN is the largest
+      bits = _mm512_max_epu16(bits, _mm512_and_si512(_mm512_loadu_si512(from + at), _mm512_set1_epi16(0x7fff)));
+    bits = _mm512_max_epu32(_mm512_slli_epi32(bits, 16), bits);
+    const float largest =
+        _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epu32(bits) & 0xffff0000)));
+    const Floats up = splat(largest > 1e-35f ? 127.f / largest : 0.f);
+    for (long at = 0; at < width; at += LANES) {
+      const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(load_bfloat16(from + at), up));
+      _mm_store_si128((__m128i*)(bytes + at), _mm512_cvtsepi32_epi8(p));
     }
     // what is not finite has no integer
-    factors[i] = largest <= std::numeric_limits<float>::max() ? largest / 127.f : NAN;
+    return largest <= std::numeric_limits<float>::max() ? largest / 127.f : NAN;
+  }
+
+  static void store_negated(int32_t* to, __mmask8 few, __m256i x) {
+    _mm256_mask_storeu_epi32(to, few, _mm256_sub_epi32(_mm256_setzero_si256(), x));
+  }
+
+  // 64 columns of MAX_ROWS rows: the i-th vector has columns 8i to 8i + 8, as a four of each row and the next four.
+  static void interleave(const int8_t* bytes, __m512i* two) {
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+    __m512i x[MAX_ROWS], pairs[MAX_ROWS], quads[MAX_ROWS];  // quads [half of the rows][four of a lane]
+#pragma GCC unroll 8
+    for (int r = 0; r < MAX_ROWS; r++) x[r] = _mm512_shuffle_epi8(_mm512_load_si512(bytes + r * SHARED), order);
+#pragma GCC unroll 8
+    for (int r = 0; r < MAX_ROWS; r += 2) {
+      pairs[r] = _mm512_unpacklo_epi32(x[r], x[r + 1]);
+      pairs[r + 1] = _mm512_unpackhi_epi32(x[r], x[r + 1]);
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < MAX_ROWS; r += 4)
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+        quads[r + 2 * i] = _mm512_unpacklo_epi64(pairs[r + i], pairs[r + 2 + i]);
+        quads[r + 2 * i + 1] = _mm512_unpackhi_epi64(pairs[r + i], pairs[r + 2 + i]);
+      }
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+      const __m512i low = _mm512_shuffle_i32x4(quads[i], quads[4 + i], 0x44);  // lanes 0 and 1 of both
+      const __m512i next_low = _mm512_shuffle_i32x4(quads[i + 1], quads[5 + i], 0x44);
+      const __m512i high = _mm512_shuffle_i32x4(quads[i], quads[4 + i], 0xee);
+      const __m512i next_high = _mm512_shuffle_i32x4(quads[i + 1], quads[5 + i], 0xee);
+      two[i / 2] = _mm512_shuffle_i32x4(low, next_low, 0x88);
+      two[2 + i / 2] = _mm512_shuffle_i32x4(low, next_low, 0xdd);
+      two[4 + i / 2] = _mm512_shuffle_i32x4(high, next_high, 0x88);
+      two[6 + i / 2] = _mm512_shuffle_i32x4(high, next_high, 0xdd);
+    }
   }
 };
 
@@ -100,11 +179,10 @@ inline auto nothing() {
 template <class T, int R>
 void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats (*out)[R]) {
   static_assert(!T::NESTED || T::BLOCK == SHARED);
-  const long groups = a.columns / GROUP_SUM;
   const int8_t* x = a.x + first * a.columns;
   const float* factors = a.factors + first * a.shared;
-  const int32_t* halves = a.halves + first * 2 * groups;
-  const int16_t* sums = a.sums + first * groups;
+  const int32_t* negated = a.negated + first * 3 * a.groups;
+  const int16_t* sums = (const int16_t*)(a.sums + first * a.pairs);
   Floats total[2][R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) total[0][r] = total[1][r] = splat(0.f);
@@ -130,8 +208,8 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
       for (int r = 0; r < R; r++) {
         sum[0][r] = sum[1][r] = _mm512_setzero_si512();
         if constexpr (T::OFFSET != 0) {
-          const int32_t* of = halves + r * 2 * groups + column / (GROUP_SUM / 2);
-          sum[0][r] = sum[1][r] = _mm512_set1_epi32(-T::OFFSET * (T::GROUP == GROUP_SUM ? of[0] + of[1] : of[0]));
+          const long of = column / GROUP_SUM * 3 + (T::GROUP == GROUP_SUM ? 2 : column / T::GROUP % 2);
+          sum[0][r] = sum[1][r] = _mm512_slli_epi32(_mm512_set1_epi32(negated[of * R + r]), __builtin_ctz(T::OFFSET));
         }
       }
 #pragma GCC unroll 8
@@ -139,7 +217,7 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
         const __m512i w[2] = {bytes_of<T>(half[0], i), bytes_of<T>(half[1], i)};
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const __m512i same = same_in_all(x + r * a.columns + column + 4 * i);
+          const __m512i same = same_in_all(x + column * R + 4 * (R * i + r));
           sum[0][r] = add_products(sum[0][r], w[0], same);
           sum[1][r] = add_products(sum[1][r], w[1], same);
         }
@@ -156,7 +234,7 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
           for (int r = 0; r < R; r++) {
             part[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][r]), d, part[h][r]);
             if constexpr (T::MIN != 0)
-              part[h][r] = _mm512_fmadd_ps(m, splat(sums[r * groups + column / GROUP_SUM]), part[h][r]);
+              part[h][r] = _mm512_fmadd_ps(m, splat(sums[pair_of(column) * R + 2 * r + column / GROUP_SUM % 2]), part[h][r]);
           }
         }
       }
@@ -166,7 +244,7 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
       const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const Floats factor = splat(factors[r * a.shared + from / SHARED]);
+        const Floats factor = splat(factors[from / SHARED * R + r]);
         if constexpr (T::NESTED)
           total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[h][r]), _mm512_mul_ps(d, factor), total[h][r]);
         else
@@ -180,11 +258,11 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
           const __m512i pair = whole_minima<T>(tile, (column - from) / T::GROUP, h);
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++)
-            least[r] = add_pairs(least[r], pair, same_in_all(sums + r * groups + column / GROUP_SUM));
+            least[r] = add_pairs(least[r], pair, same_in_all(sums + pair_of(column) * R + 2 * r));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const Floats factor = splat(factors[r * a.shared + from / SHARED]);
+          const Floats factor = splat(factors[from / SHARED * R + r]);
           total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(least[r]), _mm512_mul_ps(m, factor), total[h][r]);
         }
       }
