@@ -39,11 +39,10 @@ class Linear(Protocol):
 
 @runtime_checkable
 class InPlaceLinear(Protocol):
-    """A linear layer that can write the product with one row [1, K] to a place [1, N] in a longer row."""
+    """A linear layer that can write the product with rows [T, K] to a place [T, N] in longer rows."""
 
-    @property
-    def writes_in_place(self) -> bool:
-        """Whether it can, as it was made."""
+    def writes_in_place(self, n_rows: int) -> bool:
+        """Whether it can for so many rows, as it was made."""
 
     def into(self, x: Tensor, out: Tensor) -> None: ...
 
@@ -140,17 +139,18 @@ class Int8CpuLinear:
 
 
 class ConcatLinear:
-    """The outputs of several linear layers on one input, concatenated; of one row, written side by side."""
+    """The outputs of several linear layers on one input, concatenated; written side by side where all can do that."""
 
     def __init__(self, parts: list[Linear]) -> None:
         self.parts = parts
         self.sizes = [p.n_out for p in parts]
-        self.in_place = [p for p in parts if isinstance(p, InPlaceLinear) and p.writes_in_place]
+        self.in_place = [p for p in parts if isinstance(p, InPlaceLinear)]
         self.n_out, self.n_bytes = sum(p.n_out for p in parts), sum(p.n_bytes for p in parts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 1 and len(self.in_place) == len(self.parts):
-            out = x.new_empty(1, self.n_out)
+        n_rows = x.shape[0]
+        if len(self.in_place) == len(self.parts) and all(p.writes_in_place(n_rows) for p in self.in_place):
+            out = x.new_empty(n_rows, self.n_out)
             for part, place in zip(self.in_place, out.split_with_sizes(self.sizes, dim=1), strict=True):
                 part.into(x, place)
             return out

@@ -38,6 +38,8 @@ class RowGemv(Protocol):
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
     ) -> Tensor: ...
 
+    def places(self, packed: PackedWeights, n_rows: int) -> bool: ...
+
     def into(self, packed: PackedWeights, x: Tensor, out: Tensor) -> None: ...
 
     def groups(self, packed: PackedWeights, n_pairs: int) -> bool: ...
@@ -94,13 +96,14 @@ class PackedLinear:
         assert self.row_gemv is not None
         return self.row_gemv.gated(self.packed, x)
 
-    @property
-    def writes_in_place(self) -> bool:
+    def writes_in_place(self, n_rows: int) -> bool:
         """Whether ``into`` may be called."""
-        return self.row_gemv is not None
+        if self.row_gemv is None or not 1 <= n_rows <= self.max_rows:
+            return False
+        return self.row_gemv.places(self.packed, n_rows)
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        """The product with one row x [1, K], written to ``out`` [1, N], a part of a longer row."""
+        """The product with rows x [T, K], written to ``out`` [T, N], a part of longer rows."""
         assert self.row_gemv is not None
         self.row_gemv.into(self.packed, x, out)
 

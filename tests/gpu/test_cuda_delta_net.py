@@ -46,6 +46,17 @@ def test_outputs_and_states_are_those_of_the_torch_form(n_key, n_value, n, ids, 
     a.check(partial(run, kernel_of(a, dtype), a), y, ids, one_by_one(a.net), form_of(a.net))
 
 
+@pytest.mark.parametrize("n", [1, 4, 16])
+def test_a_slice_alone_gives_the_bits_of_one_among_others(n):
+    a = Layer.random(16, 48, 128, 4, (0.1, 8.0), 2 + 2 * n)
+    b, y, kernel = a.twin(), a.inputs(2 * n).bfloat16(), kernel_of(a, torch.bfloat16)
+    kept = torch.arange(2, 2 + 2 * n, device=DEVICE).view(2, n)
+    found = [run(kernel, a, y[i * n : (i + 1) * n], [i], kept[i : i + 1]) for i in range(2)]
+    assert torch.equal(torch.cat(found), run(kernel, b, y, [0, 1], kept))
+    assert torch.equal(a.states[kept], b.states[kept])
+    assert torch.equal(a.conv_states[kept], b.conv_states[kept])
+
+
 def test_several_tokens_give_the_bits_of_single_ones():
     a = Layer.random(16, 48, 128, 4, (0.1, 8.0), 6)
     b, y, kernel = a.twin(), a.inputs(4).bfloat16(), kernel_of(a, torch.bfloat16)

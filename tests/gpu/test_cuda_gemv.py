@@ -171,6 +171,17 @@ def test_products_side_by_side_in_one_row():
     assert torch.equal(joined(x), torch.cat([gemv(m.packed, x) for m in matrices], dim=1))
 
 
+@pytest.mark.parametrize("n_rows", [2, 9, 16, 32])
+def test_products_side_by_side_in_rows(n_rows):
+    """In slabs, of which the second kernel writes where it is told, and beside one that cannot."""
+    matrices = [Matrix.random("Q6_K", 1030, 5120), Matrix.random("Q4_K", 40, 5120), Matrix.random("Q8_0", 31, 5120)]
+    gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)
+    most = min(gemv.prepare(m.packed) for m in matrices)
+    x = normal(n_rows, 5120, dtype=torch.bfloat16)
+    joined = ConcatLinear([PackedLinear(m.packed, 5120, gemv, most) for m in matrices])
+    assert torch.equal(joined(x), torch.cat([gemv(m.packed, x) for m in matrices], dim=1))
+
+
 def test_a_graph_of_dependent_products_reads_what_the_one_before_wrote():
     """They start before it ended: each waits for it."""
     gemv = cuda_gemv(torch.device("cuda", 0), torch.bfloat16)

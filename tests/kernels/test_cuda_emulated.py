@@ -189,6 +189,15 @@ def test_products_in_slabs(kind, n_rows, from_shared, library):
         check(multiplied_in_slabs(library, shape, packed, x), x.double() @ numbers.t())
 
 
+def test_products_in_slabs_beside_others(library):
+    """In a part of longer rows; of a slab's parts more than a warp has lanes."""
+    packed, numbers = matrix("Q4_K", 40, 10240)
+    x = torch.randn(3, 10240, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = multiplied_in_slabs(library, SlabShape(False, 1, 2, 2, 20, 0, from_shared=False), packed, x, beside=24)
+    assert bool((found[:, :, 40:] == 7).all())
+    check(found[:, :, :40], x.double() @ numbers.t())
+
+
 @pytest.mark.parametrize(("kind", "n_rows"), [("Q4_K", 8), ("Q6_K", 20)])
 def test_a_gate_in_slabs(kind, n_rows, library):
     """As by two kernels; a last slab that is not full."""
@@ -202,14 +211,16 @@ def test_a_gate_in_slabs(kind, n_rows, library):
     assert float((found[0].double() - wanted).norm() / wanted.norm()) < 2**-8
 
 
-def multiplied_in_slabs(library: Library, shape: SlabShape, packed: PackedWeights, x: Tensor) -> Tensor:
-    """The result, twice as long: behind it lie sevens.  Parts that nobody wrote are NaN."""
+def multiplied_in_slabs(
+    library: Library, shape: SlabShape, packed: PackedWeights, x: Tensor, beside: int = 0
+) -> Tensor:
+    """The result, twice as long: behind it lie sevens, and ``beside`` each row.  Parts that nobody wrote are NaN."""
     (n_rows, k), n = x.shape, packed.n_rows // (2 if shape.gated else 1)
-    out = torch.full((2, n_rows, n), 7.0, dtype=x.dtype)
+    out = torch.full((2, n_rows, n + beside), 7.0, dtype=x.dtype)
     parts = torch.full((shape.parts_bytes(-(-packed.n_rows // 16)) // 4 + 1,), torch.nan)
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (packed.tiles, x, out, parts))
     run = library("gemv_slabs", shape.constants(packed.kind.name)).run_gemv_slabs
-    run(shape.n_blocks, shape.n_splits, n, *pointers, n_rows, n, packed.n_chunks, k)
+    run(shape.n_blocks, shape.n_splits, n, *pointers, n_rows, n, packed.n_chunks, k, out.stride(1))
     assert bool(parts[-1].isnan()), "more than the parts was written"
     return out
 
@@ -240,12 +251,14 @@ def test_experts(kind, eights, n_tokens, pairs_per_row, library):
     check(out, torch.stack([x[p // pairs_per_row].double() @ numbers[e].t() for p, e in enumerate(chosen.tolist())]))
 
 
-def delta_net(library: Library, a: Layer, y: Tensor, ids: list[int], kept: Tensor | None = None) -> Tensor:
+def delta_net(
+    library: Library, a: Layer, y: Tensor, ids: list[int], kept: Tensor | None = None, blocks_each: int = 2
+) -> Tensor:
     """Run the kernel; updates the states of ``a``: after the last token alone unless ``kept`` says which."""
     m, n = a.params, len(y) // len(ids)
     out = torch.full((len(y), m.n_value * m.dim), torch.nan, dtype=y.dtype)
     rows = only_last(ids, n) if kept is None else kept
-    run = library("delta_net", constants(m)).run_delta_net
+    run = library("delta_net", constants(m, blocks_each)).run_delta_net
     call_delta_net(run, (len(ids), n), a.pools, a.params, (y, out), ids, rows, n)
     make_states(a.pools, ids, rows, TorchOperations())
     return out
@@ -287,6 +300,16 @@ def test_delta_net(n_key, n_value, n, ids, library):
     a = Layer.random(n_key, n_value, 128, 4, (0.1, 8.0), 7)
     y = a.inputs(n * len(ids)).bfloat16()
     a.check(partial(delta_net, library, a), y, ids, one_by_one(a.net), form_of(a.net))
+
+
+def test_a_slice_alone_gives_the_bits_of_one_among_others(library):
+    """Its kernel has more registers, and all of its convolutions at once."""
+    a = Layer.random(1, 2, 128, 4, (0.1, 8.0), 15)
+    b, y, kept = a.twin(), a.inputs(11).bfloat16(), torch.tensor([[2, *range(5, 15)]])
+    found = delta_net(library, a, y, [2], kept, blocks_each=1)
+    assert torch.equal(found, delta_net(library, b, y, [2], kept))
+    assert torch.equal(a.states[kept], b.states[kept])
+    assert torch.equal(a.conv_states[kept], b.conv_states[kept])
 
 
 def test_several_tokens_of_the_delta_net_give_the_bits_of_single_ones(library):

@@ -8,11 +8,12 @@
 // ahead are waited for: between two steps there is a launch that waits for all.  Whatever does not depend on S is computed for
 // all tokens before the first one.  Of tokens that all have a row to write, a block writes what they do to S (k, error, decay)
 // instead of S, which would take longer than to compute it.  Compiled with HEADS, N_KEY, TAPS of the convolution, WARPS and HALVES of
-// a state.
+// a state, BLOCKS_EACH of a multiprocessor.
 
 #include "delta_net_math.cuh"
 
 constexpr int WIDTH = DIM / HALVES, ROW = 2 * DIM + WIDTH, CLUSTER = HEADS * HALVES, THREADS = WARPS * 32;
+constexpr int WIDEST = BLOCKS_EACH == 1 ? 16 : 8;  // tokens whose convolutions registers have room for at once
 constexpr int TILES = WIDTH / SIDE * TEAM / WARPS, MINE = (ROW + THREADS - 1) / THREADS, MAX_TOKENS = 16;
 constexpr int OUTPUTS = (MAX_TOKENS + HALVES * WARPS - 1) / (HALVES * WARPS);
 static_assert(TILES >= 1 && CLUSTER > 1);
@@ -115,7 +116,7 @@ struct Channels {
 // Grid (N_VALUE HALVES, slices).  y [slices n, columns] with y_stride from row to row; out [slices n, N_VALUE DIM]; pools conv_states
 // [states, TAPS - 1, CHANNELS] and states [states, N_VALUE, DIM, DIM]; ids [slices]; kept [slices, n]: the row that gets the state after
 // each token, or -1; updates [states, UPDATE_WIDTH]: rows of several tokens get their updates there, if the first one has a row.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS_EACH)
     delta_net(const u16* y, u16* out, float* conv_states, float* states, float* updates, const long long* ids, const long long* kept,
               const float* __restrict__ conv_weight, const float* __restrict__ decay_rates, const float* __restrict__ dt_bias,
               const float* __restrict__ norm, int n, int y_stride, float norm_eps, float l2_eps, float scale) {
@@ -159,7 +160,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
   if (n == 1) channels.convolve<1>(shared, n, (int)state, rows, y_stride, conv_states);
   else if (n <= 4) channels.convolve<4>(shared, n, (int)state, rows, y_stride, conv_states);
-  else channels.convolve<8>(shared, n, (int)state, rows, y_stride, conv_states);
+  else if (n <= 8 || WIDEST == 8) channels.convolve<8>(shared, n, (int)state, rows, y_stride, conv_states);
+  else channels.convolve<WIDEST>(shared, n, (int)state, rows, y_stride, conv_states);
   arrive_in_cluster_relaxed();  // the window was read: its numbers were multiplied
   __syncthreads();
   bool keeps_updates = n > 1 && shared.targets[0] >= 0;

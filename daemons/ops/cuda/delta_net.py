@@ -34,9 +34,9 @@ def fits(params: GatedDeltaNetParams) -> bool:
     return params.dim == DIM and params.n_value % params.n_key == 0 and params.n_value // params.n_key <= MAX_HEADS
 
 
-def constants(params: GatedDeltaNetParams) -> tuple[str, ...]:
-    """What delta_net.cu is compiled with."""
-    return (*_sizes(params), f"HALVES={halves(params)}")
+def constants(params: GatedDeltaNetParams, blocks_each: int = 2) -> tuple[str, ...]:
+    """What delta_net.cu is compiled with.  ``blocks_each``: blocks of a multiprocessor."""
+    return (*_sizes(params), f"HALVES={halves(params)}", f"BLOCKS_EACH={blocks_each}")
 
 
 def halves(params: GatedDeltaNetParams) -> int:
@@ -71,9 +71,11 @@ def shared_bytes(params: GatedDeltaNetParams, n: int) -> int:
     return 2 * TEAM * 2 * width * 4 + inputs + outputs + n * FACTORS_BYTES + 8 + MAX_DECODE_TOKENS * 4
 
 
-def compile_delta_net(architecture: str, params: GatedDeltaNetParams, dtype: torch.dtype) -> bytes:
+def compile_delta_net(
+    architecture: str, params: GatedDeltaNetParams, dtype: torch.dtype, blocks_each: int = 2
+) -> bytes:
     """Machine code of delta_net.cu.  Raises CompileError."""
-    return compile_kernel("delta_net.cu", architecture, (*constants(params), *DTYPES[dtype]))
+    return compile_kernel("delta_net.cu", architecture, (*constants(params, blocks_each), *DTYPES[dtype]))
 
 
 def compile_delta_net_batch(architecture: str, params: GatedDeltaNetParams, dtype: torch.dtype) -> bytes:
@@ -87,9 +89,13 @@ class CudaDeltaNet:
     def __init__(
         self, params: GatedDeltaNetParams, device: torch.device, dtype: torch.dtype, architecture: str
     ) -> None:
-        code = compile_delta_net(architecture, params, dtype)
         most, cluster = shared_bytes(params, MAX_DECODE_TOKENS), halves(params) * (params.n_value // params.n_key)
-        self.kernel = load_kernel(code, "delta_net", device, most, dependent=True, cluster=cluster)
+        self.kernel, alone = (
+            load_kernel(code, "delta_net", device, most, dependent=True, cluster=cluster)
+            for code in (compile_delta_net(architecture, params, dtype, n) for n in (2, 1))
+        )
+        # Of one slice: where each block has a multiprocessor to itself, none waits for another's arithmetic.
+        self.kernel_of_one = alone if alone.max_clusters(32 * WARPS, most) >= params.n_key else self.kernel
         self.limits = SharedMemory.of(device)
         self.batch_kernel: Kernel | None = None
         if batch_bytes(params, 1) <= self.limits.block_shared_bytes:
@@ -123,5 +129,6 @@ class CudaDeltaNet:
         else:
             grid = m.n_value * halves(m), n_slices
             tensors = (y, out, *pools, ids, kept, *constants)
-            self.kernel(grid, 32 * WARPS, shared_bytes(m, n), (*tensors, n, *numbers))
+            kernel = self.kernel if n_slices > 1 else self.kernel_of_one
+            kernel(grid, 32 * WARPS, shared_bytes(m, n), (*tensors, n, *numbers))
         return out

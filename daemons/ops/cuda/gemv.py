@@ -219,9 +219,18 @@ class CudaGemv:
         reduce_splits(parts, out)
         return out
 
+    def places(self, packed: PackedWeights, n_rows: int) -> bool:
+        """Whether :meth:`into` has a kernel for so many rows, up to what :meth:`prepare` returned."""
+        return n_rows == 1 or isinstance(self._shape_of_rows(packed, n_rows), SlabShape)
+
     def into(self, packed: PackedWeights, x: Tensor, out: Tensor) -> None:
-        """``x [1, K] W'`` -> ``out`` [1, N], which may be a part of a longer row."""
-        self._one_row(packed, x, None, 1, out)
+        """``x [T, K] W'`` -> ``out`` [T, N], which may be a part of longer rows."""
+        if x.shape[0] == 1:
+            self._one_row(packed, x, None, 1, out)
+            return
+        shape = self._shape_of_rows(packed, x.shape[0])
+        assert isinstance(shape, SlabShape)
+        self._slabs(shape, packed, _aligned(x), out)
 
     def __call__(
         self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1
@@ -237,7 +246,7 @@ class CudaGemv:
 
     def gates(self, packed: PackedWeights, n_rows: int) -> bool:
         """Whether :meth:`gated` has a kernel for so many rows of x, up to what :meth:`prepare` returned."""
-        return n_rows == 1 or isinstance(self._shape_of_rows(packed, n_rows), SlabShape)
+        return self.places(packed, n_rows)
 
     def gated(self, packed: PackedWeights, x: Tensor, experts: Tensor | None = None, pairs_per_row: int = 1) -> Tensor:
         """``silu(gate x) * (up x)`` of rows x [T, K], or of pairs as in a call, -> [., N / 2]: the first half of a

@@ -1,12 +1,12 @@
 // Up to 8 TILES_OF_ROWS rows of activations times packed weights, where much has to be read of the matrix (sm_90).
 //
-// The warps of a block take tiles side by side, a slab, chunk after chunk, each tile through the warp's own ring.  The chunks
-// of all slabs are one line, of which every block gets an equal piece, from the middle of one slab to the middle of another.  A
+// The warps of a block take tiles side by side, a slab, chunk after chunk, each tile through the warp's own ring.  The chunks of
+// all slabs are one line, of which every block gets an equal piece, from the middle of one slab to the middle of another.  A
 // block keeps the rows' chunks of its piece in shared memory; where that is too many, the grid's second dimension splits the
 // columns, a line each.  Each block leaves its part of a slab's sums for a second kernel, which adds them, in order.  Compiled
-// with KIND, TILE_BYTES, WARPS of a block, DEPTH of their rings; FROM_SHARED: matrix units read the rows from shared memory,
-// once for 64 rows of the matrix (sm_90a); GATED: the first half of the matrix's rows is the gate of the other one, half of a
-// slab each, and results are silu(gate x) (other x).
+// with KIND, TILE_BYTES, WARPS of a block, DEPTH of their rings, TILES_EACH of a block that adds parts; FROM_SHARED: matrix units
+// read the rows from shared memory, once for 64 rows of the matrix (sm_90a); GATED: the first half of the matrix's rows is the
+// gate of the other one, half of a slab each, and results are silu(gate x) (other x).
 
 #if FROM_SHARED
 #include "wide.cuh"
@@ -16,7 +16,9 @@ typedef WideCursor<TILES_OF_ROWS> Kept;
 typedef Cursor<TILES_OF_ROWS> Kept;
 #endif
 
-constexpr int ROWS = 16, N = TILES_OF_ROWS, HALVES = GATED ? 2 : 1, SIDE = WARPS / HALVES, AT_ONCE = 8;
+constexpr int ROWS = 16, N = TILES_OF_ROWS, HALVES = GATED ? 2 : 1, SIDE = WARPS / HALVES;
+constexpr int AT_ONCE = 12 / HALVES;  // parts that a thread has on their way
+constexpr int PART = WARPS * N * 32;  // its numbers, four each
 
 static_assert(KIND::BYTES == TILE_BYTES);
 
@@ -68,12 +70,12 @@ struct Ring {
   }
 };
 
-// Equal pieces of n units
+// Equal pieces of n units.  32 bits are enough, and a division of 64 takes a tenth of a microsecond.
 struct Line {
-  int n, n_blocks;
+  u32 n, n_blocks;
 
-  DEVICE int begin(int block) const { return (int)((long long)block * n / n_blocks); }
-  DEVICE int block_of(int unit) const { return (int)(((long long)(unit + 1) * n_blocks - 1) / n); }
+  DEVICE int begin(u32 block) const { return (int)(block * n / n_blocks); }
+  DEVICE int block_of(u32 unit) const { return (int)(((unit + 1) * n_blocks - 1) / n); }
 };
 
 // Tiles of a half of the matrix, and slabs
@@ -93,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   int warp = this_warp(), lane = threadIdx.x % 32;
   Slabs slabs(n_out);
   int first = blockIdx.y * n_chunks / gridDim.y, length = (blockIdx.y + 1) * n_chunks / gridDim.y - first;  // chunks
-  Line line = {slabs.count * length, (int)gridDim.x};
+  Line line = {(u32)(slabs.count * length), gridDim.x};
   int begin = line.begin(blockIdx.x), end = line.begin(blockIdx.x + 1), n_kept = min(length, end - begin);
   u32 barriers = shared_address(memory) + DEPTH * WARPS * KIND::BYTES;
   u8* numbers = memory + DEPTH * WARPS * (KIND::BYTES + 8);  // [n_kept, N] of NUMBER_BYTES
@@ -136,44 +138,61 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       rows.add(sum, weights);
     }
     long long part = blockIdx.y * (slabs.count + gridDim.x) + slab + blockIdx.x;
-    float4* to = parts + (part * WARPS + warp) * (N * 32) + lane;
+    float4* to = parts + part * PART + warp * (N * 32) + lane;
 #pragma unroll
     for (int n = 0; n < N; n++) to[n * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
   }
 }
 
-// The sums of a slab's parts for one tile of each half
-DEVICE void add_parts(float (&total)[HALVES][4], const float4* parts, int count) {
-  for (int i = 0; i < count; i += AT_ONCE, parts += AT_ONCE * WARPS * N * 32) {
-    float4 part[HALVES][AT_ONCE];
-#pragma unroll
-    for (int h = 0; h < HALVES; h++)
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++)
-        part[h][j] = i + j < count ? parts[(j * WARPS + h * SIDE) * N * 32] : make_float4(0, 0, 0, 0);
-#pragma unroll
-    for (int h = 0; h < HALVES; h++)
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        total[h][0] += part[h][j].x, total[h][1] += part[h][j].y, total[h][2] += part[h][j].z, total[h][3] += part[h][j].w;
-      }
-  }
-}
+// A slab's parts in the order of columns, those of each split neighbours: the number of part `at`, and how many there are
+struct Parts {
+  int number, count;
 
-// Grid (tiles of a half) of N warps: results from parts.  out [n_rows, n_out]; n_blocks, n_splits: the grid of the kernel above.
-extern "C" __global__ void __launch_bounds__(N * 32)
-    gemv_slabs_sums(const float4* parts, u16* out, int n_rows, int n_out, int n_chunks, int n_blocks, int n_splits) {
+  DEVICE Parts(int at, int slab, int n_slabs, int n_chunks, int n_blocks, int n_splits) : number(0), count(0) {
+#pragma unroll 1
+    for (int split = 0; split < n_splits; split++) {
+      int length = (split + 1) * n_chunks / n_splits - split * n_chunks / n_splits;
+      Line line = {(u32)(n_slabs * length), (u32)n_blocks};
+      int block = line.block_of(slab * length), n = line.block_of((slab + 1) * length - 1) - block + 1;
+      if (count <= at && at < count + n) number = split * (n_slabs + n_blocks) + slab + block + at - count;
+      count += n;
+    }
+  }
+};
+
+// Grid (tiles of a half over TILES_EACH) of TILES_EACH N warps: results from parts.  All parts are on their way before the first
+// one is added: each would take a microsecond otherwise.  out [n_rows, n_out] with out_stride from row to row; n_blocks, n_splits: the
+// grid of the kernel above.
+extern "C" __global__ void __launch_bounds__(TILES_EACH * N * 32, 2)
+    gemv_slabs_sums(const float4* parts, u16* out, int n_rows, int n_out, int n_chunks, int n_blocks, int n_splits, int out_stride) {
   launch_dependents();
-  wait_for_inputs();
-  int n = this_warp(), lane = threadIdx.x % 32, tile = blockIdx.x, slab = tile / SIDE;
+  int warp = this_warp(), n = warp % N, lane = threadIdx.x % 32, tile = blockIdx.x * TILES_EACH + warp / N;
   Slabs slabs(n_out);
+  if (tile >= slabs.n_tiles) return;
+  const float4* mine = parts + (tile % SIDE * N + n) * 32 + lane;
   float total[HALVES][4] = {};
-  for (int split = 0; split < n_splits; split++) {
-    int length = (split + 1) * n_chunks / n_splits - split * n_chunks / n_splits;
-    Line line = {slabs.count * length, n_blocks};
-    int block = line.block_of(slab * length), count = line.block_of((slab + 1) * length - 1) - block + 1;
-    long long part = split * (slabs.count + n_blocks) + slab + block;
-    add_parts(total, parts + ((part * WARPS + tile % SIDE) * N + n) * 32 + lane, count);
+  int count = 1;
+  for (int behind = 0; behind < count; behind += 32) {
+    Parts of_lane(behind + lane, tile / SIDE, slabs.count, n_chunks, n_blocks, n_splits);
+    int number = in_register(of_lane.number);  // before the wait
+    count = of_lane.count;
+    wait_for_inputs();
+    int end = min(count, behind + 32);
+    for (int from = behind; from < end; from += AT_ONCE) {
+      float4 part[AT_ONCE][HALVES];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        long long at = (long long)__shfl_sync(~0u, number, (from + i) % 32) * PART;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) part[i][h] = from + i < end ? mine[at + h * SIDE * N * 32] : make_float4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+          total[h][0] += part[i][h].x, total[h][1] += part[i][h].y, total[h][2] += part[i][h].z, total[h][3] += part[i][h].w;
+        }
+    }
   }
 #pragma unroll
   for (int c = 0; c < 4; c++) {
@@ -184,6 +203,6 @@ extern "C" __global__ void __launch_bounds__(N * 32)
       float gate = from_activation(to_activation(result)), other = from_activation(to_activation(total[HALVES - 1][c]));
       result = gate / (1.f + expf(-gate)) * other;
     }
-    out[(long long)row * n_out + column] = to_activation(result);
+    out[(long long)row * out_stride + column] = to_activation(result);
   }
 }

@@ -18,11 +18,15 @@ MAX_SLAB_ROWS = 32
 WARPS = 16
 ARCHITECTURE = "sm_90a"
 """wgmma is code for this architecture alone, which no later one runs."""
-FEWEST_CHUNKS, FEWEST_SPLIT_CHUNKS, MAX_SPLITS = 8, 16, 4
-"""Of chunks of a block, and with splits, so many pay for the parts' way through memory."""
+FEWEST_CHUNKS, MANY_CHUNKS = 8, 16
+"""So many chunks of a block pay for the parts' way through memory; with more than eight rows, for which others need
+more room or launches, so many of the matrix."""
+MAX_SPLITS = 8
 MAX_PARTS_BYTES = 64 << 20
 PART_BYTES = 512
 """A warp's sums of a tile with eight rows."""
+SUM_TILES = 2
+"""Tiles whose parts a block adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class SlabShape:
             f"KIND={kind}",
             f"TILE_BYTES={tile_bytes(kind)}",
             f"WARPS={WARPS}",
+            f"TILES_EACH={SUM_TILES}",
             f"DEPTH={self.depth}",
             f"TILES_OF_ROWS={self.tiles_of_rows}",
             f"GATED={int(self.gated)}",
@@ -70,10 +75,8 @@ def slab_shape(kind: str, n_rows: int, n_chunks: int, n_tiles: int, limits: Shar
     found = fitting_shape(kind, n_rows, n_chunks, n_tiles, limits)
     if found is None or found.n_splits > MAX_SPLITS or found.parts_bytes(n_tiles) > MAX_PARTS_BYTES:
         return None
-    if kind == "Q8_0" and 8 < n_rows <= 16:
-        return None
     n_each = n_slabs(n_tiles) * n_chunks // limits.n_processors
-    return found if n_each >= (FEWEST_CHUNKS if found.n_splits == 1 else FEWEST_SPLIT_CHUNKS) else None
+    return found if n_each >= FEWEST_CHUNKS or (n_rows > 8 and n_chunks >= MANY_CHUNKS) else None
 
 
 @cache
@@ -112,18 +115,22 @@ class SlabGemv:
             self._kernels[key] = product, load_kernel(code, "gemv_slabs_sums", self.device, 0, dependent=True)
         return self._kernels[key]
 
-    def __call__(self, shape: SlabShape, packed: PackedWeights, x: Tensor) -> Tensor:
-        """``x [T, K] W'`` -> [T, N], or with a gate [T, N / 2]; rows of x are contiguous and aligned to 16 bytes."""
+    def __call__(self, shape: SlabShape, packed: PackedWeights, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x [T, K] W'`` -> [T, N], or with a gate [T, N / 2]; rows of x are contiguous and aligned to 16 bytes.
+
+        ``out``: where it goes, maybe a part of longer rows.
+        """
         n_rows, n_out, n_chunks = x.shape[0], packed.n_rows, packed.n_chunks
         n_tiles = padded_rows(n_out) // TILE_ROWS
         if shape.gated:
             n_out //= 2
-        out = x.new_empty(n_rows, n_out)
+        if out is None:
+            out = x.new_empty(n_rows, n_out)
         parts = torch.empty(shape.parts_bytes(n_tiles), dtype=torch.uint8, device=x.device)
         product, sums = self.kernels(packed.kind.name, shape)
         sizes = (n_rows, n_out, n_chunks)
         arguments = (packed.tiles, x, parts, *sizes, x.shape[1])
         product((shape.n_blocks, shape.n_splits), 32 * WARPS, shape.shared_bytes, arguments)
-        grid, n_threads = (padded_rows(n_out) // TILE_ROWS, 1), 32 * shape.tiles_of_rows
-        sums(grid, n_threads, 0, (parts, out, *sizes, shape.n_blocks, shape.n_splits))
+        grid, n_threads = (-(-n_out // (SUM_TILES * TILE_ROWS)), 1), 32 * SUM_TILES * shape.tiles_of_rows
+        sums(grid, n_threads, 0, (parts, out, *sizes, shape.n_blocks, shape.n_splits, out.stride(0)))
         return out

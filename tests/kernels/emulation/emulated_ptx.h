@@ -134,6 +134,10 @@ static u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; i++) d |= (u32)(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
   return d;
 }
+static int __shfl_sync(u32, int value, int lane) {
+  meet_warp([&](u32* slot) { slot[0] = (u32)value; });
+  return (int)what_was_put()[lane][0];
+}
 static u32 __shfl_xor_sync(u32, u32 value, int mask) {
   meet_warp([&](u32* slot) { slot[0] = value; });
   return what_was_put()[(threadIdx.x % 32) ^ mask][0];
