@@ -301,7 +301,7 @@ class ModelRunner:
             draft.apply(step.operations)
         drafts = inputs.feed(draft, message, defer=message.tokens is None and self.defers_drafts)
         self._is_computing = isinstance(drafts, DeferredDrafts)
-        return StepOutput.of_drafts(message, inputs.plan.stage, drafts, wait_s, started)
+        return StepOutput.of_drafts(message, inputs.plan.stage, drafts, wait_s, started, cold=draft.cold)
 
     @torch.inference_mode()
     def keep_up(self, step: Step, stage_index: int) -> None:

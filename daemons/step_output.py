@@ -40,10 +40,11 @@ class StepOutput:
 
     @classmethod
     def of_drafts(
-        cls, asked: DraftStep, stage: int, drafts: list[Drafted] | DeferredDrafts, wait_s: float, started: float
-    ) -> StepOutput:
-        """What the draft stage made."""
+        cls, asked: DraftStep, stage: int, drafts: list[Drafted] | DeferredDrafts, wait_s: float, started: float,
+        *, cold: bool = False,
+    ) -> StepOutput:  # fmt: skip
+        """What the draft stage made; ``cold`` as in StepResult."""
         deferred = drafts if isinstance(drafts, DeferredDrafts) else None
         known, seconds = [] if isinstance(drafts, DeferredDrafts) else drafts, time.monotonic() - started
-        result = StepResult(asked.step.step_id, stage, [], seconds, wait_s, [], known)
+        result = StepResult(asked.step.step_id, stage, [], seconds, wait_s, drafts=known, cold=cold)
         return cls(result, [], deferred, started=started)

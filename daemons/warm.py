@@ -49,7 +49,8 @@ DRAFTING = (2, 3, 4, 8, 16)
 block of 8 those are 16, 24, 32, 64 and 128.
 """
 VERIFYING = (2, 3, 4)
-"""Tokens of each of their slices when they verify: by the most of these sequences also captured, but for the last."""
+"""Tokens of each of their slices when they verify: by the most of these sequences also captured, but for the last.  So
+are their plain decodes, and as many drafts behind each as tokens in it."""
 SPLIT_START = 512
 """A position from which decode attention is split."""
 GRAPH_ENDS = (512, 1024, 256, 2048, 128)
@@ -140,6 +141,7 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
     chunks = [WarmStep(0, n) for n in reversed(PADDED_ROWS) if n <= min(most, pages * PAGE_TOKENS)]
     if compiles:
         of_most = [one for one in several if one.sequences == several[-1].sequences][: len(VERIFYING) - 1]
+        of_most[:0] = [WarmStep(0, 1, sequences=of_most[0].sequences)] if of_most else []
         captured = [_captured(verifies, pages * PAGE_TOKENS), _captured(of_most, pages * PAGE_TOKENS), chunks]
         _run_all(steps, captured, stage.device, run, report)
     else:  # graphs of a cpu are for any length
@@ -181,6 +183,7 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
     used = range(1, 1 + stage.max_drafts)
     verifies = [WarmStep(0, 1 + k, 0, k) for k in used] + [WarmStep(0, 1, 0, stage.max_drafts)] * bool(used)
     several = [n for n in DRAFTING if used and n <= _most_sequences(stage.sequences)]
+    of_most = [WarmStep(0, n, 0, n, sequences=several[-1]) for n in used if n < VERIFYING[-1]] if several else []
     steps += [WarmStep(0, 1, 0, stage.max_drafts, sequences=n) for n in several]
     width = stage.spec.model.hidden_size
 
@@ -196,7 +199,8 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
 
     if compiles:
         # Drafts lie behind a slice: within the same bound of the length.
-        _run_all(steps, [_captured(verifies, n_positions, room=most + 1)], stage.device, run, report)
+        captured = [_captured(alike, n_positions, room=most + 1) for alike in (verifies, of_most)]
+        _run_all(steps, captured, stage.device, run, report)
     else:
         _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
     stage.reset()

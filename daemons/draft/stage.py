@@ -100,6 +100,7 @@ class DraftStage:
         self._spaces = spec.model.spaces()
         self.warn: Callable[[str], None] = self.warnings.append
         self.graphs: DraftGraphs | None = None
+        self.cold = False  # the last step was, as in StepResult
         if weights.selector.captures:
             n_routed = max(layer.n_routed for layer in self.layers)
             most = weights.selector.max_async_pairs // max(1, n_routed)
@@ -188,7 +189,7 @@ class DraftStage:
         drafts of one sequence if the device has the tokens ``drawn`` [n_drafts + 1] for each row.  ``run`` does what is
         left.  Raises StateError.
         """
-        began = recorded(self.device, timed=True)
+        began, self.cold = recorded(self.device, timed=True), False
         self.apply(step.operations)
         features = self._features(step, captures)
         self._seen(step.slices)
@@ -232,7 +233,7 @@ class DraftStage:
             if defer and ahead.drafts is not None:
                 return ahead.drafts
             return self._drafts(jobs_behind(step, tokens, self.spec.max_drafts), ahead.hidden, began)
-        features = self._features(step, captures)
+        features, self.cold = self._features(step, captures), False
         if self.device.type == "cpu":
             step, features = without_rejected(step, features, tokens)
         jobs = jobs_behind(step, tokens, self.spec.max_drafts)
@@ -259,6 +260,7 @@ class DraftStage:
                 hidden = self.drafter.extend(features, self._batch(layout))
             else:
                 hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
+                self.cold = self.cold or self.graphs.extend.cold
         if Space.RECURRENT in self._spaces:
             self.sequences.keep_updates(step.slices)  # rows of its own states, of which one will be the live one's
         return hidden
@@ -353,7 +355,9 @@ class DraftStage:
             self.draft_vocabulary.renew()  # not in a graph, which reads what is there by then
         if self.graphs is None:
             return self.drafter.draft(rows, self._batch(layout))
-        return self.graphs.draft.run(rows, layout, self.sequences.tables(self.device))
+        drafts = self.graphs.draft.run(rows, layout, self.sequences.tables(self.device))
+        self.cold = self.cold or self.graphs.draft.cold
+        return drafts
 
 
 def _pools_of(load: Load) -> PoolSizes:

@@ -51,6 +51,7 @@ class Recorder:
         self.device, self.kernels = torch.device("cpu"), {"cpu drafter": "none"}
         self.spec = SimpleNamespace(files=SimpleNamespace(identities=[]))
         self.graphs = None
+        self.cold = False
         self.operations: list[Operation] = []
         self.steps: list[object] = []
 
@@ -255,7 +256,9 @@ def test_nothing_is_kept_of_steps_that_ran_or_were_reset(golden: Golden) -> None
                 runner.run_step(one, stage, 0.0)
 
     run(0, 1, 2)
-    runner.run_draft(DraftStep(step(1, 1, golden.ids[1:2])), 0.0)  # that of step 0 was never asked for
+    runner._draft.cold = True
+    answer = runner.run_draft(DraftStep(step(1, 1, golden.ids[1:2])), 0.0)  # that of step 0 was never asked for
+    assert answer.result.cold
     assert list(runner._draft_inputs._kept) == [2]
     for number in (0, 1, 3):
         with pytest.raises(StateError, match=f"draft step {number}: no sampled tokens for 1 slices"):

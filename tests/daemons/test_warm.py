@@ -112,6 +112,7 @@ def test_verify_slices_of_several_sequences_run_and_those_of_the_most_are_captur
     assert sequences <= set(DRAFTING)
     most = max(sequences)
     assert shapes[most, 2] == shapes[most, 3] == 1 + CAPTURE_AT * len(GRAPH_ENDS)
+    assert shapes[most, 1] == CAPTURE_AT * len(GRAPH_ENDS), "their plain decodes"
     assert {count for (n, tokens), count in shapes.items() if n < most or tokens > 3} == {1}
     for step in steps:
         states = [state for s in step for state in s.states]
@@ -181,6 +182,11 @@ def test_a_warm_drafter_drafts_the_golden_trace(
     if draft.sequences.units[Space.RECURRENT]:
         most = min(most, draft.sequences.sizes.device_states)
     assert several.count(1) == sum(size <= most for size in DRAFTING) > 0, "sequences that draft together"
+    largest = max(size for size in DRAFTING if size <= most)
+    captured = Counter(
+        (len(step[0].tokens), step[0].n_ahead) for step in steps if len(step) == largest and step[0].start
+    )
+    assert captured == {(k, k): CAPTURE_AT * len(GRAPH_ENDS) for k in (1, 2, 3)}
     assert not draft.sequences.by_id
     pipeline = DraftedPipeline(target, load_stages(target, captures=draft.spec.captures), draft)
     wanted = wanted_trace(name)

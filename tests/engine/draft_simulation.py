@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lucevisor.engine.drafting.costs import Round
 from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.protocol.steps import Drafted
@@ -21,7 +22,9 @@ class Machine:
     """``verify_s(rows, slices)`` and ``draft_s(slices, n_ahead)``; ``uneven``: factor for slices of unequal lengths,
     which no CUDA graph replays.  ``jitter``: a step takes up to this share more or less.  ``first_s``: what the first
     two steps of a shape take more, to compile and capture.  ``upkeep_s``: what the draft stage takes for a step when it
-    is not asked for drafts.  ``apart``: it works beside the stage, else in its place.
+    is not asked for drafts.  ``apart``: it works beside the stage, else in its place.  ``wait_s``: what lies between a
+    step that asks for drafts and the next one, beside them; plain steps run ahead.  ``tells_cold``: the policy is told
+    which steps those first two are.
     """
 
     verify_s: Callable[[int, int], float]
@@ -31,6 +34,8 @@ class Machine:
     first_s: float = 0.0
     upkeep_s: float = 0.0
     apart: bool = False
+    wait_s: float = 0.0
+    tells_cold: bool = False
 
 
 def cpu_demo(jitter: float = 0.0) -> Machine:
@@ -44,13 +49,49 @@ def h200_dflash(jitter: float = 0.0) -> Machine:
     def verify(rows: int, slices: int) -> float:
         return 0.014 * (1 + 0.15 / 7 * (rows - 1) + (0.03 * (rows - 32) if rows > 32 else 0.0) + 0.005 * slices)
 
-    return Machine(verify, lambda slices, n: 0.014 * (0.13 + 0.005 * slices), uneven=2.0, jitter=jitter, first_s=0.04)
+    return Machine(
+        verify,
+        lambda slices, n: 0.014 * (0.13 + 0.005 * slices),
+        uneven=2.0,
+        jitter=jitter,
+        first_s=0.04,
+        tells_cold=True,
+    )
 
 
 def h200_mtp(jitter: float = 0.0) -> Machine:
     """The same with an MTP head: each draft reads a block and the output matrix."""
     verify = h200_dflash().verify_s
-    return Machine(verify, lambda slices, n: 0.0009 * n + 0.0002, uneven=2.0, jitter=jitter, first_s=0.04)
+    return Machine(
+        verify, lambda slices, n: 0.0009 * n + 0.0002, uneven=2.0, jitter=jitter, first_s=0.04, tells_cold=True
+    )
+
+
+def h200_streams(drafts_s: Callable[[int], float], jitter: float = 0.0) -> Machine:
+    """27B on an H200 as 16 streams find it: steps of 16 rows 9.5 ms, of 32 15 ms and of 48 30 ms, as their products are
+    other kernels'; 2 ms between a step and the one behind its drafts; a graph has to be captured for each shape.
+
+    ``drafts_s(n)``: seconds of ``n`` drafts of all.
+    """
+
+    def verify(rows: int, slices: int) -> float:
+        drafts_s = 0.00034 * (rows - slices) + 0.0006 * max(0, rows - 32)
+        return 0.0055 + 0.00026 * (slices - 1) + drafts_s
+
+    def draft(slices: int, n: int) -> float:
+        return drafts_s(n) * (0.25 + 0.75 * slices / 16)
+
+    return Machine(verify, draft, uneven=4.0, jitter=jitter, first_s=0.045, wait_s=0.002, tells_cold=True)
+
+
+def streams_mtp(jitter: float = 0.0) -> Machine:
+    """With an MTP head: a draft of all 1 ms."""
+    return h200_streams(lambda n: 0.00075 + 0.00025 * n, jitter)
+
+
+def streams_dflash(jitter: float = 0.0) -> Machine:
+    """With DFlash 2: a row of a block of all 0.9 ms."""
+    return h200_streams(lambda n: 0.0006 + 0.0009 * n, jitter)
 
 
 @dataclass
@@ -88,6 +129,7 @@ class Run:
     seconds: float = 0.0
     plain_s: float = 0.0  # what the same tokens would have taken without drafts
     widths: list[int] = field(default_factory=list)  # drafts of the first slice, by step
+    asked: list[int] = field(default_factory=list)  # the same of those asked for behind it
 
     @property
     def rate(self) -> float:
@@ -117,6 +159,8 @@ class Simulation:
         self.slowness = 1.0
         self.shapes: set[tuple[int, ...]] = set()  # widths of the steps
         self._seen: dict[object, int] = {}
+        self._measured: list[Callable[[], None]] = []  # what the policy learns when the next step was sent
+        self._waits = False  # the next step, for the drafts that the last one asked for
         self._ready_at: list[float] = []  # by request: when its next step may begin
         self._stage_free_at = self._drafter_free_at = 0.0
         self.policy.apart = self.machine.apart
@@ -161,14 +205,18 @@ class Simulation:
         wanted = self.policy.n_verify(offered, m) if any(drafted.tokens for drafted, _ in drafts) else {}
         widths = [wanted.get(r.request_id, 0) for r in requests]
         ahead = [self.policy.n_ahead(r, m) for r in requests]
+        while self._measured:
+            self._measured.pop(0)()
         n, rows, uneven = len(chosen), len(chosen) + sum(widths), len(set(widths)) > 1
         true_s = self.machine.verify_s(rows, n) * (self.machine.uneven if uneven else 1.0)
-        began_at = max(self._stage_free_at, *(self._ready_at[i] for i in chosen))
-        told_s, seconds = self._timed(true_s, ("v", *widths))
+        began_at = max(self._stage_free_at, *(self._ready_at[i] for i in chosen)) + self._gap()
+        told_s, seconds, cold = self._timed(true_s, ("v", *widths))
         self._stage_free_at = done_at = began_at + seconds
         run.widths.append(widths[0])
         self.shapes.add(tuple(widths))
-        self.policy.measured(rows, n, told_s)
+        self._learn(rows, n, told_s, cold=cold, waited=self._waits)
+        self._waits = any(ahead)
+        run.asked.append(ahead[0])
         n_new = 0
         for i, one, width, (_, accepted) in zip(chosen, requests, widths, drafts, strict=True):
             right = accepted[:width]  # what lacks is padding
@@ -183,6 +231,20 @@ class Simulation:
         drafted_at = self._work_of_drafter(chosen, ahead, done_at)
         for i, n_ahead in zip(chosen, ahead, strict=True):
             self._ready_at[i] = drafted_at if n_ahead else done_at
+
+    def _gap(self) -> float:
+        """Return what lies before the next step beside drafts, and tell the policy."""
+        seconds = self.machine.wait_s if self._waits else 0.0
+        if self.machine.wait_s:
+            self.policy.times.add_gap(Round.UNSEEN if self._waits else Round.PLAIN, seconds)
+        return seconds
+
+    def _learn(self, rows: int, n: int, seconds: float, *, cold: bool, waited: bool) -> None:
+        """Tell the policy what a step took, at once or, as the scheduler does, when the next one was sent."""
+        if self.machine.tells_cold:
+            self._measured.append(lambda: self.policy.measured(rows, n, seconds, cold=cold, waited=waited))
+        else:
+            self.policy.measured(rows, n, seconds)
 
     def _work_of_drafter(self, chosen: Sequence[int], ahead: Sequence[int], done_at: float) -> float:
         """Let the draft stage work on a step; returns when its answer is there."""
@@ -201,8 +263,11 @@ class Simulation:
 
     def _draft(self, chosen: Sequence[int], ahead: Sequence[int]) -> float:
         m, most = sum(n > 0 for n in ahead), max(ahead)
-        told_s, seconds = self._timed(self.machine.draft_s(m, most), ("d", m, most))
-        self.policy.measured_draft(m, most, told_s)
+        told_s, seconds, cold = self._timed(self.machine.draft_s(m, most), ("d", m, most))
+        cold = cold and self.machine.tells_cold
+        self._measured.append(lambda: self.policy.measured_draft(m, most, told_s, cold=cold))
+        if not self.machine.tells_cold:
+            self._measured.pop()()
         for i, n in zip(chosen, ahead, strict=True):
             if n:
                 one = self.requests[i]
@@ -212,13 +277,15 @@ class Simulation:
                 self.policy.drafted(one, drafted)
         return seconds
 
-    def _timed(self, seconds: float, shape: tuple[object, ...]) -> tuple[float, float]:
-        """Return what the policy is told that a step takes, and what it takes, which has no jitter."""
+    def _timed(self, seconds: float, shape: tuple[object, ...]) -> tuple[float, float, bool]:
+        """Return what the policy is told that a step takes, what it takes, which has no jitter, and whether it was
+        cold.
+        """
         seconds *= self.slowness
         self._seen[shape] = self._seen.get(shape, 0) + 1
         warm = self._seen[shape] <= 2 and any(shape[1:])  # plain decoding was warmed up at load
         first_s = self.machine.first_s * (0.25 if shape[0] == "d" else 1.0) * warm
-        return seconds * (1 + self.machine.jitter * self.rng.uniform(-1, 1)) + first_s, seconds + first_s
+        return seconds * (1 + self.machine.jitter * self.rng.uniform(-1, 1)) + first_s, seconds + first_s, bool(first_s)
 
 
 def fixed_rate(machine: Machine, drafters: list[Drafter], width: int, n_tokens: int = 20_000) -> float:

@@ -69,21 +69,21 @@ class Bench:
         assert plan is not None
         return plan
 
-    def answer(self, plan: StepPlan, n_accepted: int = 0, seconds: float = 0.0) -> None:
+    def answer(self, plan: StepPlan, n_accepted: int = 0, seconds: float = 0.0, *, cold: bool = False) -> None:
         """The output stage's result, with so many drafts of each slice accepted."""
         sampled = []
         for piece in plan.step.slices:
             sure = len(piece.tokens) - piece.n_drafts
             drawn = [*piece.tokens[sure:][:n_accepted], 7] if piece.sample else []
             sampled += [Sampled(piece.sequence, token) for token in drawn]
-        self.scheduler.timed(plan.step.slices, [StepResult(plan.step.step_id, 0, compute_s=seconds)])()
+        self.scheduler.timed(plan.step.slices, [StepResult(plan.step.step_id, 0, compute_s=seconds, cold=cold)])()
         self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
         validation.check(self.scheduler)
 
-    def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0) -> None:
+    def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0, *, cold: bool = False) -> None:
         """The draft stage's result: the same token again and again."""
         drafts = [Drafted(s.sequence, [token] * min(n, s.n_ahead)) for s in plan.step.slices if s.n_ahead]
-        result = StepResult(plan.step.step_id, self.scheduler.n_stages, drafts=drafts, compute_s=seconds)
+        result = StepResult(plan.step.step_id, self.scheduler.n_stages, drafts=drafts, compute_s=seconds, cold=cold)
         self.scheduler.drafting.answered(result)
         validation.check(self.scheduler)
 
@@ -692,10 +692,10 @@ class Recorder(Speculation):
     def verified(self, own: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
         self.told.append((own.request_id, n_drafts, n_accepted))
 
-    def measured(self, n_rows: int, n_slices: int, seconds: float, slowest_s: float | None = None) -> None:
+    def measured(self, n_rows: int, n_slices: int, seconds: float, *more: object, **how: object) -> None:
         self.told.append(("step", n_rows, n_slices, seconds))
 
-    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float) -> None:
+    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float, **how: object) -> None:
         self.told.append(("drafts", n_slices, n_ahead, seconds))
 
 
@@ -740,3 +740,83 @@ def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafte
     bench.draft(first, token=9)
     [piece] = bench.plan().step.slices
     assert piece.tokens == [7, 5, 6, 8, 1]
+
+
+class Timed(Speculation):
+    """Asks for drafts until it is told of a step, verifies none, and writes down what it is told of times."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.told: list[tuple[object, ...]] = []
+        self.n_decoding: list[int] = []
+
+    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
+        self.n_decoding.append(n_decoding)
+        return 0 if self.told else 2
+
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
+        return {}
+
+    def measured(self, n_rows: int, n_slices: int, seconds: float, *more: object, **how: bool) -> None:
+        self.told.append(("step", how["cold"], how["waited"]))
+
+    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float, *, cold: bool = False) -> None:
+        self.told.append(("drafts", cold))
+
+
+def adaptive_bench() -> Bench:
+    bounds = speculating()
+    return Bench(replace(bounds, speculation=replace(bounds.speculation, fixed=False)))
+
+
+def test_the_policy_is_told_which_steps_were_cold_and_which_waited_for_drafts() -> None:
+    bench, policy = adaptive_bench(), Timed()
+    bench.scheduler.drafting.speculation = policy
+    bench.submit("a")
+    prompt = bench.plan()
+    bench.answer(prompt)
+    bench.draft(prompt)
+    for cold in (True, False, False):
+        step = bench.plan()
+        bench.answer(step, cold=cold)
+        if step.step.slices[0].n_ahead:
+            bench.draft(step, cold=True)
+        else:
+            bench.scheduler.drafting.answered(StepResult(step.step.step_id, 1))
+    first, drafts, *later = policy.told
+    assert (first, drafts) == (("step", True, True), ("drafts", True)), "behind the prompt, whose drafts came"
+    assert later == [("step", False, True), ("step", False, False)]
+
+
+def test_behind_prompts_all_that_run_count_as_decoding() -> None:
+    """Their own requests decode in the next step, so drafts are asked for as for so many slices."""
+    bench, policy = adaptive_bench(), Timed()
+    bench.scheduler.drafting.speculation = policy
+    bench.submit("a", "b", "c")
+    assert len(bench.plan().step.slices) == 3
+    assert policy.n_decoding == [3, 3, 3]
+
+
+class TwoEach(Speculation):
+    """Two drafts for every slice, where unequal slices take four times as long."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.times._uneven.append(4.0)
+
+    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
+        return 2
+
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
+        return {own.request_id: 2 for own, _ in drafts}
+
+
+def test_a_request_that_ends_does_not_make_the_slices_of_a_step_unequal() -> None:
+    bench = adaptive_bench()
+    bench.scheduler.drafting.speculation = TwoEach()
+    bench.submit("a", n=3)
+    bench.submit("b", "c")
+    prompts = bench.plan()
+    bench.answer(prompts)
+    bench.draft(prompts)
+    assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1], "one of a's two tokens that are left"

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.drafting.budget import FIRST_LOSS, LOSS_SHARE, Allowance, WidthProbe
+from lucevisor.engine.drafting.budget import FIRST_LOSS, LOSS_SHARE, Allowance
 from lucevisor.engine.drafting.costs import BatchSchedule
 from lucevisor.engine.drafting.lookup import NgramLookup
+from lucevisor.engine.drafting.probes import WidthProbe
 from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.kv.tokens import TokenBuffer
@@ -332,7 +333,7 @@ def test_an_allowance_is_earned_and_spent() -> None:
 def test_a_probe_ends_when_nothing_may_be_lost_any_more() -> None:
     """What it asks for would not be verified, and would be asked for until its steps are over."""
     policy, one = measured(Speculation(MAX), 1), RequestDrafts("a")
-    policy.probe = WidthProbe(1, 2, n_left=3, n_steps_left=12, expected=1.0)
+    policy.probes.running = WidthProbe(1, 2, expected=1.0)
     assert policy.n_ahead(one, 1) == 2
     policy.verified(one, 1, 0)
     policy._loss.gain(-100.0)
@@ -422,9 +423,11 @@ def test_lookups_that_failed_are_tried_again_at_a_rate_the_budget_allows() -> No
 
 def test_a_probe_of_one_sequence_counts_steps_whose_unsure_drafts_were_left_out() -> None:
     """Of several none are left out: a step of fewer rows is one of another width."""
-    policy = Speculation(MAX, DraftKind.DFLASH, ends_early=True)
     for n_slices, n_rows, n_left in ((1, 3, 2), (1, 1 + MAX, 2), (1, 1, 3), (8, 16, 3), (8, 32, 2)):
-        policy.probe = WidthProbe(n_slices, MAX if n_slices == 1 else 3, 3, 12, 1.0)
-        policy._end_probe(n_rows, n_slices)
-        assert policy.probe is not None
-        assert policy.probe.n_left == n_left, (n_slices, n_rows)
+        policy = Speculation(MAX, DraftKind.DFLASH, ends_early=True)
+        for _ in range(2):
+            policy.measured(n_slices, n_slices, 0.01)
+        policy.probes.running = WidthProbe(n_slices, MAX if n_slices == 1 else 3, 1.0)
+        policy.measured(n_rows, n_slices, 0.01)
+        assert policy.probes.running is not None
+        assert policy.probes.running.n_left == n_left, (n_slices, n_rows)

@@ -46,8 +46,8 @@ class Rate:
         self.accepted = self.accepted * keep + accepted
         self.tried = self.tried * keep + 1
 
-    def fade(self) -> None:
-        share = min(1.0, FADED_WEIGHT / self.tried) if self.tried else 1.0
+    def fade(self, weight: float) -> None:
+        share = min(1.0, weight / self.tried) if self.tried else 1.0
         self.accepted *= share
         self.tried *= share
 
@@ -77,9 +77,9 @@ class PositionRates:
     offered: Rates = field(default_factory=Rates)
     _run: tuple[bool, float] = (False, 1.0)  # the last verdict on a first draft, and the chance of its run
 
-    def fade(self) -> None:
+    def fade(self, weight: float = FADED_WEIGHT) -> None:
         for rate in (*self.verdicts, *self.offered):
-            rate.fade()
+            rate.fade(weight)
 
     def surprised(self, accepted: bool, chance: float) -> bool:
         """Count a verdict on a first draft of that chance; return whether the run of such verdicts is a surprise."""
@@ -109,10 +109,10 @@ class AcceptanceModel:
         """Whether reported probabilities predict better than positions."""
         return self._loss_by_probability < self._loss_by_position
 
-    def fade(self, own: PositionRates) -> None:
-        """Trust what was learned less: it was long ago, or turned out wrong."""
+    def fade(self, own: PositionRates, weight: float = FADED_WEIGHT) -> None:
+        """Trust what was learned less: it was long ago, or turned out wrong; ``weight``: what is left of its own."""
         self._all.fade()
-        own.fade()
+        own.fade(weight)
 
     def chances(self, own: PositionRates, n: int) -> list[float]:
         """Return the chances of ``n`` drafts of a request before they are made."""

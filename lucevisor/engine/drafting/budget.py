@@ -6,7 +6,6 @@ it, but for the step that overdraws the balance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 LOSS_SHARE: Final = 0.015
@@ -56,19 +55,3 @@ class Allowance:
         """Count what was saved, or lost if negative."""
         self.balance = min(self._most, self.balance + steps)
         self.spent = self.balance < (self._resume if self.spent else 0.0)
-
-
-@dataclass(slots=True)
-class WidthProbe:
-    """``n_left`` steps of ``width`` drafts with ``n_slices`` slices, to be measured within ``n_steps_left`` steps.
-
-    ``expected``: drafts of a slice to be accepted, by the estimate that justified the probe.  ``is_credit``: it began
-    when nothing was left to lose.
-    """
-
-    n_slices: int
-    width: int
-    n_left: int
-    n_steps_left: int
-    expected: float
-    is_credit: bool = False

@@ -26,6 +26,13 @@ SPARED_SHARE: Final = 0.5
 """Of the rows of rejected drafts, that looking is assumed to spare."""
 FREE_SHARE: Final = 0.01
 """Of a round: drafts that cost no more than this are asked for too, and their probabilities decide about verifying."""
+LEAST_GAIN: Final = 1.03
+"""What drafting must promise over plain decoding, and keep by measured times: estimates are no better than that."""
+MANY_SLICES: Final = 3
+"""Slices from which one warm step tells what its shape takes and whether drafts are accepted: it has as many verdicts
+as three steps of one slice, and costs more rows."""
+MOST_COLD: Final = 8
+"""Cold steps of a shape in a row that do not count; then that is what they take."""
 _KEPT_RATIOS: Final = 9
 _KEPT_GAPS: Final = 32
 _STALE_GAPS: Final = 1024
@@ -73,20 +80,37 @@ class DraftTimes:
     _n_unlooked: int = 0  # rounds with drafts since one looked at them
     _n_upkeep: int = 0
     _n_uneven: int = 0
+    _n_cold: dict[tuple[bool, int, int], int] = field(default_factory=dict)  # of a shape since its last warm step
     _uneven: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_RATIOS))
 
     def __post_init__(self) -> None:
         self.drafts = DecodeTimes(self.prior.more_share)
 
-    def add_step(self, n_rows: int, n_slices: int, seconds: float) -> None:
-        """Count a step; slices have unequal lengths if the rows cannot be shared out evenly."""
+    def add_step(self, n_rows: int, n_slices: int, seconds: float, *, cold: bool = False) -> None:
+        """Count a step; slices have unequal lengths if the rows cannot be shared out evenly.
+
+        ``cold``: of a shape whose graph was not there yet.  Of many slices one that is not counts at once.
+        """
         if n_rows % n_slices == 0:
-            self.steps.add(n_rows, n_slices, seconds)
+            self._add(self.steps, n_rows, n_slices, seconds, cold)
             return
         expected = self.steps.seconds(n_rows, n_slices)
         self._n_uneven += 1
-        if expected is not None and self._n_uneven > WARM_STEPS:
+        if expected is not None and not cold and (self._n_uneven > WARM_STEPS or n_slices >= MANY_SLICES):
             self._uneven.append(seconds / expected)
+
+    def add_draft(self, n_ahead: int, n_slices: int, seconds: float, *, cold: bool = False) -> None:
+        """Count what the draft stage took for ``n_ahead`` drafts of each slice; ``cold`` as in ``add_step``."""
+        self._add(self.drafts, n_ahead, n_slices, seconds, cold)
+
+    def _add(self, times: DecodeTimes, n: int, n_slices: int, seconds: float, cold: bool) -> None:
+        """Count a step, unless it is cold: the next ones are faster.  Few slices tell by their first ones, cold or not,
+        what such steps take at most.
+        """
+        shape, many = (times is self.drafts, n, n_slices), n_slices >= MANY_SLICES
+        self._n_cold[shape] = self._n_cold.get(shape, 0) + 1 if cold else 0
+        if not 0 < self._n_cold[shape] <= MOST_COLD or not (many or times.n_known(n, n_slices)):
+            times.add(n, n_slices, seconds, warm=many and not cold)
 
     def add_gap(self, kind: Round, seconds: float) -> None:
         """Count what a round took beside its step and drafts."""
@@ -194,9 +218,15 @@ class BatchCosts:
         return self.drafted_round_s(verify_s, self.draft_s(width))
 
     def with_free(self, width: int, max_drafts: int) -> int:
-        """Return the largest width up to ``max_drafts`` whose drafts cost hardly more than those of ``width``."""
+        """Return the largest width up to ``max_drafts`` whose drafts cost hardly more than those of ``width``.
+
+        Of many slices those that were made before: a block of drafts of all of them is no small step.
+        """
         most = self.draft_s(width) + FREE_SHARE * self.round_s(width)
-        return max(n for n in range(width, max_drafts + 1) if self.draft_s(n) <= most)
+        widths: Sequence[int] = range(width, max_drafts + 1)
+        if self.many:
+            widths = [n for n in widths if n == width or self.times.drafts.n_known(n, self.n_slices)]
+        return max(n for n in widths if self.draft_s(n) <= most)
 
     def drafted_round_s(self, step_s: float, draft_s: float) -> float:
         """Return the seconds of a round with such a step and such drafts."""
@@ -232,22 +262,35 @@ class BatchCosts:
         look_s = LOOK_SHARE * self.bare_round_s if look_s is None else look_s
         return width > 0 and SPARED_SHARE * rejected * self.row_s(self.n_slices * width) > look_s
 
+    @property
+    def many(self) -> bool:
+        """Whether there are so many slices that widths are tried with one step each, one by one."""
+        return self.n_slices >= MANY_SLICES
+
     def is_known(self, width: int, max_age: int) -> bool:
         """Whether a step with ``width`` drafts for every slice was measured, and lately."""
         age = self.times.steps.age(self.n_slices * (1 + width), self.n_slices)
         return age is not None and age <= max_age
 
+    def n_known(self, width: int) -> int:
+        """Return how many steps with ``width`` drafts for every slice an estimate rests on."""
+        return self.times.steps.n_known(self.n_slices * (1 + width), self.n_slices)
+
     @property
     def n_plain(self) -> int:
         """Plain steps that ``plain_s`` rests on."""
-        return self.times.steps.n_known(self.n_slices, self.n_slices)
+        return self.n_known(0)
 
     def optimistic_s(self, width: int) -> float:
-        """Return ``round_s`` if a step takes only half of the assumed increase over the next smaller known one."""
+        """Return ``round_s`` if a step takes only half of the assumed increase over the next smaller known one; if one
+        or two of many slices were measured, which may have been disturbed, a quarter of it.
+        """
+        share = 0.25 if self.many and 0 < self.n_known(width) <= WARM_STEPS else 0.5
         assumed_s = self.verify_s(self.n_slices * width)
         smaller = [w for w in range(width) if self.is_known(w, 1 << 62)]
         smaller_s = self.verify_s(self.n_slices * smaller[-1]) if smaller else self.plain_s
-        return self.drafted_round_s((min(smaller_s, assumed_s) + assumed_s) / 2, self.draft_s(width))
+        least_s = min(smaller_s, assumed_s)
+        return self.drafted_round_s(least_s + share * (assumed_s - least_s), self.draft_s(width))
 
     def _plain_round_s(self, upkeep_s: float) -> float:
         """Seconds of a round without drafts: with as many groups as there are now, or with one for each stage."""

@@ -37,8 +37,8 @@ class _ShapeTimes:
         """Whether it is at step ``number``."""
         return number - self.last_added <= _IN_USE_STEPS
 
-    def add(self, seconds: float, number: int, level: float) -> None:
-        self.n_added += 1
+    def add(self, seconds: float, number: int, level: float, *, warm: bool) -> None:
+        self.n_added = max(self.n_added, WARM_STEPS if warm else 0) + 1
         if self.n_added <= WARM_STEPS:
             self.typical = min(self.typical, seconds)
         else:
@@ -69,8 +69,8 @@ class DecodeTimes:
         self._reference: _ShapeTimes | None = None
         self._n_added = 0
 
-    def add(self, n_rows: int, n_slices: int, seconds: float) -> None:
-        """Count a step."""
+    def add(self, n_rows: int, n_slices: int, seconds: float, *, warm: bool = False) -> None:
+        """Count a step; ``warm``: it is known to have compiled and captured nothing."""
         if seconds <= 0:
             return
         self._n_added += 1
@@ -78,7 +78,7 @@ class DecodeTimes:
         if (self._reference is None or not self._reference.in_use(self._n_added)) and len(shape.steps) == _KEPT:
             self._reference = shape
         relative = shape.relative
-        shape.add(seconds, self._n_added, self._level)
+        shape.add(seconds, self._n_added, self._level, warm=warm)
         if shape is self._reference:
             self._level, shape.relative = shape.typical / relative, relative
         if len(shape.steps) == 1:

@@ -10,12 +10,14 @@ Invariants: it never asks for more than ``max_drafts``; what drafting costs more
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from lucevisor.engine.drafting.acceptance import AcceptanceModel, DraftLengths, expected_tokens
-from lucevisor.engine.drafting.budget import MOST_PROBES, UPKEEP_SHARE, Allowance, WidthProbe
+from lucevisor.engine.drafting.acceptance import FADED_WEIGHT, AcceptanceModel, DraftLengths, expected_tokens
+from lucevisor.engine.drafting.budget import UPKEEP_SHARE, Allowance
 from lucevisor.engine.drafting.costs import (
+    LEAST_GAIN,
+    MANY_SLICES,
     PRIORS,
     BatchCosts,
     BatchSchedule,
@@ -25,24 +27,17 @@ from lucevisor.engine.drafting.costs import (
     uneven,
 )
 from lucevisor.engine.drafting.lookup import LOOKUP_FIRST_CHANCE, LOOKUP_PROBABILITIES
+from lucevisor.engine.drafting.probes import EVER, PROBE_STEPS, Probes, WidthProbe, usable_widths, wanted_widths
 from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
 
-LEAST_GAIN: Final = 1.03
-"""What drafting must promise over plain decoding, and keep by measured times: estimates are no better than that."""
 UNSURE_GAIN: Final = 0.05
 """What it must promise more, over the root of the plain steps that were measured: their jitter."""
-PROBE_STEPS: Final = 3
-"""Steps of a probe: the first two of a new shape compile and capture."""
 FIRST_UNEVEN_GAIN: Final = 1.05
 """What unequal widths must promise over equal ones before any were measured."""
-STALE_STEPS: Final = 256
-"""Steps after which a width's time may be measured again."""
-STALE_PLAIN_STEPS: Final = 64
-"""The same for plain decoding, by which losses are counted; less while few plain steps were measured."""
-PLAIN_INTERVAL: Final = 4
-"""Steps between measurements of plain decoding, for each one that was made."""
+UNEVEN_CUT: Final = 1.5
+"""How much longer a step of unequal slices takes from which slices are rather cut to equal ones when a request ends."""
 CHOICE_STEPS: Final = 8
 """Steps for which a choice holds: choosing takes 0.1 ms, and estimates move slowly."""
 SLOWEST_STEPS: Final = 16
@@ -67,11 +62,11 @@ class Speculation:
         self._fixed, self._all_or_none = fixed, ends_early and kind is DraftKind.DFLASH  # one pass makes all of them
         self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
         self._lengths, self.times = DraftLengths(), DraftTimes(PRIORS[kind])
-        self._loss, self._probes = Allowance.for_losses(), Allowance.for_probes()
-        self.probe: WidthProbe | None = None  # what drafts are asked for only to measure
+        self._loss, self.probes = Allowance.for_losses(), Probes()
         self._choices: dict[int, WidthChoice] = {}  # by number of slices
         self._active: dict[str, tuple[int, RequestDrafts]] = {}  # by request id; when drafts were last asked for
         self._n_measured = self._renew_at = 0  # steps; choices made before are made again
+        self._renew = False  # so is the next one, whenever the last one was made
         self._n_slices = self._n_decoding = 1  # slices of the last step; sequences that decode
         self._slowest = 1.0  # share of the slowest stage in the time of a step
         self._step_s: float | None = None  # seconds of the last step
@@ -88,13 +83,17 @@ class Speculation:
         n_slices = max(1, -(-n_decoding // self.n_groups))
         if own.copying and n_slices == 1:
             return 0  # its own tokens are drafts enough
-        probe = self.probe
-        if probe is not None and probe.n_slices == n_slices:
+        probe = self.probes.running
+        if probe is not None and probe.asks(n_slices):
             return probe.width
         choice, now = self._choices.get(n_slices), self._n_measured
         hold = CHOICE_STEPS if now > EAGER_STEPS else 1
-        if choice is None or now >= choice.chosen_at + hold or choice.chosen_at < self._renew_at:
-            choice = self._choices[n_slices] = self._choose(n_slices)
+        if choice is None or now >= choice.chosen_at + hold or choice.chosen_at < self._renew_at or self._renew:
+            choice, self._renew = self._choose(n_slices), False
+            self._choices[n_slices] = choice
+        probe = self.probes.running
+        if probe is not None and probe.asks(n_slices):
+            return probe.width
         return choice.own.get(own.request_id, choice.width)
 
     def candidates(self, own: RequestDrafts, drafted: Drafted) -> Drafted:
@@ -121,6 +120,13 @@ class Speculation:
         self._n_slices, self._n_decoding = len(drafts), n_decoding
         return {own.request_id: n for (own, _), n in zip(drafts, self._widths(drafts), strict=True)}
 
+    def evened(self, widths: list[int], wanted: Iterable[int]) -> list[int]:
+        """Return what is left of equal widths, some of which were cut as requests end: equal again, of many slices
+        whose steps are known to take much longer otherwise.
+        """
+        stay = len(widths) < MANY_SLICES or self._fixed or len({*wanted}) > 1
+        return widths if stay or self.times.uneven_ratio < UNEVEN_CUT else [min(widths)] * len(widths)
+
     @property
     def uses_probabilities(self) -> bool:
         """Whether to wait for the probabilities of drafts, which say how many are verified."""
@@ -129,7 +135,8 @@ class Speculation:
     @property
     def width(self) -> int:
         """Drafts that are asked for at present, the most of any request."""
-        return self._max_drafts if self._fixed else self._latest.width
+        probe = self.probes.running
+        return self._max_drafts if self._fixed else self._latest.width if probe is None else probe.width
 
     def choose_groups(self, n_stages: int) -> int:
         """Return the micro-batches to deal sequences into: one a stage, one more if a drafter apart makes it pay."""
@@ -164,40 +171,55 @@ class Speculation:
         self._models[i].verified(own.rates[i], own.probabilities, n_drafts, n_accepted, own.n_left_out)
         own.copying = own.looked_up and n_accepted == n_drafts
         self._loss.gain(n_accepted / self._n_slices)
-        if self.probe is not None:  # a check that succeeds pays for the next one
-            self._probes.gain((n_accepted - self.probe.expected) / self._n_slices)
+        self._renew |= self.probes.verified(n_accepted, self._n_slices)
         if not n_accepted:
             self._renew_at = self._n_measured
 
-    def measured(self, n_rows: int, n_slices: int, seconds: float, slowest_s: float | None = None) -> None:
-        """Note how long the stages took for a step of decodes, one after the other, and the slowest of several."""
+    def measured(
+        self,
+        n_rows: int,
+        n_slices: int,
+        seconds: float,
+        slowest_s: float | None = None,
+        *,
+        cold: bool = False,
+        waited: bool = False,
+    ) -> None:
+        """Note how long the stages took for a step of decodes, one after the other, and the slowest of several.
+
+        ``cold`` as in StepResult.  ``waited``: for drafts, although it may verify none.
+        """
         steps = self.times.steps
-        expected, warm = steps.seconds(n_rows, n_slices), steps.n_known(n_rows, n_slices) > 0
-        self.times.add_step(n_rows, n_slices, seconds)
+        expected, warm = steps.seconds(n_rows, n_slices), not cold and steps.n_known(n_rows, n_slices) > 0
+        self.times.add_step(n_rows, n_slices, seconds, cold=cold)
         if slowest_s is not None and seconds > 0:
             self._slowest += (slowest_s / seconds - self._slowest) / SLOWEST_STEPS
         self._n_measured += 1
         if self._loss.spent:  # what an older probe asks for would not be verified
             self._renew_at = self._n_measured
-            self.probe = self.probe if self.probe is not None and self.probe.is_credit else None
+            self.probes.end_older()
         costs = self._costs(n_slices)
         if costs is None or expected is None:
             return
         self._step_s = min(seconds, OUTLIER * expected if warm else expected)
-        charged = costs.charged(self._step_s, drafted=n_rows > n_slices)
+        charged = costs.charged(self._step_s, drafted=waited or n_rows > n_slices)
         self._earn(charged)
-        if n_rows > n_slices:
+        if waited or n_rows > n_slices:
             self._loss.gain(1 - LEAST_GAIN * charged)
-        self._end_probe(n_rows, n_slices)
+        fewer = self._all_or_none and n_slices == 1 < n_rows and self.width > 0
+        if self.probes.stepped(n_rows, n_slices, fewer=fewer, cold=cold):
+            self._renew_at = self._n_measured
 
-    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float) -> None:
-        """Note how long the draft stage took for a step of decodes that asked for ``n_ahead`` drafts each."""
-        drafts = self.times.drafts
-        expected, warm = drafts.seconds(n_ahead, n_slices), drafts.n_known(n_ahead, n_slices) > 0
-        drafts.add(n_ahead, n_slices, seconds)
-        costs = self._costs(n_slices)
+    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float, *, cold: bool = False) -> None:
+        """Note how long the draft stage took for a step of decodes that asked for ``n_ahead`` drafts each; ``cold`` as
+        in StepResult.
+        """
+        drafts, costs = self.times.drafts, self._costs(n_slices)
+        expected, warm = drafts.seconds(n_ahead, n_slices), not cold and drafts.n_known(n_ahead, n_slices) > 0
+        self.times.add_draft(n_ahead, n_slices, seconds, cold=cold)
         if costs is not None:
-            expected = seconds if expected is None else expected
+            if expected is None:
+                expected = min(seconds, costs.draft_s(n_ahead)) if cold else seconds
             charged = self._delay(costs, min(seconds, OUTLIER * expected if warm else expected))
             self._earn(charged)
             self._loss.gain(-LEAST_GAIN * charged)
@@ -217,7 +239,7 @@ class Speculation:
 
     def _earn(self, steps: float) -> None:
         self._loss.earn(steps)
-        self._probes.earn(steps)
+        self.probes.earn(steps)
 
     def _costs(self, n_slices: int = 0, n_groups: int = 0) -> BatchCosts | None:
         """Costs with ``n_groups`` micro-batches (0: the present ones), of steps of ``n_slices`` (0: what follows)."""
@@ -241,19 +263,23 @@ class Speculation:
         each, mean = self._expected(), [*self._mean_tokens().values()]
         rounds = [costs.round_s(width) for width in range(self._max_drafts + 1)]
         rates = [n_slices * n / s for n, s in zip(mean, rounds, strict=True)]
-        best = max(self._choosable, key=rates.__getitem__)
+        usable = usable_widths(costs, self._choosable)
+        best = max(usable, key=rates.__getitem__)
         if rates[best] < (LEAST_GAIN + UNSURE_GAIN / math.sqrt(costs.n_plain or 1)) * rates[0]:
             best = 0
         if self._loss.spent:
             self._fade()  # whatever promised to pay off did not
-            probe = self._probe_width(costs, rates[0], mean, rounds, False) if self._is_new else None
-            return WidthChoice(probe or 0, rates[0], now)
-        own, rate = self._own_choice(costs, each, rates[best])
+            self.probes.judge(lambda width: False)
+            if self._is_new:
+                self._begin_probe(costs, rates[0], mean, rounds, False)
+            return WidthChoice(0, rates[0], now)
+        own, rate = self._own_choice(costs, each, rates[best], usable[-1])
         if rate < (LEAST_GAIN if self.times.uneven_known else FIRST_UNEVEN_GAIN) * rates[best]:
             own, rate = {}, rates[best]
         drafting, self._looks = best > 0 or bool(own), bool(own) or costs.pays_to_look(best, mean[best])
-        if self.probe is None and (width := self._probe_width(costs, rate, mean, rounds, drafting)) is not None:
-            return WidthChoice(width, rate, now)
+        self.probes.judge(lambda width: drafting or rates[width] >= LEAST_GAIN * rates[0])
+        if self.probes.running is None:
+            self._begin_probe(costs, rate, mean, rounds, drafting)
         if own:
             return WidthChoice(max(own.values()), rate, now, own)
         return WidthChoice(costs.with_free(best, self._max_drafts) if best else 0, rate, now)
@@ -280,58 +306,46 @@ class Speculation:
         model, n = self._models[False], self._max_drafts
         return {name: expected_tokens(model.chances(own.rates[False], n)) for name, (_, own) in self._active.items()}
 
-    def _probe_width(
+    def _begin_probe(
         self, costs: BatchCosts, rate: float, mean: Sequence[float], rounds: Sequence[float], drafting: bool
-    ) -> int | None:
-        """Begin to measure a width that is worth it, if the probe budget has room, and return it.
+    ) -> None:
+        """Begin to measure a width that is worth it, if the probe budget has room.
 
         ``rate``: the best known tokens a second; ``drafting``: with drafts.
         """
-        n_slices = costs.n_slices
+        n_slices, may_check = costs.n_slices, not drafting and (self._is_new or self.probes.plentiful)
         lost = [(s - n_slices * n / rate) / costs.bare_round_s for n, s in zip(mean, rounds, strict=True)]
-        wanted: list[int] = []
-        if drafting and not costs.is_known(0, min(STALE_PLAIN_STEPS, PLAIN_INTERVAL * costs.n_plain)):
-            wanted.append(0)
-        for width in self._choosable[1:]:
-            promised = n_slices * mean[width] / costs.optimistic_s(width)
-            if promised > rate and not costs.is_known(width, STALE_STEPS):
-                wanted.append(width)
-        if not drafting and self._may_check():
-            wanted.append(max(self._choosable[1:], key=lambda width: mean[width] / rounds[width]))
-        for width in wanted:
-            if PROBE_STEPS * lost[width] <= self._probes.balance:
+        for width in wanted_widths(costs, self._choosable, rate, mean, drafting=drafting, may_check=may_check):
+            known, expected = costs.is_known(0, EVER), mean[width] - 1
+            probe = WidthProbe(n_slices, width, expected, lost[width], self._loss.spent, is_check=not drafting)
+            if self.probes.begin(probe, n_steps=1 if known and not width else PROBE_STEPS):
                 if not drafting:
-                    self._fade()
-                n_steps = PROBE_STEPS if width or not costs.is_known(0, 1 << 62) else 1
-                self._probes.gain(-n_steps * lost[width])
-                credit = self._loss.spent
-                self.probe = WidthProbe(n_slices, width, n_steps, 4 * n_steps, mean[width] - 1, is_credit=credit)
-                return width
-        return None
+                    self._fade(0.0 if costs.many else FADED_WEIGHT)  # many verdicts tell more than old ones
+                return
 
     @property
     def _choosable(self) -> Sequence[int]:
         return (0, self._max_drafts) if self._all_or_none and self._n_decoding == 1 else range(self._max_drafts + 1)
-
-    def _may_check(self) -> bool:
-        """Whether acceptance may be checked while drafting is off: early in a request, else if much is saved up."""
-        return self._is_new or self._probes.balance >= MOST_PROBES / 2
 
     @property
     def _is_new(self) -> bool:
         """Whether a request decodes of which no draft was verified: its text may be easier than those before it."""
         return any(not own.rates[False].verdicts for _, own in self._active.values())
 
-    def _fade(self) -> None:
+    def _fade(self, weight: float = FADED_WEIGHT) -> None:
         for _, own in self._active.values():
-            self._models[False].fade(own.rates[False])
+            self._models[False].fade(own.rates[False], weight)
 
-    def _own_choice(self, costs: BatchCosts, each: dict[str, list[float]], rate: float) -> tuple[dict[str, int], float]:
-        """Return a width for every request, and the tokens a second they yield; none where that is not possible."""
+    def _own_choice(
+        self, costs: BatchCosts, each: dict[str, list[float]], rate: float, most: int
+    ) -> tuple[dict[str, int], float]:
+        """Return a width for every request, up to ``most``, and the tokens a second they yield; none where that is not
+        possible.
+        """
         ratio = self.times.uneven_ratio
         if costs.n_slices == 1 or len(each) != costs.n_slices:
             return {}, 0.0
-        tokens = list(each.values())
+        tokens = [one[: most + 1] for one in each.values()]
         least = rate * ratio * costs.row_s(costs.n_slices)
         widths = uneven(own_widths(tokens, least), tokens)
         if not any(widths):
@@ -340,18 +354,6 @@ class Speculation:
         found = sum(one[width] for one, width in zip(tokens, widths, strict=True)) / seconds
         return dict(zip(each, widths, strict=True)), found
 
-    def _end_probe(self, n_rows: int, n_slices: int) -> None:
-        probe = self.probe
-        if probe is None:
-            return
-        probe.n_steps_left -= 1
-        fewer = self._all_or_none and n_slices == 1 < n_rows and probe.width > 0
-        if n_slices == probe.n_slices and (fewer or n_rows == n_slices * (1 + probe.width)):
-            probe.n_left -= 1
-        if not probe.n_left or not probe.n_steps_left or n_slices != probe.n_slices:
-            self.probe = None
-            self._renew_at = self._n_measured
-
     # ---- inside: drafts to verify
 
     def _widths(self, drafts: Sequence[tuple[RequestDrafts, Drafted]]) -> list[int]:
@@ -359,8 +361,9 @@ class Speculation:
         n_slices, most, costs = len(drafts), max(counts), self._costs(len(drafts))
         if self._fixed:
             return [most] * n_slices
-        if self.probe is not None and self.probe.width and costs is not None:
-            return [min(most, self.probe.width)] * n_slices
+        probe = self.probes.running
+        if probe is not None and costs is not None and (n := probe.n_verify(most, n_slices)):
+            return [n] * n_slices
         if costs is None or self._loss.spent:
             return [0] * n_slices
         if self._all_or_none and self._n_decoding == 1 and not drafts[0][0].looked_up:
@@ -394,7 +397,4 @@ class Speculation:
     def _check_lookups(self, costs: BatchCosts) -> int:
         """Return how many looked-up drafts to verify although they promise nothing, to learn whether they still do."""
         lost = costs.verify_s(costs.n_slices) / costs.plain_s - 1
-        if PROBE_STEPS * lost > self._probes.balance:
-            return 0
-        self._probes.gain(-lost)
-        return 1
+        return int(self.probes.pays_for(lost))

@@ -180,12 +180,12 @@ class Drafting:
         if not any(drafted.tokens for _, drafted in records):
             return [*decodes]
         wanted = promised or self.speculation.n_verify(records, self._n_decoding)
-        widths = []
+        widths, most = [], self._settings.max_drafts
         for one in decodes:
             n_left = one.record.max_tokens - one.record.n_generated - 1
-            width = wanted.get(one.record.request.request_id, 0)
-            widths.append(max(0, min(width, self._settings.max_drafts, n_left)))
+            widths.append(max(0, min(wanted.get(one.record.request.request_id, 0), most, n_left)))
         widths = within_masks(self._within_states(widths), [one.record.request.constraint for one in decodes])
+        widths = self.speculation.evened(widths, wanted.values())
         return [padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
 
     def would_draft(self, ahead: Sequence[ScheduledSlice]) -> bool:
@@ -297,7 +297,7 @@ class Drafting:
             self.speculation.measured_upkeep(len(pieces), result.compute_s)
         else:
             n_asked = sum(piece.n_ahead > 0 for piece in pieces)
-            self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s)
+            self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s, cold=result.cold)
 
     def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
@@ -328,12 +328,12 @@ class Drafting:
             shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.n_drafts else 0))
         self.statistics.stepped(shares, seconds)
 
-    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float]) -> None:
-        """Note how long each stage took for a step of decodes."""
+    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float], *, cold: bool, waited: bool) -> None:
+        """Note how long each stage took for a step of decodes; ``cold``: StepResult, ``waited``: ScheduledStep."""
         if self._settings.max_drafts and slices:
             self._rest.stepped()
             n_rows = sum(len(piece.tokens) for piece in slices)
-            self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s))
+            self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s), cold=cold, waited=waited)
 
     # ---- inside
 
@@ -374,16 +374,16 @@ class Drafting:
             record.max_tokens - record.n_generated - 2 - one.runs_ahead,  # the last token needs no draft
             self._max_context - (one.stop + n_drafts) - 1,
         )
-        wanted = min(most, self.speculation.n_ahead(record.drafts, self._n_decoding)) if most > 0 else 0
-        if wanted and self.speculation.probe is None:
+        n_decoding = self._n_decoding if record.state is RequestState.DECODE else len(self._running)  # prompts end
+        wanted = min(most, self.speculation.n_ahead(record.drafts, n_decoding)) if most > 0 else 0
+        if wanted and self.speculation.probes.running is None:
             self._rest.asked()
         return wanted
 
     def _candidates(self, one: ScheduledSlice) -> Drafted:
         """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
-        found = self.speculation.candidates(
-            one.record.drafts, one.live.drafted or unseen_drafts(self.outstanding, one.live)
-        )
+        live = one.live
+        found = self.speculation.candidates(one.record.drafts, live.drafted or unseen_drafts(self.outstanding, live))
         constraint = one.record.request.constraint
         if constraint is None or not found.tokens:
             return found

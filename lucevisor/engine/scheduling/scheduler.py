@@ -248,12 +248,13 @@ class Scheduler(SchedulerState):
         Call what this returns when the next step was sent: the policy of drafts takes half as long as a plan to learn
         a decode's time, and the first stage waits meanwhile.
         """
-        stages_s = [stage.compute_s for stage in results]
+        stages_s, cold = [stage.compute_s for stage in results], any(stage.cold for stage in results)
         if self.in_flight:
             self.drafting.stepped(self.in_flight[0], sum(stages_s))
         if (self.in_flight and self.in_flight[0].plain) or all_decodes(slices):
-            return partial(self.drafting.measured, slices, stages_s)
-        self.chunks.measured(slices, max(stages_s), cold=any(stage.cold for stage in results))
+            waited = bool(self.in_flight) and self.in_flight[0].waited
+            return partial(self.drafting.measured, slices, stages_s, cold=cold, waited=waited)
+        self.chunks.measured(slices, max(stages_s), cold=cold)
         return lambda: None
 
     # ---- inside: choice, pages, plans
@@ -298,6 +299,7 @@ class Scheduler(SchedulerState):
         follows = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
         drafts_of = max([one.live.awaiting for one in chosen if one.drafts_pend], default=0) if self.n_stages > 1 else 0
         p_min = self.drafting.p_min if len(chosen) == 1 else 0
+        waited = self.drafting.active and not follows and any(one.live.awaiting or one.live.drafted for one in chosen)
         slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live), p_min) for one in chosen]
         self._shares.charge(
             (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
@@ -328,7 +330,7 @@ class Scheduler(SchedulerState):
             for one, s in zip(chosen, slices, strict=True)
         }
         self._waits.planned(now)
-        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, follows, plain))
+        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, follows, plain, waited))
         self.drafting.planned(self.in_flight[-1], upkeep=step.upkeep)
         self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple([one.record.request.request_id for one in chosen]), mask_jobs(parts.values()))
