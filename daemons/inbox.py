@@ -26,6 +26,8 @@ from lucevisor.protocol.steps import DraftStep, Masks, Recall, Reset, Slice
 
 _LOOKS: Final = 20
 """At a doorbell, between two looks at the link: some two microseconds."""
+_HOLD_MS: Final = 10
+"""How long an answer waits for the next one at a doorbell: longer than most steps of a stage that shares its core."""
 
 
 class StepRecalled(Exception):
@@ -83,7 +85,10 @@ class Inbox:
             poll = select.poll()
             poll.register(link, select.POLLIN)
             poll.register(bells.wake_fd, select.POLLIN)
-            ready = {fd for fd, _ in poll.poll(timeout_ms)}
+            holds = timeout_ms is None and self._link.holds
+            ready = {fd for fd, _ in poll.poll(_HOLD_MS if holds else timeout_ms)}
+            if holds and not ready:
+                self._link.flush()
             if bells.wake_fd in ready:
                 bells.drain()
             if link not in ready:

@@ -64,6 +64,7 @@ class ModelRunner:
         self._settled_at = self._upkeep_s = 0.0
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
+        self.shares_cores = not load.spin_s  # with the supervisor and other daemons
         self._queues = pinned and self.is_awaited and len(load.stages) == 1  # steps, behind one that is not settled
         self.defers_drafts = pinned
         self._is_computing = False  # a step is not settled

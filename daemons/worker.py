@@ -201,12 +201,16 @@ class _MessageLoop:
 
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]
-        told_before = bool(output.result.drafts)  # the first stage reports those that it used
-        if self._runtime is not None and told_before:
-            self._runtime.tell(output)
-        self._link.send(output.result, request_id=output.result.step_id, payload=payload)
-        if self._runtime is not None and not told_before:
-            self._runtime.tell(output)
+        result, runtime = output.result, self._runtime
+        told_before = bool(result.drafts)  # the first stage reports those that it used
+        if runtime is not None and told_before:
+            runtime.tell(output)
+        if runtime is not None and told_before and runtime.shares_cores:  # a step that verifies them may be here
+            self._link.hold(result, request_id=result.step_id)
+        else:
+            self._link.send(result, request_id=result.step_id, payload=payload)
+        if runtime is not None and not told_before:
+            runtime.tell(output)
         self._reporter.step_done(n_rows)
 
     def _handle(self, frame: Frame) -> int | None:

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from lucevisor.config import Config, GroupConfig
+from lucevisor.deployment.affinity import usable_cores
 from lucevisor.deployment.installed import installed
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
@@ -55,7 +56,7 @@ def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
 
 
 def _check_cores(config: Config) -> Iterator[ConfigError]:
-    usable = sorted(os.sched_getaffinity(0))
+    usable = usable_cores()
     for name, group in config.groups.items():
         if wrong := sorted(set(group.cores) - set(usable)):
             near = [min(usable, key=lambda core, of=wanted: abs(core - of)) for wanted in wrong]  # type: ignore[misc]

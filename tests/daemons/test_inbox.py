@@ -24,6 +24,7 @@ from lucevisor.protocol.loading import ArenaPlan
 from lucevisor.protocol.messages import Message, MessageKind, Shutdown
 from lucevisor.protocol.states import LinkState, Role
 from lucevisor.protocol.steps import (
+    Drafted,
     DraftStep,
     Masks,
     Recall,
@@ -59,7 +60,9 @@ class Ends:
         reporter = SimpleNamespace(phase=lambda *_: None, step_done=lambda _: None)
         loop = _MessageLoop(self.daemon, reporter, Options("left", Backend.CPU, 0, 0, 0, 1, ()))  # type: ignore[arg-type]
         loop._runtime = SimpleNamespace(
-            **{"tell": lambda _: None, "keep_up": lambda *_: None, "awaits_drafts": lambda _: False} | runtime
+            **{"tell": lambda _: None, "keep_up": lambda *_: None, "awaits_drafts": lambda _: False}
+            | {"shares_cores": False}
+            | runtime
         )  # type: ignore[assignment]
         return loop
 
@@ -123,6 +126,34 @@ def test_a_step_that_is_dropped_does_not_wait_and_those_behind_it_are_dropped_to
     assert ends.inbox.recalling  # so step 8 is not begun
     assert ends.inbox.receive().message == message  # type: ignore[union-attr]
     assert not ends.inbox.recalling
+
+
+def test_an_answer_that_waits_for_the_next_one_does_not_wait_as_long_as_rows_do(ends: Ends) -> None:
+    ends.inbox.spin_s = 0.0
+    ends.daemon.hold(StepResult(6, 2))
+    thread = threading.Thread(target=ends.await_rows, args=(1, 7))
+    thread.start()
+    assert ends.supervisor.wait(5.0)
+    assert ends.supervisor.receive().message == StepResult(6, 2)  # type: ignore[union-attr]
+    ends.before.bells.ring(1, 7)
+    thread.join()
+
+
+@pytest.mark.parametrize("shares_cores", [True, False])
+def test_drafts_that_the_first_stage_was_told_are_answered_with_the_next_step_where_cores_are_shared(
+    shares_cores: bool,
+) -> None:
+    ends = Ends(0.0)
+    told = list[int]()
+    loop = ends.loop(tell=lambda output: told.append(output.result.step_id), shares_cores=shares_cores)
+    drafted = StepResult(6, 2, drafts=[Drafted(0, [3], [0.5])])
+    loop._answer(StepOutput(drafted, []), 1)
+    assert told == [6]
+    assert ends.supervisor.wait(0.05) != shares_cores
+    loop._answer(StepOutput(StepResult(7, 1), []), 1)
+    assert [ends.supervisor.receive().message for _ in range(2)] == [drafted, StepResult(7, 1)]  # type: ignore[union-attr]
+    for part in (ends.supervisor, ends.daemon, ends.arena, ends.before):
+        part.close()
 
 
 def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:

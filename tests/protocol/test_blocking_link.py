@@ -335,6 +335,58 @@ def test_spinning_receives_the_same(raw):
     assert link.receive() is None
 
 
+def messages(link, n):
+    return [link.receive().message for _ in range(n)]
+
+
+def test_held_frames_go_with_the_next_one_in_order(pair):
+    supervisor, daemon = pair
+    daemon.hold(StepResult(1, 2))
+    daemon.hold(StepResult(2, 2))
+    assert daemon.holds
+    assert not supervisor.wait(0.05)
+    daemon.send(StepResult(3, 1))
+    assert not daemon.holds
+    assert messages(supervisor, 3) == [StepResult(1, 2), StepResult(2, 2), StepResult(3, 1)]
+
+
+def test_held_frames_go_before_descriptors(pair, tmp_path):
+    """Descriptors come with the first byte of a write: that must be one of the frame that names them."""
+    supervisor, daemon = pair
+    with open(tmp_path / "file", "w") as file:
+        supervisor.hold(Step(1, 1))
+        supervisor.send(Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)]), fds=[file.fileno()])
+    first, second = daemon.receive(), daemon.receive()
+    assert (len(first.fds), len(second.fds)) == (0, 1)
+    for fd in second.fds:
+        os.close(fd)
+
+
+def test_held_frames_are_written_before_the_link_waits(pair):
+    supervisor, daemon = pair
+    supervisor.send(Step(1, 1))
+    daemon.hold(StepResult(1, 2))
+    assert daemon.receive().message == Step(1, 1)
+    assert daemon.holds  # nothing was waited for
+    thread = threading.Thread(target=daemon.receive)
+    thread.start()
+    assert supervisor.wait(5.0)
+    assert supervisor.receive().message == StepResult(1, 2)
+    supervisor.send(Step(2, 1))
+    thread.join()
+
+
+def test_a_dead_link_holds_nothing(pair):
+    supervisor, daemon = pair
+    daemon.hold(StepResult(1, 2))
+    supervisor.close()
+    with pytest.raises(LinkClosed):
+        daemon.flush()
+    assert daemon.receive() is None
+    with pytest.raises(LinkClosed):
+        daemon.hold(StepResult(2, 2))
+
+
 def test_a_link_owns_its_inherited_descriptor():
     a, b = socket.socketpair()
     b.set_inheritable(True)

@@ -60,9 +60,7 @@ class Pipeline:
         if not stages:
             raise ValueError("a pipeline needs at least one stage")
         self._links = list(stages)
-        self._on_result = on_result
-        self._on_failed = on_failed
-        self._clock = clock
+        self._on_result, self._on_failed, self._clock = on_result, on_failed, clock
         self.rings = rings
         self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in order of arrival
         self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # that its daemon has, in the order sent
@@ -74,6 +72,7 @@ class Pipeline:
         self.drafts = DraftRelay(len(stages), clock, lambda: self.in_flight, self._start)
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
+        self.on_sent: Callable[[], None] = lambda: None  # a step went to the stages that may have it
         self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
         self.on_recalled: Callable[[], None] = lambda: None  # a stage has given posted steps back
         self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
@@ -119,6 +118,7 @@ class Pipeline:
                         return
                 else:
                     entry.frames[stage] = entry.frame(stage)
+            self.on_sent()
 
     def send_masks(self, made: MadeMasks) -> None:
         """Send the masks of a submitted step to the output stage, which may have the step already or not.
