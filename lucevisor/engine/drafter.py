@@ -62,12 +62,13 @@ class DrafterAttachment:
     def _drafted(self, result: StepResult) -> None:
         """Let the sequences go on that waited for these drafts."""
         try:
-            self._scheduler.drafting.answered(result)
+            waited = self._scheduler.drafting.answered(result)
         except WrongResult as error:
             text = f"the draft stage sent a wrong result: {error}"
             self._lost(PipelineFailure(result.stage, "protocol_error", text))
         else:
-            self._proceed()
+            if waited:  # else a result comes, and first stages may wait for this process
+                self._proceed()
 
     def _lost(self, failure: PipelineFailure) -> None:
         self.detach()

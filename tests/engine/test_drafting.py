@@ -311,14 +311,14 @@ def test_a_drafter_rests_longer_each_time_that_it_is_woken_in_vain() -> None:
     while len(stretches) < 10:
         rest.stepped()
         n += 1
-        if rest.due:
+        if rest.due(idle=False):
             rest.turn()
             stretches.append(n)
             n = 0
     assert stretches[::2] == [AWAKE_STEPS] * 5
     assert stretches[1::2] == [1024, 2048, 4096, 8192, 8192]
     rest.asked()
-    assert not rest.due
+    assert not rest.due(idle=True)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_drafter_that_paid_off_rests_for_a_moment_at_first(n_asked: int, first
 
     def stretch() -> int:
         n = 0
-        while not rest.due:
+        while not rest.due(idle=False):
             rest.stepped()
             n += 1
         rest.turn()
@@ -343,6 +343,40 @@ def test_a_drafter_that_paid_off_rests_for_a_moment_at_first(n_asked: int, first
         rest.asked()  # for another sequence of the step
         rest.stepped()
     assert [stretch() for _ in range(6)] == [AWAKE_STEPS - 1, first, AWAKE_STEPS, 2 * first, AWAKE_STEPS, 4 * first]
+
+
+@pytest.mark.parametrize("n_asked", [PAID_STEPS - 1, PAID_STEPS])
+def test_a_request_that_comes_alone_wakes_a_drafter_that_paid_off_unless_the_one_before_woke_it_in_vain(
+    n_asked: int,
+) -> None:
+    rest = DrafterRest()
+    for _ in range(n_asked):
+        rest.asked()
+        rest.stepped()
+    assert not rest.due(idle=True)
+    rest.turn()
+    assert not rest.due(idle=False)
+    assert rest.due(idle=True) == (n_asked == PAID_STEPS)
+    rest.turn()
+    assert not rest.resting
+    assert not rest.due(idle=True)
+    rest.turn()
+    assert not rest.due(idle=True)
+
+
+@pytest.mark.parametrize("paid", [True, False])
+def test_a_drafter_that_paid_off_drafts_for_the_next_request_that_comes_alone(
+    paid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(speculating())
+    drafting = bench.scheduler.drafting
+    monkeypatch.setattr(drafting._rest, "_n_asked", PAID_STEPS if paid else 0)
+    bench.scheduler._operations += drafting.rest([])
+    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: 2)
+    bench.submit("a", n=40)
+    plan = bench.plan()
+    assert drafting.resting != paid
+    assert any(piece.n_ahead for piece in plan.step.slices) == paid
 
 
 def test_state_of_a_drafter_that_rested_is_not_kept_over_a_restart() -> None:

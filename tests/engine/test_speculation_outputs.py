@@ -63,9 +63,8 @@ class AnyRest(DrafterRest):
         super().__init__()
         self.seed, self.n = seed, 0
 
-    @property
-    def due(self) -> bool:
-        return self._n_steps > mix(self.seed, self.n) % 7
+    def due(self, *, idle: bool) -> bool:
+        return self._n_steps > mix(self.seed, self.n) % 7 or (idle and self.resting and self.n % 2 == 0)
 
     def turn(self) -> None:
         super().turn()

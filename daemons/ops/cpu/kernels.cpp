@@ -72,12 +72,18 @@ long dequantise(long kind, const uint8_t* tiles, long n_columns, long first, lon
   return 0;
 }
 
-// Rows of a table of quant blocks, by id.
+// Rows of a table of quant blocks, by id.  A row that is the one before, as masks of a draft are, is copied.
 long lookup(long kind, const uint8_t* raw, long row_bytes, long n_blocks, const int64_t* ids, long stride, long n,
             uint16_t* out) {
-  for (long i = 0; i < n; i++)
-    FOR_KIND(kind, dequantise_row<T>(raw + ids[i * stride] * row_bytes, n_blocks, row_bytes / n_blocks,
-                                     out + i * n_blocks * T::BLOCK))
+  for (long i = 0; i < n; i++) {
+    FOR_KIND(kind, {
+      const long width = n_blocks * T::BLOCK;
+      if (i && ids[i * stride] == ids[(i - 1) * stride])
+        memcpy(out + i * width, out + (i - 1) * width, width * 2);
+      else
+        dequantise_row<T>(raw + ids[i * stride] * row_bytes, n_blocks, row_bytes / n_blocks, out + i * width);
+    })
+  }
   return 0;
 }
 

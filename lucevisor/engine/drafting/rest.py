@@ -21,7 +21,7 @@ PAID_STEPS: Final = 64
 """Steps for which it is asked while awake, after which it counts as one that pays on some texts: a useless one is
 stopped sooner."""
 PAID_REST_STEPS: Final = AWAKE_STEPS
-"""Steps for which such a drafter rests at first: the next answer may be one that it drafts well."""
+"""Steps for which such a drafter rests at first, or until a request comes while nothing is decoded."""
 RESTING: Final = "the drafter rests, because plain decoding is faster; it is tried again now and then"
 
 
@@ -30,14 +30,19 @@ class DrafterRest:
 
     def __init__(self) -> None:
         self.resting = False
+        self._paid = False  # before it rested
         self._n_steps = 0  # since it was asked, woken or let rest
         self._asked = False  # since the last step
         self._n_asked = 0  # steps since it was woken for which it was
         self._rest_steps = REST_STEPS
 
-    @property
-    def due(self) -> bool:
-        """Whether it is to be woken, or to rest if the policy wants no drafts."""
+    def due(self, *, idle: bool) -> bool:
+        """Whether it is to be woken, or to rest if the policy wants no drafts.
+
+        ``idle``: nothing is decoded.  What comes next may be drafted well, and has nothing that it missed.
+        """
+        if idle and self.resting and self._paid:
+            return True
         return self._n_steps >= (self._rest_steps if self.resting else AWAKE_STEPS)
 
     def turn(self) -> None:
@@ -45,8 +50,10 @@ class DrafterRest:
         self.resting, self._n_steps = not self.resting, 0
         if not self.resting:  # in vain, until it is asked
             self._rest_steps, self._n_asked = min(2 * self._rest_steps, MOST_REST_STEPS), 0
-        elif self._n_asked:
-            self._rest_steps = PAID_REST_STEPS if self._n_asked >= PAID_STEPS else REST_STEPS
+            return
+        self._paid = self._n_asked >= PAID_STEPS
+        if self._n_asked:
+            self._rest_steps = PAID_REST_STEPS if self._paid else REST_STEPS
 
     def stepped(self) -> None:
         """Count a step of decodes."""
@@ -60,4 +67,5 @@ class DrafterRest:
 
     def end(self) -> None:
         """It is another drafter, or the same one attached again."""
-        self.resting, self._n_steps, self._asked, self._n_asked = False, 0, False, 0
+        self.resting = self._paid = self._asked = False
+        self._n_steps = self._n_asked = 0
