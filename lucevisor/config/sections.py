@@ -121,7 +121,11 @@ class GroupConfig:
     ] = "auto"
     cores: Annotated[
         tuple[int, ...],
-        Key(Several(Whole(0, 8191)), "Processor cores the daemon is pinned to. Empty: not pinned."),
+        Key(
+            Several(Whole(0, 8191)),
+            "Processor cores the daemon is pinned to. Empty: not pinned, but where cpu groups have as many threads as "
+            "there are cores, that of the last layers has some of its own.",
+        ),
     ] = ()
 
     def environment(self) -> dict[str, str]:
