@@ -52,8 +52,8 @@ def test_a_phase_begins_with_a_drafter_that_does_not_rest(knob: Knob) -> None:
         rest.stepped()
     knob.adapt(1)
     rest.stepped()
-    assert not rest.due
+    assert not rest.due(idle=False)
     rest.turn()
     knob.adapt(1)
     assert rest._n_steps == MOST_REST_STEPS
-    assert rest.due
+    assert rest.due(idle=False)
