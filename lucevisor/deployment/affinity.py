@@ -24,3 +24,9 @@ def keep_to(cores: Collection[int]) -> None:
     with suppress(OSError):  # they were taken away since
         os.sched_setaffinity(0, cores or usable)
         _all_cores[:] = usable if cores else []
+
+
+def take_all() -> None:
+    """Let this thread, and what it starts, have all usable cores: for programs that are none of the service's."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, usable_cores())

@@ -77,7 +77,7 @@ def own_thread() -> Iterator[list[BaseException]]:
 
 
 def test_cores_that_a_thread_is_kept_off_stay_usable(own_thread: list[BaseException]) -> None:
-    usable = sorted(os.sched_getaffinity(0))
+    usable, found = sorted(os.sched_getaffinity(0)), list[set[int]]()
 
     def work() -> None:
         try:
@@ -86,6 +86,11 @@ def test_cores_that_a_thread_is_kept_off_stay_usable(own_thread: list[BaseExcept
                 assert os.sched_getaffinity(0) == {usable[0]}
                 assert affinity.usable_cores() == usable
             affinity.keep_to([100_000])  # which is not there
+            assert os.sched_getaffinity(0) == {usable[0]}
+            other = threading.Thread(target=lambda: (affinity.take_all(), found.append(os.sched_getaffinity(0))))
+            other.start()
+            other.join()
+            assert found == [set(usable)]
             assert os.sched_getaffinity(0) == {usable[0]}
             affinity.keep_to(())
             assert sorted(os.sched_getaffinity(0)) == affinity.usable_cores() == usable
