@@ -62,13 +62,12 @@ class DrafterAttachment:
     def _drafted(self, result: StepResult) -> None:
         """Let the sequences go on that waited for these drafts."""
         try:
-            waited = self._scheduler.drafting.answered(result)
+            self._scheduler.drafting.answered(result)
         except WrongResult as error:
             text = f"the draft stage sent a wrong result: {error}"
             self._lost(PipelineFailure(result.stage, "protocol_error", text))
         else:
-            if waited:  # else a result comes, and first stages may wait for this process
-                self._proceed()
+            self._proceed()
 
     def _lost(self, failure: PipelineFailure) -> None:
         self.detach()

@@ -267,9 +267,9 @@ class Drafting:
             if part.slice.n_ahead:
                 part.live.awaiting = scheduled.step_id
 
-    def answered(self, result: StepResult) -> bool:
-        """Take the drafts of a step; return whether sequences go on with them that have no step in flight.  Raises
-        WrongResult, changing nothing, if they do not answer the oldest step that the drafter has yet to answer.
+    def answered(self, result: StepResult) -> None:
+        """Take the drafts of a step, so that its sequences go on.  Raises WrongResult, changing nothing, if they do not
+        answer the oldest step that the drafter has yet to answer.
         """
         expected = self.outstanding[0] if self._n_sampled else None
         if expected is None or expected.step_id != result.step_id:
@@ -292,12 +292,11 @@ class Drafting:
         self._gaps.drafted(expected, result.compute_s)
         pieces = [part.slice for part in expected.parts.values()]
         if not pieces or not all_decodes(pieces):
-            return True
+            return
         if n_asked := sum(piece.n_ahead > 0 for piece in pieces):
             self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s, cold=result.cold)
         else:
             self.speculation.measured_upkeep(len(pieces), result.compute_s)
-        return not all(part.record.n_in_flight for part in expected.parts.values())
 
     def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
