@@ -28,5 +28,5 @@ def keep_to(cores: Collection[int]) -> None:
 
 def take_all() -> None:
     """Let this thread, and what it starts, have all usable cores: for programs that are none of the service's."""
-    with suppress(OSError):
+    with suppress(OSError):  # as in keep_to
         os.sched_setaffinity(0, usable_cores())

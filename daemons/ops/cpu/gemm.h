@@ -14,7 +14,11 @@ constexpr int AHEAD = 8192;    // bytes that are prefetched: the processor alone
 constexpr int SHARED = 256;    // columns whose activations share a factor; of a row's last ones, those that are left
 constexpr int GROUP_SUM = 32;  // columns whose activations' sum is known; that of each half, too
 
-inline long pair_of(long column) { return column / GROUP_SUM / 2 * 2; }
+// Where in ByteRows::sums, as 16-bit integers, that of a column's GROUP_SUM is for row r of R.
+inline long sum_at(long column, int r, int R) {
+  const long group = column / GROUP_SUM;
+  return group / 2 * 2 * R + 2 * r + group % 2;
+}
 
 inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* at, int n_bytes) {
   for (int i = 0; i < n_bytes; i += 64) _mm_prefetch((const char*)at + AHEAD + i, _MM_HINT_T0);
@@ -63,7 +67,8 @@ struct ByteRows {
     return columns / 4 + count_shared(columns) + 3 * (columns / GROUP_SUM) + count_pairs(columns);
   }
   ByteRows(float* memory, long n, long columns)
-      : n(n), columns(columns), shared(count_shared(columns)), groups(columns / GROUP_SUM), pairs(count_pairs(columns)) {
+      : n(n), columns(columns), shared(count_shared(columns)) {
+    groups = columns / GROUP_SUM, pairs = count_pairs(columns);
     x = (int8_t*)memory;
     negated = (int32_t*)(x + n * columns);
     factors = (float*)(negated + n * 3 * groups);
@@ -107,7 +112,8 @@ struct ByteRows {
         store_negated(minus, few, of_group[g]);
         minus += rows;
       }
-      _mm256_mask_storeu_epi32(pair, few, _mm256_mask_blend_epi16(0xaaaa, of_group[0], _mm256_slli_epi32(of_group[1], 16)));
+      const __m256i second = _mm256_slli_epi32(of_group[1], 16);
+      _mm256_mask_storeu_epi32(pair, few, _mm256_mask_blend_epi16(0xaaaa, of_group[0], second));
     }
   }
 
@@ -133,7 +139,8 @@ struct ByteRows {
     _mm256_mask_storeu_epi32(to, few, _mm256_sub_epi32(_mm256_setzero_si256(), x));
   }
 
-  // 64 columns of MAX_ROWS rows: the i-th vector has columns 8i to 8i + 8, as a four of each row and the next four.
+  // 64 columns of MAX_ROWS rows: the i-th vector has columns 8i to 8i + 8, as a four of each row and the next four.  What
+  // is beyond the rows and columns that there are may be anything, and is not stored.
   static void interleave(const int8_t* bytes, __m512i* two) {
     const __m512i order =
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
@@ -234,7 +241,7 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
           for (int r = 0; r < R; r++) {
             part[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][r]), d, part[h][r]);
             if constexpr (T::MIN != 0)
-              part[h][r] = _mm512_fmadd_ps(m, splat(sums[pair_of(column) * R + 2 * r + column / GROUP_SUM % 2]), part[h][r]);
+              part[h][r] = _mm512_fmadd_ps(m, splat(sums[sum_at(column, r, R)]), part[h][r]);
           }
         }
       }
@@ -258,7 +265,7 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
           const __m512i pair = whole_minima<T>(tile, (column - from) / T::GROUP, h);
 #pragma GCC unroll 8
           for (int r = 0; r < R; r++)
-            least[r] = add_pairs(least[r], pair, same_in_all(sums + pair_of(column) * R + 2 * r));
+            least[r] = add_pairs(least[r], pair, same_in_all(sums + sum_at(column, r, R)));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {

@@ -28,7 +28,7 @@
     default: return -1;                                                            \
   }
 
-constexpr long MOST_ROWS = 1024;  // at a time: their activations take 1.4 bytes a column each
+constexpr long MOST_ROWS = 1024;  // at a time: their activations take 1.5 bytes a column each
 constexpr long FEW_ROWS = 32;
 constexpr long PART_ROWS = 128;  // of many, that a thread takes at a time
 
