@@ -766,6 +766,27 @@ def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
     assert policy.told[4:] == [("b", 4), ("drafts", 2, 4, 3.0)]
 
 
+def test_what_drafts_took_is_learned_when_the_step_behind_the_one_that_verifies_them_is_sent() -> None:
+    bounds = speculating()
+    bench = Bench(replace(bounds, speculation=replace(bounds.speculation, p_min=20)))
+    policy = bench.scheduler.drafting.speculation = Recorder()
+    bench.submit("a")
+    prompt = bench.plan()
+    bench.answer(prompt)
+    first = bench.plan()
+    bench.draft(prompt)
+    bench.answer(first)
+    second = bench.plan()
+    assert [s.drafts_pend for s in second.step.slices] == [True]
+    before = len(policy.told)
+    bench.draft(first, seconds=0.5)
+    assert policy.told[before:] == [("a", 4)]
+    bench.answer(second, seconds=2.0)
+    assert policy.told[before + 1 :] == [("drafts", 1, 4, 0.5), ("step", 3, 1, 2.0), ("a", 2, 0)]
+    bench.draft(second, seconds=3.0)
+    assert policy.told[-1] == ("drafts", 1, 4, 3.0), "no step is in flight that verifies these"
+
+
 def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafters_drafts() -> None:
     bench = Bench(speculating(lookup=True))
     bench.scheduler.submit(request("a", [*range(20, 27), 7, 5, 6, 8, 1, *range(20, 27)], 20), 0.0)

@@ -12,15 +12,23 @@ inline void top_k_row(const float* x, long n, long k, float* best, int64_t* ids)
   };
   long i = 0;
   for (; i < k; i++) insert(x[i], i);
-  for (; i < n; i += LANES) {
+  Floats worst = splat(best[k - 1]);
+  const auto insert_larger = [&](long i) {
     const __mmask16 m = lanes(i, n);
     const Floats row = _mm512_maskz_loadu_ps(m, x + i);
-    for (unsigned larger = _mm512_mask_cmp_ps_mask(m, row, splat(best[k - 1]), _CMP_GT_OQ); larger;
-         larger &= larger - 1) {
+    for (unsigned larger = _mm512_mask_cmp_ps_mask(m, row, worst, _CMP_GT_OQ); larger; larger &= larger - 1) {
       const long at = i + __builtin_ctz(larger);
       if (x[at] > best[k - 1]) insert(x[at], at);
     }
+    worst = splat(best[k - 1]);
+  };
+  for (; i + 4 * LANES <= n; i += 4 * LANES) {  // most have none
+    const Floats a = _mm512_max_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(x + i + LANES));
+    const Floats b = _mm512_max_ps(_mm512_loadu_ps(x + i + 2 * LANES), _mm512_loadu_ps(x + i + 3 * LANES));
+    if (!_mm512_cmp_ps_mask(_mm512_max_ps(a, b), worst, _CMP_GT_OQ)) continue;
+    for (long j = i; j < i + 4 * LANES; j += LANES) insert_larger(j);
   }
+  for (; i < n; i += LANES) insert_larger(i);
 }
 
 // The sum of e^(x - largest) of a row.

@@ -246,32 +246,36 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
         }
       }
     }
+    if constexpr (T::NESTED) {
+      __m512i least[2][R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) least[0][r] = least[1][r] = _mm512_setzero_si512();
+      if constexpr (T::MIN != 0)
+        for (int g = 0; g < T::GROUPS; g += 2) {
+          const __m512i pair[2] = {whole_minima<T>(tile, g, 0), whole_minima<T>(tile, g, 1)};
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const __m512i same = same_in_all(sums + sum_at(from + g * T::GROUP, r, R));
+            least[0][r] = add_pairs(least[0][r], pair[0], same);
+            least[1][r] = add_pairs(least[1][r], pair[1], same);
+          }
+        }
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; h++) {
-      const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
+      for (int h = 0; h < 2; h++) {
+        const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          Floats x = _mm512_mul_ps(_mm512_cvtepi32_ps(part[h][r]), d);
+          if constexpr (T::MIN != 0) x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(least[h][r]), m, x);
+          total[h][r] = _mm512_fmadd_ps(x, splat(factors[from / SHARED * R + r]), total[h][r]);
+        }
+      }
+    } else {
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const Floats factor = splat(factors[from / SHARED * R + r]);
-        if constexpr (T::NESTED)
-          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[h][r]), _mm512_mul_ps(d, factor), total[h][r]);
-        else
-          total[h][r] = _mm512_fmadd_ps(part[h][r], factor, total[h][r]);
-      }
-      if constexpr (T::NESTED && T::MIN != 0) {
-        __m512i least[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) least[r] = _mm512_setzero_si512();
-        for (long column = from; column < stop; column += 2 * T::GROUP) {
-          const __m512i pair = whole_minima<T>(tile, (column - from) / T::GROUP, h);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; r++)
-            least[r] = add_pairs(least[r], pair, same_in_all(sums + sum_at(column, r, R)));
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          const Floats factor = splat(factors[from / SHARED * R + r]);
-          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(least[r]), _mm512_mul_ps(m, factor), total[h][r]);
-        }
+        total[0][r] = _mm512_fmadd_ps(part[0][r], factor, total[0][r]);
+        total[1][r] = _mm512_fmadd_ps(part[1][r], factor, total[1][r]);
       }
     }
   }

@@ -1,6 +1,4 @@
 // The entry points that daemons/ops/cpu/library.py calls.
-#include <omp.h>
-
 #include <vector>
 
 #include "choices.h"
@@ -9,6 +7,7 @@
 #include "gemm.h"
 #include "page_writes.h"
 #include "paged_attention.h"
+#include "parallel.h"
 #include "recorded.h"
 #include "repack.h"
 #include "rows.h"
@@ -105,9 +104,12 @@ long multiply(const Matrix* matrices, long n_matrices, const uint16_t* x, long n
       });
     };
     const long parts = (a.n + PART_ROWS - 1) / PART_ROWS;
-#pragma omp parallel for if (a.n * n_columns > PARALLEL)
-    for (long i = 0; i < a.parts(); i++) a.put(i, x + first * n_columns);
-#pragma omp parallel if (n_strips * parts > 4)
+    parallel_for(a.n * n_columns > PARALLEL, a.parts(), [&](long i) { a.put(i, x + first * n_columns); });
+    if (omp_get_max_threads() == 1 || n_strips * parts <= 4) {
+      strips(0, n_strips, 0, a.n);
+      continue;
+    }
+#pragma omp parallel
     {
       const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
       if (a.n <= FEW_ROWS) {  // to read weights takes the time: each thread reads on
@@ -136,41 +138,39 @@ long multiplies_many_by_onednn() {
 long rms_norm(const uint16_t* x, long stride, long n_rows, long heads, long width, const float* weight, long weights,
               float eps, const uint16_t* delta, uint16_t* sum, uint16_t* out, float* out_float) {
   const RmsNorm norm{x, delta, weight, sum, out, out_float, stride, heads, weights, width, eps};
-#pragma omp parallel for if (n_rows * width > PARALLEL)
-  for (long r = 0; r < n_rows; r++) norm.row(r);
+  parallel_for(n_rows * width > PARALLEL, n_rows, [&](long r) { norm.row(r); });
   return 0;
 }
 
 long qk_norm_rope(const uint16_t* x, long stride, long n_rows, long heads, long width, const float* weight, float eps,
                   const float* cosine, const float* sine, long half, uint16_t* out) {
-#pragma omp parallel for if (n_rows * heads * width > PARALLEL)
-  for (long r = 0; r < n_rows; r++)
+  parallel_for(n_rows * heads * width > PARALLEL, n_rows, [=](long r) {
     for (long h = 0; h < heads; h++)
       norm_and_rotate(x + r * stride + h * width, weight ? weight + h * width : nullptr, eps, cosine + r * half,
                       sine + r * half, half, width, out + (r * heads + h) * width);
+  });
   return 0;
 }
 
 long act_and_mul(const uint16_t* x, long stride, long n_rows, long width, long is_gelu, uint16_t* out) {
-#pragma omp parallel for if (n_rows * width > PARALLEL)
-  for (long r = 0; r < n_rows; r++) act_and_mul_row(x + r * stride, width, is_gelu, out + r * width);
+  parallel_for(n_rows * width > PARALLEL, n_rows,
+               [=](long r) { act_and_mul_row(x + r * stride, width, is_gelu, out + r * width); });
   return 0;
 }
 
 long output_gate(const uint16_t* x, long n_rows, long heads, long dim, const uint16_t* gate, long gate_stride,
                  long by_head, long is_softplus, uint16_t* out) {
-#pragma omp parallel for if (n_rows * heads * dim > PARALLEL)
-  for (long r = 0; r < n_rows; r++)
+  parallel_for(n_rows * heads * dim > PARALLEL, n_rows, [=](long r) {
     output_gate_row(x + r * heads * dim, gate + r * gate_stride, heads, dim, by_head, is_softplus,
                     out + r * heads * dim);
+  });
   return 0;
 }
 
 long block_convolution(const uint16_t* x, const uint16_t* delta, const float* base, long n_rows, long n, long width,
                        long taps, long group, long delta_stride, uint16_t* out) {
   const BlockConvolution convolution{x, delta, base, out, n, width, taps, group, delta_stride};
-#pragma omp parallel for if (n_rows * width > PARALLEL)
-  for (long r = 0; r < n_rows; r++) convolution.row(r);
+  parallel_for(n_rows * width > PARALLEL, n_rows, [&](long r) { convolution.row(r); });
   return 0;
 }
 
@@ -179,13 +179,9 @@ long delta_net(const DeltaNet* arguments) {
   DeltaNet net = *arguments;
   keys.resize(net.slices * net.n_key * net.n * net.key_row() / LANES);
   net.keys = keys.data()->x;
-#pragma omp parallel if (net.slices * net.n_value * net.dim * net.dim > PARALLEL)
-  {
-#pragma omp for
-    for (long i = 0; i < net.slices * net.n_key; i++) net.read_keys(i / net.n_key, i % net.n_key);
-#pragma omp for
-    for (long i = 0; i < net.slices * net.n_value; i++) net.recur(i / net.n_value, i % net.n_value);
-  }
+  const bool pays = net.slices * net.n_value * net.dim * net.dim > PARALLEL;
+  parallel_for(pays, net.slices * net.n_key, [&](long i) { net.read_keys(i / net.n_key, i % net.n_key); });
+  parallel_for(pays, net.slices * net.n_value, [&](long i) { net.recur(i / net.n_value, i % net.n_value); });
   return 0;
 }
 
@@ -208,21 +204,21 @@ long write_pages(const Pages* pages, const int64_t* slots, const uint16_t* rows,
 // cos and sin [n_rows][half] of positions times frequencies, times `magnitude`.
 long rope_tables(const int64_t* positions, long n_rows, const float* frequencies, long half, float magnitude,
                  float* cosine, float* sine) {
-#pragma omp parallel for if (n_rows * half > PARALLEL / 8)
-  for (long r = 0; r < n_rows; r++)
+  parallel_for(n_rows * half > PARALLEL / 8, n_rows, [=](long r) {
     for (long i = 0; i < half; i++) {
       const float angle = float(positions[r]) * frequencies[i];
       cosine[r * half + i] = std::cos(angle) * magnitude, sine[r * half + i] = std::sin(angle) * magnitude;
     }
+  });
   return 0;
 }
 
 long add(const uint16_t* x, const uint16_t* y, long n, uint16_t* out) {
-#pragma omp parallel for if (n > PARALLEL)
-  for (long i = 0; i < n; i += LANES) {
+  parallel_for(n > PARALLEL, (n + LANES - 1) / LANES, [=](long vector) {
+    const long i = vector * LANES;
     const __mmask16 m = lanes(i, n);
     store_bfloat16(out + i, m, _mm512_add_ps(load_bfloat16(x + i, m), load_bfloat16(y + i, m)));
-  }
+  });
   return 0;
 }
 
@@ -235,21 +231,21 @@ long copy_rows(const uint8_t* rows, long stride_bytes, long n_rows, long row_byt
 
 // float32 to bfloat16, or back.
 long cast(const void* x, long to_bfloat16, long n, void* out) {
-#pragma omp parallel for if (n > PARALLEL)
-  for (long i = 0; i < n; i += LANES) {
+  parallel_for(n > PARALLEL, (n + LANES - 1) / LANES, [=](long vector) {
+    const long i = vector * LANES;
     const __mmask16 m = lanes(i, n);
     if (to_bfloat16)
       store_bfloat16((uint16_t*)out + i, m, _mm512_maskz_loadu_ps(m, (const float*)x + i));
     else
       _mm512_mask_storeu_ps((float*)out + i, m, load_bfloat16((const uint16_t*)x + i, m));
-  }
+  });
   return 0;
 }
 
 // RMSNorm of float32 rows.
 long rms_norm_float(const float* x, long n_rows, long width, const float* weight, float eps, uint16_t* out) {
-#pragma omp parallel for if (n_rows * width > PARALLEL)
-  for (long r = 0; r < n_rows; r++) rms_norm_float_row(x + r * width, width, weight, eps, out + r * width);
+  parallel_for(n_rows * width > PARALLEL, n_rows,
+               [=](long r) { rms_norm_float_row(x + r * width, width, weight, eps, out + r * width); });
   return 0;
 }
 
@@ -260,8 +256,8 @@ long offset(const int64_t* x, long n, long by, int64_t* out) {
 
 long apply_updates(const Updates* arguments) {
   const Updates all = *arguments;
-#pragma omp parallel for if (all.layers * all.n_value * all.dim * all.dim > PARALLEL)
-  for (long i = 0; i < all.layers * all.n_value; i++) all.apply(i / all.n_value, i % all.n_value);
+  parallel_for(all.layers * all.n_value * all.dim * all.dim > PARALLEL, all.layers * all.n_value,
+               [&](long i) { all.apply(i / all.n_value, i % all.n_value); });
   return 0;
 }
 
@@ -281,19 +277,17 @@ long shift_rows(const float* x, long slices, long n, long width, float* pool, co
 }
 
 long top_k(const float* x, long n_rows, long n, long k, float* best, int64_t* ids) {
-#pragma omp parallel for if (n_rows * n > PARALLEL)
-  for (long r = 0; r < n_rows; r++) top_k_row(x + r * n, n, k, best + r * k, ids + r * k);
+  parallel_for(n_rows * n > PARALLEL, n_rows, [=](long r) { top_k_row(x + r * n, n, k, best + r * k, ids + r * k); });
   return 0;
 }
 
 // The best of each row, and the probability that softmax gives it.
 long most_likely(const float* x, long n_rows, long n, int64_t* ids, float* probabilities) {
-#pragma omp parallel for if (n_rows * n > PARALLEL)
-  for (long r = 0; r < n_rows; r++) {
+  parallel_for(n_rows * n > PARALLEL, n_rows, [=](long r) {
     float best;
     top_k_row(x + r * n, n, 1, &best, ids + r);
     probabilities[r] = 1.f / sum_of_weights(x + r * n, n, best);
-  }
+  });
   return 0;
 }
 

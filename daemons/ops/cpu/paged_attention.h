@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "avx512.h"
+#include "parallel.h"
 
 constexpr long PAGE = 64, SPAN = 1024, MAX_DIM = 1024, PARALLEL_NUMBERS = 1 << 16;
 constexpr long ROWS = 16;  // query rows of a kv head that are taken together
@@ -271,7 +272,8 @@ struct PagedAttention {
     const long dv = padded();
     float largest = -std::numeric_limits<float>::infinity(), total = 0.f;
     for (long s = 0; s < spans; s++) largest = std::max(largest, partial[s * apart + dv]);
-    alignas(64) float sum[MAX_DIM] = {};
+    alignas(64) float sum[MAX_DIM];
+    memset(sum, 0, dv * 4);
     for (long s = 0; s < spans; s++) {
       const float* p = partial + s * apart;
       if (p[dv + 1] == 0.f) continue;
@@ -293,22 +295,19 @@ struct PagedAttention {
     const long count = query_rows(), size = partial_size(), tasks = slices * keys.heads * spans;
     memory.resize(tasks * count * size / LANES);
     float* partial = memory.data()->x;
-#pragma omp parallel if (tasks > 1 && tasks * count * SPAN * values.width > PARALLEL_NUMBERS)
-    {
-#pragma omp for schedule(dynamic)
-      for (long task = 0; task < tasks; task++)
-        for (long row = 0; row < count; row += ROWS) {
-          Block b;
-          b.slice = task / spans / keys.heads, b.head = task / spans % keys.heads;
-          b.row = row, b.count = std::min(count - row, ROWS);
-          span<KIND>(b, task % spans * SPAN, partial + task * count * size);
-        }
-#pragma omp for
-      for (long all = 0; all < slices * keys.heads * count; all++) {
-        const long row = all % count, which = all / count;
-        merge(which / keys.heads, which % keys.heads, row, partial + (which * spans * count + row) * size, spans,
-              count * size);
+    const bool pays = tasks > 1 && tasks * count * SPAN * values.width > PARALLEL_NUMBERS;
+    parallel_for<true>(pays, tasks, [&](long task) {
+      for (long row = 0; row < count; row += ROWS) {
+        Block b;
+        b.slice = task / spans / keys.heads, b.head = task / spans % keys.heads;
+        b.row = row, b.count = std::min(count - row, ROWS);
+        span<KIND>(b, task % spans * SPAN, partial + task * count * size);
       }
-    }
+    });
+    parallel_for(pays, slices * keys.heads * count, [&](long all) {
+      const long row = all % count, which = all / count;
+      merge(which / keys.heads, which % keys.heads, row, partial + (which * spans * count + row) * size, spans,
+            count * size);
+    });
   }
 };

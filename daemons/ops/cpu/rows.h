@@ -123,14 +123,16 @@ struct BlockConvolution {
   long n, width, taps, group, delta_stride;
 
   void row(long r) const {
-    for (long i = 0; i < width; i += LANES) {
-      Floats sum = splat(0.f);
-      for (long tap = 0; tap < taps && tap <= r % n; tap++) {
-        const float own = one_bfloat16(delta[r * delta_stride + tap * (width / group) + i / group]);
-        const Floats kernel = _mm512_add_ps(_mm512_loadu_ps(base + tap * width + i), splat(own));
-        sum = _mm512_fmadd_ps(kernel, load_bfloat16(x + (r - tap) * width + i), sum);
+    const long groups = width / group, n_taps = std::min(taps, r % n + 1);
+    const uint16_t* own = delta + r * delta_stride;
+    for (long first = 0; first < width; first += group, own++)
+      for (long i = first; i < first + group; i += LANES) {
+        Floats sum = splat(0.f);
+        for (long tap = 0; tap < n_taps; tap++) {
+          const Floats kernel = _mm512_add_ps(_mm512_loadu_ps(base + tap * width + i), splat(one_bfloat16(own[tap * groups])));
+          sum = _mm512_fmadd_ps(kernel, load_bfloat16(x + (r - tap) * width + i), sum);
+        }
+        store_bfloat16(out + r * width + i, sum);
       }
-      store_bfloat16(out + r * width + i, sum);
-    }
   }
 };

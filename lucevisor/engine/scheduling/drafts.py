@@ -26,6 +26,7 @@ from lucevisor.engine.drafting.statistics import DraftStatistics, StepShare
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.scheduling.draft_notes import DraftNotes
 from lucevisor.engine.scheduling.round_gaps import RoundGaps
 from lucevisor.engine.scheduling.unseen import fill_in, unseen_drafts
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
@@ -56,6 +57,7 @@ class Drafting:
         self._running = running
         self.speculation = Speculation(s.max_drafts, s.kind, fixed=s.fixed, ends_early=s.p_min > 0)
         self.statistics = DraftStatistics()
+        self._notes = DraftNotes(self.statistics)
         self._rest = DrafterRest()
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
@@ -287,16 +289,11 @@ class Drafting:
                 self.speculation.drafted(part.record.drafts, drafted, part.slice.n_ahead - len(drafted.tokens))
             if part.live.awaiting == expected.step_id:
                 part.live.awaiting, part.live.drafted = 0, drafted
-        fill_in(self.outstanding, expected, by_sequence)
-        self._count_drafts(expected, by_sequence, result.compute_s)
         self._gaps.drafted(expected, result.compute_s)
-        pieces = [part.slice for part in expected.parts.values()]
-        if not pieces or not all_decodes(pieces):
-            return
-        if n_asked := sum(piece.n_ahead > 0 for piece in pieces):
-            self.speculation.measured_draft(n_asked, expected.n_ahead, result.compute_s, cold=result.cold)
-        else:
-            self.speculation.measured_upkeep(len(pieces), result.compute_s)
+        self._notes.learn(self.speculation)
+        self._notes.note(expected, by_sequence, result)
+        if not fill_in(self.outstanding, expected, by_sequence):
+            self._notes.learn(self.speculation)  # else a step is in flight whose successor is sent first
 
     def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
@@ -329,6 +326,7 @@ class Drafting:
 
     def measured(self, slices: Sequence[Slice], stages_s: Sequence[float], *, cold: bool, waited: bool) -> None:
         """Note how long each stage took for a step of decodes; ``cold``: StepResult, ``waited``: ScheduledStep."""
+        self._notes.learn(self.speculation)
         if self._settings.max_drafts and slices:
             self._rest.stepped()
             n_rows = sum(len(piece.tokens) for piece in slices)
@@ -345,14 +343,6 @@ class Drafting:
         if self._settings.lookup:
             self._index(one.record for one in decodes)
         return [(one.record.drafts, self._candidates(one)) for one in decodes]
-
-    def _count_drafts(self, step: ScheduledStep, drafts: dict[int, Drafted], seconds: float) -> None:
-        shares, n_drafted = [], []
-        for sequence, part in step.parts.items():
-            n_rows = len(part.slice.tokens) + part.slice.n_ahead
-            shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.n_ahead else 0))
-            n_drafted.append(len(drafts[sequence].tokens) if sequence in drafts else 0)
-        self.statistics.drafted(shares, n_drafted, seconds)
 
     def _within_states(self, widths: list[int]) -> list[int]:
         """Cut the longest slices until there is an id for the recurrent state after every draft."""

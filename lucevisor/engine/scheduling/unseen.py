@@ -32,8 +32,9 @@ def told_together(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
     return [one for one in decodes if one.live.awaiting in (0, asked)]
 
 
-def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: Mapping[int, Drafted]) -> None:
-    """Put the ``drafts`` that a step asked for into the slices behind it that verify them."""
+def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: Mapping[int, Drafted]) -> bool:
+    """Put the ``drafts`` that a step asked for into the slices behind it that verify them; return whether any do."""
+    found = False
     for step in outstanding:
         for sequence, part in step.parts.items():
             before = asked.parts.get(sequence) if part.slice.drafts_pend else None
@@ -42,4 +43,5 @@ def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: 
             drafted = drafts.get(sequence, Drafted(sequence, []))
             n_proposed, piece = min(part.n_proposed, len(drafted.tokens)), part.slice.with_drafts(drafted.tokens)
             step.parts[sequence] = replace(part, slice=piece, n_proposed=n_proposed)
-            part.record.drafts.probabilities = drafted.probabilities
+            part.record.drafts.probabilities, found = drafted.probabilities, True
+    return found
