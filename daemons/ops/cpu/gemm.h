@@ -265,9 +265,10 @@ void multiply_strip(const uint8_t* strip, const ByteRows& a, long first, Floats 
         const Floats d = load_half(tile + TILE * h), m = tile_minimum<T>(tile, h);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          Floats x = _mm512_mul_ps(_mm512_cvtepi32_ps(part[h][r]), d);
-          if constexpr (T::MIN != 0) x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(least[h][r]), m, x);
-          total[h][r] = _mm512_fmadd_ps(x, splat(factors[from / SHARED * R + r]), total[h][r]);
+          const Floats factor = splat(factors[from / SHARED * R + r]);
+          total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[h][r]), _mm512_mul_ps(d, factor), total[h][r]);
+          if constexpr (T::MIN != 0)
+            total[h][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(least[h][r]), _mm512_mul_ps(m, factor), total[h][r]);
         }
       }
     } else {
