@@ -10,10 +10,8 @@ synchronises with the device is captured.
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daemons.cuda_graphs import captured
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
@@ -39,21 +38,6 @@ MAX_SEEN = 4096
 """Keys whose occurrences are counted; then counting begins anew."""
 
 Output = TypeVar("Output")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Hold Python's garbage collector back: a cycle freed while a stream captures may unlock host memory or drop
-    another graph, which the driver refuses then: the capture is lost, and the memory stays locked at an address that
-    others get next.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Graph(Protocol):
@@ -76,18 +60,7 @@ def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tupl
     """
     if device.type == "cpu":
         return record(work, pool)
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), _no_collection():
-        # thread_local: other threads of the daemon may copy snapshots meanwhile
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            out = work()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return graph, out
+    return captured(device, work, pool)
 
 
 @dataclass(slots=True)
