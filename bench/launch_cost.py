@@ -58,7 +58,7 @@ def parts(stage, n, rounds):
             captured.graph.replay()
 
     def laid_out():
-        Layout(slices, stage.sequences, stage.spec).refill(captured.metadata)
+        captured.refill(Layout(slices, stage.sequences, stage.spec), captured.metadata)
 
     def draw():
         return stage.logits(captured.out.rows, None).argmax(-1).tolist()

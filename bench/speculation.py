@@ -30,11 +30,13 @@ from pathlib import Path
 
 import msgspec
 import structlog
+import uvloop
 from full_size import Observer, write_config
 from make_gguf import SHAPES, write
 from memory_watch import Poll, Watcher
 from records import RESULTS, conditions, write_json
 
+from lucevisor.app import collector
 from lucevisor.app.run import open_model
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting.rest import MOST_REST_STEPS
@@ -236,6 +238,7 @@ async def serve(config, model, run_dir, options, drafter):
         await service.start()
         if not await service.wait_ready(options.timeout):
             raise RuntimeError(f"not ready: {service.reason()}")
+        collector.quieten()
         if drafter == "none":
             return await measure_without(service, options)
         while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
@@ -276,7 +279,8 @@ def run(options, directory, path):
         config = write_config(directory / f"{drafter}.toml", target, options.devices, settings)
         run_dir = directory / drafter
         run_dir.mkdir()
-        found[drafter] = asyncio.run(serve(config, open_model(config), run_dir, options, drafter))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the server runs
+            found[drafter] = runner.run(serve(config, open_model(config), run_dir, options, drafter))
         if drafter != "none":
             compare(found[drafter], found.get("none", found[drafter]))
         print("\n".join(summary(drafter, found[drafter])), flush=True)
@@ -290,7 +294,8 @@ def summary(drafter, row):
     if drafter == "none":
         return
     yield "  step of n rows over 1: " + ", ".join(f"{n}: {r:.3f}" for n, r in row["step_ratio"].items())
-    step, drafts = row["step_s"].get(8, row["step_s"][1]), sorted(row["draft_s"].items())
+    steps, drafts = ({int(n): s for n, s in row[key].items()} for key in ("step_s", "draft_s"))  # of a file: strings
+    step, drafts = steps.get(8, steps[1]), sorted(drafts.items())
     yield "  draft over a step of 8 rows: " + ", ".join(f"{n}: {seconds / step:.3f}" for n, seconds in drafts)
     yield "  between messages, ms a round: " + ", ".join(f"{k}: {1e3 * s:.2f}" for k, s in row["gap_s"].items())
     yield "  speed-up: " + ", ".join(f"{k}: {v:.2f}" for k, v in row["speed_up"].items())

@@ -4,7 +4,8 @@ They import the standard library, torch, numpy, gguf, msgspec, ``lucevisor.model
 nothing else.
 
 process, its loop and reports    main, options, worker, inbox, pulse, errors, failures, identities
-steps                            runner (read it first), boundary, token_ring, deferred, step_output, graphs, warm
+steps                            runner (read it first), boundary, token_ring, deferred, step_output, graphs,
+                                 cuda_graphs, warm
 devices                          device, check, timing, tuning
 tokens                           sampling, draws, scoring, masks, repetition, truncation
 """

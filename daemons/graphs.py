@@ -10,10 +10,8 @@ synchronises with the device is captured.
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from daemons.cuda_graphs import captured
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
@@ -35,25 +34,14 @@ MAX_GRAPHS = 64
 """Graphs of short slices that are kept; the least recently used one is dropped."""
 CHUNK_GRAPHS = 16
 """The same of long ones, so that neither kind drops the other."""
+STAGED = 4
+"""Steps whose metadata have memory of their own: one runs and one is queued behind it."""
+STAGED_NUMBERS = 512
+"""Room for each of them: that of 16 slices of 4 tokens."""
 MAX_SEEN = 4096
 """Keys whose occurrences are counted; then counting begins anew."""
 
 Output = TypeVar("Output")
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Hold Python's garbage collector back: a cycle freed while a stream captures may unlock host memory or drop
-    another graph, which the driver refuses then: the capture is lost, and the memory stays locked at an address that
-    others get next.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Graph(Protocol):
@@ -76,18 +64,7 @@ def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tupl
     """
     if device.type == "cpu":
         return record(work, pool)
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), _no_collection():
-        # thread_local: other threads of the daemon may copy snapshots meanwhile
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            out = work()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return graph, out
+    return captured(device, work, pool)
 
 
 @dataclass(slots=True)
@@ -99,9 +76,10 @@ class CapturedGraph(Generic[Output]):
     metadata: Tensor
     rows: Tensor | None
     out: Output
+    refill: Callable[[Layout, Tensor], None]
 
     def replay(self, rows: Tensor | None, layout: Layout, await_rows: Callable[[], None]) -> Output:
-        layout.refill(self.metadata)
+        self.refill(layout, self.metadata)
         static = pads = None
         if rows is not None and self.rows is not None:
             n, static = rows.shape[0], self.rows
@@ -114,6 +92,34 @@ class CapturedGraph(Generic[Output]):
             pads.zero_()  # also pad rows are those of the eager step
         self.graph.replay()
         return self.out
+
+
+class Staging:
+    """Page-locked memory through which metadata go to a GPU: its parts take turns, so that the host waits for no copy,
+    and memory is not sought anew while the device idles.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._turn = 0
+
+    def refill(self, layout: Layout, metadata: Tensor) -> None:
+        """Put the metadata of a layout in the place of those of another step of the same key."""
+        n = len(layout.numbers)
+        if metadata.device.type == "cpu":
+            metadata.numpy()[:] = layout.numbers  # less than a copy by torch
+            layout.fill(metadata)
+            return
+        if not self._parts or len(self._parts[0][0]) < n:
+            memory = torch.empty(STAGED, max(n, STAGED_NUMBERS), dtype=torch.int64, pin_memory=True)
+            self._parts = [(part, torch.cuda.Event()) for part in memory]  # type: ignore[no-untyped-call]
+        self._turn = (self._turn + 1) % STAGED
+        part, copied = self._parts[self._turn]
+        copied.synchronize()  # a copy of some steps ago
+        part.numpy()[:n] = layout.numbers
+        metadata.copy_(part[:n], non_blocking=True)
+        copied.record(torch.cuda.current_stream(metadata.device))
+        layout.fill(metadata)
 
 
 @dataclass(slots=True)
@@ -137,6 +143,7 @@ class StepGraphs(Generic[Output]):
     _chunk_graphs: OrderedDict[GraphKey, CapturedGraph[Output]] = field(default_factory=OrderedDict)
     _chunk_input: Tensor | None = None  # [chunk_rows, boundary width], the static input of all chunk graphs
     _tables: Tables = field(default_factory=dict)
+    _staging: Staging = field(default_factory=Staging)
     _batch: Batch | None = None
     _pool: Any = None  # torch's handle of the memory that all graphs share
     _uncapturable: set[GraphKey] = field(default_factory=set)
@@ -248,7 +255,7 @@ class StepGraphs(Generic[Output]):
             advice = "if its memory was full, lower engine.pages, else report this"
             self.warn(f"{what}, which is slower: capture failed: {error}; {advice}")
             return None
-        return CapturedGraph(graph, batch, metadata, static_rows, out)
+        return CapturedGraph(graph, batch, metadata, static_rows, out, self._staging.refill)
 
     def _static_rows(self, rows: Tensor, layout: Layout) -> Tensor:
         """Memory from which a graph reads its boundary rows."""

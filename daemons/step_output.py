@@ -38,6 +38,11 @@ class StepOutput:
     step: Step | None = None
     started: float = 0.0
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the device makes drafts that nobody waits for here."""
+        return isinstance(self.deferred, DeferredDrafts)
+
     @classmethod
     def of_drafts(
         cls, asked: DraftStep, stage: int, drafts: list[Drafted] | DeferredDrafts, wait_s: float, started: float,

@@ -48,7 +48,8 @@ from lucevisor.protocol.steps import DraftStep, Recall, Recalled, Reset, ResetDo
 from lucevisor.protocol.transfers import Restore, Save
 
 _POLL_S = 5e-5
-"""How often the daemon looks whether the device is done while no frame comes; all the time if others wait for it."""
+"""How often the daemon looks whether the device is done while no frame comes; all the time if others wait for it, and
+while drafts are made: a step behind them comes as they end, and a thread that sleeps is woken late."""
 
 
 def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
@@ -157,7 +158,9 @@ class _MessageLoop:
 
     @property
     def _poll_s(self) -> float:
-        return 0.0 if self._runtime is not None and self._runtime.is_awaited else _POLL_S
+        output, runtime = self._deferred, self._runtime
+        drafting = output is not None and output.is_drafting and runtime is not None and not runtime.shares_cores
+        return 0.0 if drafting or (runtime is not None and runtime.is_awaited) else _POLL_S
 
     def _answer_if_done(self, *, idle: bool = True) -> bool:
         """Answer the step on the device if that is done; return whether there still is one.  ``idle``: nothing else is
@@ -254,11 +257,7 @@ class _MessageLoop:
                 self._end_transfers("the daemon is shutting down")
                 return 0
             case other:
-                return self._fail(
-                    type(other).__name__,
-                    ValueError("unexpected message in this state"),
-                    "",
-                )
+                return self._fail(type(other).__name__, ValueError("unexpected message in this state"), "")
 
     def _step(self, message: Step | DraftStep, flags: int, wait_s: float) -> int | None:
         step = message.step if isinstance(message, DraftStep) else message

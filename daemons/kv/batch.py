@@ -136,14 +136,6 @@ class Layout:
         self.fill(metadata)
         return metadata
 
-    def refill(self, metadata: Tensor) -> None:
-        """Put the metadata in the place of those of another step of the same key."""
-        if metadata.device.type == "cpu":
-            metadata.numpy()[:] = self.numbers  # less than a copy by torch
-        else:
-            metadata.copy_(torch.from_numpy(self.metadata).pin_memory(), non_blocking=True)
-        self.fill(metadata)
-
 
 class Group:
     """A :class:`SliceGroup` on a device: B slices of n tokens.

@@ -73,7 +73,6 @@ class Pools:
         self._stack_layers: list[list[int]] = []  # of each of them
         self._paged: dict[tuple[int, str], PagedTensor] = {}
         self._states: dict[tuple[int, str], Tensor] = {}
-        self._windows: list[Tensor] = []  # recurrent stacks that are written whole after each token
         self._host_stacks: list[Tensor] = []  # host part of the recurrent _stacks, in the same order
         self._host_states: dict[tuple[int, str], Tensor] = {}
         self._ranked: list[PagedTensor] = []  # keys of which sketches are kept
@@ -110,7 +109,7 @@ class Pools:
         if shape.update_width:
             self.updates.allocate(tensors[0], self._sizes.device_rows, shape.update_width, indices, what)
         elif recurrent:
-            self._windows += tensors
+            self.updates.windows += tensors
         hosts = []
         if self._host_pages is not None and shape.space is Space.FULL:
             hosts = [self._host_pages.add(tensor) for tensor in tensors]
@@ -214,14 +213,6 @@ class Pools:
             pairs = zip(stacks[to.tier][:, to.row], stacks[of.tier][:, of.row], strict=True)
             for a, b in pairs:  # per layer: a contiguous copy needs no staging
                 a.copy_(b, non_blocking=True)
-
-    def use_state(self, live: int, updates: Sequence[int], windows: int) -> None:
-        """Make the state after tokens whose ``updates`` are given in the place of the one before them, with the windows
-        of row ``windows``.
-        """
-        self.updates.make(live, updates, live)
-        for tensor in self._windows:
-            tensor[:, live] = tensor[:, windows]
 
     def zero_state(self, state: int) -> None:
         for tensor in self._of(Space.RECURRENT):

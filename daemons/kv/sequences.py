@@ -199,7 +199,7 @@ class Sequences:
             rows, is_draft = opened.updates[: opened.updates.index(state) + 1], self.sizes.is_draft_state(state)
             for pool in self.pools:
                 if is_draft:
-                    pool.use_state(opened.state, rows, state)
+                    pool.updates.make(opened.state, rows, opened.state, state)
                 else:
                     pool.updates.make(opened.state, rows, state)
         opened.updates = []

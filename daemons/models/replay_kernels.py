@@ -79,7 +79,7 @@ def _delta_net(layer: LayerSpec, selector: KernelSelector, n_rows: int) -> None:
         inputs = zeros(n_rows, params.columns, dtype=selector.dtype)
         pools = DeltaNetPools(zeros(1, *convolution), zeros(1, *matrices), zeros(1, layer.state[1].update_width))
         compute(inputs, pools, ids, kept, spans)
-        selector.operations.apply_updates(pools.states[None], pools.updates[None], 0, [0], 0)
+        selector.operations.apply_updates(pools.states[None], pools.updates[None], 0, ids, 0)
 
 
 def _attention(layers: tuple[LayerSpec, ...], selector: KernelSelector) -> None:

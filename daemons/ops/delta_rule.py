@@ -11,7 +11,7 @@ kept, its update (k, e, exp(g)), of which ``apply_updates`` makes the state that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -87,19 +87,22 @@ def key_heads(width: int, n_value: int, dim: int) -> int:
     return (width - update_width(0, n_value, dim)) // dim
 
 
-def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
     """Row ``target`` of ``states``, which may be ``source``, becomes row ``source`` with the updates of some tokens, in
     order.
 
     For all layers at once: states [layers, rows, N, Dk, Dv]; updates [layers, rows, ``update_width``]: of a token its
-    keys, errors and decays, by heads.  Value head j reads key head j mod N_key.
+    keys, errors and decays, by heads.  ``rows`` int64 [n] lie on the same device.  Value head j reads key head j mod
+    N_key.
     """
     layers, _, n, dk, dv = states.shape
     n_key = key_heads(updates.shape[2], n, dk)
     s = states[:, source].clone()
-    for row in rows:
-        k, error, decay, _ = updates[:, row].tensor_split(
-            [n_key * dk, n_key * dk + n * dv, n_key * dk + n * (dv + 1)], 1
+    for row in rows.unbind(0):  # none of these numbers is read: that would wait for a device
+        k, error, decay, _ = (
+            updates.index_select(1, row.view(1))
+            .squeeze(1)
+            .tensor_split([n_key * dk, n_key * dk + n * dv, n_key * dk + n * (dv + 1)], 1)
         )
         k = k.view(layers, n_key, dk, 1).repeat(1, n // n_key, 1, 1)
         s = torch.addcmul(s * decay.view(layers, n, 1, 1), k, error.view(layers, n, 1, dv))

@@ -210,7 +210,7 @@ class Operations(Protocol):
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         """The fused gated delta net, or None."""
 
-    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
         """See :func:`daemons.ops.delta_rule.apply_updates`."""
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -295,7 +295,7 @@ class TorchOperations:
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return None
 
-    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
         apply_updates(states, updates, source, rows, target)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:

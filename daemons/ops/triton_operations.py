@@ -196,7 +196,7 @@ class TritonOperations:
     def gated_delta_net(self, weights: GatedDeltaNetParams) -> GatedDeltaNetOp | None:
         return TritonGatedDeltaNet(weights)
 
-    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
         apply_updates(states, updates, source, rows, target)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ class Verified:
 
     def expect(self, n_tokens: int) -> None:
         """The live state is that after so many tokens of the slice, and nothing else changes."""
-        apply_updates(self.wanted, self.updates, LIVE, KEPT[:n_tokens], LIVE)
+        apply_updates(self.wanted, self.updates, LIVE, torch.tensor(KEPT[:n_tokens]), LIVE)
         if n_tokens:
             self.windows[:, LIVE] = self.windows[:, KEPT[n_tokens - 1]]
 
@@ -122,7 +122,7 @@ def test_a_copy_before_the_verdict_has_the_first_token(n_tokens: int, target: in
                 wanted[i, FREE] = wanted[i, LIVE]
     one.check()
     one.apply(UseState(1, KEPT[n_tokens - 1]))
-    apply_updates(one.wanted, one.updates, LIVE, KEPT[1:n_tokens], LIVE)
+    apply_updates(one.wanted, one.updates, LIVE, torch.tensor(KEPT[1:n_tokens], dtype=torch.int64), LIVE)
     one.windows[:, LIVE] = one.windows[:, KEPT[n_tokens - 1]]
     one.check()
 

@@ -57,7 +57,7 @@ def test_the_state_that_is_used_is_made(n_tokens: int) -> None:
     pools, sequences = verified()
     states, updates = contents(pools)
     sequences.apply(UseState(1, KEPT[n_tokens - 1]))
-    apply_updates(states, updates, KEPT[0], KEPT[:n_tokens], KEPT[n_tokens - 1])
+    apply_updates(states, updates, KEPT[0], torch.tensor(KEPT[:n_tokens]), KEPT[n_tokens - 1])
     assert torch.equal(contents(pools)[0], states)
     assert sequences.by_id[1].state == KEPT[n_tokens - 1]
     sequences.settle([Slice(1, 4, [1], True)])
@@ -74,7 +74,7 @@ def test_without_a_word_the_first_token_counts(what: Slice | Operation) -> None:
         sequences.settle([Slice(3, 0, [1], False), what])
     else:
         sequences.apply(what)
-    apply_updates(states, updates, KEPT[0], KEPT[:1], KEPT[0])
+    apply_updates(states, updates, KEPT[0], torch.tensor(KEPT[:1]), KEPT[0])
     assert torch.equal(contents(pools)[0], states)
 
 
@@ -84,7 +84,7 @@ def test_a_copy_before_the_choice(source: int) -> None:
     pools, sequences = verified()
     states, updates = contents(pools)
     for i in (2, KEPT.index(source)):
-        apply_updates(states, updates, KEPT[0], KEPT[: i + 1], KEPT[i])
+        apply_updates(states, updates, KEPT[0], torch.tensor(KEPT[: i + 1]), KEPT[i])
     sequences.apply(CopyState(source, 8))
     states[:, 8] = states[:, source]
     sequences.apply(UseState(1, KEPT[2]))

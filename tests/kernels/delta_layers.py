@@ -148,10 +148,11 @@ class Layer:
 
 def make_states(pools: DeltaNetPools, ids: list[int], kept: Tensor, operations: Operations) -> None:
     """Make the states ``kept`` [B, n] after each token of slices from states ``ids``, where updates were kept."""
-    for live, rows in zip(ids, kept.tolist(), strict=True):
+    for live, own in zip(ids, kept, strict=True):
+        rows = own.tolist()
         if len(rows) > 1 and rows[0] >= 0:
             for last in sorted(range(len(rows)), key=lambda i, rows=rows, live=live: rows[i] == live):
-                operations.apply_updates(pools.states[None], pools.updates[None], live, rows[: last + 1], rows[last])
+                operations.apply_updates(pools.states[None], pools.updates[None], live, own[: last + 1], rows[last])
 
 
 def only_last(ids: list[int], n: int) -> Tensor:

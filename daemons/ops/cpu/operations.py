@@ -323,14 +323,14 @@ class CpuOperations(TorchOperations):
             return None
         return CpuGatedDeltaNet(self.kernels, weights)
 
-    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+    def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
         layers, _, n_value, dim = states.shape[:4]
         if dim not in DELTA_DIMS:
             super().apply_updates(states, updates, source, rows, target)
             return
-        width, at = updates.shape[2], torch.tensor(rows)
+        width = updates.shape[2]
         self.kernels.library.apply_updates(byref(UpdatesArguments(
-            states=states.data_ptr(), updates=updates.data_ptr(), rows=at.data_ptr(), n=len(rows), source=source,
+            states=states.data_ptr(), updates=updates.data_ptr(), rows=rows.data_ptr(), n=len(rows), source=source,
             target=target, layers=layers, states_stride=states.stride(0), updates_stride=updates.stride(0),
             n_key=key_heads(width, n_value, dim), n_value=n_value, dim=dim, width=width,
         )))  # fmt: skip

@@ -10,8 +10,6 @@ Invariant: a row that one slice reads is written by that slice alone, and only b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +23,8 @@ from lucevisor.model.spec import update_width
 
 L2_EPS = 1e-6
 """Epsilon of the l2 norm of queries and keys."""
+UPDATED_COLUMNS = 32
+"""Columns of a state that a program of :func:`apply_updates_kernel` holds: with whole ones too few are at work."""
 
 
 @triton.jit
@@ -152,24 +152,26 @@ def apply_updates_kernel(
     DIM: tl.constexpr,
     UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
-    """One value head of one layer: S of row ``source`` with the updates of ``rows``, in order, to row ``target``.
+    """Some columns of one value head of one layer: S of row ``source`` with the updates of ``rows``, in order, to row
+    ``target``.
 
-    Grid [N_VALUE, layers].  Formulas: :func:`daemons.ops.delta_rule.apply_updates`.
+    Grid [BLOCK / COLUMNS, N_VALUE, layers].  Formulas: :func:`daemons.ops.delta_rule.apply_updates`.
     """
-    j, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < DIM
-    square = inside[:, None] & inside[None, :]
-    matrix = states + layer * states_stride + j * (DIM * DIM) + at[:, None] * DIM + at[None, :]
-    s = tl.load(matrix + source.to(tl.int64) * (N_VALUE * DIM * DIM), mask=square, other=0.0)
+    j, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at, columns = tl.arange(0, BLOCK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside, within = at < DIM, columns < DIM
+    both = inside[:, None] & within[None, :]
+    matrix = states + layer * states_stride + j * (DIM * DIM) + at[:, None] * DIM + columns[None, :]
+    s = tl.load(matrix + source.to(tl.int64) * (N_VALUE * DIM * DIM), mask=both, other=0.0)
     updates += layer * updates_stride
     for i in range(n):
         update = updates + tl.load(rows + i) * UPDATE_WIDTH
         k = tl.load(update + j % N_KEY * DIM + at, mask=inside, other=0.0)
-        error = tl.load(update + (N_KEY + j) * DIM + at, mask=inside, other=0.0)
+        error = tl.load(update + (N_KEY + j) * DIM + columns, mask=within, other=0.0)
         s = _updated(s, k, error, tl.load(update + (N_KEY + N_VALUE) * DIM + j))
-    tl.store(matrix + target.to(tl.int64) * (N_VALUE * DIM * DIM), s, mask=square)
+    tl.store(matrix + target.to(tl.int64) * (N_VALUE * DIM * DIM), s, mask=both)
 
 
 # Long: its parameters and one pass over a tile, which would be passed on whole.
@@ -280,21 +282,18 @@ def updates_options(n_key: int, n_value: int, dim: int) -> dict[str, int]:
     """What :func:`apply_updates_kernel` is compiled for, and its warps."""
     block = triton.next_power_of_2(dim)
     heads = {"N_KEY": n_key, "N_VALUE": n_value, "DIM": dim, "UPDATE_WIDTH": update_width(n_key, n_value, dim)}
-    return heads | {"BLOCK": block, "num_warps": 8 if block > 64 else 4}
+    return heads | {"BLOCK": block, "COLUMNS": min(block, UPDATED_COLUMNS), "num_warps": 4}
 
 
-def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Sequence[int], target: int) -> None:
+def apply_updates(states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
     """See :func:`daemons.ops.delta_rule.apply_updates`."""
     layers, _, n_value, dim = states.shape[:4]
     n_key = key_heads(updates.shape[2], n_value, dim)
     assert states.is_contiguous()
     assert updates.is_contiguous()
-    at = torch.tensor(rows)
-    if states.device.type != "cpu":
-        at = at.pin_memory().to(states.device, non_blocking=True)
-    apply_updates_kernel[(n_value, layers)](
-        *(states, updates, at, len(rows), source, target, states.stride(0), updates.stride(0)),
-        **updates_options(n_key, n_value, dim),
+    options = updates_options(n_key, n_value, dim)
+    apply_updates_kernel[(options["BLOCK"] // options["COLUMNS"], n_value, layers)](
+        *(states, updates, rows, len(rows), source, target, states.stride(0), updates.stride(0)), **options
     )
 
 

@@ -207,8 +207,9 @@ class Drafting:
         live, table = one.live, one.live.table
         n_drafts, room = len(one.drafts), table.draft_room(one.stop)
         n_drafts = n_drafts if room is None else min(n_drafts, room)
-        operations = self._running.extend(live, one.stop + n_drafts) if n_drafts else []
-        while n_drafts and table.missing(one.stop + n_drafts):
+        covered = table.covers(one.stop + n_drafts + self._settings.max_drafts + 1)
+        operations = self._running.extend(live, one.stop + n_drafts) if n_drafts and not covered else []
+        while n_drafts and not covered and table.missing(one.stop + n_drafts):
             n_drafts -= 1
         states: list[int] = []
         if n_drafts and live.state != NO_STATE:
@@ -218,7 +219,7 @@ class Drafting:
         stop, n_ahead = one.stop + n_drafts, self._n_ahead(one, n_drafts)
         if not one.drafts and not n_ahead:
             return one, operations  # as most are
-        if n_ahead:
+        if n_ahead and not covered:
             operations += self._running.extend(live, stop, n_ahead + 1)
             while n_ahead and table.missing(stop, n_ahead + 1):
                 n_ahead -= 1
