@@ -4,7 +4,8 @@ engine      core (READ FIRST) with its parts drafter, freezer, slot_access; chan
             validation
 requests    request, handle, sequence, running, rows
 scheduling  scheduling/: who starts (queue, shares, admission, preemption, waits), what the next step computes
-            (scheduler, state, batching, chunking, step_times, backlog, run_ahead, drafts, draft_notes, round_gaps); step
+            (scheduler, state, batching, chunking, step_times, backlog, run_ahead, round_gaps; drafts, draft_notes,
+            unseen); step
 pipeline    pipeline/: pipeline, steps, drafts
 prefixes    prefix_reuse, checkpoints, refill, lone_work
 drafts      drafting/: how many, from which source, and what they cost (speculation, budget, rest; acceptance, costs,
