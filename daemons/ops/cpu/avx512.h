@@ -39,8 +39,8 @@ inline void store_bfloat16(uint16_t* out, Floats x) { _mm256_storeu_si256((__m25
 
 inline Floats load_half(const void* x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x)); }
 
-// Lanes of a row of n numbers that are left from i on, and these numbers.  Whole vectors take no mask: what was stored
-// by one can't be loaded before it has left the core.
+// Lanes of a row of n numbers that are left from i on, and these numbers.  Whole vectors are stored without a mask: a
+// load waits for a masked store until that has reached the cache.
 constexpr __mmask16 ALL = 0xffff;
 inline __mmask16 lanes(long i, long n) { return n - i >= LANES ? ALL : __mmask16((1 << (n - i)) - 1); }
 inline Floats load_bfloat16(const uint16_t* x, __mmask16 mask) {

@@ -129,7 +129,8 @@ struct BlockConvolution {
       for (long i = first; i < first + group; i += LANES) {
         Floats sum = splat(0.f);
         for (long tap = 0; tap < n_taps; tap++) {
-          const Floats kernel = _mm512_add_ps(_mm512_loadu_ps(base + tap * width + i), splat(one_bfloat16(own[tap * groups])));
+          const Floats added = splat(one_bfloat16(own[tap * groups]));
+          const Floats kernel = _mm512_add_ps(_mm512_loadu_ps(base + tap * width + i), added);
           sum = _mm512_fmadd_ps(kernel, load_bfloat16(x + (r - tap) * width + i), sum);
         }
         store_bfloat16(out + r * width + i, sum);
