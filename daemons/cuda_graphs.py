@@ -53,15 +53,22 @@ def captured(device: torch.device, work: Callable[[], Output], pool: Any) -> tup
     return graph, out
 
 
+def not_captured(what: str, error: RuntimeError) -> str:
+    """The warning that a capture failed; ``what`` runs without a graph, and where."""
+    advice = "if its memory was full, lower engine.pages, else report this"
+    return f"{what} without a graph, which is slower: capture failed: {error}; {advice}"
+
+
 class RepeatedLaunches:
     """Launches that come again with the same arguments: those of the second time are captured, and replayed from then
-    on.  A capture takes about as long as the launches do.
+    on.  A capture takes about as long as the launches do.  ``what`` they do is said when one fails; none is tried then.
 
     Invariant: what they read and write lies where it is as long as they are kept; ``work`` holds it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._captures = device, device.type != "cpu"
+    def __init__(self, device: torch.device, what: str) -> None:
+        self._device, self._captures, self._what = device, device.type != "cpu", what
+        self.warn: Callable[[str], None] = lambda _: None
         self._kept: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph | None, Callable[[], None]]] = OrderedDict()
 
     def replay(self, key: Hashable) -> bool:
@@ -82,8 +89,9 @@ class RepeatedLaunches:
         _, work = self._kept[key]
         try:
             graph, _ = captured(self._device, work, None)  # with a pool that is shared torch refuses, once it is empty
-        except RuntimeError:  # any kind, out of memory too: the same launches, one by one
+        except RuntimeError as error:  # any kind, out of memory too: the same launches, one by one
             self._captures = False
+            self.warn(not_captured(f"{self._what} on {self._device}", error))
             work()
             return
         self._keep(key, graph, work)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daemons.cuda_graphs import captured
+from daemons.cuda_graphs import captured, not_captured
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
@@ -251,9 +251,7 @@ class StepGraphs(Generic[Output]):
         except RuntimeError as error:  # any kind, out of memory too: the step still runs eagerly
             self._uncapturable.add(key)
             self._pool = None  # an aborted capture never frees its pool
-            what = f"steps of {key.n_slices} x {key.n_tokens} tokens on {self.device} run without a graph"
-            advice = "if its memory was full, lower engine.pages, else report this"
-            self.warn(f"{what}, which is slower: capture failed: {error}; {advice}")
+            self.warn(not_captured(f"steps of {key.n_slices} x {key.n_tokens} tokens on {self.device} run", error))
             return None
         return CapturedGraph(graph, batch, metadata, static_rows, out, self._staging.refill)
 

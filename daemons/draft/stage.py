@@ -99,6 +99,7 @@ class DraftStage:
             self.weight_bytes += vocabulary.n_bytes
         self._spaces = spec.model.spaces()
         self.warn: Callable[[str], None] = self.warnings.append
+        pools.updates.launches.warn = lambda text: self.warn(text)
         self.graphs: DraftGraphs | None = None
         self.cold = False  # the last step was, as in StepResult
         if weights.selector.captures:

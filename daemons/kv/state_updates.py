@@ -29,7 +29,7 @@ class StateUpdates:
         self.windows: list[Tensor] = []
         self._stacks: list[tuple[Tensor, Tensor]] = []  # matrices and updates, [layers, rows, ...]
         self._by_layer: dict[int, Tensor] = {}
-        self._launches = RepeatedLaunches(device)
+        self.launches = RepeatedLaunches(device, "states of verified tokens are made")
 
     def allocate(self, matrices: Tensor, n_rows: int, width: int, layers: Sequence[int], what: str) -> None:
         """Rows for the states of ``matrices`` [layers, states, ...], and more behind them.  Raises DeviceError."""
@@ -54,7 +54,7 @@ class StateUpdates:
             return
         key = source, target, window, *rows
         with launching(self.device):
-            if self._launches.replay(key):
+            if self.launches.replay(key):
                 return
             at = torch.tensor(rows, dtype=torch.int64)
             if self.device.type != "cpu":
@@ -66,7 +66,7 @@ class StateUpdates:
                 for tensor in windows:
                     tensor[:, target] = tensor[:, window]
 
-            self._launches.launch(key, work)
+            self.launches.launch(key, work)
 
     @property
     def nbytes(self) -> int:

@@ -69,6 +69,8 @@ class LoadedStage:
         self.warnings = [w for shard in shards for w in shard.warnings]
         self.warn: Callable[[str], None] = self.warnings.append
         self.graphs = [self._graphs_of(s, load) if s.selector.captures else None for s in shards]
+        for shard in shards:
+            shard.pools.updates.launches.warn = lambda text: self.warn(text)
         if self.device.type == "cpu" and any(self.graphs):
             self.kernels["cpu decodes"] = self._decode_capture(load)
 

@@ -35,14 +35,14 @@ def run(launches, key, work):
 
 
 def test_launches_of_the_second_time_are_captured():
-    launches, work = RepeatedLaunches(DEVICE), Counted()
+    launches, work = RepeatedLaunches(DEVICE, "numbers are added"), Counted()
     for _ in range(5):
         run(launches, "a", work)
     assert (work.n, work.x.item()) == (2, 5)
 
 
 def test_the_least_recently_used_are_dropped():
-    launches, works = RepeatedLaunches(DEVICE), [Counted() for _ in range(MOST_LAUNCHES + 1)]
+    launches, works = RepeatedLaunches(DEVICE, "numbers are added"), [Counted() for _ in range(MOST_LAUNCHES + 1)]
     for _ in range(2):
         run(launches, 0, works[0])
     for i in range(1, MOST_LAUNCHES + 1):
@@ -54,21 +54,10 @@ def test_the_least_recently_used_are_dropped():
     assert works[-1].x.item() == 3
 
 
-def test_what_cannot_be_captured_is_launched(monkeypatch):
-    def refused(device, work, pool):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("daemons.cuda_graphs.captured", refused)
-    launches, work = RepeatedLaunches(DEVICE), Counted()
-    for _ in range(4):
-        run(launches, "a", work)
-    assert (work.n, work.x.item()) == (4, 4)
-
-
 def test_a_device_without_updates_launches_nothing(monkeypatch):
     """As that of a drafter, whose hidden states have windows alone."""
     made = StateUpdates(DEVICE, TritonOperations().apply_updates)
-    monkeypatch.setattr(made._launches, "launch", lambda key, work: pytest.fail("something was launched"))
+    monkeypatch.setattr(made.launches, "launch", lambda key, work: pytest.fail("something was launched"))
     made.make(1, [1, 2], 2)
 
 
@@ -94,7 +83,7 @@ def test_states_are_made(captured):
         torch.testing.assert_close(matrices, wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(made.windows[0], windows)
         matrices.normal_()
-    assert any(graph for graph, _ in made._launches._kept.values()) == captured
+    assert any(graph for graph, _ in made.launches._kept.values()) == captured
 
 
 def test_metadata_of_queued_steps_are_their_own():
