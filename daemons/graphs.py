@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Tables
 from daemons.kv.slice_group import GraphKey
 from daemons.ops.cpu.recording import RecordedMemory, UnrecordableError, record
+from daemons.ops.operations import SHORT_SLICE
 
 CAPTURE_AT = 2
 """Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
@@ -73,13 +75,12 @@ class CapturedGraph(Generic[Output]):
 
     graph: Graph
     batch: Batch
-    metadata: Tensor
     rows: Tensor | None
     out: Output
-    refill: Callable[[Layout, Tensor], None]
+    refill: Callable[[Layout], None]
 
     def replay(self, rows: Tensor | None, layout: Layout, await_rows: Callable[[], None]) -> Output:
-        self.refill(layout, self.metadata)
+        self.refill(layout)
         static = pads = None
         if rows is not None and self.rows is not None:
             n, static = rows.shape[0], self.rows
@@ -103,13 +104,20 @@ class Staging:
         self._parts: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = 0
 
-    def refill(self, layout: Layout, metadata: Tensor) -> None:
-        """Put the metadata of a layout in the place of those of another step of the same key."""
-        n = len(layout.numbers)
-        if metadata.device.type == "cpu":
-            metadata.numpy()[:] = layout.numbers  # less than a copy by torch
+    def refills(self, metadata: Tensor) -> Callable[[Layout], None]:
+        """What puts the metadata of a layout in the place of those of another step of the same key."""
+        if metadata.device.type != "cpu":
+            return partial(self._refill, metadata)
+        numbers = metadata.numpy()
+
+        def refill(layout: Layout) -> None:
+            numbers[:] = layout.numbers  # less than a copy by torch
             layout.fill(metadata)
-            return
+
+        return refill
+
+    def _refill(self, metadata: Tensor, layout: Layout) -> None:
+        n = len(layout.numbers)
         if not self._parts or len(self._parts[0][0]) < n:
             memory = torch.empty(STAGED, max(n, STAGED_NUMBERS), dtype=torch.int64, pin_memory=True)
             self._parts = [(part, torch.cuda.Event()) for part in memory]  # type: ignore[no-untyped-call]
@@ -214,7 +222,7 @@ class StepGraphs(Generic[Output]):
 
     def _padded(self, layout: Layout) -> Layout:
         """The step as it would be captured: padded, also the first time, to compile and fill caches for its shapes."""
-        padded = layout.padded(self.chunk_rows)
+        padded = layout.padded(self.chunk_rows) if layout.n_rows > SHORT_SLICE else None
         if padded is None or padded.n_rows > self.max_tokens or padded.graph_key in self._uncapturable:
             return layout
         return padded
@@ -253,7 +261,7 @@ class StepGraphs(Generic[Output]):
             self._pool = None  # an aborted capture never frees its pool
             self.warn(not_captured(f"steps of {key.n_slices} x {key.n_tokens} tokens on {self.device} run", error))
             return None
-        return CapturedGraph(graph, batch, metadata, static_rows, out, self._staging.refill)
+        return CapturedGraph(graph, batch, static_rows, out, self._staging.refills(metadata))
 
     def _static_rows(self, rows: Tensor, layout: Layout) -> Tensor:
         """Memory from which a graph reads its boundary rows."""

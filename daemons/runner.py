@@ -20,11 +20,12 @@ from daemons import device as devices
 from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width, hand_over, rows_of
 from daemons.deferred import DeferredDrafts, DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
+from daemons.draft.prepared import preparing
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from daemons.failures import try_to_load
 from daemons.identities import opened, unchanged
-from daemons.models.replay import LayerwiseReplay, layerwise_replays
+from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter, warn_once
 from daemons.relevance.stage import ScoreStage
@@ -72,6 +73,7 @@ class ModelRunner:
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
         self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see Inbox.draft_step
+        self.flush_answers: Callable[[], None] = lambda: None  # those that wait for the next one: BlockingLink.flush
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
     @classmethod
@@ -88,8 +90,7 @@ class ModelRunner:
             raise ValueError(f"Load names {n_own + bool(load.replay)} files, {len(fds)} descriptors arrived")
         runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), opened(load, files))
         replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
-        uses: list[DeviceUse] = []
-        kernels: dict[str, str] = {}
+        uses, kernels = list[DeviceUse](), dict[str, str]()
         for plan in load.stages:
             replay = replays.get(plan.stage)
             stage = LoadedStage.load(runner.spec, plan, load, backend, reporter.progress, replay)
@@ -128,21 +129,15 @@ class ModelRunner:
     @torch.inference_mode()
     def _take_replays(self, replays: Mapping[int, LayerwiseReplay], reporter: Reporter, started: float) -> bool:
         """Go on from where the replays ended; return whether there are any.  If one was not computed, none counts."""
-        if not replays:
-            return False
         ended = [self.stages[stage].replayed(replay) for stage, replay in replays.items()]
-        seconds = round(time.monotonic() - started, 3)
-        if not all(ended):
-            self.reset()
-            problem = next(replay.problem for replay in replays.values() if replay.problem)
-            reporter.log("info", "nothing was replayed while loading", reason=problem, seconds=seconds)
-            return False
-        for stage, replay in replays.items():
+        for stage, replay in replays.items() if all(ended) else ():
             if self._plans[stage].output and self._sampler is not None:
                 self._sampler.replayed(replay.steps)
-        n_tokens = sum(step.n_tokens for replay in replays.values() for step in replay.steps)
-        reporter.log("info", "replayed while loading", n_tokens=n_tokens, seconds=seconds)
-        return True
+        if replays:
+            report_replays([*replays.values()], reporter, time.monotonic() - started, ended=all(ended))
+        if not all(ended):
+            self.reset()
+        return bool(replays) and all(ended)
 
     def _load_scorer(self, reporter: Reporter) -> ScoreStage:
         scorer = ScoreStage.load(self._load, self._backend, reporter.progress)
@@ -189,8 +184,8 @@ class ModelRunner:
         deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
-            rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
-            out = stage.forward(step, rows_in, fill or following, arrival, following.shorten if following else None)
+            rows_in, arrival, waits = self._rows_of(plan, step, await_rows)
+            out = stage.forward(step, rows_in, fill or following, waits, following.shorten if following else None)
             if following is not None:
                 arrival, step, sampled = following.arrival, following.step, following.tokens
             wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
@@ -232,12 +227,13 @@ class ModelRunner:
         if not step.waits:
             return step, None, None
         following = FollowingStep(self._ring, step, await_tokens) if plan.embedding else None
-        return without_tokens(step), None, following
+        return without_tokens(step) if following is None else following.step, None, following
 
-    def tell(self, output: StepOutput) -> None:
+    def tell(self, output: StepOutput, *, drafts: bool = False) -> StepOutput:
         """Hand tokens that the supervisor was told of, or drafts, to the first stage, if that is another daemon's."""
-        if self._ring is not None and self._sampler is not None:
+        if self._ring is not None and self._sampler is not None and drafts == bool(output.result.drafts):
             self._ring.tell(output.step, output.result)
+        return output
 
     def settle(self, output: StepOutput) -> StepOutput:
         """Wait for what a step has deferred."""
@@ -255,7 +251,7 @@ class ModelRunner:
             self._draft_inputs.keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
         result = replace(output.result, sampled=sampled, drafts=drafts, compute_s=now - begun)
-        return StepOutput(result, output.payload, step=output.step)
+        return self.tell(StepOutput(result, output.payload, step=output.step), drafts=True)
 
     def _may_queue(self, plan: StagePlan, step: Step) -> bool:
         """Whether a step may be answered when the next one is queued: not if drafts begin with its tokens."""
@@ -288,6 +284,16 @@ class ModelRunner:
         """Whether the device has nothing to do behind a step until ``run_draft``."""
         return self.defers_drafts and self._asks(step) and not (self._draft and self._draft.has_begun(step))
 
+    def _rows_of(
+        self, plan: StagePlan, step: Step, wait: RowWait | None
+    ) -> tuple[Tensor | None, Arrival, Callable[[], None]]:
+        """A step's rows, their arrival, and what waits for that; on a cpu drafts behind it are prepared meanwhile."""
+        rows, arrival = rows_of(self._boundaries, plan.source, step, wait)
+        if wait is None or self.defers_drafts or self._draft is None or plan.source is None or not self._asks(step):
+            return rows, arrival, arrival
+        rung = partial(self._boundaries[plan.source].bells.rung, step.region, step.step_id)
+        return rows, arrival, preparing(self._draft.prepare, partial(self.draft_step, step.step_id), rung, arrival)
+
     def _asks(self, step: Step) -> bool:
         """Whether the draft stage, if it is here, is asked for drafts behind a step."""
         return self._draft is not None and any(s.n_ahead for s in step.slices)
@@ -302,7 +308,8 @@ class ModelRunner:
             draft.apply(step.operations)
         drafts = inputs.feed(draft, message, defer=message.tokens is None and self.defers_drafts)
         self._is_computing = isinstance(drafts, DeferredDrafts)
-        return StepOutput.of_drafts(message, inputs.plan.stage, drafts, wait_s, started, cold=draft.cold)
+        made = StepOutput.of_drafts(message, inputs.plan.stage, drafts, wait_s, started, cold=draft.cold)
+        return self.tell(made, drafts=True)  # before the supervisor: the first stage waits for them
 
     @torch.inference_mode()
     def keep_up(self, step: Step, stage_index: int) -> None:
@@ -333,8 +340,8 @@ class ModelRunner:
                 part.reset()
 
     def free_bytes(self) -> list[int]:
-        others = [plan.device for plan in (self._load.draft, self._load.score) if plan is not None]
-        indices = sorted({*others, *(s.device for p in self._load.stages for s in p.shards)})
+        others = {plan.device for plan in (self._load.draft, self._load.score) if plan is not None}
+        indices = sorted(others.union(s.device for p in self._load.stages for s in p.shards))
         return [devices.memory_free(devices.torch_device(self._backend, i)) for i in indices]
 
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
@@ -360,16 +367,9 @@ class ModelRunner:
         return score(step.slices, partial(stage.logits, rows), lambda s: states[s].sampling.n_top_logprobs)
 
     def _sample(
-        self,
-        stage: LoadedStage,
-        step: Step,
-        rows: Tensor,
-        masks: MaskSource,
-        payload: Payload,
-        queued: Callable[[], list[Slice] | None],
-        between: Callable[[], object],
-        queues: bool,
-    ) -> list[Sampled] | DeferredTokens | QueuedStep:
+        self, stage: LoadedStage, step: Step, rows: Tensor, masks: MaskSource, payload: Payload,
+        queued: Callable[[], list[Slice] | None], between: Callable[[], object], queues: bool,
+    ) -> list[Sampled] | DeferredTokens | QueuedStep:  # fmt: skip
         between()
         if step.want_logits:
             queued()
@@ -383,6 +383,7 @@ class ModelRunner:
             return []
         logits = stage.logits(rows, wanted)  # on a device it is queued by now: the masks arrive meanwhile
         between()
+        self.flush_answers()  # so that the supervisor, which they wake, is awake when this step is answered
         slices = [s for s in step.slices if s.sample]
         waits = self._asks(step) or step.want_logits  # a DraftStep begins with tokens that the host reads
         alone = not waits and (queues or self._plans[stage.plan.stage].source is None)

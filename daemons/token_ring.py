@@ -17,7 +17,7 @@ from daemons.boundary import Arrival, RowWait
 from daemons.deferred import Fill
 from daemons.errors import StateError
 from daemons.kv.batch import Layout
-from daemons.kv.shortened import shortened
+from daemons.kv.fewer_rows import leave_out_rows
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
 
@@ -89,8 +89,7 @@ def _without_tokens(s: Slice) -> Slice:
 
 
 class FollowingStep:
-    """A step whose pending tokens or drafts are made meanwhile; ``step`` has 0 in their places, and ``shorten`` leaves
-    out those that were not made.
+    """A step whose pending tokens or drafts are made meanwhile; ``shorten`` leaves out those that were not.
 
     Called with the step's metadata, on any device, it waits and puts them there; then it has ``tokens``.
     """
@@ -105,6 +104,7 @@ class FollowingStep:
         self.arrival = Arrival(lambda: ring.wait(asked, await_tokens))
         self._found: dict[int, list[int]] = {}
         self._ends_early = len(step.slices) == 1 and step.slices[0].drafts_pend and step.slices[0].p_min > 0
+        self._n_made: int | None = None  # drafts of its slice, if they are fewer than it asks for
         row = 0
         for piece in step.slices:
             if piece.tokens == [PENDING]:
@@ -112,20 +112,28 @@ class FollowingStep:
             elif piece.drafts_pend:
                 self._rows[piece.sequence] = row + piece.n_context, piece.n_drafts
             row += len(piece.tokens)
-        self.step = without_tokens(step)
+        self._step = without_tokens(step)
 
-    def shorten(self, layout: Layout) -> Layout:
-        """Return the layout with as many rows as drafts were made, if they may be fewer: waits for them then."""
-        [piece, *others] = self.step.slices
-        if others or not self._ends_early:
-            return layout
-        made = self._wait().get(piece.sequence, [])
-        shorter = piece.with_drafts([0] * len(made), alone=True)
-        if shorter.n_drafts == piece.n_drafts:
-            return layout
-        self.step = replace(self.step, slices=[shorter])
-        self._rows[piece.sequence] = piece.n_context, shorter.n_drafts
-        return shortened(layout, len(shorter.tokens))
+    @property
+    def step(self) -> Step:
+        """The step with 0 for what is not known before; with as many drafts as were made once that is."""
+        if self._n_made is None:
+            return self._step
+        return replace(self._step, slices=[s.with_drafts([0] * self._n_made, alone=True) for s in self._step.slices])
+
+    def shorten(self, layout: Layout) -> None:
+        """Put the drafts that were made into a layout, without the rows of others, if they may be fewer than it has:
+        waits for them then.
+        """
+        if not self._ends_early:
+            return
+        [piece] = self._step.slices
+        made = self._wait()[piece.sequence][: piece.n_drafts]
+        if (first := piece.n_context) + len(made) < layout.n_rows:
+            self._n_made, self._rows[piece.sequence] = len(made), (first, len(made))
+            leave_out_rows(layout, first + len(made))
+        layout.numbers[first : layout.n_rows] = made
+        layout.fill = lambda metadata: None
 
     def _wait(self) -> dict[int, list[int]]:
         if not self._found:

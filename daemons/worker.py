@@ -205,14 +205,11 @@ class _MessageLoop:
     def _answer(self, output: StepOutput, n_rows: int) -> None:
         payload = [t.contiguous().numpy().data for t in output.payload]
         result, runtime = output.result, self._runtime
-        told_before = bool(result.drafts)  # the first stage reports those that it used
-        if runtime is not None and told_before:
-            runtime.tell(output)
-        if runtime is not None and told_before and runtime.shares_cores:  # a step that verifies them may be here
+        if result.drafts and runtime is not None and runtime.shares_cores:  # a step that verifies them may be here
             self._link.hold(result, request_id=result.step_id)
         else:
             self._link.send(result, request_id=result.step_id, payload=payload)
-        if runtime is not None and not told_before:
+        if runtime is not None:
             runtime.tell(output)
         self._reporter.step_done(n_rows)
 
@@ -378,7 +375,7 @@ class _MessageLoop:
             places += [] if load.score is None else [f"device {load.score.device} scoring stage"]
             return self._fail("load", e, ", ".join(places))
         self._inbox.spin_s = load.spin_s
-        self._runtime.draft_step = self._inbox.draft_step
+        self._runtime.draft_step, self._runtime.flush_answers = self._inbox.draft_step, self._link.flush
         self._reporter.memory(free_bytes=self._runtime.free_bytes())
         self._link.send(loaded)
         return None

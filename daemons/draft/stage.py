@@ -26,6 +26,7 @@ from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
 from daemons.draft.jobs import DraftJob, jobs_behind, likely
 from daemons.draft.mtp import Mtp
+from daemons.draft.prepared import PreparedRows
 from daemons.draft.rejected import without_rejected
 from daemons.draft.unseen import unseen_draft
 from daemons.draft.vocabulary import shared_weights, vocabulary_weights
@@ -91,6 +92,7 @@ class DraftStage:
         self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences, forgets=load.attend_host)
         self._deferred = DeferredRows(min(MOST_ROWS_OF_ALL, self.max_step_tokens))
         self._ahead: AheadStep | None = None  # the last step that ``extend`` took
+        self._prepared = PreparedRows(self._layout, self.draft_layout)
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes
@@ -162,9 +164,17 @@ class DraftStage:
         """Apply the target's state operations in order.  Raises StateError at the first invalid one."""
         if not self._deferred.allows(operations):
             self.flush()
+        self._prepared.stay(operations)
         for operation in operations:
             if not isinstance(operation, SetPages) or operation.space in self._spaces:
                 self.sequences.apply(operation)
+
+    def prepare(self, step: Step, goes_on: Callable[[], bool]) -> None:
+        """Arrange the rows of a step that is not computed and the drafts behind it, as long as ``goes_on``, where that
+        saves time.
+        """
+        if self.device.type == "cpu" and not self.drafter.starts_from_hidden:
+            self._prepared.prepare(step, goes_on)
 
     def extends_ahead(self, step: Step) -> bool:
         """Whether ``extend`` can take a step that asks for drafts, before it is known what it draws: on a GPU, which
@@ -255,7 +265,7 @@ class DraftStage:
 
     def _extend(self, step: Step, features: Tensor) -> Tensor:
         """Add a step's rows to the context; their hidden states."""
-        layout = self._layout(step.slices)
+        layout = self._prepared.context(step.slices) or self._layout(step.slices)
         with launching(self.device):
             if self.graphs is None:
                 hidden = self.drafter.extend(features, self._batch(layout))
@@ -298,6 +308,7 @@ class DraftStage:
     def reset(self) -> None:
         """Drop all sequences; weights and pools stay."""
         self._deferred.clear()
+        self._prepared.clear()
         self._ahead = None
         self.sequences.reset()
 
@@ -313,7 +324,11 @@ class DraftStage:
         if [rows.shape for rows in captures] != [(n_tokens, width) for width in self._widths]:
             found, expected = [list(rows.shape) for rows in captures], [[n_tokens, width] for width in self._widths]
             raise StateError(f"draft step {step.step_id}", f"captures of shapes {found}, expected {expected}")
-        rows = [r.to(device=self.device, dtype=self.dtype, non_blocking=True) for r in captures]
+        rows = [
+            r if r.dtype is self.dtype and r.device == self.device
+            else r.to(device=self.device, dtype=self.dtype, non_blocking=True)
+            for r in captures
+        ]  # fmt: skip
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
 
     def _layout(self, slices: Sequence[Slice]) -> Layout:
@@ -347,7 +362,7 @@ class DraftStage:
             index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
             if self.device.type != "cpu":
                 index = index.pin_memory().to(self.device, non_blocking=True)
-        return self._draft_at(self.draft_layout(jobs), hidden, index)
+        return self._draft_at(self._prepared.drafts(jobs) or self.draft_layout(jobs), hidden, index)
 
     def _draft_at(self, layout: Layout, hidden: Tensor, index: Tensor | None) -> Drafts:
         """Drafts of a layout; ``index`` [B]: the rows of ``hidden`` that precede them, if drafts start from those."""

@@ -109,7 +109,7 @@ class Pools:
         if shape.update_width:
             self.updates.allocate(tensors[0], self._sizes.device_rows, shape.update_width, indices, what)
         elif recurrent:
-            self.updates.windows += tensors
+            self.updates.add_windows(tensors)
         hosts = []
         if self._host_pages is not None and shape.space is Space.FULL:
             hosts = [self._host_pages.add(tensor) for tensor in tensors]

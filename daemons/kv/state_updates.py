@@ -10,26 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from daemons.cuda_graphs import RepeatedLaunches
 from daemons.device import allocating, launching
+from daemons.ops.operations import MAX_DECODE_TOKENS
 
 ApplyUpdates = Callable[[Tensor, Tensor, int, Tensor, int], None]
 """See :func:`daemons.ops.delta_rule.apply_updates`."""
 
 
 class StateUpdates:
-    """Of one device.  ``windows``: stacks [layers, rows, ...] of what is written whole after each token."""
+    """Of one device."""
 
     def __init__(self, device: torch.device, apply: ApplyUpdates) -> None:
         self.device, self._apply = device, apply
-        self.windows: list[Tensor] = []
+        # Stacks [layers, rows, ...] of what is written whole after each token; on a cpu arrays, which numpy copies in a
+        # tenth of the time that torch takes when neither is in the cache.
+        self._windows: list[Any] = []
         self._stacks: list[tuple[Tensor, Tensor]] = []  # matrices and updates, [layers, rows, ...]
         self._by_layer: dict[int, Tensor] = {}
         self.launches = RepeatedLaunches(device, "states of verified tokens are made")
+        rows = torch.empty(MAX_DECODE_TOKENS, dtype=torch.int64)  # those of a cpu, kept for the same reason
+        self._rows, self._first_rows = rows.numpy(), [rows[:n] for n in range(MAX_DECODE_TOKENS + 1)]
 
     def allocate(self, matrices: Tensor, n_rows: int, width: int, layers: Sequence[int], what: str) -> None:
         """Rows for the states of ``matrices`` [layers, states, ...], and more behind them.  Raises DeviceError."""
@@ -40,6 +46,11 @@ class StateUpdates:
         self._by_layer |= dict(zip(layers, updates.unbind(0), strict=True))
         self._stacks.append((matrices, updates))
 
+    def add_windows(self, stacks: Sequence[Tensor]) -> None:
+        """Also make the rows of stacks [layers, rows, ...] that are written whole after each token."""
+        on_host = self.device.type == "cpu"
+        self._windows += [stack.view(torch.uint8).numpy() for stack in stacks] if on_host else stacks
+
     def of_layer(self, layer: int) -> Tensor:
         """Updates of a layer, ``[rows, width]``."""
         return self._by_layer[layer]
@@ -49,24 +60,31 @@ class StateUpdates:
 
         ``window``: the row whose windows it gets; None: it has them.
         """
-        windows = [] if window is None else self.windows
+        windows = [] if window is None else self._windows
         if not self._stacks and not windows:
             return
         key = source, target, window, *rows
         with launching(self.device):
             if self.launches.replay(key):
                 return
-            at = torch.tensor(rows, dtype=torch.int64)
-            if self.device.type != "cpu":
-                at = at.pin_memory().to(self.device, non_blocking=True)
+            at = self._at(rows)
 
             def work() -> None:
                 for matrices, updates in self._stacks:
                     self._apply(matrices, updates, source, at, target)
-                for tensor in windows:
-                    tensor[:, target] = tensor[:, window]
+                for stack in windows:
+                    stack[:, target] = stack[:, window]
 
             self.launches.launch(key, work)
+
+    def _at(self, rows: Sequence[int]) -> Tensor:
+        """Rows on the device; on a cpu valid until the next call."""
+        n = len(rows)
+        if self.device.type == "cpu" and n < len(self._first_rows):
+            self._rows[:n] = rows
+            return self._first_rows[n]
+        at = torch.tensor(rows, dtype=torch.int64)
+        return at if self.device.type == "cpu" else at.pin_memory().to(self.device, non_blocking=True)
 
     @property
     def nbytes(self) -> int:

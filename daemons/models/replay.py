@@ -27,6 +27,7 @@ from daemons.models.replay_kernels import load_kernels
 from daemons.models.row_file import RowFile
 from daemons.models.shard import ShardModel
 from daemons.ops.selection import KernelSelector
+from daemons.pulse import Reporter
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import Load, StagePlan, StageReplay
@@ -305,3 +306,14 @@ def layerwise_replays(load: Load, spec: ModelSpec, fd: int) -> dict[int, Layerwi
         return {}
     rows, plans = RowFile(fd, spec.boundary_width, torch_dtype(load.dtype)), {plan.stage: plan for plan in load.stages}
     return {one.stage: LayerwiseReplay(one, plans[one.stage], load, spec, rows) for one in load.replay}
+
+
+def report_replays(replays: Sequence[LayerwiseReplay], reporter: Reporter, seconds: float, *, ended: bool) -> None:
+    """Log what was replayed while loading; where one has not ``ended``, that none counts, and why."""
+    seconds = round(seconds, 3)
+    if ended:
+        n_tokens = sum(step.n_tokens for replay in replays for step in replay.steps)
+        reporter.log("info", "replayed while loading", n_tokens=n_tokens, seconds=seconds)
+    else:
+        problem = next(replay.problem for replay in replays if replay.problem)
+        reporter.log("info", "nothing was replayed while loading", reason=problem, seconds=seconds)

@@ -169,7 +169,7 @@ class LoadedStage:
         rows_in: Tensor | None,
         fill: Callable[[Tensor], None] | None = None,
         await_rows: Callable[[], None] = lambda: None,
-        shorten: Callable[[Layout], Layout] | None = None,
+        shorten: Callable[[Layout], None] | None = None,
     ) -> StageOutput:
         """Run the step's slices through the stage's layers, after the step's operations were applied.
 
@@ -188,7 +188,8 @@ class LoadedStage:
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
         layout.fill = fill or layout.fill
-        layout = shorten(layout) if shorten else layout
+        if shorten:
+            shorten(layout)
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []

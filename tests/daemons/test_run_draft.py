@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.errors import LoadError, StateError
+from daemons.models.stage import LoadedStage
 from daemons.runner import ModelRunner
+from daemons.sampling import Sampler
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.loading import (
@@ -57,6 +59,9 @@ class Recorder:
 
     def has_extended(self, step: Step) -> bool:
         return False
+
+    def prepare(self, step: Step, goes_on: Callable[[], bool]) -> None:
+        pass
 
     def apply(self, operations: Sequence[Operation]) -> None:
         self.operations += operations
@@ -207,6 +212,22 @@ def test_captures_and_tokens_of_each_step(
         assert (step_id, given) == (one.step_id, [tokens])
         assert torch.equal(torch.cat(captures, dim=-1), torch.cat(hidden, dim=-1))
     assert third._draft.operations == opening(golden)
+
+
+def test_answers_that_wait_are_sent_between_a_step_and_its_tokens(
+    daemons: tuple[ModelRunner, ModelRunner, ModelRunner], golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the supervisor is awake when the tokens come."""
+    first, second, _ = daemons
+    assert second._sampler is not None
+    done, sample, logits = [], Sampler.sample, LoadedStage.logits
+    monkeypatch.setattr(Sampler, "sample", lambda *a, **more: (done.append("drawn"), sample(*a, **more))[1])
+    monkeypatch.setattr(LoadedStage, "logits", lambda *a: (done.append("logits"), logits(*a))[1])
+    first.flush_answers = second.flush_answers = lambda: done.append("flushed")
+    one = step(8, 0, golden.ids[:30], operations=opening(golden))
+    first.run_step(one, 0, 0.0)
+    second.run_step(one, 1, 0.0)
+    assert done == ["logits", "flushed", "drawn"]
 
 
 def test_a_step_with_upkeep_is_taken_along_without_a_message(

@@ -69,19 +69,20 @@ def test_states_are_made(captured):
     matrices = torch.randn(LAYERS, STATES, N_VALUE, DIM, DIM, device=DEVICE)
     made = StateUpdates(DEVICE, operations.apply_updates)
     made.allocate(matrices, ROWS, update_width(N_KEY, N_VALUE, DIM), range(LAYERS), "the test's states")
-    made.windows.append(torch.randn(LAYERS, ROWS, 3, 64, device=DEVICE))
+    whole = torch.randn(LAYERS, ROWS, 3, 64, device=DEVICE)
+    made.add_windows([whole])
     for case in [(1, [1, 6, 4], 1, 4), (1, [1], 2, None), (1, [1, 6, 4, 8, 5], 1, 5)] * (3 if captured else 1):
         source, rows, target, window = case
         for i in range(LAYERS):
             made.of_layer(i).normal_().mul_(0.1)
         updates = torch.stack([made.of_layer(i) for i in range(LAYERS)])
-        wanted, windows = matrices.clone(), made.windows[0].clone()
+        wanted, windows = matrices.clone(), whole.clone()
         delta_rule.apply_updates(wanted, updates, source, torch.tensor(rows, device=DEVICE), target)
         if window is not None:
             windows[:, target] = windows[:, window]
         made.make(*case)
         torch.testing.assert_close(matrices, wanted, rtol=1e-5, atol=1e-5)
-        assert torch.equal(made.windows[0], windows)
+        assert torch.equal(whole, windows)
         matrices.normal_()
     assert any(graph for graph, _ in made.launches._kept.values()) == captured
 
@@ -92,5 +93,5 @@ def test_metadata_of_queued_steps_are_their_own():
     torch.cuda._sleep(50_000_000)  # the device is busy meanwhile
     for i, target in enumerate(targets):
         layout = SimpleNamespace(numbers=[i] * 5, fill=lambda metadata: metadata[:1].fill_(-1))
-        staging.refill(layout, target)
+        staging.refills(target)(layout)
     assert [target.tolist() for target in targets] == [[-1, *[i] * 4] for i in range(n)]

@@ -167,6 +167,7 @@ class CpuOperations(TorchOperations):
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
         self._pages: dict[int, tuple[PagedTensor, PagesArguments]] = {}  # written to, by id
+        self._updates: dict[tuple[int, int, torch.Size, torch.Size], UpdatesArguments] = {}  # of stacks, whole ones
 
     def norm(self, weight: Tensor | None, width: int, eps: float) -> Norm:
         return CpuRmsNorm(self.kernels, weight, width, eps)
@@ -324,13 +325,17 @@ class CpuOperations(TorchOperations):
         return CpuGatedDeltaNet(self.kernels, weights)
 
     def apply_updates(self, states: Tensor, updates: Tensor, source: int, rows: Tensor, target: int) -> None:
-        layers, _, n_value, dim = states.shape[:4]
-        if dim not in DELTA_DIMS:
+        if states.shape[3] not in DELTA_DIMS:
             super().apply_updates(states, updates, source, rows, target)
             return
-        width = updates.shape[2]
-        self.kernels.library.apply_updates(byref(UpdatesArguments(
-            states=states.data_ptr(), updates=updates.data_ptr(), rows=rows.data_ptr(), n=len(rows), source=source,
-            target=target, layers=layers, states_stride=states.stride(0), updates_stride=updates.stride(0),
-            n_key=key_heads(width, n_value, dim), n_value=n_value, dim=dim, width=width,
-        )))  # fmt: skip
+        key = states.data_ptr(), updates.data_ptr(), states.shape, updates.shape
+        a = self._updates.get(key)
+        if a is None:
+            (layers, _, n_value, dim), width = states.shape[:4], updates.shape[2]
+            a = self._updates[key] = UpdatesArguments(
+                states=key[0], updates=key[1], layers=layers, states_stride=states.stride(0),
+                updates_stride=updates.stride(0), n_key=key_heads(width, n_value, dim), n_value=n_value, dim=dim,
+                width=width,
+            )  # fmt: skip
+        a.rows, a.n, a.source, a.target = rows.data_ptr(), rows.shape[0], source, target
+        self.kernels.library.apply_updates(byref(a))
