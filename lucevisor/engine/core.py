@@ -83,7 +83,7 @@ class Engine:
             self._scheduler,
             settings.on_drafter_lost,
             pipeline=lambda: self._pipeline,
-            proceed=lambda: self._proceed([]),
+            proceed=lambda possible: self._proceed([]) if possible or self._stages.active else None,
         )
         self.freezer = Freezer(
             self._scheduler,
@@ -288,7 +288,8 @@ class Engine:
         now = self._clock()
         self._stages.finished(result.step.step_id)
         self._totals.add(result)
-        n_before, timed = self._scheduler.n_generated_tokens, self._scheduler.timed(result.step.slices, result.results)
+        n_before = self._scheduler.n_generated_tokens
+        self._scheduler.timed(result.step.slices, result.results)
         try:
             if self._scheduler.in_flight:
                 note_rankings(self._scheduler.in_flight[0], result.step.rank_pages, result.results)
@@ -302,7 +303,7 @@ class Engine:
         self._rows.collect(result)
         self._generated.add(self._scheduler.n_generated_tokens - n_before, now)
         self._proceed(events)
-        timed()
+        self._scheduler.sent()
         self._settings.on_step(result)
 
     def _on_first_stage_done(self) -> None:
@@ -353,13 +354,9 @@ class Engine:
             raise QueueFull(self._scheduler.n_queued, self._retry.seconds(self._scheduler.wait_s, self._clock()))
 
     def _submit(
-        self,
-        request: GenerationRequest,
-        wanted: WantedRows | None,
-        *,
-        hold: bool = False,
+        self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False,
         probe: PrefixMatch | None = None,
-    ) -> RequestHandle:
+    ) -> RequestHandle:  # fmt: skip
         self._scheduler.submit(request, self._clock(), wanted, hold=hold, probe=probe)
         handle = self._handles[request.request_id] = RequestHandle(request.request_id, self._cancel)
         self._proceed([])

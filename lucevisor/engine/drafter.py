@@ -18,7 +18,8 @@ from lucevisor.protocol.steps import StepResult
 class DrafterAttachment:
     """``on_lost`` is told why a drafter was detached by itself.
 
-    ``pipeline``: the one attached now.  ``proceed`` sends the steps that have become possible.
+    ``pipeline``: the one attached now.  ``proceed`` sends the steps that have become possible; it is told whether any
+    may have.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class DrafterAttachment:
         on_lost: Callable[[PipelineFailure], None],
         *,
         pipeline: Callable[[], Pipeline | None],
-        proceed: Callable[[], None],
+        proceed: Callable[[bool], None],
     ) -> None:
         self._scheduler, self._on_lost = scheduler, on_lost
         self._pipeline, self._proceed = pipeline, proceed
@@ -49,7 +50,7 @@ class DrafterAttachment:
             raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
         self._scheduler.attach_drafter(with_output=with_output, kept=kept)
         pipeline.drafts.attach(link, with_output=with_output)
-        self._proceed()
+        self._proceed(True)
 
     def detach(self) -> None:
         """Go on without drafts.  Does nothing without a drafter; the pipeline takes its own along when it goes."""
@@ -57,17 +58,17 @@ class DrafterAttachment:
         if pipeline is not None:
             pipeline.drafts.detach()
         self._scheduler.detach_drafter()
-        self._proceed()
+        self._proceed(True)
 
     def _drafted(self, result: StepResult) -> None:
         """Let the sequences go on that waited for these drafts."""
         try:
-            self._scheduler.drafting.answered(result)
+            goes_on = self._scheduler.drafting.answered(result)
         except WrongResult as error:
             text = f"the draft stage sent a wrong result: {error}"
             self._lost(PipelineFailure(result.stage, "protocol_error", text))
         else:
-            self._proceed()
+            self._proceed(goes_on)
 
     def _lost(self, failure: PipelineFailure) -> None:
         self.detach()

@@ -76,16 +76,18 @@ class Bench:
             sure = len(piece.tokens) - piece.n_drafts
             drawn = [*piece.tokens[sure:][:n_accepted], 7] if piece.sample else []
             sampled += [Sampled(piece.sequence, token) for token in drawn]
-        self.scheduler.timed(plan.step.slices, [StepResult(plan.step.step_id, 0, compute_s=seconds, cold=cold)])()
+        self.scheduler.timed(plan.step.slices, [StepResult(plan.step.step_id, 0, compute_s=seconds, cold=cold)])
+        self.scheduler.learn()
         self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
         validation.check(self.scheduler)
 
-    def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0, *, cold: bool = False) -> None:
-        """The draft stage's result: the same token again and again."""
+    def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0, *, cold: bool = False) -> bool:
+        """The draft stage's result: the same token again and again; whether a step may have become possible."""
         drafts = [Drafted(s.sequence, [token] * min(n, s.n_ahead)) for s in plan.step.slices if s.n_ahead]
         result = StepResult(plan.step.step_id, self.scheduler.n_stages, drafts=drafts, compute_s=seconds, cold=cold)
-        self.scheduler.drafting.answered(result)
+        possible = self.scheduler.drafting.answered(result)
         validation.check(self.scheduler)
+        return possible
 
     def live(self, name: str) -> LiveSequence:
         record = next(r for r in self.scheduler.running if r.request.request_id == name)
@@ -119,6 +121,41 @@ def test_drafts_that_came_are_verified_though_the_drafter_is_gone() -> None:
     bench.draft(first)
     bench.scheduler.detach_drafter()
     assert bench.plan().step.slices == [Slice(0, 3, [7, 9, 9, 9, 9], True, 4)]
+
+
+# ---- what a result makes possible, and what is learned of it
+
+
+def test_drafts_of_a_lone_request_whose_step_is_in_flight_make_no_other_possible() -> None:
+    for names, overlaps, expected in (("a", False, False), ("ab", False, True), ("a", True, True)):
+        bench = Bench(speculating(), with_output=not overlaps)
+        bench.submit(*names)
+        first = bench.plan()
+        bench.answer(first)
+        if not overlaps:  # else it waits for them
+            bench.plan()
+        assert bench.draft(first) is expected
+        assert bool(plans(bench.scheduler)) is overlaps
+
+
+@pytest.mark.parametrize("n_stages", [1, 2])
+def test_what_a_step_took_is_learned_when_no_stage_waits(n_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several stages the first one is about to start the next step then, and has done it later."""
+    bench, learned = Bench(speculating(), n_stages), list[float]()
+    bench.submit("a")
+    bench.plan()
+    scheduler = bench.scheduler
+    monkeypatch.setattr(scheduler.drafting, "measured", lambda slices, stages_s, **_: learned.append(sum(stages_s)))
+    slices = [Slice(0, 3, [7], sample=True)]
+    for seconds in (1.0, 2.0):
+        scheduler.timed(slices, [StepResult(2, stage, compute_s=seconds / n_stages) for stage in range(n_stages)])
+        assert learned == ([] if seconds == 1.0 else [1.0])  # the one before at the latest
+        scheduler.sent()
+        assert learned == [1.0, 2.0][: int(seconds) if n_stages == 1 else int(seconds) - 1]
+    scheduler.first_stage_done(0.0)
+    assert learned == [1.0, 2.0]
+    scheduler.learn()
+    assert learned == [1.0, 2.0]
 
 
 # ---- drafts that are verified before they are known

@@ -327,13 +327,3 @@ def uneven(widths: list[int], tokens: Sequence[Sequence[float]]) -> list[int]:
     drafting = [i for i, width in enumerate(widths) if width]
     least = min(drafting, key=lambda i: tokens[i][widths[i]] - tokens[i][widths[i] - 1])
     return [width - (i == least) for i, width in enumerate(widths)]
-
-
-@dataclass(frozen=True, slots=True)
-class WidthChoice:
-    """Drafts to ask for, and the best known tokens a second.  ``own``: by request, where widths are unequal."""
-
-    width: int
-    rate: float
-    chosen_at: int
-    own: dict[str, int] = field(default_factory=dict)

@@ -23,7 +23,7 @@ STALE_STEPS: Final = 256
 """Steps after which a width's time may be measured again."""
 FEW_STALE_STEPS: Final = 32
 """The same of many slices while fewer steps were measured than a probe of few slices has: one may be disturbed."""
-STALE_PLAIN_STEPS: Final = 64
+STALE_PLAIN_STEPS: Final = 256
 """The same for plain decoding, by which losses are counted; less while few plain steps were measured."""
 PLAIN_INTERVAL: Final = 4
 """Steps between measurements of plain decoding, for each one that was made."""

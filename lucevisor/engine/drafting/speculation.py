@@ -15,6 +15,7 @@ from typing import Final
 
 from lucevisor.engine.drafting.acceptance import FADED_WEIGHT, AcceptanceModel, DraftLengths, expected_tokens
 from lucevisor.engine.drafting.budget import UPKEEP_SHARE, Allowance
+from lucevisor.engine.drafting.choices import CHOICE_STEPS, WidthChoice, WidthChoices
 from lucevisor.engine.drafting.costs import (
     LEAST_GAIN,
     MANY_SLICES,
@@ -22,7 +23,6 @@ from lucevisor.engine.drafting.costs import (
     BatchCosts,
     BatchSchedule,
     DraftTimes,
-    WidthChoice,
     own_widths,
     uneven,
 )
@@ -38,12 +38,8 @@ FIRST_UNEVEN_GAIN: Final = 1.05
 """What unequal widths must promise over equal ones before any were measured."""
 UNEVEN_CUT: Final = 1.5
 """How much longer a step of unequal slices takes from which slices are rather cut to equal ones when a request ends."""
-CHOICE_STEPS: Final = 8
-"""Steps for which a choice holds: choosing takes 0.1 ms, and estimates move slowly."""
 SLOWEST_STEPS: Final = 16
 """Steps over which the share of the slowest stage is averaged."""
-EAGER_STEPS: Final = 64
-"""Steps at the start, each with a choice of its own."""
 OUTLIER: Final = 2.0
 """A step is charged no more than this times what such steps take: plain steps are disturbed as often.  The first two of
 a shape, which compile and capture, are charged what is expected of them: that is paid once."""
@@ -63,10 +59,9 @@ class Speculation:
         self._models = [AcceptanceModel(PRIORS[kind].first_chance), AcceptanceModel(LOOKUP_FIRST_CHANCE, trusted=True)]
         self._lengths, self.times = DraftLengths(), DraftTimes(PRIORS[kind])
         self._loss, self.probes = Allowance.for_losses(), Probes()
-        self._choices: dict[int, WidthChoice] = {}  # by number of slices
+        self._choices = WidthChoices()
         self._active: dict[str, tuple[int, RequestDrafts]] = {}  # by request id; when drafts were last asked for
-        self._n_measured = self._renew_at = 0  # steps; choices made before are made again
-        self._renew = False  # so is the next one, whenever the last one was made
+        self._n_measured = 0  # steps
         self._n_slices = self._n_decoding = 1  # slices of the last step; sequences that decode
         self._slowest = 1.0  # share of the slowest stage in the time of a step
         self._step_s: float | None = None  # seconds of the last step
@@ -86,11 +81,9 @@ class Speculation:
         probe = self.probes.running
         if probe is not None and probe.asks(n_slices):
             return probe.width
-        choice, now = self._choices.get(n_slices), self._n_measured
-        hold = CHOICE_STEPS if now > EAGER_STEPS else 1
-        if choice is None or now >= choice.chosen_at + hold or choice.chosen_at < self._renew_at or self._renew:
-            choice, self._renew = self._choose(n_slices), False
-            self._choices[n_slices] = choice
+        choice = self._choices.asked(n_slices, self._n_measured)
+        if choice is None or (self._loss.spent and choice.width):
+            choice = self._choices.keep(n_slices, self._choose(n_slices))
         probe = self.probes.running
         if probe is not None and probe.asks(n_slices):
             return probe.width
@@ -136,7 +129,7 @@ class Speculation:
     def width(self) -> int:
         """Drafts that are asked for at present, the most of any request."""
         probe = self.probes.running
-        return self._max_drafts if self._fixed else self._latest.width if probe is None else probe.width
+        return self._max_drafts if self._fixed else self._choices.latest.width if probe is None else probe.width
 
     def choose_groups(self, n_stages: int) -> int:
         """Return the micro-batches to deal sequences into: one a stage, one more if a drafter apart makes it pay."""
@@ -153,7 +146,7 @@ class Speculation:
             return ""
         if self._loss.spent:
             return "drafts took more time than they saved; they are tried again now and then"
-        if self.width or not self._latest.rate:
+        if self.width or not self._choices.latest.rate:
             return ""
         return "the drafter is not asked: by times and acceptance plain decoding is faster"
 
@@ -171,9 +164,9 @@ class Speculation:
         self._models[i].verified(own.rates[i], own.probabilities, n_drafts, n_accepted, own.n_left_out)
         own.copying = own.looked_up and n_accepted == n_drafts
         self._loss.gain(n_accepted / self._n_slices)
-        self._renew |= self.probes.verified(n_accepted, self._n_slices)
+        self._choices.renew |= self.probes.verified(n_accepted, self._n_slices)
         if not n_accepted:
-            self._renew_at = self._n_measured
+            self._choices.renew_at = self._n_measured
 
     def measured(
         self,
@@ -187,8 +180,16 @@ class Speculation:
     ) -> None:
         """Note how long the stages took for a step of decodes, one after the other, and the slowest of several.
 
-        ``cold`` as in StepResult.  ``waited``: for drafts, although it may verify none.
+        ``cold`` as in StepResult.  ``waited``: for drafts, although it may verify none.  Call it when the next step was
+        sent: it may choose anew, which takes as long as to plan a step.
         """
+        self._learn_step(n_rows, n_slices, seconds, slowest_s, cold=cold, waited=waited)
+        if self._choices.lone_is_due(self._n_measured, self._oldest):
+            self._choices.keep(1, self._choose(1))
+
+    def _learn_step(
+        self, n_rows: int, n_slices: int, seconds: float, slowest_s: float | None, *, cold: bool, waited: bool
+    ) -> None:
         steps = self.times.steps
         expected, warm = steps.seconds(n_rows, n_slices), not cold and steps.n_known(n_rows, n_slices) > 0
         self.times.add_step(n_rows, n_slices, seconds, cold=cold)
@@ -196,7 +197,7 @@ class Speculation:
             self._slowest += (slowest_s / seconds - self._slowest) / SLOWEST_STEPS
         self._n_measured += 1
         if self._loss.spent:  # what an older probe asks for would not be verified
-            self._renew_at = self._n_measured
+            self._choices.renew_at = self._n_measured
             self.probes.end_older()
         costs = self._costs(n_slices)
         if costs is None or expected is None:
@@ -208,7 +209,7 @@ class Speculation:
             self._loss.gain(1 - LEAST_GAIN * charged)
         fewer = self._all_or_none and n_slices == 1 < n_rows and self.width > 0
         if self.probes.stepped(n_rows, n_slices, fewer=fewer, cold=cold):
-            self._renew_at = self._n_measured
+            self._choices.renew_at = self._n_measured
 
     def measured_draft(self, n_slices: int, n_ahead: int, seconds: float, *, cold: bool = False) -> None:
         """Note how long the draft stage took for a step of decodes that asked for ``n_ahead`` drafts each; ``cold`` as
@@ -232,10 +233,6 @@ class Speculation:
             self._loss.gain(-min(UPKEEP_SHARE, self._delay(costs, costs.upkeep_s)))
 
     # ---- inside: drafts to ask for
-
-    @property
-    def _latest(self) -> WidthChoice:
-        return max(self._choices.values(), key=lambda choice: choice.chosen_at, default=WidthChoice(0, 0.0, 0))
 
     def _earn(self, steps: float) -> None:
         self._loss.earn(steps)
@@ -299,10 +296,13 @@ class Speculation:
         each = self._expected() or {"": [1.0]}
         return dict(enumerate(sum(column) / len(each) for column in zip(*each.values(), strict=True)))
 
+    @property
+    def _oldest(self) -> int:  # when drafts were last asked for of a request that decodes
+        return self._n_measured - 2 * self.n_groups
+
     def _expected(self) -> dict[str, list[float]]:
         """Return the tokens of a slice with 0, 1, ... drafts, by request that decodes."""
-        oldest = self._n_measured - 2 * self.n_groups
-        self._active = {name: entry for name, entry in self._active.items() if entry[0] >= oldest}
+        self._active = {name: entry for name, entry in self._active.items() if entry[0] >= self._oldest}
         model, n = self._models[False], self._max_drafts
         return {name: expected_tokens(model.chances(own.rates[False], n)) for name, (_, own) in self._active.items()}
 

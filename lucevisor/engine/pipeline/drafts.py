@@ -110,7 +110,6 @@ class DraftRelay:
             return None
         draft.waiting.popleft()
         draft.early.append(result)
-        self._put(result)
         return draft.link
 
     def _put(self, made: StepResult) -> None:
@@ -121,10 +120,15 @@ class DraftRelay:
         self._on_known()
 
     def pass_on(self) -> None:
-        """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it."""
+        """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it.
+
+        Steps that verify others have them already, also one that was planned since they were heard.
+        """
         while (draft := self.attached) is not None and draft.early:
             if any(entry.step.step_id == draft.early[0].step_id for entry in self._in_flight()):
+                for result in draft.early:
+                    self._put(result)
                 return
             result = draft.early.popleft()
-            self._put(result)  # to a step that was planned since it was heard
+            self._put(result)
             self.on_drafted(result)

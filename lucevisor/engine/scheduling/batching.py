@@ -79,8 +79,9 @@ def step_budget(
     runs_ahead: bool,
 ) -> StepBudget:
     """Return the budget of a step from what runs, is under way and was measured."""
-    others = chunks.came_beside_long(now) or has_others(running, chunks.max_short_tokens)
-    shared = others or chunks.expects_short(now)
+    any_prompts = any(record.state is RequestState.PREFILL for record in running)  # without, nothing is to be shared
+    others = any_prompts and (chunks.came_beside_long(now) or has_others(running, chunks.max_short_tokens))
+    shared = others or (any_prompts and chunks.expects_short(now))
     follow = partial(chunks.may_follow, backlog, now, others=others)
 
     def level(key: str) -> int:  # keys closer together than a chunk count as equal: the shortest prompt goes first

@@ -270,9 +270,10 @@ class Drafting:
             if part.slice.n_ahead:
                 part.live.awaiting = scheduled.step_id
 
-    def answered(self, result: StepResult) -> None:
-        """Take the drafts of a step, so that its sequences go on.  Raises WrongResult, changing nothing, if they do not
-        answer the oldest step that the drafter has yet to answer.
+    def answered(self, result: StepResult) -> bool:
+        """Take the drafts of a step, so that its sequences go on; return whether a step may have become possible.
+
+        Raises WrongResult, changing nothing, if they do not answer the oldest step that the drafter has yet to answer.
         """
         expected = self.outstanding[0] if self._n_sampled else None
         if expected is None or expected.step_id != result.step_id:
@@ -293,8 +294,10 @@ class Drafting:
         self._gaps.drafted(expected, result.compute_s)
         self._notes.learn(self.speculation)
         self._notes.note(expected, by_sequence, result)
-        if not fill_in(self.outstanding, expected, by_sequence):
+        verified = fill_in(self.outstanding, expected, by_sequence)
+        if not verified:
             self._notes.learn(self.speculation)  # else a step is in flight whose successor is sent first
+        return not verified or len(self._running) > 1
 
     def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""

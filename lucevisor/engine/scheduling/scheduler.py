@@ -218,6 +218,7 @@ class Scheduler(SchedulerState):
 
     def first_stage_done(self, now: float) -> bool:
         """The first stage finished its oldest step; return whether prompts may have waited for that."""
+        self.learn()
         self._backlog.first_stage_done(now)
         return RequestState.PREFILL in self.running.states
 
@@ -242,20 +243,31 @@ class Scheduler(SchedulerState):
         self.drafting.applied(scheduled, now, result.upkeep_s)
         return events
 
-    def timed(self, slices: Sequence[Slice], results: Sequence[StepResult]) -> Callable[[], None]:
-        """Note how long each stage took for a step, the oldest in flight.
-
-        Call what this returns when the next step was sent: the policy of drafts takes half as long as a plan to learn
-        a decode's time, and the first stage waits meanwhile.
-        """
+    def timed(self, slices: Sequence[Slice], results: Sequence[StepResult]) -> None:
+        """Note how long each stage took for a step, the oldest in flight; ``learn`` tells the policy of drafts."""
+        self.learn()
         stages_s, cold = [stage.compute_s for stage in results], any(stage.cold for stage in results)
         if self.in_flight:
             self.drafting.stepped(self.in_flight[0], sum(stages_s))
         if (self.in_flight and self.in_flight[0].plain) or all_decodes(slices):
             waited = bool(self.in_flight) and self.in_flight[0].waited
-            return partial(self.drafting.measured, slices, stages_s, cold=cold, waited=waited)
-        self.chunks.measured(slices, max(stages_s), cold=cold)
-        return lambda: None
+            self._unlearned = partial(self.drafting.measured, slices, stages_s, cold=cold, waited=waited)
+        else:
+            self.chunks.measured(slices, max(stages_s), cold=cold)
+
+    def sent(self) -> None:
+        """The step behind a result was sent, if there is one: learn what that took, which takes as long as a plan.
+
+        Of several stages the first one is about to start, maybe on this core: it learns when that is done.
+        """
+        if self.n_stages == 1:
+            self.learn()
+
+    def learn(self) -> None:
+        """Tell the policy of drafts what it was not told yet."""
+        unlearned, self._unlearned = self._unlearned, None
+        if unlearned is not None:
+            unlearned()
 
     # ---- inside: choice, pages, plans
 
@@ -368,14 +380,9 @@ class Scheduler(SchedulerState):
             events.append(self._finish(record, "length", now))
 
     def _finish(
-        self,
-        record: RequestRecord,
-        reason: Reason,
-        now: float,
-        *,
-        error: RequestError | None = None,
+        self, record: RequestRecord, reason: Reason, now: float, *, error: RequestError | None = None,
         stop_id: int | None = None,
-    ) -> tuple[str, Event]:
+    ) -> tuple[str, Event]:  # fmt: skip
         if record.live is not None:
             self._operations += self.running.settle(record.live)
             if error is None:

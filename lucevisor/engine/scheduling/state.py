@@ -6,7 +6,7 @@ A part of the scheduler (scheduler.py), which changes it and states the invarian
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
@@ -54,6 +54,7 @@ class SchedulerState:
         self._waits = WaitEstimate()
         self._operations: list[Operation] = []
         self._refilled_last = False  # the step planned last refills a slot: others go first
+        self._unlearned: Callable[[], None] | None = None  # of the last step, for the policy of drafts
         self._flushing = False  # send waiting operations with a step of their own if need be
         self.in_flight: deque[ScheduledStep] = deque()
         self._backlog = Backlog(n_stages)
