@@ -21,6 +21,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import uvloop
 from records import conditions, save
 from services import ROOT, running
 
@@ -125,7 +126,7 @@ def main():
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(options, Path(folder)))
+        found = uvloop.run(measure(options, Path(folder)))  # as `lucevisor start` runs
     settings = {"set": options.set, "both": options.both, "prompts": options.prompts, "tokens": options.tokens}
     settings["block"] = options.block
     print(json.dumps(settings | found, indent=1))
