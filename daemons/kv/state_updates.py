@@ -28,8 +28,8 @@ class StateUpdates:
 
     def __init__(self, device: torch.device, apply: ApplyUpdates) -> None:
         self.device, self._apply = device, apply
-        # Stacks [layers, rows, ...] of what is written whole after each token; on a cpu arrays, which numpy copies in a
-        # tenth of the time that torch takes when neither is in the cache.
+        # Stacks [layers, rows, ...] of what is written whole after each token; on a cpu arrays, which numpy copies in
+        # half of the time that torch takes when neither is in the cache (10 instead of 20 us).
         self._windows: list[Any] = []
         self._stacks: list[tuple[Tensor, Tensor]] = []  # matrices and updates, [layers, rows, ...]
         self._by_layer: dict[int, Tensor] = {}
