@@ -21,7 +21,7 @@ from lucevisor.placement.sizing import DRAFT_SHARE
 from lucevisor.protocol.loading import DraftKind, token_region_bytes
 from tests.model.drafter_files import TARGET, UPSTREAM
 from tests.model.qwen35_file import QWEN36_27B, write
-from tests.placement.made import CPUS, GIB, box, configure, cpu, gpu
+from tests.placement.made import BACKENDS, CPUS, DEMO, GIB, box, configure, cpu, gpu
 
 DRAFT_27B = (3 * QWEN36_27B.channels + 16 * 128 + 48 * 128 + 48) * 4 * 48
 """Windows and updates of a draft in all layers."""
@@ -56,6 +56,18 @@ def placed(spec: ModelSpec, config, inventory=None, drafter: DraftSpec | None = 
 
 
 # ---- where it is and what it takes
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "hip:0", "left:0"])
+def test_drafts_from_all_of_a_small_vocabulary_take_no_memory_for_a_part_of_it(device, tmp_path):
+    spec = open_spec(DEMO)
+    files = open_draft(draft_paths(DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf")))
+    drafter = read_draft_spec(files, spec, "dflash")
+    backend = Backend(BACKENDS[device.partition(":")[0]])
+    assert drafter.draft_vocabulary_bytes(backend, Dtype.BFLOAT16) == 0
+    p = placed(spec, configure(tmp_path, [device], [1], {"kind": "dflash", "path": "d.gguf"}), None, drafter)
+    assert p.draft is not None
+    assert p.draft_left_out == ""
 
 
 def test_by_default_it_is_where_the_last_layers_are(small, dflash, tmp_path):

@@ -32,7 +32,7 @@ class DraftVocabularySizes:
     def n_bytes(self, kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
         """Bytes on the drafter's device beside an output matrix [V, E]; 0 unless that is packed."""
         n = self.rows(shape[0]) if fmt is WeightFormat.PACKED else 0
-        return format_bytes(kind, (n, shape[-1]), fmt) + n * ID_BYTES
+        return format_bytes(kind, (n, shape[-1]), fmt) + n * ID_BYTES if n else 0
 
 
 DRAFT_VOCABULARY = DraftVocabularySizes()
