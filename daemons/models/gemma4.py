@@ -22,7 +22,7 @@ from daemons.ops.linear import Linear
 from daemons.ops.moe import ExpertMlp
 from daemons.ops.operations import Norm
 from daemons.ops.router import RouteFn
-from lucevisor.model.families.gemma4 import Gemma4Params
+from lucevisor.model.families.gemma4 import ID_WIDTH, Gemma4Params
 from lucevisor.model.spec import ModelSpec
 
 
@@ -106,7 +106,11 @@ class LayerInputs:
 
 
 class Gemma4Family(Family):
-    """Builds the blocks of one shard.  With per-layer embeddings a boundary row is h, then the scaled embedding."""
+    """Builds the blocks of one shard.
+
+    With per-layer embeddings a boundary row is h, the scaled embedding and the bytes of the token id: a step may be
+    sent before its tokens are known, and only the first stage is told them.
+    """
 
     def __init__(self, spec: ModelSpec, weights: WeightLoader, pools: Pools) -> None:
         super().__init__(spec, weights, pools)
@@ -122,17 +126,21 @@ class Gemma4Family(Family):
         if self.inputs is None:
             return embedding
 
-        def doubled(batch: Batch) -> Tensor:
+        def with_ids(batch: Batch) -> Tensor:
             h = embedding(batch)
-            return torch.cat((h, h), dim=-1)
+            ids = batch.ids[:, None].expand(-1, ID_WIDTH * h.element_size() // batch.ids.element_size())
+            return torch.cat((h, h, ids.contiguous().view(h.dtype)), dim=-1)
 
-        return doubled
+        return with_ids
 
     def from_boundary(self, rows: Tensor, batch: Batch) -> Tensor:
         if self.inputs is None:
             return rows
-        h, batch.carried = rows.split_with_sizes([self.p.hidden_size] * 2, dim=-1)
-        batch.layer_inputs = self.inputs(batch.ids, batch.carried)
+        e = self.p.hidden_size
+        h, batch.carried = rows.split_with_sizes([e, e + ID_WIDTH], dim=-1)
+        ids = batch.carried[:, e:].view(torch.int64)[:, 0]
+        # rows that are not of a text, as those whose time is taken, have no ids
+        batch.layer_inputs = self.inputs(ids.clamp(0, self.spec.vocabulary - 1), batch.carried[:, :e])
         return h
 
     def to_boundary(self, h: Tensor, batch: Batch) -> Tensor:

@@ -219,6 +219,7 @@ async def check(
 SHORT = [
     ("dflash", 2, "tail"), ("dflash2", 2, "alone"), ("mtp", 2, "tail"), ("demo-dflash", 2, "tail"), ("mtp", 1, "alone"),
     ("laguna_mscale-random", 2, "head"), ("gemma4_e2b-assistant", 2, "alone"), ("qwen35moe-lookup", 2, "tail"),
+    ("gemma4_e2b-lookup", 3, "tail"),
 ]  # fmt: skip
 
 

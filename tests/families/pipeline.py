@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.models.stage import LoadedStage
@@ -113,10 +114,15 @@ class Text:
 
 
 class Pipeline:
-    """Runs slices through all stages.  Pages are scattered: neighbours in a text are not neighbours in a pool."""
+    """Runs slices through all stages.  Pages are scattered: neighbours in a text are not neighbours in a pool.
 
-    def __init__(self, spec: ModelSpec, stages: list[LoadedStage], *, release: bool = True) -> None:
-        self.spec, self.stages, self.release = spec, stages, release
+    ``tell_first``: only the first stage is told tokens, as in steps that run ahead of them.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, stages: list[LoadedStage], *, release: bool = True, tell_first: bool = False
+    ) -> None:
+        self.spec, self.stages, self.release, self.tell_first = spec, stages, release, tell_first
         sizes = pools_of(spec)
         units = {Space.FULL: sizes.full_pages, Space.WINDOW: sizes.window_pages}
         self.free = {space: [(i * 37 + 5) % n for i in range(n)] for space, n in units.items() if n}
@@ -166,6 +172,8 @@ class Pipeline:
             stage.apply(step.operations)
             out = stage.forward(step, rows)
             rows = out.rows
+            if self.tell_first:
+                step = replace(step, slices=[replace(s, tokens=[0] * len(s.tokens)) for s in step.slices])
             self.hidden += out.hidden
             self.captures.append(out.captures)
         assert rows is not None

@@ -44,6 +44,19 @@ def test_every_cut_in_two_changes_no_bit(golden):
         assert found[2] == tokens
 
 
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
+def test_stages_behind_the_first_need_no_tokens(golden, dtype):
+    """Only the first one is told those of a step that runs ahead."""
+    for split in (golden.layer_splits()[::2], golden.layer_splits()[1::2]):
+        stages, found = load_stages(golden.spec, split, How(dtype, dtype)), []
+        for tell_first in (False, True):
+            c = golden.pipeline(stages, tell_first=tell_first)
+            c.open(0)
+            c.run((0, golden.prompt))
+            found.append(torch.cat([c.run((0, [token])) for token in golden.ids[:4]]))
+        assert torch.equal(*found)
+
+
 def everything(c: Pipeline, golden: Golden) -> tuple[Tensor, list[Tensor], list[int]]:
     """Logits, hidden states and greedy tokens of a pipeline."""
     c.open(0)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.families import FAMILIES, open_spec, read_spec
+from lucevisor.model.families.gemma4 import ID_WIDTH
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.quant_types import WeightFormat
 from lucevisor.model.spec import ModelSpec
@@ -59,7 +60,7 @@ def test_the_golden_files(name):
     assert {layout.name for layout in layouts} | set(spec.skipped) == set(spec.files.tensors)
     assert all(n.startswith("blk.8.") for n in spec.skipped)
     assert bool(spec.skipped) == (name == "qwen35_mtp")
-    assert spec.boundary_width == (128 if name == "gemma4_e2b" else 64)
+    assert spec.boundary_width == (64 + 64 + ID_WIDTH if name == "gemma4_e2b" else 64)
 
 
 def test_gemma4_layers_share_from_the_last_owner_of_their_own_type(full_size):

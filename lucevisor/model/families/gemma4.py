@@ -25,6 +25,9 @@ from lucevisor.model.spec import (
 )
 from lucevisor.model.values import Space
 
+ID_WIDTH = 16
+"""Numbers of a boundary row that hold its token id, over and over: whole vectors of every dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Layer:
@@ -197,7 +200,7 @@ def spec(files: GgufFiles, options: Mapping[str, str]) -> ModelSpec:
     shared = {"rope_freqs.weight": (p.rotary.n // 2,)}
     if p.layer_input:
         shared["per_layer_proj_norm.weight"] = (p.layer_input,)
-    # the embedding row crosses boundaries too: each shard computes its layers' inputs from it
-    carried = p.hidden_size if p.layer_input else 0
+    # the embedding row and the id cross boundaries too: each shard computes its layers' inputs from them
+    carried = p.hidden_size + ID_WIDTH if p.layer_input else 0
     scale = math.sqrt(p.hidden_size)
     return assemble(files, keys, p, layers, carried=carried, shared=shared, embedding_scale=scale)
