@@ -1,8 +1,8 @@
 """What the demo model's drafter gains on prompts it was not trained on: the real model, real text, real daemons.
 
-    python bench/demo_drafts.py [--prompts 100] [--tokens 128] [--set draft.width=3] [--save]
+    python bench/demo_drafts.py [--prompts 100] [--tokens 128] [--set draft.width=3] [--config FILE] [--save]
 
-Two services of etc/demo.toml, one as it is and one without drafts.  Held-out questions (tests/data) are asked of both
+Two services of --config, one as it is and one without drafts.  Held-out questions (tests/data) are asked of both
 in turns, --block at a time, greedily; each answer is continued from the middle, from a prefix slot in memory.  One
 by one in turns they would be asked of cold caches, as both services do not fit them.  In bfloat16 a tie may part the
 answers, so tokens/s are compared, not texts.  Records
@@ -72,7 +72,7 @@ async def measure(options, directory):
         for name, settings in (("plain", ["draft.kind=off"]), ("drafts", options.set)):
             (directory / name).mkdir()
             settings = ["cache.min_tokens=16", *options.both, *settings]
-            services[name] = await stack.enter_async_context(running(CONFIG, directory / name, settings))
+            services[name] = await stack.enter_async_context(running(options.config, directory / name, settings))
         while not services["drafts"].engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.05)
         totals = {name: {"fresh": [0, 0.0], "restored": [0, 0.0]} for name in services}
@@ -120,6 +120,7 @@ def main():
     parser.add_argument(
         "--block", type=int, default=10, help="questions asked of a service before the other one's turn"
     )
+    parser.add_argument("--config", type=Path, default=CONFIG, help="of both services; etc/demo.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the service with drafts")
     parser.add_argument("--both", action="append", default=[], metavar="KEY=VALUE", help="of both services")
     parser.add_argument("--name", default=f"cpu-{platform.machine()}")
