@@ -1,6 +1,7 @@
 """What the demo model's drafter gains on prompts it was not trained on: the real model, real text, real daemons.
 
     python bench/demo_drafts.py [--prompts 100] [--tokens 128] [--set draft.width=3] [--config FILE] [--save]
+    python bench/demo_drafts.py --behind 300 --prompts 45 --set engine.dtype=float32 --set draft.width=7
 
 Two services of --config, one as it is and one without drafts.  Held-out questions (tests/data) are asked of both
 in turns, --block at a time, greedily; each answer is continued from the middle, from a prefix slot in memory.  One
@@ -9,6 +10,9 @@ answers, so tokens/s are compared, not texts.  Records
 - acceptance length (tokens a verify step) and tokens a decode, fresh and restored, and acceptance by position;
 - tokens/s of the answers, first token to last, with drafts over without;
 - the means of a plain step, a verify step and a draft.
+With --behind N there is one service, with drafts: each question comes behind N tokens of others and is asked twice, so
+that the second answer starts from a prefix slot; acceptance of both is recorded, no times.
+
 --set goes to the service with drafts, --both to both.  --save writes bench/results/demo-drafts-NAME.json.
 """
 
@@ -64,17 +68,39 @@ async def ask(service, name, prompts, n_tokens):
     return answers, counted
 
 
+async def attached(service):
+    while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0.05)
+
+
+async def ask_again(options, directory, questions):
+    """Ask each question twice, behind other ones; returns what is saved."""
+    n_same = 0
+    settings = ["cache.min_tokens=16", *options.both, *options.set]
+    async with running(options.config, directory, settings) as service:
+        await attached(service)
+        for i, question in enumerate(questions[: options.prompts]):
+            others = [token for other in questions[i + 1 :] + questions[:i] for token in other]
+            prompt = others[: options.behind] + question
+            first, second = [await answer(service, f"{i}-{n}", prompt, options.tokens) for n in range(2)]
+            n_same += first[0] == second[0]
+        statistics = service.engine.statistics().drafts
+    return {"equal_answers": n_same, **acceptance(statistics)}
+
+
 async def measure(options, directory):
     """Ask both services everything; returns what is saved."""
-    prompts = [one["tokens"] for one in json.loads(QUESTIONS.read_text())][: options.prompts]
+    prompts = [one["tokens"] for one in json.loads(QUESTIONS.read_text())]
+    if options.behind:
+        return await ask_again(options, directory, prompts)
+    prompts = prompts[: options.prompts]
     async with AsyncExitStack() as stack:
         services = {}
         for name, settings in (("plain", ["draft.kind=off"]), ("drafts", options.set)):
             (directory / name).mkdir()
             settings = ["cache.min_tokens=16", *options.both, *settings]
             services[name] = await stack.enter_async_context(running(options.config, directory / name, settings))
-        while not services["drafts"].engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.05)
+        await attached(services["drafts"])
         totals = {name: {"fresh": [0, 0.0], "restored": [0, 0.0]} for name in services}
         for name, service in services.items():
             await ask(service, name, prompts[:1], options.tokens)  # warms up
@@ -93,10 +119,16 @@ async def measure(options, directory):
 
 
 def figures(totals, statistics):
-    """Rates, ratios and acceptance."""
+    """Rates and ratios, and acceptance."""
     rates = {name: {origin: n / s for origin, (n, s) in part.items() if s} for name, part in totals.items()}
     found = {"tokens_per_s": rates}
     found["speed_up"] = {origin: rates["drafts"][origin] / rates["plain"][origin] for origin in rates["plain"]}
+    return found | acceptance(statistics)
+
+
+def acceptance(statistics):
+    """Acceptance and times of drafts, by where their sequences started."""
+    found = {}
     for origin, counts in statistics.by_origin.items():
         if counts.n_verify:
             found[origin] = {
@@ -120,6 +152,7 @@ def main():
     parser.add_argument(
         "--block", type=int, default=10, help="questions asked of a service before the other one's turn"
     )
+    parser.add_argument("--behind", type=int, default=0, metavar="N", help="ask twice, behind N tokens")
     parser.add_argument("--config", type=Path, default=CONFIG, help="of both services; etc/demo.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the service with drafts")
     parser.add_argument("--both", action="append", default=[], metavar="KEY=VALUE", help="of both services")
@@ -129,7 +162,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         found = uvloop.run(measure(options, Path(folder)))  # as `lucevisor start` runs
     settings = {"set": options.set, "both": options.both, "prompts": options.prompts, "tokens": options.tokens}
-    settings["block"] = options.block
+    settings |= {"block": options.block, "behind": options.behind}
     print(json.dumps(settings | found, indent=1))
     if options.save:
         save(f"demo-drafts-{options.name}", {**settings, **conditions(), **found})
