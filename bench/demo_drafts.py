@@ -11,7 +11,7 @@ answers, so tokens/s are compared, not texts.  Records
 - tokens/s of the answers, first token to last, with drafts over without;
 - the means of a plain step, a verify step and a draft.
 With --behind N there is one service, with drafts: each question comes behind N tokens of others and is asked twice, so
-that the second answer starts from a prefix slot; acceptance of both is recorded, no times.
+that the second answer starts from a prefix slot; acceptance of both is recorded, and no rates.
 
 --set goes to the service with drafts, --both to both.  --save writes bench/results/demo-drafts-NAME.json.
 """
@@ -69,6 +69,7 @@ async def ask(service, name, prompts, n_tokens):
 
 
 async def attached(service):
+    """Wait until the drafter is there."""
     while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.05)
 
