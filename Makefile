@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ORACLE ?= $(VENV)/oracle
+TORCH       := torch==2.13.0
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 # Tests start hundreds of interpreters; without bytecode each of them would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: start test coverage kernels numerics setup style types arch docs check slow oracle gpu bench clean
 
-start: setup
+start: $(VENV)/.serve
 	$(BIN)/lucevisor start etc/demo.toml
 
 test: setup
@@ -36,14 +38,21 @@ numerics: setup
 	ATEN_CPU_CAPABILITY=default $(NUMERIC)
 	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(NUMERIC)
 
-setup: $(VENV)/.ready
-
-$(VENV)/.ready: pyproject.toml
+# A daemon on cpus needs no CUDA libraries: torch's own index has a build of 200 MB, the package index one of 2.5 GB.
+$(VENV)/.serve: pyproject.toml
+	@echo "Installing into $(VENV): torch (0.2 GB, or 2.5 GB where only the package index can be reached) and 0.2 GB of packages"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[daemon,dev]'
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install --retries 0 --timeout 15 --index-url $(TORCH_INDEX) $(TORCH) || $(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -e '.[daemon]'
 	touch $@
+
+$(VENV)/.ready: $(VENV)/.serve
+	@echo "Adding what tests and checks need (0.9 GB)"
+	$(BIN)/python -m pip install -e '.[daemon,dev]'
+	touch $@
+
+setup: $(VENV)/.ready
 
 style: setup
 	$(BIN)/ruff check .
