@@ -9,7 +9,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Tests start hundreds of interpreters; without bytecode each of them would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: start test coverage kernels numerics setup style types arch docs check slow oracle gpu bench clean
+.PHONY: start test coverage kernels numerics setup resolve style types arch docs check slow oracle gpu bench clean
 
 start: $(VENV)/.serve
 	$(BIN)/lucevisor start etc/demo.toml
@@ -38,21 +38,27 @@ numerics: setup
 	ATEN_CPU_CAPABILITY=default $(NUMERIC)
 	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(NUMERIC)
 
-# A daemon on cpus needs no CUDA libraries: torch's own index has a build of 200 MB, the package index one of 2.5 GB.
+# A daemon on CPUs needs no CUDA libraries. torch's own index has a build without them; the package index has none.
 $(VENV)/.serve: pyproject.toml
-	@echo "Installing into $(VENV): torch (0.2 GB, or 2.5 GB where only the package index can be reached) and 0.2 GB of packages"
+	@echo "Making $(VENV): downloads torch (0.2 GB, or 2.7 GB where no build for CPUs can be fetched) and 50 MB of packages"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip
-	$(BIN)/python -m pip install --retries 0 --timeout 15 --index-url $(TORCH_INDEX) $(TORCH) || $(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e '.[daemon]'
+	$(BIN)/python -m pip install --retries 0 --timeout 15 --index-url $(TORCH_INDEX) $(TORCH) || { \
+		echo "No CPU build of torch could be fetched from $(TORCH_INDEX): taking the larger one of the package index"; \
+		$(BIN)/python -m pip install $(TORCH); }
+	$(BIN)/python -m pip install -e '.[daemon,client]'
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.serve
-	@echo "Adding what tests and checks need (0.9 GB)"
-	$(BIN)/python -m pip install -e '.[daemon,dev]'
+	@echo "Adding to $(VENV) what tests and checks need: downloads 0.2 GB"
+	$(BIN)/python -m pip install -e '.[daemon,client,dev]'
 	touch $@
 
 setup: $(VENV)/.ready
+
+# All extras go together, as pyproject.toml states them and the package index has them.
+resolve: setup
+	$(BIN)/python -m pip install --dry-run --quiet '.[daemon,client,traces,bench,dev,oracle]'
 
 style: setup
 	$(BIN)/ruff check .
