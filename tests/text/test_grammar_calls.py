@@ -162,11 +162,21 @@ def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["xml", "pairs", "gemma"])
-def test_a_strict_schema_that_the_format_cannot_enforce_is_refused_by_keyword(kind: str) -> None:
-    pattern = tool("f", {"a": {"type": "string", "pattern": "^a+$"}}, ["a"])
-    with pytest.raises(GrammarError, match="pattern"):
-        matcher(kind, [pattern])
-    matcher(kind, [tool("f", {"a": {"type": "string", "pattern": "^a+$"}}, ["a"], strict=False)])
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("pattern", {"type": "string", "pattern": "^(?!a)b$"}),
+        ("format", {"type": "string", "format": "phone"}),
+        ("oneOf", {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}),
+        ("not", {"type": "string", "not": {"const": "a"}}),
+        ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+        ("nowhere", {"$ref": "#/$defs/nowhere"}),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name_or_left_out(kind: str, keyword: str, schema: dict) -> None:
+    with pytest.raises(GrammarError, match=rf"parameters of f: .*{keyword}"):
+        matcher(kind, [tool("f", {"a": schema}, ["a"])])
+    matcher(kind, [tool("f", {"a": schema}, ["a"], strict=False)])
 
 
 def test_names_and_values_cannot_break_out_of_the_grammar() -> None:
