@@ -82,6 +82,9 @@ class _ValueWriter:
 
     def _fits(self, value: object, one: Mapping[str, Any], where: str) -> bool:
         """Whether a constant fits the other keywords of its alternative."""
+        if _has_quote(value):
+            self._alternatives.refuse(where, "a constant with a quote marker in it")
+            return False
         if isinstance(value, str):
             lengths = one.get("minLength", 0) <= len(value) <= one.get("maxLength", len(value))
             return lengths and all(matches(each, value) for each in one.get("patterns", ()))
@@ -175,6 +178,12 @@ class _ValueWriter:
         if _BARE_KEY.fullmatch(key):
             return self._rules.text(f"{key}:")
         return f"{self._quoted(self._rules.text(key))} {self._rules.text(':')}"
+
+
+def _has_quote(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_quote, [*value, *value.values()]))
+    return _QUOTE in value if isinstance(value, str) else isinstance(value, list) and any(map(_has_quote, value))
 
 
 def _is_anything(one: Mapping[str, Any]) -> bool:
