@@ -20,6 +20,7 @@ from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, OutputParser, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.tools import FORMATS
+from tests.text.tool_schemas import OF_MEMBERS, SCHEMAS, random_schema
 from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata
 
 GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
@@ -67,6 +68,10 @@ def compiler(markers: bool) -> GrammarCompiler:
     return GrammarCompiler(tokenizer(markers))
 
 
+# Random bytes hardly ever end a text.
+ENDS = ["\n</parameter>\n", "</arg_value>", "}"]
+
+
 def matcher(kind: str, tools: list[dict], *, markers: bool = True, only: bool = True, n_most: int = 32) -> Matcher:
     rules = Rules(tokenizer(markers))
     if only:
@@ -81,6 +86,10 @@ def written(one: Matcher, rng: random.Random, markers: bool, begin: str = "", n_
     words = tokenizer(markers)
     output = words.encode(begin, parse_special=True)
     while len(output) < n_most:
+        end = words.encode(rng.choice(ENDS), parse_special=True) if rng.random() < 0.15 else []
+        if end and one.n_valid(0, output, end) == len(end):
+            output += end
+            continue
         row = one.masks(0, output, [])
         choices = [i for i in range(words.n_vocab) if row[i // 8] >> (i % 8) & 1]
         assert choices, words.decode(output, skip_special=False)
@@ -162,11 +171,99 @@ def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["xml", "pairs", "gemma"])
-def test_a_strict_schema_that_the_format_cannot_enforce_is_refused_by_keyword(kind: str) -> None:
-    pattern = tool("f", {"a": {"type": "string", "pattern": "^a+$"}}, ["a"])
-    with pytest.raises(GrammarError, match="pattern"):
-        matcher(kind, [pattern])
-    matcher(kind, [tool("f", {"a": {"type": "string", "pattern": "^a+$"}}, ["a"], strict=False)])
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("pattern", {"type": "string", "pattern": "^(?!a)b$"}),
+        ("format", {"type": "string", "format": "phone"}),
+        ("oneOf", {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}),
+        ("not", {"type": "string", "not": {"const": "a"}}),
+        ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+        ("nowhere", {"$ref": "#/$defs/nowhere"}),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name_or_left_out(kind: str, keyword: str, schema: dict) -> None:
+    with pytest.raises(GrammarError, match=rf"parameters of f: .*{keyword}"):
+        matcher(kind, [tool("f", {"a": schema}, ["a"])])
+    matcher(kind, [tool("f", {"a": schema}, ["a"], strict=False)])
+
+
+def check_walk(kind: str, schema: dict, seed: int, markers: bool, *, strict: bool = True) -> bool:
+    """A random walk through the grammar of one tool is read back as arguments that fit; say whether it ended."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+    text = written(matcher(kind, tools, markers=markers, n_most=1), random.Random(seed), markers, n_most=1500)
+    if text is None:
+        return False
+    content, calls = parsed(text, kind, tools)
+    assert len(calls) == 1, text
+    assert not content.strip(), text
+    assert isinstance(calls[0][1], dict)
+    if strict:
+        jsonschema.Draft202012Validator(schema, format_checker=FORMAT_CHECKER).validate(calls[0][1])
+    return True
+
+
+FORMAT_CHECKER = jsonschema.FormatChecker(["date", "uuid", "ipv4", "ipv6", "email"])
+BARE = ["gemma", "pairs", "xml"]
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_parameters_of_every_kind_are_enforced_and_read_back(kind: str, name: str) -> None:
+    ended = [check_walk(kind, SCHEMAS[name], seed, markers=seed % 2 == 0) for seed in range(4)]
+    assert any(ended) or name in ("nothing", "anything")
+
+
+@pytest.mark.parametrize("name", sorted(OF_MEMBERS))
+@pytest.mark.parametrize("kind", BARE)
+def test_the_number_and_the_names_of_parameters_are_enforced(kind: str, name: str) -> None:
+    ended = [check_walk(kind, OF_MEMBERS[name], seed, markers=seed % 2 == 0) for seed in range(6)]
+    assert any(ended)
+    if kind == "gemma":  # the others write objects within arguments as JSON
+        check_walk(kind, {"type": "object", "properties": {"o": OF_MEMBERS[name]}, "required": ["o"]}, 0, markers=True)
+
+
+def check_random_schemas(kind: str, seeds: range) -> int:
+    """Walks through schemas made at random; return how many ended.  Only a strict one may be refused."""
+    n_ended = 0
+    for seed in seeds:
+        schema = random_schema(random.Random(seed))
+        with contextlib.suppress(GrammarError):  # a schema that refers to itself may allow no value
+            n_ended += check_walk(kind, schema, seed, markers=seed % 2 == 0)
+        check_walk(kind, schema, seed, markers=seed % 2 == 0, strict=False)
+    return n_ended
+
+
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_random_schemas_are_enforced_and_read_back(kind: str) -> None:
+    assert check_random_schemas(kind, range(25)) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_3000_random_schemas_are_enforced_and_read_back(kind: str) -> None:
+    assert check_random_schemas(kind, range(3000)) >= 1500
+
+
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_one_bad_tool_leaves_the_others_as_they_are(kind: str) -> None:
+    good = tool("good", {"x": {"type": "integer", "minimum": 1, "maximum": 2}}, ["x"])
+    for bad in (
+        {"properties": {"to": {"type": 5}}},
+        {"type": "object", "properties": ["to"]},
+        {"type": "object", "properties": {"to": {"type": "string", "maxLength": "x"}}},
+        {"type": "object", "properties": {"to": False}, "required": ["to"], "additionalProperties": False},
+        {"type": "string"},
+    ):
+        tools = [{"type": "function", "function": {"name": "bad", "parameters": bad}}, good]
+        found = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(6)]
+        names = set()
+        for text in found:
+            for name, arguments in parsed(text or "", kind, tools)[1]:
+                names.add(name)
+                assert arguments in ({"x": 1}, {"x": 2}) if name == "good" else isinstance(arguments, dict)
+        assert "good" in names
 
 
 def test_names_and_values_cannot_break_out_of_the_grammar() -> None:

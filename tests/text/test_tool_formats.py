@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lucevisor.text import json_text
 from lucevisor.text.tools import FORMATS
-from lucevisor.text.tools.call import read_value
+from lucevisor.text.tools.parameters import read_value
 
 GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 SCHEMAS = {

@@ -7,33 +7,40 @@ parser reads as a call of an offered tool, with arguments as its schema says.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lucevisor.text.grammar.gemma_values import gemma_value
+from lucevisor.text.grammar.alternatives import Alternatives
+from lucevisor.text.grammar.bare_values import Ending, bare_value
+from lucevisor.text.grammar.gemma_values import gemma_object
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.rules import Rules, repeated
+from lucevisor.text.grammar.members import members, sequence
+from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.references import Schema, UnresolvedReferenceError, flattened
 from lucevisor.text.tools import ToolFormat, Tools
 from lucevisor.text.tools.argument_pairs import ArgumentPairs
-from lucevisor.text.tools.call import schema_types
 from lucevisor.text.tools.gemma4 import Gemma4
 from lucevisor.text.tools.json_object import JsonObject
+from lucevisor.text.tools.parameters import Parameters, types
 from lucevisor.text.tools.xml_function import XmlFunction
 
 MAX_CALLS: Final = 32
 """Calls of one answer that must consist of calls."""
 
-_Schema = Mapping[str, Any]
-_COMPOSED: Final = ("$ref", "anyOf", "oneOf", "allOf", "patternProperties", "if", "not")
+_FREE: Final[Schema] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool as its grammar needs it.  ``strict``: a schema that cannot be enforced whole is refused."""
+    """A tool as its grammar needs it.
+
+    ``schema``: of its arguments, as the client sent it; ``strict``: one that cannot be enforced whole is refused.
+    """
 
     name: str
-    schema: _Schema
+    schema: Schema
     strict: bool
 
 
@@ -43,7 +50,7 @@ def functions(tools: Tools, names: Sequence[str] = ()) -> list[Function]:
     for tool in tools:
         function = tool["function"]
         assert isinstance(function, Mapping)
-        schema = function.get("parameters") or {"type": "object"}
+        schema = function.get("parameters") or _FREE
         found.append(Function(function["name"], schema, bool(function.get("strict"))))
     return [one for one in found if one.name in names or not names]
 
@@ -62,15 +69,54 @@ def calls_in_text(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 
 def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function]) -> str:
-    """A call behind its opening tag."""
+    """A call behind its opening tag.
+
+    A tool that is not strict and has parameters that make no grammar is offered with free arguments, so that it does
+    not take the others with it.
+    """
     write, calls = _WRITERS[type(tool_format)], list[str]()
     for one in offered:
         try:
-            calls.append(f"({write(rules, one)} {rules.text(tool_format.close)})")
-        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            told = f"{type(error).__name__}: {error}"
-            raise GrammarError(f"parameters of {one.name}: they are no JSON schema ({told})") from None
+            written = _checked(rules, write, one)
+        except GrammarError as error:
+            if one.strict:
+                raise GrammarError(f"parameters of {one.name}: {str(error).strip()}") from None
+            written = write(rules, Function(one.name, _FREE, strict=False))
+        calls.append(f"({written} {rules.text(tool_format.close)})")
     return rules.add(" | ".join(calls))
+
+
+def _checked(rules: Rules, write: _Writer, function: Function) -> str:
+    """A call whose parts compile.  Raises GrammarError, with nothing added to the rules."""
+    mark = rules.mark()
+    try:
+        schema = _of_objects(flattened(function.schema, lenient=not function.strict), strict=function.strict)
+        written = write(rules, Function(function.name, schema, function.strict))
+        rules.check(mark)
+        return written
+    except GrammarError:
+        rules.drop(mark)
+        raise
+    except UnresolvedReferenceError as error:
+        rules.drop(mark)
+        raise GrammarError(str(error)) from None
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        rules.drop(mark)
+        raise GrammarError(f"they are no JSON schema ({type(error).__name__}: {error})") from None
+
+
+def _of_objects(schema: Schema, *, strict: bool) -> Schema:
+    """Return the schema for objects only, as arguments are one whatever it allows besides."""
+    if schema.get("type") == "object":
+        return schema
+    if "object" in types(schema, schema.get("$defs", {})):
+        return {**schema, "type": "object"}
+    if strict:
+        raise GrammarError("they allow no object, but arguments are one; set type to object")
+    return _FREE
+
+
+_Writer = Callable[[Rules, Function], str]
 
 
 def _json_object(rules: Rules, function: Function) -> str:
@@ -80,42 +126,42 @@ def _json_object(rules: Rules, function: Function) -> str:
 
 def _xml_function(rules: Rules, function: Function) -> str:
     head, tail = rules.text(f"\n<function={function.name}>\n"), rules.text("</function>")
+    declared = "|".join(re.escape(name).replace("/", "\\/") for name in _declared(function.schema))
+    also = [f"<parameter=({declared})>"] if declared else []
+    ending = Ending("\n</parameter>\n", [r"<\/parameter>[\s\x1c-\x1f]*<(parameter=|\/function>)", *also])
     parameters = _parameters(
+        rules,
         function,
-        lambda key, schema: (
-            f"{rules.text(f'<parameter={key}>{_NL}')} "
-            + _bare_value(rules, schema, "\n</parameter>\n", lenient=not function.strict)
-        ),
-        lambda: (
-            f"{rules.text('<parameter=')} /[a-zA-Z0-9_-]+/ {rules.text('>' + _NL)} " + rules.until("\n</parameter>\n")
-        ),
+        ending,
+        lambda name: None if "\n" in name else rules.text(f"<parameter={name}>\n"),
+        lambda name: rules.add(f'"<parameter=" ({name}) ">\\n"', lazy=True),
     )
     return f"{head} {parameters} {tail} {_LINE_END}"
 
 
 def _argument_pairs(rules: Rules, function: Function) -> str:
+    value = rules.text("<arg_value>")
     parameters = _parameters(
+        rules,
         function,
-        lambda key, schema: (
-            f"{_LINE_END} {rules.text(f'<arg_key>{key}</arg_key>')} {_LINE_END} "
-            f"{rules.text('<arg_value>')} " + _bare_value(rules, schema, "</arg_value>", lenient=not function.strict)
+        Ending("</arg_value>", [r"<\/arg_value>"]),
+        lambda name: (
+            None
+            if "</arg_key>" in name
+            else f"{_LINE_END} {rules.text(f'<arg_key>{name}</arg_key>')} {_LINE_END} {value}"
         ),
-        lambda: (
-            f"{_LINE_END} {rules.text('<arg_key>')} /[a-zA-Z0-9_-]+/ {rules.text('</arg_key>')} {_LINE_END} "
-            f"{rules.text('<arg_value>')} {rules.until('</arg_value>')}"
-        ),
+        lambda name: f"{_LINE_END} {rules.text('<arg_key>')} {rules.ended(name, '</arg_key>')} {_LINE_END} {value}",
     )
     return f"{rules.text(function.name)} {parameters} {_LINE_END}"
 
 
 def _gemma4(rules: Rules, function: Function) -> str:
-    value = gemma_value(rules, function.schema, strict=function.strict)
+    value = gemma_object(rules, function.schema, strict=function.strict)
     return f"{rules.text(f'call:{function.name}')} {value}"
 
 
-_NL: Final = "\n"
 _LINE_END: Final = '"\\n"?'
-_WRITERS: Final[Mapping[type, Callable[[Rules, Function], str]]] = {
+_WRITERS: Final[Mapping[type, _Writer]] = {
     JsonObject: _json_object,
     XmlFunction: _xml_function,
     ArgumentPairs: _argument_pairs,
@@ -123,34 +169,49 @@ _WRITERS: Final[Mapping[type, Callable[[Rules, Function], str]]] = {
 }
 
 
-def _parameters(function: Function, declared: Callable[[str, _Schema], str], any_other: Callable[[], str]) -> str:
-    """The parameters of a function in the order of its schema, each at most once; required ones must be there."""
-    schema = function.schema
-    properties = schema.get("properties")
-    unplain = [key for key in _COMPOSED if key in schema]
-    if unplain or not isinstance(properties, Mapping):
-        if function.strict and unplain:
-            raise GrammarError(f"parameters of {function.name}: this model's call format cannot enforce {unplain[0]}")
-        return f"({any_other()})*" if schema.get("additionalProperties") is not False else ""
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = schema.get("required") or ()
-    found = []
-    for key, value in properties.items():
-        one = declared(key, {**definitions, **value} if isinstance(value, Mapping) else definitions)
-        found.append(one if key in required else f"({one})?")
-    return " ".join(found)
+def _parameters(
+    rules: Rules,
+    function: Function,
+    ending: Ending,
+    declared: Callable[[str], str | None],
+    other: Callable[[str], str],
+) -> str:
+    """The parameters of a function in the order of its schema, each at most once; required ones must be there.
+
+    ``declared`` and ``other`` write what stands before a value, by the parameter's name or a terminal for names.
+    """
+    alternatives = Alternatives(function.schema.get("$defs", {}), strict=function.strict)
+
+    def named(name: str, schema: Any, where: str) -> str | None:
+        before = declared(name)
+        if before is None:
+            alternatives.refuse(where, "a name with a tag or a line end in it")
+            return None
+        value = bare_value(rules, schema, ending, alternatives, where)
+        return None if value is None else f"{before} {value}"
+
+    def further(name: str, schema: Any) -> str | None:
+        value = bare_value(rules, schema, ending, alternatives, "additionalProperties")
+        return None if value is None else f"{other(name)} {value}"
+
+    found = [
+        sequence(rules, members(one, alternatives, "properties"), named, further)
+        for one in alternatives.of(function.schema, "parameters")
+        if _is_plain(one, alternatives)
+    ]
+    possible = [one for one in found if one is not None]
+    if not possible:
+        raise GrammarError("they allow no arguments")
+    return f"({' | '.join(possible)})"
 
 
-def _bare_value(rules: Rules, schema: _Schema, end: str, *, lenient: bool) -> str:
-    """A value up to and with ``end``: strings as they are, everything else JSON, as ``read_value`` reads them."""
-    kinds = schema_types(schema)
-    choices = [schema["const"]] if isinstance(schema.get("const"), str) else schema.get("enum")
-    if "string" in kinds and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-        return f"({rules.one_of(choices)}) {rules.text(end)}"
-    if kinds == {"string"} and ("minLength" in schema or "maxLength" in schema):
-        return f"/[^<]{repeated(schema, 'minLength', 'maxLength')}/ {rules.text(end)}"
-    if "string" in kinds:
-        if not lenient and "pattern" in schema:
-            raise GrammarError("this model's call format cannot enforce a pattern")
-        return rules.until(end)
-    return f"{rules.json(schema, lenient=lenient)} {rules.text(end)}"
+def _declared(schema: Schema) -> list[str]:
+    """The names of parameters that a function declares, by its flattened schema."""
+    return sorted(Parameters([{"name": "", "parameters": schema}], "").names)
+
+
+def _is_plain(schema: Mapping[str, Any], alternatives: Alternatives) -> bool:
+    """Whether an object is described by its members."""
+    if "enum" in schema:
+        alternatives.refuse("parameters", "enum")
+    return True

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from llguidance import LLMatcher
+
 from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.output_format import ReasoningTags
@@ -36,6 +38,26 @@ class Rules:
         self._lines.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
         return name
 
+    def mark(self) -> tuple[int, int]:
+        """A place to which ``drop`` returns."""
+        return len(self._lines), len(self.parts)
+
+    def drop(self, mark: tuple[int, int]) -> None:
+        """Take back what was added since a mark."""
+        del self._lines[mark[0] :], self.parts[mark[1] :]
+
+    def check(self, mark: tuple[int, int]) -> None:
+        """Raise GrammarError if one of the parts that were added since a mark does not compile."""
+        for part in self.parts[mark[1] :]:
+            if error := LLMatcher.validate_grammar(json.dumps({"grammars": [part]})):
+                raise GrammarError(error)
+
+    def terminal(self, expression: str) -> str:
+        """Add a terminal: one regular expression, in which ``&`` and ``~`` may stand."""
+        name = self.reserve().upper()
+        self._lines.append(f"{name}: {expression}")
+        return name
+
     def reserve(self) -> str:
         """The name of a rule that ``define`` adds later, so that it may refer to itself."""
         self._n_names += 1
@@ -55,9 +77,9 @@ class Rules:
         """This text; the markers in it as tokens."""
         pieces, end = list[str](), 0
         for match in self._markers.finditer(text):
-            pieces += [_quoted(text[end : match.start()]), f"<[{self._tokenizer.token_id(match.group())}]>"]
+            pieces += [quoted(text[end : match.start()]), f"<[{self._tokenizer.token_id(match.group())}]>"]
             end = match.end()
-        pieces.append(_quoted(text[end:]))
+        pieces.append(quoted(text[end:]))
         return " ".join(piece for piece in pieces if piece)
 
     def one_of(self, texts: Iterable[str]) -> str:
@@ -71,9 +93,15 @@ class Rules:
     def until(self, tag: str, *, markers: bool = False) -> str:
         """Any text up to and with a tag; ``markers``: it may have markers in it, but no end of the answer."""
         token = self._first_marker(tag)
-        if token is None:
-            return self.add(f"{ANYTHING} {_quoted(tag)}", lazy=True)
-        return f"{self._but(token) if markers else ANYTHING} {self.text(tag)}"
+        if token is None or not markers:
+            return self.ended(ANYTHING, tag)
+        return f"{self._but(token)} {self.text(tag)}"
+
+    def ended(self, terminal: str, tag: str) -> str:
+        """Text of a terminal up to and with a tag."""
+        if self._first_marker(tag) is None:
+            return self.add(f"({terminal}) {quoted(tag)}", lazy=True)
+        return f"{self.terminal(terminal)} {self.text(tag)}"
 
     def without(self, tag: str) -> str:
         """Any text, as long as a tag does not begin in it, if that is a marker."""
@@ -114,5 +142,6 @@ def repeated(schema: Mapping[str, Any], least: str, most: str) -> str:
     return f"{{{bounds[0]},{bounds[1]}}}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as an expression; nothing for none."""
     return json.dumps(text, ensure_ascii=False) if text else ""

@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.text.tools.call import ToolCall, Tools, make_call, parameter_schema, read_value
+from lucevisor.text.tools.call import ToolCall, Tools, make_call
+from lucevisor.text.tools.parameters import Parameters, first_readable
 
 _NAME: Final = re.compile(r"\s*([^<\s]+)")
-_PAIR: Final = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
-)
+_KEY: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+# A value ends at the closing tag that another key or the end follows, so that a value may quote the tag itself.
+_CLOSE: Final = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
 _NO_VALUE: Final = re.compile(r"</arg_key>(?!\s*<arg_value>)")
 _NO_KEY: Final = re.compile(r"\A(\s*[^<\s]+\s*)<tool_call>")
 
@@ -30,11 +31,16 @@ class ArgumentPairs:
         if head is None:
             return None
         name, end = head.group(1), head.end()
+        parameters = Parameters(tools, name)
         arguments: dict[str, object] = {}
-        while pair := _PAIR.match(body, end):
-            key = pair.group(1).strip()
-            arguments[key] = read_value(pair.group(2), parameter_schema(tools, name, key))
-            end = pair.end()
+        while found := _KEY.match(body, end):
+            key = found[1] if found[1] in parameters.names else found[1].strip()
+            closed = list(_CLOSE.finditer(body, found.end()))
+            if not closed:
+                break
+            schema, begin = parameters.schema(key), found.end()
+            last = closed[first_readable((body[begin : one.start()] for one in closed), schema)]
+            arguments[key], end = parameters.read(key, body[begin : last.start()]), last.end()
         return make_call(name, arguments) if not body[end:].strip() else None
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
@@ -43,4 +49,6 @@ class ArgumentPairs:
 
     def is_inside_value(self, body: str) -> bool:
         """Say whether the text ends inside a value."""
-        return body.rfind("<arg_value>") > body.rfind("</arg_value>")
+        start = body.find("<arg_value>")
+        ends = [one.end() for one in _CLOSE.finditer(body, start)] if start >= 0 else []
+        return start >= 0 and (not ends or _KEY.match(body, ends[-1]) is not None)

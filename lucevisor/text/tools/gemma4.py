@@ -6,16 +6,17 @@ The arguments are JSON with bare keys and with `<|"|>` for the quotes of strings
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from lucevisor.text.json_text import MAX_DEPTH, parse
 from lucevisor.text.tools.call import ToolCall, Tools, make_call
+from lucevisor.text.tools.parameters import Parameters
 
 _QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
-_KEY: Final = re.compile(r"\s*([^\s:,{}\[\]]+?)\s*:")
-_LENIENT_KEY: Final = re.compile(r"\s*([^\s:=,{}\[\]]+?)\s*[:=]")
+_KEY: Final = re.compile(r"\s*([^\s:,{}\[\]][^:,{}\[\]\n]*?)\s*:")
+_LENIENT_KEY: Final = re.compile(r"\s*([^\s:=,{}\[\]][^:=,{}\[\]\n]*?)\s*[:=]")
 _NOT_BARE: Final = frozenset("\"'<>:=\n")  # in a word without quotes: more than a word is missing there
 _BLANKS: Final = re.compile(r"\s*")
 _JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -37,17 +38,18 @@ class Gemma4:
 
     def parse(self, body: str, tools: Tools) -> ToolCall | None:
         """Return the call, or None when a brace, key or quote is missing."""
-        return self._read(body, lenient=False)
+        return self._read(body, tools, lenient=False)
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
         """Take a missing comma between arguments, `=` for `:`, single quotes, and bare words for strings."""
-        return self._read(body, lenient=True)
+        return self._read(body, tools, lenient=True)
 
-    def _read(self, body: str, *, lenient: bool) -> ToolCall | None:
+    def _read(self, body: str, tools: Tools, *, lenient: bool) -> ToolCall | None:
         head = _HEAD.match(body)
         if head is None:
             return None
-        reader = _ValueReader(body, head.end() - 1, lenient=lenient)
+        names = Parameters(tools, head[1]).names
+        reader = _ValueReader(body, head.end() - 1, names, lenient=lenient)
         try:
             arguments = reader.value(0)
         except _Malformed:
@@ -62,10 +64,11 @@ class Gemma4:
 
 
 class _ValueReader:
-    """Reads one value after another; `position` is the next character to read."""
+    """Reads one value after another; `position` is the next character to read, `names` those of the arguments."""
 
-    def __init__(self, text: str, position: int, *, lenient: bool) -> None:
+    def __init__(self, text: str, position: int, names: Collection[str], *, lenient: bool) -> None:
         self._text = text
+        self._names = names
         self._lenient = lenient
         self.position = position
 
@@ -103,7 +106,8 @@ class _ValueReader:
         while not self._take("}"):
             if result and not self._take(",") and not self._lenient:
                 raise _Malformed
-            key = self._key()
+            key = self._declared_key() if depth == 0 else None
+            key = self._key() if key is None else key
             result[key] = self.value(depth + 1)
         return result
 
@@ -114,6 +118,14 @@ class _ValueReader:
                 raise _Malformed
             result.append(self.value(depth + 1))
         return result
+
+    def _declared_key(self) -> str | None:
+        """A name that is declared, which may have in it what ends a name."""
+        self._take("")
+        found = [name for name in self._names if self._text.startswith(f"{name}:", self.position)]
+        key = max(found, key=len, default=None)
+        self.position += 0 if key is None else len(key) + 1
+        return key
 
     def _key(self) -> str:
         if self._take(_QUOTE):

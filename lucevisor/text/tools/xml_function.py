@@ -6,17 +6,17 @@ A value stands on lines of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.text.tools.call import ToolCall, Tools, make_call, parameter_schema, read_value
+from lucevisor.text.tools.call import ToolCall, Tools, make_call
+from lucevisor.text.tools.parameters import Parameters, first_readable
 
 _HEAD: Final = re.compile(r"\s*<function=([^>\n]+)>")
+_OPEN: Final = re.compile(r"<parameter=([^\n]+?)>")
+_BLANKS: Final = re.compile(r"\s*")
 # A value ends at the closing tag that another parameter or the end follows, so that a value may quote the tag itself.
-_PARAMETER: Final = re.compile(
-    r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*\Z|\Z))", re.DOTALL
-)
-_NEXT: Final = re.compile(r"<parameter=([^>\n]+)>")
+_CLOSE: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=[^\n]+?>|</function>\s*\Z|\Z))")
 _UNCLOSED: Final = re.compile(r"(<parameter=[^>\n]+>(?:(?!</parameter>).)*?)(?=\s*</function>\s*\Z)", re.DOTALL)
 _TAIL: Final = re.compile(r"\s*(?:</function>\s*)?\Z")
 
@@ -34,13 +34,12 @@ class XmlFunction:
         head = _HEAD.match(body)
         if head is None:
             return None
-        name = head.group(1).strip()
+        name, end = head.group(1).strip(), head.end()
+        parameters = Parameters(tools, name)
         arguments: dict[str, object] = {}
-        end = head.end()
-        while parameter := _PARAMETER.match(body, end):
-            for key, value in _split(parameter.group(1), parameter.group(2), name, tools):
-                arguments[key] = read_value(_unpadded(value), parameter_schema(tools, name, key))
-            end = parameter.end()
+        while found := _parameter(body, end, parameters):
+            key, value, end = found
+            arguments |= _read(key, value, parameters)
         return make_call(name, arguments) if name and _TAIL.match(body, end) else None
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
@@ -49,18 +48,48 @@ class XmlFunction:
 
     def is_inside_value(self, body: str) -> bool:
         """Say whether the text ends inside a parameter."""
-        return body.rfind("<parameter=") > body.rfind("</parameter>")
+        start = body.find("<parameter=")
+        if start < 0:
+            return False
+        ends = [one.end() for one in _CLOSE.finditer(body, start)]
+        return not ends or _opened(body, ends[-1]) is not None
 
 
-def _split(key: str, value: str, name: str, tools: Tools) -> Iterator[tuple[str, str]]:
-    """Yield parameters and values: more than one where the opening tag of a declared one stands in a value without
-    its closing tag, as that of the one before is missing."""
-    while "</parameter>" not in value and (found := _NEXT.search(value)):
-        if parameter_schema(tools, name, found[1].strip()) is None:
-            break
-        yield key.strip(), value[: found.start()]
-        key, value = found[1], value[found.end() :]
-    yield key.strip(), value
+def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str, int] | None:
+    """The name and the value of the parameter that begins here, and its end; None if none does."""
+    opened = _opened(body, start)
+    if opened is None:
+        return None
+    begin = opened.start(1)
+    # A declared name may have in it what ends a name.
+    key = max((one for one in parameters.names if body.startswith(f"{one}>", begin)), key=len, default=None)
+    begin = opened.end() if key is None else begin + len(key) + 1
+    key = opened[1].strip() if key is None else key
+    closed = list(_CLOSE.finditer(body, begin))
+    if not closed:
+        return None
+    index = first_readable((body[begin : one.start()] for one in closed), parameters.schema(key))
+    return key, body[begin : closed[index].start()], closed[index].end()
+
+
+def _opened(body: str, start: int) -> re.Match[str] | None:
+    """The opening tag of a parameter that comes next."""
+    blanks = _BLANKS.match(body, start)
+    return _OPEN.match(body, blanks.end() if blanks else start)
+
+
+def _read(key: str, text: str, parameters: Parameters) -> dict[str, object]:
+    """Return the value of a parameter.
+
+    More than one where the opening tag of a declared one stands in a text without its closing tag, as that of the one
+    before is missing.
+    """
+    value = parameters.read(key, _unpadded(text))
+    found = None if "</parameter>" in text or not isinstance(value, str) else _OPEN.search(text)
+    if found is None or found[1].strip() not in parameters.names:
+        return {key: value}
+    first = parameters.read(key, _unpadded(text[: found.start()]))
+    return {key: first, **_read(found[1].strip(), text[found.end() :], parameters)}
 
 
 def _unpadded(value: str) -> str:

@@ -1,0 +1,110 @@
+"""Texts by a JSON schema, written without quotes or escapes, as terminals of a grammar.
+
+Knows the keywords for strings, and regular expressions as schemas write them.  Invariant: a text that a terminal allows
+fits its schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from llguidance import LLMatcher, regex_to_lark
+
+from lucevisor.text.grammar.alternatives import Alternatives
+from lucevisor.text.grammar.rules import ANYTHING, repeated
+
+_YEAR: Final = "[0-9]{4}"
+_LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE: Final = (
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    f"|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL: Final = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOSTNAME: Final = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
+_ATOM: Final = r"[A-Za-z0-9!#$%&'*+\/=?^_`{|}~-]"
+_BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_GROUP: Final = "[0-9A-Fa-f]{1,4}"
+_IPV6: Final = "|".join(
+    [
+        f"({_GROUP}:){{7}}{_GROUP}",
+        *(f"({_GROUP}:){{1,{7 - n}}}(:{_GROUP}){{1,{n}}}" for n in range(1, 7)),
+        f":(:{_GROUP}){{1,7}}",
+        f"({_GROUP}:){{1,7}}:",
+        "::",
+    ]
+)
+_URI_PART: Final = r"([A-Za-z0-9._~!$&'()*+,;=:@\/-]|%[0-9A-Fa-f]{2})*"
+FORMATS: Final[Mapping[str, str]] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": r"P([0-9]+W|[0-9]+D(T[0-9]+[HMS])?|[0-9]+[YM]|T([0-9]+H([0-9]+M)?|[0-9]+[MS]))",
+    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+    "email": rf"{_ATOM}+(\.{_ATOM}+)*@{_HOSTNAME}",
+    "hostname": _HOSTNAME,
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "ipv6": _IPV6,
+    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:\/\/{_HOSTNAME}(:[0-9]{{1,5}})?(\/{_URI_PART})?(\?{_URI_PART})?(#{_URI_PART})?",
+}
+"""Formats of strings that are enforced, as regular expressions; those of JSON are llguidance's."""
+
+
+def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> str:
+    """A terminal for the texts that an alternative of a schema allows, which is no enumeration."""
+    terms = list[str]()
+    if "minLength" in schema or "maxLength" in schema:
+        terms.append(f"/(.|\\n){repeated(schema, 'minLength', 'maxLength')}/")
+    for pattern in schema.get("patterns", ()):
+        if (term := searched(str(pattern))) is None:
+            alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
+        else:
+            terms.append(term)
+    if "format" in schema:
+        if schema["format"] in FORMATS:
+            terms.append(f"/{FORMATS[schema['format']]}/")
+        else:
+            alternatives.refuse(where, f"the format {json.dumps(schema['format'])}")
+    return " & ".join(terms) or ANYTHING
+
+
+def searched(pattern: str) -> str | None:
+    """A terminal for the texts in which a pattern of a schema is found; None if llguidance cannot read it."""
+    found = []
+    for branch in _branches(pattern):
+        begins, ends = branch.startswith("^"), branch.endswith("$") and not _escaped_end(branch)
+        body = branch[1 if begins else 0 : -1 if ends else None]
+        found.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")
+    term = f"/({regex_to_lark('|'.join(found), 'dw')})/"
+    lark = f"start: T\nT: {term}\n"
+    return None if LLMatcher.validate_grammar(json.dumps({"grammars": [{"lark_grammar": lark}]})) else term
+
+
+_ANY: Final = r"(.|\n)*"
+
+
+def _branches(pattern: str) -> Iterator[str]:
+    """Yield the alternatives that a pattern has outside of groups."""
+    depth, in_class, begin, at = 0, False, 0, 0
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+        elif character == "|" and depth == 0:
+            yield pattern[begin:at]
+            begin = at + 1
+        at += 1
+    yield pattern[begin:]
+
+
+def _escaped_end(branch: str) -> bool:
+    before = branch[:-1]
+    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
