@@ -112,14 +112,20 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert together == alone
 
 
-def test_penalties_count_history_and_carried_tokens() -> None:
+@given(st.integers(0, 6), st.lists(st.integers(1, 3), max_size=6))
+def test_penalties_know_prompt_and_output_however_they_arrive(n_history: int, sizes: list[int]) -> None:
+    """A preemption or a restart opens a sequence with part of its context, and steps carry the rest."""
     s = Sampling(temperature=0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
-    sampler = Sampler(6, CPU)
-    sampler.open(4, s, history=[1, 1])
-    sampler.count(4, [1, 2])
-    x = torch.tensor([[1.0, 4.0, -1.0, 3.0, 0.0, 0.0]])
+    prompt, output = [1, 1, 5], [1, 2, 2]
+    context, sampler = prompt + output, Sampler(6, CPU)
+    sampler.open(4, s, history=context[:n_history], n_prompt=len(prompt))
+    at = n_history
+    for size in [*sizes, len(context)]:
+        sampler.count(4, context[at : at + size])
+        at += size
+    x = torch.tensor([[1.0, 4.0, -1.0, 3.0, 0.0, 2.0]])
     adjust(sampler.states[4], x)
-    expected = [1.0, 4 / 2 - 0.5 - 3 * 0.25, -1 * 2 - 0.5 - 0.25, 3.0, 0.0, 0.0]
+    expected = [1.0, 4 / 2 - 0.5 - 0.25, -1 * 2 - 0.5 - 2 * 0.25, 3.0, 0.0, 2 / 2]
     assert x[0].tolist() == expected  # float32 holds all of them
 
 
@@ -215,8 +221,8 @@ def test_any_drafts_give_the_tokens_of_plain_sampling(settings: list[Sampling], 
     sampler, texts, found = Sampler(12, CPU), {}, {}
     for s, sampling in enumerate(settings):
         plainly, texts[s], found[s] = Sampler(12, CPU), list(prompt), []
-        plainly.open(s, sampling, prompt[:-1])
-        sampler.open(s, sampling, prompt[:-1])
+        plainly.open(s, sampling, prompt[:-1], n_prompt=len(prompt))
+        sampler.open(s, sampling, prompt[:-1], n_prompt=len(prompt))
         while len(texts[s]) < len(prompt) + n_tokens:
             plainly.count(s, texts[s][-1:])
             found[s] += plainly.sample([plain(s, len(texts[s]))], model.rows(texts[s], 1))
@@ -240,7 +246,7 @@ def test_any_drafts_give_the_tokens_of_plain_sampling(settings: list[Sampling], 
         assert [(x.token, x.logprob, x.top) for x in found[s]] == [(x.token, x.logprob, x.top) for x in wanted[s]]
         if sampling.penalised:
             assert sampler.states[s].counts is not None
-            assert sampler.states[s].counts.tolist() == np.bincount(texts[s][:-1], minlength=12).tolist()
+            assert sampler.states[s].counts.tolist() == np.bincount(texts[s][len(prompt) : -1], minlength=12).tolist()
 
 
 @given(samplings, st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 9))
@@ -250,11 +256,11 @@ def test_a_sequence_opened_again_goes_on_as_before(sampling: Sampling, prompt: l
     texts = []
     for opened_again in (False, True):
         sampler, text, mu = Sampler(12, CPU), list(prompt), None
-        sampler.open(0, sampling, prompt[:-1])
+        sampler.open(0, sampling, prompt[:-1], n_prompt=len(prompt))
         for i in range(10):
             if opened_again and i == n_before:
                 sampler = Sampler(12, CPU)
-                sampler.open(0, sampling, text[:-1] if sampling.needs_history else [], mu)
+                sampler.open(0, sampling, text[:-1] if sampling.needs_history else [], mu, len(prompt))
             sampler.count(0, text[-1:])
             [sampled] = sampler.sample([plain(0, len(text))], model.rows(text, 1))
             text.append(sampled.token)
