@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.deferred import DeferredTokens, Fill
-from daemons.draws import draw, draw_blindly, draws_blindly, index_at, put, take, uniform
+from daemons.draws import draw, draw_blindly, draw_index, draw_key, draws_blindly, put, take, uniform
 from daemons.errors import StateError
 from daemons.masks import apply_masks
 from daemons.ops.choices import likeliest
@@ -141,8 +141,8 @@ class Sampler:
             return None
         for i, state in enumerate(states):
             adjust(state, logits[i : i + 1])
-        u = [uniform(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
-        tokens = draw_blindly(logits, samplings, u)
+        keys = [draw_key(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
+        tokens = draw_blindly(logits, samplings, keys)
         self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens)
         return self._deferred
 
@@ -296,12 +296,12 @@ def _draw_rows(
     for i in sorting:
         s, position = rows[i], positions[i]
         p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + _XTC))
-        tokens[i] = int(ids[index_at(p, uniform(s.seed, position))])
+        tokens[i] = int(ids[draw_index(p, ids, draw_key(s.seed, position))])
     if greedy:
         put(tokens, greedy, likeliest(take(logits, greedy)))
     if drawn:
-        u = [uniform(rows[i].seed, positions[i]) for i in drawn]
-        put(tokens, drawn, draw(take(logits, drawn), [rows[i] for i in drawn], u))
+        keys = [draw_key(rows[i].seed, positions[i]) for i in drawn]
+        put(tokens, drawn, draw(take(logits, drawn), [rows[i] for i in drawn], keys))
     return tokens
 
 
@@ -313,7 +313,7 @@ def _draw_mirostat(
     assert s.mirostat is not None
     for i, (row, position) in enumerate(zip(block, positions, strict=True)):
         p, ids = mirostat_keeps(row / s.temperature, s.mirostat, state.mu)
-        chosen = index_at(p, uniform(s.seed, position))
+        chosen = draw_index(p, ids, draw_key(s.seed, position))
         state.mu = next_mu(float(p[chosen]), s.mirostat, state.mu)
         tokens.append(int(ids[chosen]))
         mus.append(state.mu)
