@@ -1,6 +1,8 @@
-"""Rows of adjusted logits to token ids: greedy ones apart, a row's number in [0, 1) decides on its token.
+"""Rows of adjusted logits to token ids: the most likely one, or one drawn by the Gumbel-max trick.
 
-That number depends on seed and position alone.  Knows rows and settings, no sequences.
+Each id gets noise from seed, position and id alone, and the id whose probability wins against its noise is drawn. A
+probability that is rounded otherwise, after a rebuild or beside other requests, matters for its own id alone; an
+inverse cumulative sum would move the bounds of all ids behind it.
 """
 
 from __future__ import annotations
@@ -18,19 +20,24 @@ CANDIDATES = 1024
 _MASK = (1 << 64) - 1
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from ``seed`` and ``position`` alone.  Source: splitmix64 (Steele, Lea, Flood 2014)."""
+def draw_key(seed: int, position: int) -> int:
+    """64 bits from ``seed`` and ``position`` alone.  Source: splitmix64 (Steele, Lea, Flood 2014)."""
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK
     for _ in range(2):  # twice, to decorrelate adjacent seeds and positions
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         z = z ^ (z >> 31)
-    return (z >> 11) / (1 << 53)
+    return z
 
 
-def index_at(p: Tensor, u: float) -> int:
-    """The index that ``u`` in [0, 1) decides on, of probabilities ``p`` [n]."""
-    return int(_inverse_cdf(p[None], p.new_tensor([[u]]))[0])
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from ``seed`` and ``position`` alone."""
+    return (draw_key(seed, position) >> 11) / (1 << 53)
+
+
+def draw_index(p: Tensor, ids: Tensor, key: int) -> int:
+    """Draw an index into probabilities ``p`` [n] of ``ids`` [n]."""
+    return int(_gumbel_max(p[None], ids[None].int(), _keys(p.device, [key]))[0])
 
 
 def take(x: Tensor, rows: list[int]) -> Tensor:
@@ -44,20 +51,20 @@ def put(tokens: list[int], rows: list[int], found: list[int]) -> None:
         tokens[i] = token
 
 
-def draw(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> list[int]:
-    """Draw one id a row from adjusted logits ``x`` [n, V]; ``u[i]`` in [0, 1) decides row i."""
+def draw(x: Tensor, samplings: Sequence[Sampling], keys: Sequence[int]) -> list[int]:
+    """Draw one id a row from adjusted logits ``x`` [n, V]; ``keys``: the draw_key of each row."""
     scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
-    point = _on(x.device, [[v] for v in u], torch.float64)
+    key = _keys(x.device, keys)
     filtered = [i for i, s in enumerate(samplings) if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0]
     plain = [i for i, s in enumerate(samplings) if not (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)]
     tokens = [0] * len(samplings)
     if plain:
-        p = torch.softmax(take(scaled, plain), dim=-1, dtype=torch.float64)
-        put(tokens, plain, _inverse_cdf(p, take(point, plain)).tolist())
+        p = torch.softmax(take(scaled, plain), dim=-1)
+        put(tokens, plain, _gumbel_max(p, _all_ids(p), take(key, plain)).tolist())
     width = min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings)))
     while filtered:
         settings = [samplings[i] for i in filtered]
-        found, complete = _filtered(take(scaled, filtered), settings, take(point, filtered), width)
+        found, complete = _filtered(take(scaled, filtered), settings, take(key, filtered), width)
         put(tokens, filtered, found.tolist())
         # the rest are flat distributions: what the filters keep is wider than the candidates
         filtered, width = [i for i, ok in zip(filtered, complete.tolist(), strict=True) if not ok], x.shape[-1]
@@ -74,15 +81,16 @@ def draws_blindly(samplings: Sequence[Sampling]) -> bool:
     return all(bounded) or not any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in samplings)
 
 
-def draw_blindly(x: Tensor, samplings: Sequence[Sampling], u: Sequence[float]) -> Tensor:
+def draw_blindly(x: Tensor, samplings: Sequence[Sampling], keys: Sequence[int]) -> Tensor:
     """Draw as ``draw`` does from logits ``x`` [n, V] where ``draws_blindly``; ids int64 [n] on the device."""
     if samplings[0].greedy:
         return x.argmax(dim=-1)
     scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
-    point = _on(x.device, [[v] for v in u], torch.float64)
+    key = _keys(x.device, keys)
     if samplings[0].top_k > 0:
-        return _filtered(scaled, samplings, point, min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings))))[0]
-    return _inverse_cdf(torch.softmax(scaled, dim=-1, dtype=torch.float64), point)
+        return _filtered(scaled, samplings, key, min(x.shape[-1], max(CANDIDATES, *(s.top_k for s in samplings))))[0]
+    p = torch.softmax(scaled, dim=-1)
+    return _gumbel_max(p, _all_ids(p), key)
 
 
 def _on(device: torch.device, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -92,7 +100,7 @@ def _on(device: torch.device, values: Sequence[Sequence[float]], dtype: torch.dt
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def _filtered(scaled: Tensor, samplings: Sequence[Sampling], point: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _filtered(scaled: Tensor, samplings: Sequence[Sampling], key: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Draw among the ``width`` most likely ids; second result: whether the filters certainly keep no others."""
     device, vocabulary = scaled.device, scaled.shape[-1]
     values, ids = scaled.topk(width, dim=-1)
@@ -109,13 +117,33 @@ def _filtered(scaled: Tensor, samplings: Sequence[Sampling], point: Tensor, widt
     complete = (top_k <= width) | (below[:, -1:] >= top_p) & (top_p < 1) | (p[:, -1:] < min_p * p[:, :1])
     complete = complete | (width == vocabulary)
     kept = torch.where(keep, p, 0.0)
-    chosen = ids.gather(1, _inverse_cdf(kept, point)[:, None])[:, 0]
+    chosen = ids.gather(1, _gumbel_max(kept, ids.int(), key)[:, None])[:, 0]
     return chosen, complete[:, 0]
 
 
-def _inverse_cdf(p: Tensor, point: Tensor) -> Tensor:
-    """Index of the first entry at which the running sum of ``p`` [n, W] exceeds ``point`` [n, 1] of the total."""
-    running = p.cumsum(dim=-1)
-    index = torch.searchsorted(running, point * running[:, -1:], right=True)[:, 0]
-    last = (p > 0).to(torch.int32).cumsum(dim=-1).argmax(dim=-1)  # rounding must not pick an entry of probability zero
-    return torch.minimum(index, last)
+def _all_ids(p: Tensor) -> Tensor:
+    return torch.arange(p.shape[-1], dtype=torch.int32, device=p.device)[None]
+
+
+def _keys(device: torch.device, keys: Sequence[int]) -> Tensor:
+    """The halves of 64-bit keys, int32 [n, 2]."""
+    halves = [[key & 0xFFFFFFFF, key >> 32] for key in keys]
+    return _on(device, [[half - (half >> 31 << 32) for half in pair] for pair in halves], torch.int32)
+
+
+def _gumbel_max(p: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """Index of the entry of ``p`` [n, W] that wins: p over an exponential variate of its id (int32, [n, W] or [1, W]).
+
+    That is the argmax of log p plus Gumbel noise.  A variate comes from 31 bits, those of murmur3's finalizer after
+    each half of the key; log1p keeps small ones, which win, exact to float32's relative precision.
+    """
+    bits = _mix(_mix(ids ^ keys[:, :1]).bitwise_xor_(keys[:, 1:])).bitwise_and_(0x7FFFFFFF)
+    exponential = bits.float().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
+    return (p / exponential).argmax(dim=-1)
+
+
+def _mix(h: Tensor) -> Tensor:
+    """Mix int32 in place, one to one.  Source: MurmurHash3's fmix32 (Appleby); products wrap."""
+    h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - (1 << 32))
+    h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - (1 << 32))
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))

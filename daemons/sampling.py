@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.deferred import DeferredTokens, Fill
-from daemons.draws import draw, draw_blindly, draws_blindly, index_at, put, take, uniform
+from daemons.draws import draw, draw_blindly, draw_index, draw_key, draws_blindly, put, take, uniform
 from daemons.errors import StateError
 from daemons.masks import apply_masks
 from daemons.ops.choices import likeliest
@@ -32,14 +32,17 @@ _XTC = 1 << 40
 
 @dataclass(slots=True)
 class SamplingState:
-    """Sampling state of one sequence.  ``counts`` [V] int32: occurrences of each id in prompt and output.
+    """Sampling state of one sequence.  ``counts`` [V] int32: occurrences of each id in the output; ``prompted`` [V]
+    bool: whether it is in the prompt, of which ``n_prompt`` tokens are still to come.
 
     ``context``: the ids in order, and ``breakers``, for DRY.  ``mu``: where mirostat stands.
     """
 
     sampling: Sampling
     mu: float = 0.0
+    n_prompt: int = 0
     counts: Tensor | None = None
+    prompted: Tensor | None = None
     bias_ids: Tensor | None = None
     bias: Tensor | None = None
     banned: Tensor | None = None
@@ -57,16 +60,20 @@ class Sampler:
     _last: dict[int, int] = field(default_factory=dict)  # the token sampled last, by sequence
     _deferred: DeferredTokens | None = None  # newer ones, which the host does not know yet
 
-    def open(self, sequence: int, sampling: Sampling, history: list[int], mu: float | None = None) -> None:
+    def open(
+        self, sequence: int, sampling: Sampling, history: list[int], mu: float | None = None, n_prompt: int = 0
+    ) -> None:
         """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry;
-        ``mu``: where mirostat stands, None at its start."""
-        state = SamplingState(sampling)
+        ``mu``: where mirostat stands, None at its start; ``n_prompt``: tokens of its context that were not generated.
+        """
+        state = SamplingState(sampling, n_prompt=n_prompt)
         if sampling.mirostat is not None:
             state.mu = 2 * sampling.mirostat.tau if mu is None else mu
         if sampling.dry is not None:
             state.context, state.breakers = Context(), breakers_by_head(sampling.dry)
         if sampling.penalised:
             state.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
+            state.prompted = torch.zeros(self.vocabulary, dtype=torch.bool, device=self.device)
         if sampling.logit_bias:
             state.bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long, device=self.device)
             state.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self.device)
@@ -83,7 +90,7 @@ class Sampler:
         """Open and close sequences as a step's operations say."""
         for operation in operations:
             if isinstance(operation, OpenSequence):
-                self.open(operation.sequence, operation.sampling, operation.history, operation.mu)
+                self.open(operation.sequence, operation.sampling, operation.history, operation.mu, operation.n_prompt)
             elif isinstance(operation, CloseSequence):
                 self.close(operation.sequence)
 
@@ -134,8 +141,8 @@ class Sampler:
             return None
         for i, state in enumerate(states):
             adjust(state, logits[i : i + 1])
-        u = [uniform(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
-        tokens = draw_blindly(logits, samplings, u)
+        keys = [draw_key(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
+        tokens = draw_blindly(logits, samplings, keys)
         self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens)
         return self._deferred
 
@@ -154,9 +161,12 @@ class Sampler:
             return
         if state.context is not None:
             state.context.extend(ids)
-        if state.counts is not None:
+        if state.counts is not None and state.prompted is not None:
             index = torch.tensor(ids, dtype=torch.long, device=self.device)
-            state.counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
+            state.prompted.index_fill_(0, index[: state.n_prompt], True)
+            generated = index[state.n_prompt :]
+            state.counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+            state.n_prompt = max(0, state.n_prompt - len(ids))
 
     def count_context(self, slices: Sequence[Slice]) -> None:
         """Count the tokens of a step that is computed."""
@@ -232,16 +242,17 @@ def _accepted(drawn: list[int], drafts: list[int]) -> list[int]:
 def adjust(state: SamplingState, x: Tensor, drafts: Sequence[int] = ()) -> None:
     """Apply penalties, bias and bans to logits ``x`` [n, V] in place; row i follows the first i ``drafts``.
 
-    Repetition penalty as in Keskar et al. 2019 (CTRL); presence and frequency penalties as in the OpenAI API.
+    Repetition penalty as in Keskar et al. 2019 (CTRL), of prompt and output; presence and frequency penalties as in the
+    OpenAI API, of the output.
     """
     s = state.sampling
-    if state.counts is not None:
+    if state.counts is not None and state.prompted is not None:
         counts = _counts_at_rows(state.counts, drafts)
-        seen = counts > 0
+        generated = counts > 0
         if s.repetition_penalty != 1.0:
             scaled = torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty)
-            x.copy_(torch.where(seen, scaled, x))
-        x.sub_(counts * s.frequency_penalty + seen * s.presence_penalty)
+            x.copy_(torch.where(generated | state.prompted, scaled, x))
+        x.sub_(counts * s.frequency_penalty + generated * s.presence_penalty)
     if state.context is not None and s.dry is not None:
         for i, row in enumerate(x):
             penalise_repetition(row, state.context.followed_by(drafts[:i]), s.dry, state.breakers)
@@ -285,12 +296,12 @@ def _draw_rows(
     for i in sorting:
         s, position = rows[i], positions[i]
         p, ids = filtered(logits[i] / s.temperature, s, uniform(s.seed, position + _XTC))
-        tokens[i] = int(ids[index_at(p, uniform(s.seed, position))])
+        tokens[i] = int(ids[draw_index(p, ids, draw_key(s.seed, position))])
     if greedy:
         put(tokens, greedy, likeliest(take(logits, greedy)))
     if drawn:
-        u = [uniform(rows[i].seed, positions[i]) for i in drawn]
-        put(tokens, drawn, draw(take(logits, drawn), [rows[i] for i in drawn], u))
+        keys = [draw_key(rows[i].seed, positions[i]) for i in drawn]
+        put(tokens, drawn, draw(take(logits, drawn), [rows[i] for i in drawn], keys))
     return tokens
 
 
@@ -302,7 +313,7 @@ def _draw_mirostat(
     assert s.mirostat is not None
     for i, (row, position) in enumerate(zip(block, positions, strict=True)):
         p, ids = mirostat_keeps(row / s.temperature, s.mirostat, state.mu)
-        chosen = index_at(p, uniform(s.seed, position))
+        chosen = draw_index(p, ids, draw_key(s.seed, position))
         state.mu = next_mu(float(p[chosen]), s.mirostat, state.mu)
         tokens.append(int(ids[chosen]))
         mus.append(state.mu)

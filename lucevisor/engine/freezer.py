@@ -122,7 +122,8 @@ def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:
             continue
         sampling = record.request.sampling
         history = [*record.tokens[: live.n_computed]] if sampling.needs_history else []
-        operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu))
+        n_prompt = len(record.request.prompt)
+        operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt))
         for growth in live.table.growths():
             operations += page_operations(live.sequence, growth)
     return operations

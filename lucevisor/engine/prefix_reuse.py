@@ -132,7 +132,8 @@ class PrefixReuse:
         live = LiveSequence(sequence, state, table, n_computed=position, began_at=position, n_scheduled=position)
         sampling = record.request.sampling
         history = record.tokens[:position] if sampling.needs_history else []
-        operations: list[Operation] = [OpenSequence(sequence, state, sampling, history, record.mu)]
+        n_prompt = len(record.request.prompt)
+        operations: list[Operation] = [OpenSequence(sequence, state, sampling, history, record.mu, n_prompt)]
         if state != NO_STATE:
             operations.append(CopyState(match.state, state) if position else ZeroState(state))
         operations += adopted + swap_operations(sequence, swap)

@@ -46,8 +46,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable a filter; ``repetition_penalty`` 1,
     ``presence_penalty`` 0 and ``frequency_penalty`` 0 disable a penalty, ``typical_p`` 1, ``top_n_sigma`` 0 and
-    ``xtc_probability`` 0 a filter.  Penalties count prompt and output.  ``mirostat`` replaces the filters.  The result
-    depends on (``seed``, position, logits, tokens before) alone, not on batch, placement or restarts.
+    ``xtc_probability`` 0 a filter.  The repetition penalty counts prompt and output, the others the output alone.
+    ``mirostat`` replaces the filters.  The result depends on (``seed``, position, logits, tokens before) alone, not on
+    batch, placement or restarts.
     ``n_top_logprobs`` -1: no log-probabilities; n >= 0: of the sampled token and the n best.
     """
 
@@ -99,13 +100,15 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Start a sequence.  ``state`` is its live recurrent state.  ``history``, the context tokens that no slice will
-    carry, initialises the penalties.  ``mu``: where mirostat stands; None at the start."""
+    carry, initialises the penalties.  ``mu``: where mirostat stands; None at the start.  ``n_prompt``: tokens of the
+    context that were not generated, so that presence and frequency penalties leave them out."""
 
     sequence: int
     state: int
     sampling: Sampling
     history: list[int] = []
     mu: float | None = None
+    n_prompt: int = 0
 
 
 class CloseSequence(msgspec.Struct, frozen=True, array_like=True, tag=2):

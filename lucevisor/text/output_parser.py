@@ -64,7 +64,9 @@ class OutputParser:
         self._tools = tools
         self._calls = format.tools if tools else None
         self._state = _ParserState.CONTENT
+        self.content: list[range] = []  # where in the answer its content is, in characters; the reader may clear it
         self._text = ""  # received, not yet emitted
+        self._n_chars = 0  # received
         self._events: list[OutputEvent] = []
         self._n_calls = 0
         self._cut = False
@@ -84,7 +86,13 @@ class OutputParser:
     def push(self, text: str) -> list[OutputEvent]:
         """Parse more text; return the events that are certain."""
         self._text += text
+        self._n_chars += len(text)
         return self._advance(final=False)
+
+    @property
+    def position(self) -> int:
+        """Up to where the answer is read, in characters."""
+        return self._n_chars - len(self._text)
 
     def flush(self, *, cut: bool = False) -> list[OutputEvent]:
         """Return the events of held-back text, at the end of the answer.
@@ -121,7 +129,7 @@ class OutputParser:
         if tags and not final:
             held = max(overlap(self._text, tag) for tag in tags)
             held = len(self._text) - len(self._text[: len(self._text) - held].rstrip())
-        self._emit(self._text[: len(self._text) - held])
+        self._emit(self._text[: len(self._text) - held], self.position)
         self._text = self._text[len(self._text) - held :]
         return False
 
@@ -158,7 +166,7 @@ class OutputParser:
     def _take_tag(self, position: int, tag: str) -> None:
         before, after = self._text[:position], self._text[position + len(tag) :]
         kept = before.rstrip()
-        self._emit(kept)
+        self._emit(kept, self.position)
         self._text = after
         if self._calls and tag in (self._calls.open, self._calls.bare[0]):
             self._call_in, self._state = self._state, _ParserState.CALL
@@ -224,17 +232,20 @@ class OutputParser:
 
     def _reject_call(self) -> bool:
         self._state = self._call_in
-        self._emit(self._call_blanks + self._opening)
+        opening = self._call_blanks + self._opening
+        self._emit(opening, self.position - len(opening))
         return True
 
     def _begin(self, state: _ParserState, skip: str) -> None:
         self._state, self._skip, self._fresh = state, skip, True
         self._label = self._tags.label if self._tags and state is _ParserState.REASONING else ""
 
-    def _emit(self, text: str) -> None:
+    def _emit(self, text: str, start: int) -> None:
         if not text:
             return
         self._fresh = False
+        if self._state is _ParserState.CONTENT:
+            self.content.append(range(start, start + len(text)))
         kind = ReasoningDelta if self._state is _ParserState.REASONING else ContentDelta
         last = self._events[-1] if self._events else None
         if isinstance(last, kind):

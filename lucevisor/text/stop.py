@@ -12,11 +12,15 @@ from collections.abc import Sequence
 class StopMatcher:
     """Holds back text that may start a stop string; `matched` is the stop string found, or None."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string, which would stop before the first character."""
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
+        """`included`: a stop string is text, too.
+
+        Raises ValueError for an empty stop string, which would stop before the first character.
+        """
         if any(not stop for stop in stops):
             raise ValueError("stop: a stop string is empty; leave it out or give it a character")
         self._stops = tuple(dict.fromkeys(stops))
+        self._included = included
         self._held = ""
         self.matched: str | None = None
 
@@ -29,9 +33,9 @@ class StopMatcher:
         seen = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := seen.find(stop)) >= 0]
         if found:
-            _, start, self.matched = min(found)
+            end, start, self.matched = min(found)
             self._held = ""
-            return seen[:start]
+            return seen[: end if self._included else start]
         held = max(overlap(seen, stop) for stop in self._stops)
         self._held = seen[len(seen) - held :]
         return seen[: len(seen) - held]

@@ -33,6 +33,11 @@ from lucevisor.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
 MODEL = "scripted/demo"
+OPENAI_SAMPLING = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
+"""What a response's usage says where neither the request nor the model has any."""
 LOST = RequestError("shard_lost", "group left was killed; send the request again")
 
 

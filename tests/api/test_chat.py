@@ -11,7 +11,7 @@ from lucevisor.api.ports import SamplingDefaults
 from lucevisor.api.prompts.chat import read_chat
 from lucevisor.api.prompts.sampling import budget_of
 from lucevisor.text.template import ChatTemplate
-from tests.api.scripted_model import MODEL, Rig, dice, ids_of, say, tokenizer
+from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, Rig, dice, ids_of, say, tokenizer
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -54,6 +54,7 @@ class TestWhole:
                     "accepted_prediction_tokens": 0,
                     "rejected_prediction_tokens": 0,
                 },
+                "lucevisor": {"sampling": OPENAI_SAMPLING},
             },
         }
         assert client.rig.n_busy == 0

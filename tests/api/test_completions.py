@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
-from tests.api.scripted_model import MODEL, dice, ids_of, say, tokenizer
+from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, dice, ids_of, say, tokenizer
 
 PLAIN = "/v1/completions"
 
@@ -37,6 +37,7 @@ class TestWhole:
                     "accepted_prediction_tokens": 0,
                     "rejected_prediction_tokens": 0,
                 },
+                "lucevisor": {"sampling": OPENAI_SAMPLING},
             },
         }
 

@@ -31,7 +31,12 @@ def plain(*stops: str) -> OutputProcessor:
 
 
 def chat(
-    *, thinking: bool = False, tools: bool = False, one: bool = False, stops: tuple[str, ...] = ()
+    *,
+    thinking: bool = False,
+    tools: bool = False,
+    one: bool = False,
+    stops: tuple[str, ...] = (),
+    include: bool = False,
 ) -> OutputProcessor:
     template = ChatTemplate.from_gguf(metadata())
     assert template is not None
@@ -40,6 +45,7 @@ def chat(
         tokenizer(),
         OutputOptions(
             stops=stops,
+            include_stop=include,
             make_parser=partial(OutputParser, thinking, TOOLS if tools else [], form),
             visible=form.visible_ids(tokenizer()),
             reasoning_open=thinking,
@@ -211,6 +217,90 @@ class TestChat:
         assert deltas[-1].finish_reason == "tool_calls"
         assert usage.generated == len(ids_of(text)) + 1  # type: ignore[attr-defined]
         assert deltas[-1].token_ids[-1] == EOS
+
+
+class TestStopsInChat:
+    """A stop string matches what the user sees: not reasoning, not the inside of a call."""
+
+    def test_reasoning_goes_on_behind_it(self):
+        deltas, _ = read(chat(thinking=True, stops=("STOP",)), "I must not STOP\n</think>\n\nHello STOP there")
+        assert (reasoning(deltas), content(deltas)) == ("I must not STOP", "Hello ")
+        assert (deltas[-1].finish_reason, deltas[-1].stop) == ("stop", "STOP")
+
+    def test_a_call_goes_on_behind_it(self):
+        deltas, _ = read(chat(tools=True, stops=('"a"', "\n</tool")), CALL)
+        assert [p.event.arguments for p in deltas if isinstance(p.event, ToolCallDelta)] == ['{"a": 1}']
+        assert (deltas[-1].finish_reason, deltas[-1].stop) == ("tool_calls", None)
+
+    def test_a_call_behind_it_is_not_made(self):
+        deltas, _ = read(chat(tools=True, stops=("see",)), "Let me see.\n" + CALL)
+        assert content(deltas) == "Let me "
+        assert not any(isinstance(p.event, ToolCallDelta) for p in deltas)
+        assert deltas[-1].finish_reason == "stop"
+
+    def test_a_call_separates_what_is_before_and_behind_it(self):
+        deltas, _ = read(chat(tools=True, stops=("ab",)), f"a\n{CALL}\nb")
+        assert [type(p.event) for p in deltas if p.event] == [ContentDelta, ToolCallDelta, ContentDelta]
+        assert content(deltas) == "ab"
+
+    def test_what_is_no_call_is_seen(self):
+        deltas, _ = read(chat(tools=True, stops=("nothing",)), '<tool_call>\n{"nothing": 1}\n</tool_call> more')
+        assert content(deltas) == '<tool_call>\n{"'
+        assert deltas[-1].stop == "nothing"
+
+    @pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one two")])
+    def test_it_may_be_included(self, include, text):
+        deltas, _ = read(chat(stops=("two",), include=include), "one two three")
+        assert content(deltas) == text
+
+    @given(
+        st.lists(st.sampled_from(["Hello", " ", "\n", "ö🎉", "<tool", "STOP", CALL, "</think>", "add"]), max_size=8),
+        st.booleans(),
+    )
+    @settings(max_examples=100, deadline=None)
+    def test_text_ends_at_the_first_one_seen(self, parts, thinking):
+        text = "".join(parts)
+        whole, _ = read(chat(thinking=thinking, tools=True), text)
+        cut, _ = read(chat(thinking=thinking, tools=True, stops=("STOP",)), text)
+        segments = [p.event for p in whole if p.event]
+        seen = "".join("\0" if not isinstance(e, ContentDelta) else e.text for e in segments)
+        assert content(cut) == seen.partition("STOP")[0].replace("\0", "")
+        assert (cut[-1].stop == "STOP") == ("STOP" in seen)
+
+
+class TestContentTokens:
+    """Which tokens are content: those that log-probabilities are of."""
+
+    def test_reasoning_and_tags_are_not(self):
+        deltas, _ = read(chat(thinking=True), "I add.\n</think>\n\nIt is ö🎉.")
+        tokens = [t for p in deltas for t in p.tokens]
+        assert b"".join(tokenizer().token_bytes(t.event.token) for t in tokens if t.content) == "It is ö🎉.".encode()
+        assert [t.event.token for t in tokens] == ids_of("I add.\n</think>\n\nIt is ö🎉.")
+
+    def test_calls_are_not_and_text_that_is_none_is(self):
+        text = f"One\n{CALL}\ntwo <tool_call>\nno call\n</tool_call>"
+        deltas, _ = read(chat(tools=True), text)
+        shown = "".join(
+            tokenizer().decode([t.event.token], skip_special=False) for p in deltas for t in p.tokens if t.content
+        )
+        assert shown == "Onetwo <tool_call>\nno call\n</tool_call>"
+
+    @given(
+        st.lists(
+            st.sampled_from(["Hello", " ", "\n\n", "ö🎉", "<tool_call>", "<think>", CALL, "</think>"]), max_size=8
+        ),
+        st.booleans(),
+    )
+    @settings(max_examples=100, deadline=None)
+    def test_they_hold_the_content(self, parts, thinking):
+        text = "".join(parts)
+        deltas, _ = read(chat(thinking=thinking, tools=True), text)
+        tokens = [t for p in deltas for t in p.tokens]
+        assert [t.event.token for t in tokens] == ids_of(text)
+        held = b"".join(tokenizer().token_bytes(t.event.token) for t in tokens if t.content).decode(errors="replace")
+        told = content(deltas)
+        assert "".join(told.split()) in "".join(held.split()) or not told
+        assert bool(told) == any(t.content for t in tokens)
 
 
 class TestFailures:

@@ -64,13 +64,19 @@ def test_what_goes_before_what():
         defaults=defaults, direct_defaults=card.sampling_without_thinking.defaults(),
     )  # fmt: skip
 
-    def sampled(direct, **asked):
-        s = sampling_params(GenerationBody(**asked), ports, 0, -1, direct=direct)
+    def sampled(direct=False, structured=False, **asked):
+        s = sampling_params(GenerationBody(**asked), ports, 0, -1, direct=direct, structured=structured)
         return s.temperature, s.top_k, s.top_p, s.presence_penalty
 
-    assert sampled(False) == (1.0, 40, 0.95, 1.5)
-    assert sampled(True) == (0.7, 20, 0.8, 1.5)
-    assert sampled(True, temperature=0.1, presence_penalty=0.0) == (0.1, 20, 0.8, 0.0)
+    assert sampled() == (1.0, 40, 0.95, 1.5)
+    assert sampled(direct=True) == (0.7, 20, 0.8, 1.5)
+    assert sampled(seed=3, max_tokens=5, logit_bias={"1": 1.0}) == (1.0, 40, 0.95, 1.5)  # no shape of its own
+    assert sampled(direct=True, temperature=0.1) == (0.1, 20, 0.8, 0.0)
+    assert sampled(top_p=0.5) == (1.0, 40, 0.5, 0.0)
+    assert sampled(repetition_penalty=1.1) == (1.0, 40, 0.95, 0.0)
+    assert sampled(presence_penalty=0.3) == (1.0, 40, 0.95, 0.3)
+    assert sampled(structured=True) == (1.0, 40, 0.95, 0.0)
+    assert sampled(structured=True, presence_penalty=0.3) == (1.0, 40, 0.95, 0.3)
 
 
 def test_stop_tokens_are_those_that_the_vocabulary_has():

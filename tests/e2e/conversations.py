@@ -20,7 +20,8 @@ MODELS = {
     },
 }
 ANSWER = 12
-GREEDY = Sampling(temperature=0.0, presence_penalty=0.3)  # counts the whole prompt: the part from the cache as well
+# The repetition penalty counts the whole prompt, also the part from the cache.
+GREEDY = Sampling(temperature=0.0, presence_penalty=0.3, repetition_penalty=1.05)
 
 
 @dataclass

@@ -174,6 +174,6 @@ def test_a_model_without_recurrent_layers_has_no_state() -> None:
     scheduler.submit(request("a"), 0.0)
     [plan] = plans(scheduler)
     assert plan.step.operations == [
-        OpenSequence(0, NO_STATE, request("a").sampling),
+        OpenSequence(0, NO_STATE, request("a").sampling, n_prompt=len(request("a").prompt)),
         SetPages(0, Space.FULL, 0, [0]),
     ]

@@ -87,7 +87,7 @@ def test_a_prompt_that_goes_on_starts_behind_what_is_remembered() -> None:
     slot = scheduler.reuse.index.find(range(80), 80)
     assert slot is not None
     opened, copied, shared, fresh, page = first.step.operations[-5:]
-    assert opened == OpenSequence(0, copied.target, penalised, list(range(80)))
+    assert opened == OpenSequence(0, copied.target, penalised, list(range(80)), n_prompt=180)
     assert copied == CopyState(slot.state, copied.target)
     assert shared == SetPages(0, Space.FULL, 0, slot.pages(Space.FULL)[:1])
     assert fresh == SetPages(0, Space.FULL, 1, [page.target])
@@ -103,7 +103,7 @@ def test_a_slot_at_the_end_of_a_page_is_shared_without_a_copy() -> None:
     [plan] = run_one(scheduler, one)
     closed, opened, shared, fresh = plan.step.operations
     assert isinstance(closed, CloseSequence)
-    assert opened == OpenSequence(0, -1, one.sampling)  # nothing is penalised: the tail needs no history
+    assert opened == OpenSequence(0, -1, one.sampling, n_prompt=130)  # nothing is penalised: the tail needs no history
     assert shared.pages == [0, 1]
     assert fresh.first == 2
 

@@ -43,7 +43,11 @@ def test_the_first_step_opens_the_sequence_and_gives_it_pages_and_state() -> Non
     sampling = Sampling(temperature=0.5, seed=3)
     scheduler.submit(GenerationRequest(request_id="a", prompt=tuple(range(70)), max_tokens=2, sampling=sampling), 0.0)
     [first, second] = plans(scheduler)
-    assert first.step.operations == [OpenSequence(0, 0, sampling), ZeroState(0), SetPages(0, Space.FULL, 0, [0])]
+    assert first.step.operations == [
+        OpenSequence(0, 0, sampling, n_prompt=70),
+        ZeroState(0),
+        SetPages(0, Space.FULL, 0, [0]),
+    ]
     assert first.step.slices == [Slice(0, 0, list(range(64)), False)]
     assert second.step.operations == [SetPages(0, Space.FULL, 1, [1])]
     assert second.step.slices == [Slice(0, 64, list(range(64, 70)), True)]
@@ -276,7 +280,10 @@ def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
     assert finished.reason == "cancelled"
     assert {use.used for use in scheduler.pools.use().values()} == {0}
     [following] = plans(scheduler)  # the id is used again, after its CloseSequence
-    assert following.step.operations[:2] == [CloseSequence(0), OpenSequence(0, 0, request("b").sampling)]
+    assert following.step.operations[:2] == [
+        CloseSequence(0),
+        OpenSequence(0, 0, request("b").sampling, n_prompt=len(request("b").prompt)),
+    ]
     assert scheduler.apply(answer(plan, 3), 1.0) == []
     assert scheduler.apply(answer(following, 4), 1.0) == [("b", TokenEvent(4))]
     assert scheduler.cancel("a", 2.0) == []
@@ -310,7 +317,7 @@ def test_lost_shards_end_running_requests_and_keep_queued_ones() -> None:
     assert (scheduler.n_running, scheduler.n_queued, scheduler.n_in_flight) == (0, 1, 0)
     [plan] = plans(scheduler)
     assert plan.step.operations == [  # nothing of the lost sequences is closed in shards that start empty
-        OpenSequence(0, 0, request("c").sampling),
+        OpenSequence(0, 0, request("c").sampling, n_prompt=len(request("c").prompt)),
         ZeroState(0),
         SetPages(0, Space.FULL, 0, [0]),
     ]

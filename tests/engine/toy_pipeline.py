@@ -154,7 +154,7 @@ class ToyModel:
         row = 0
         for i in range(len(prompt) + n_tokens):
             if i == len(tokens):
-                counts = sum(mix(t) for t in tokens) & _MASK
+                counts = sum(mix(t, at >= len(prompt)) for at, t in enumerate(tokens)) & _MASK
                 allowed = range(VOCABULARY) if constraint is None else constraint.allowed(tokens[len(prompt) :])
                 tokens.append(draw(row, sampling, i, counts, allowed))
                 if tokens[i] in stop_ids or len(tokens) == len(prompt) + n_tokens:
@@ -179,7 +179,8 @@ class ToyModel:
 class _Open:
     state: int
     sampling: Sampling
-    counts: int
+    n_prompt: int  # tokens of the prompt that were not counted yet
+    counts: int = 0
     n_tokens: int | None = None  # not known before the first slice: it may begin with what a prefix slot holds
     n_drafts: int = 0  # of them, those of the last slice that the next one may take back
     states: list[int] = field(default_factory=list)  # after tokens of the last slice, not made yet
@@ -187,6 +188,11 @@ class _Open:
     drawn: tuple[int, int] | None = None  # the token drawn last and its position
     tables: dict[Space, list[int]] = field(default_factory=dict)
     hosts: dict[int, int] = field(default_factory=dict)  # by entry: its page in host memory
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """Count tokens of the context for the penalties: those of the prompt and those of the output apart."""
+        self.counts = (self.counts + sum(mix(t, i >= self.n_prompt) for i, t in enumerate(tokens))) & _MASK
+        self.n_prompt = max(0, self.n_prompt - len(tokens))
 
     def is_out(self, space: Space, position: int) -> bool:
         """Whether the page of a position was paged out."""
@@ -355,7 +361,7 @@ class ToyStage:
     def _sample(self, sequence: _Open, piece: Slice, rows: list[int], masks: np.ndarray | None) -> list[Sampled]:
         """Draw after the last token, or, of a slice with drafts, after each one up to the first that is wrong."""
         sure = len(piece.tokens) - piece.n_drafts
-        sequence.counts = (sequence.counts + sum(mix(t) for t in piece.tokens[:sure])) & _MASK
+        sequence.count(piece.tokens[:sure])
         sampled: list[Sampled] = []
         for i in range(sure, len(piece.tokens) + 1) if piece.sample else ():
             allowed = range(VOCABULARY) if masks is None else np.flatnonzero(masks[i - sure]).tolist()
@@ -364,7 +370,7 @@ class ToyStage:
             sequence.drawn = token, piece.start + i
             if i == len(piece.tokens) or piece.tokens[i] != token:
                 break
-            sequence.counts = (sequence.counts + mix(token)) & _MASK
+            sequence.count([token])
         return sampled
 
     def _read_region(self, step: Step) -> list[int]:
@@ -377,12 +383,12 @@ class ToyStage:
 
     def _operate(self, operation: object) -> None:
         match operation:
-            case OpenSequence(sequence=sequence, state=state, sampling=sampling, history=history):
+            case OpenSequence(sequence=sequence, state=state, sampling=sampling, history=history, n_prompt=n_prompt):
                 if sequence in self.sequences:
                     raise Violation(f"sequence {sequence} is opened while it is open")
                 self._check_live(state)
-                counts = sum(mix(t) for t in history) & _MASK
-                self.sequences[sequence] = _Open(state, sampling, counts)
+                self.sequences[sequence] = _Open(state, sampling, n_prompt)
+                self.sequences[sequence].count(history)
             case CloseSequence(sequence=sequence):
                 closed = self.sequences.pop(sequence, None)
                 if closed is None:

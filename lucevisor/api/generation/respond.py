@@ -88,7 +88,7 @@ class _Response:
         self._plan = plan
         self._context = context
         self._metrics = metrics
-        self._totals = UsageTotals(compressed=plan.compressed)
+        self._totals = UsageTotals(compressed=plan.compressed, sampling=plan.jobs[0].request.sampling)
         self._n_open = len(plan.jobs)
         self._last_token_s: list[float | None] = [None] * len(plan.jobs)
         self._n_tokens = [0] * len(plan.jobs)

@@ -107,7 +107,7 @@ class ChatFormatter:
         return choice
 
     def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
-        if not self.logprobs or not (tokens or full):
+        if not self.logprobs or not (full or any(token.content for token in tokens)):
             return None
         told = chat_logprobs(self.tokenizer, tokens)
         return {**told, "content": encode_items(told["content"])} if full else told

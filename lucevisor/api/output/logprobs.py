@@ -30,7 +30,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenRecord]) -> dict[str, object]:
-    """Return a chat choice's `logprobs`."""
+    """Return a chat choice's `logprobs`: those of its content."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, object]:
         raw = list(tokenizer.token_bytes(token_id))
@@ -39,6 +39,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenRecord]) -> dict[s
     content = [
         {**entry(t.event.token, t.event.logprob), "top_logprobs": [entry(i, value) for i, value in t.event.top]}
         for t in tokens
+        if t.content
     ]
     return {"content": content, "refusal": None}
 

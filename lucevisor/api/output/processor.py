@@ -6,8 +6,9 @@ last delta of a choice is the only one with a finish reason.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent, TokenScore
@@ -29,10 +30,12 @@ class GenerationFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """A token of a delta; `offset` is where its text begins in the choice's text, in characters."""
+    """A token of a delta; `offset` is where its text begins in the choice's text, in characters; `content`: some of it
+    is content."""
 
     event: TokenEvent
     offset: int
+    content: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,13 @@ class ChoiceUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content."""
+    """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content.
+
+    `stops` end the answer where they are in its content; `include_stop`: that includes them.
+    """
 
     stops: Sequence[str] = ()
+    include_stop: bool = False
     make_parser: Callable[[], OutputParser] | None = None
     visible: frozenset[int] = frozenset()  # control tokens whose text the parser must see
     reasoning_open: bool = False
@@ -81,7 +88,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer, options: OutputOptions) -> None:
         self._detokenizer = Detokenizer(tokenizer, options.visible)
-        self._stop = StopMatcher(options.stops)
+        self._stop = StopMatcher(options.stops, included=options.include_stop)
         self._parser = options.make_parser() if options.make_parser is not None else None
         self._one_tool_call = options.one_tool_call
         self._in_reasoning = options.reasoning_open
@@ -102,11 +109,9 @@ class OutputProcessor:
         self._held.append(TokenRecord(event, self._n_chars))
         text = self._detokenizer.push(event.token)
         self._n_chars += len(text)
-        events = self._parse(self._stop.push(text))
+        events = self._parse(text)
         self._note_section(events)
-        if self._stop.matched is not None:
-            self.ended = True
-        return self._deltas(events)
+        return self._deltas(self._shown(events))
 
     def finish(self, event: FinishedEvent) -> tuple[list[ChoiceDelta], ChoiceUsage]:
         """Process the end; return the last deltas and the token counts.
@@ -118,20 +123,19 @@ class OutputProcessor:
         if event.reason == "cancelled" and not self.ended:
             raise GenerationFailed(RequestError("shutting_down", "the server ended this request; send it again later"))
         cut = self.ended  # ended here: by a stop string or the only tool call allowed
-        events: list[OutputEvent] = []
-        if not (self._one_tool_call and self._n_calls):
-            rest = self._stop.push(self._detokenizer.flush())
-            events = self._parse(rest + self._stop.flush())
+        deltas: list[ChoiceDelta] = []
+        if not cut:
+            events = self._parse(self._detokenizer.flush())
             if self._parser is not None:
-                events += self._counted(self._parser.flush(cut=event.reason == "length"))
-        deltas = self._deltas(events)
-        end_ids = tuple(record.event.token for record in self._held)
+                events += self._parser.flush(cut=event.reason == "length")
+            deltas = self._deltas(self._shown(events, last=True))
+        rest = self._taken(last=True)
+        end_ids = tuple(record.event.token for record in rest)
         if event.stop_id is not None and not cut:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
         reason, scores = self._reason(event, cut), event.prompt_scores
-        deltas.append(ChoiceDelta(None, tuple(self._held), end_ids, reason, self._stop.matched, scores))
-        self._held.clear()
+        deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores))
         told = event.usage
         n_accepted = self._n_accepted if cut else told.accepted_tokens
         n_rejected = told.draft_tokens - n_accepted
@@ -141,19 +145,35 @@ class OutputProcessor:
         return deltas, usage
 
     def _parse(self, text: str) -> list[OutputEvent]:
-        if self._parser is None:
-            return [ContentDelta(text)] if text else []
-        return self._counted(self._parser.push(text)) if text else []
+        if not text:
+            return []
+        return [ContentDelta(text)] if self._parser is None else self._parser.push(text)
 
-    def _counted(self, events: list[OutputEvent]) -> list[OutputEvent]:
-        """Count tool calls; if only one is allowed, drop what follows it."""
-        for index, event in enumerate(events):
-            if isinstance(event, ToolCallDelta):
-                self._n_calls += 1
-                if self._one_tool_call:
-                    self.ended = True
-                    return events[: index + 1]
-        return events
+    def _shown(self, events: Sequence[OutputEvent], *, last: bool = False) -> list[OutputEvent]:
+        """Return what may be sent of events: nothing behind a stop string in content, or behind the only call allowed.
+
+        `last`: no more content can complete a stop string.
+        """
+        shown: list[OutputEvent] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                self._show(self._stop.push(event.text), shown)
+                self.ended = self._stop.matched is not None
+            else:
+                self._show(self._stop.flush(), shown)
+                shown.append(event)
+                if isinstance(event, ToolCallDelta):
+                    self._n_calls += 1
+                    self.ended = self._one_tool_call
+            if self.ended:
+                return shown
+        if last:
+            self._show(self._stop.flush(), shown)
+        return shown
+
+    def _show(self, text: str, shown: list[OutputEvent]) -> None:
+        if text:
+            shown.append(ContentDelta(text))
 
     def _note_section(self, events: Sequence[OutputEvent]) -> None:
         """Count the token just taken as reasoning or not; one that shows nothing belongs to the section before it."""
@@ -165,13 +185,30 @@ class OutputProcessor:
             self._n_reasoning += 1
 
     def _deltas(self, events: Sequence[OutputEvent]) -> list[ChoiceDelta]:
-        """Make a delta of each event; the tokens held so far go with the first."""
+        """Make a delta of each event; the tokens that are read go with the first."""
         deltas: list[ChoiceDelta] = []
         for event in events:
-            ids = tuple(record.event.token for record in self._held)
-            deltas.append(ChoiceDelta(event, tuple(self._held), ids))
-            self._held.clear()
+            taken = self._taken()
+            deltas.append(ChoiceDelta(event, taken, tuple(record.event.token for record in taken)))
         return deltas
+
+    def _taken(self, *, last: bool = False) -> tuple[TokenRecord, ...]:
+        """Take the held tokens of which the parser has read all, or the last ones, and note which are content."""
+        held, self._held = self._held, []
+        if self._parser is None or not held:
+            return tuple(held)
+        starts = [record.offset for record in held]  # at least a character each: one may come with the next token
+        ends = [max(start + 1, end) for start, end in zip(starts, [*starts[1:], self._n_chars], strict=True)]
+        n = len(held) if last else bisect_right(ends, self._parser.position)
+        self._held = held[n:]
+        taken = []
+        for record, end in zip(held[:n], ends, strict=False):
+            is_content = any(part.start < end and record.offset < part.stop for part in self._parser.content)
+            taken.append(replace(record, content=is_content))
+        if taken:
+            read = ends[n - 1]
+            self._parser.content = [part for part in self._parser.content if part.stop > read]
+        return tuple(taken)
 
     def _reason(self, event: FinishedEvent, cut: bool) -> FinishReason:
         if event.reason == "length" and self._stop.matched is None and not cut:

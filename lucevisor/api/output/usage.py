@@ -6,17 +6,25 @@ Pure.  Invariant: the counts cover the choices that the client received; a promp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from lucevisor.api.output.processor import ChoiceUsage
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import Timings
+from lucevisor.protocol.steps import Sampling
+
+_SAMPLING: Final = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Parameters that may come from the model's defaults."""
 
 
 @dataclass(slots=True)
 class UsageTotals:
     """Sums over the choices of a request.  `timings` are those of the choice that ended last; `compressed`:
-    what PFlash made of the prompts."""
+    what PFlash made of the prompts; `sampling`: how the choices were drawn."""
 
     prompt: int = 0
     cached: int = 0
@@ -26,6 +34,7 @@ class UsageTotals:
     rejected: int = 0
     timings: Timings | None = None
     compressed: Sequence[CompressedPrompt] = ()
+    sampling: Sampling = field(default_factory=Sampling)
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
         """Add a choice; `new_prompt`: no earlier choice had the same prompt."""
@@ -54,10 +63,11 @@ class UsageTotals:
         }
 
     def extension(self) -> dict[str, object]:
-        """Return `lucevisor`, an extension of any API's usage: what PFlash kept; empty where it had nothing to do."""
+        """Return `lucevisor`, an extension of any API's usage: the sampling, and what PFlash kept, if anything."""
+        told: dict[str, object] = {"sampling": {name: getattr(self.sampling, name) for name in _SAMPLING}}
         asked = [prompt for prompt in self.compressed if prompt.outcome != "short"]
         if not asked:
-            return {}
+            return {"lucevisor": told}
         pflash: dict[str, object] = {
             "prompt_tokens": sum(prompt.n_before for prompt in self.compressed),
             "kept_tokens": sum(prompt.n_kept for prompt in self.compressed),
@@ -65,7 +75,7 @@ class UsageTotals:
         reasons = sorted({prompt.reason for prompt in asked if prompt.reason})
         if reasons:
             pflash["reason"] = "; ".join(reasons)
-        return {"lucevisor": {"pflash": pflash}}
+        return {"lucevisor": told | {"pflash": pflash}}
 
     def timings_json(self) -> dict[str, float]:
         """Return `timings`, an extension: seconds in the queue, of prefill and of decoding."""

@@ -39,8 +39,10 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     tags = template.output_format.reasoning_after(prompt.text)
     encoded = _encoded(prompt, ports)
     n_top = n_top_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs")
+    grammar = output_grammar(form, ports, tags, inside=prompt.reasoning_open, calls=calls)
+    structured = bool(tools) or grammar is not None
     options = GenerationOptions(
-        sampling=sampling_params(body, ports, random_seed(), n_top, direct=tags is None),
+        sampling=sampling_params(body, ports, random_seed(), n_top, direct=tags is None, structured=structured),
         turn_ends=[encoded.turn_ends],
         roles=[[str(message["role"]) for message in messages]],
         max_tokens=_max_tokens(body),
@@ -49,7 +51,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stops=body.stops,
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(ChatBody, fields),
-        grammar=output_grammar(form, ports, tags, inside=prompt.reasoning_open, calls=calls),
+        grammar=grammar,
         max_thinking_tokens=None if tags is None else _thinking_budget(body, ports, template),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),

@@ -33,8 +33,9 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     prompts = read_prompts(body.prompt, ports)
     if score_prompt:
         _check_scores(prompts, n, n_top)
+    grammar = output_grammar(requested_form(body), ports)
     options = GenerationOptions(
-        sampling=sampling_params(body, ports, random_seed(), n_top),
+        sampling=sampling_params(body, ports, random_seed(), n_top, structured=grammar is not None),
         turn_ends=[[] for _ in prompts],
         max_tokens=body.max_tokens,
         n=n,
@@ -42,7 +43,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stops=body.stops,
         stop_ids=check_stop_ids(body, ports),
         ignored=ignored(CompletionBody, fields),
-        grammar=output_grammar(requested_form(body), ports),
+        grammar=grammar,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         token_ids=bool(body.return_token_ids),

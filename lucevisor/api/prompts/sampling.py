@@ -7,6 +7,7 @@ request samples exactly as the same request with n = 1.
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Any, Final
 
 from lucevisor.api.errors import bad_parameter
@@ -20,6 +21,14 @@ from lucevisor.text.tokenizer import Tokenizer
 BREAKERS: Final = ("\n", ":", '"', "*")
 """Default of dry_sequence_breakers, as in llama.cpp."""
 
+_SHAPES: Final = frozenset(
+    [
+        *("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "dry_multiplier", "mirostat"),
+    ]
+)
+"""Parameters that shape the distribution a token is drawn from."""
+
 _SEEDS = 2**63
 _COLDEST = 1e-4
 """Lower temperatures count as 0 (greedy): the best token is certain, and dividing by them would overflow float32."""
@@ -31,14 +40,20 @@ def random_seed() -> int:
 
 
 def sampling_params(
-    body: GenerationBody, ports: Ports, seed: int, n_top_logprobs: int, *, direct: bool = False
+    body: GenerationBody,
+    ports: Ports,
+    seed: int,
+    n_top_logprobs: int,
+    *,
+    direct: bool = False,
+    structured: bool = False,
 ) -> Sampling:
     """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs;
-    `direct`: the prompt leaves no room for thinking.
+    `direct`: the prompt leaves no room for thinking; `structured`: the answer has a grammar or may call tools.
 
     Raises ApiError 400 for a logit_bias that is not about a token.
     """
-    default: SamplingDefaults = (direct and ports.direct_defaults) or ports.defaults
+    default = _defaults(body, ports, direct=direct, structured=structured)
     temperature = _or(body.temperature, default.temperature)
     eos = ports.tokenizer.eos_ids if body.ignore_eos else frozenset()
     return Sampling(
@@ -60,6 +75,18 @@ def sampling_params(
         dry=_dry(body, ports.tokenizer),
         mirostat=_mirostat(body),
     )
+
+
+def _defaults(body: GenerationBody, ports: Ports, *, direct: bool, structured: bool) -> SamplingDefaults:
+    """Return what applies where the body is silent.
+
+    A family's penalties are tuned for its own temperature and for prose: they go with the whole set or not at all.
+    """
+    default = (direct and ports.direct_defaults) or ports.defaults
+    if structured or any(getattr(body, name) is not None for name in _SHAPES):
+        plain = SamplingDefaults()
+        return replace(default, repetition_penalty=plain.repetition_penalty, presence_penalty=plain.presence_penalty)
+    return default
 
 
 def searches_vocabulary(fields: dict[str, Any]) -> bool:

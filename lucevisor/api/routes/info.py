@@ -35,7 +35,9 @@ async def props(request: web.Request) -> web.Response:
     ports = request.app[PORTS]
     tokenizer, defaults = ports.tokenizer, ports.defaults
     eos = [tokenizer.decode([i], skip_special=False) for i in sorted(tokenizer.eos_ids)]
-    settings = {"n_ctx": ports.max_context, "params": msgspec.to_builtins(defaults)}
+    settings: dict[str, object] = {"n_ctx": ports.max_context, "params": msgspec.to_builtins(defaults)}
+    if ports.direct_defaults is not None:
+        settings["params_without_thinking"] = msgspec.to_builtins(ports.direct_defaults)
     return _json(
         {
             "default_generation_settings": settings,

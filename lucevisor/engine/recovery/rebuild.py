@@ -186,7 +186,11 @@ class Rebuilder:
     def _opening(self) -> list[Operation]:
         operations: list[Operation] = []
         for live, (record, _) in self._stops.items():
-            operations.append(OpenSequence(live.sequence, live.state, record.request.sampling, mu=record.mu))
+            request = record.request
+            opening = OpenSequence(
+                live.sequence, live.state, request.sampling, mu=record.mu, n_prompt=len(request.prompt)
+            )
+            operations.append(opening)
             if live.state != NO_STATE:
                 operations.append(ZeroState(live.state))
             for space in (Space.FULL, Space.WINDOW):
