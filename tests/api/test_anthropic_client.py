@@ -273,7 +273,6 @@ class TestErrors:
             ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
             ({"messages": [{"role": "user", "content": [1]}]}, "messages.0.content"),
             ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
-            ({"messages": [*HI, {"role": "assistant", "content": "The"}]}, "messages.1"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 1}]}]},
                 "messages.0.content.0.tool_use_id",
