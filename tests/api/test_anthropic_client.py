@@ -297,7 +297,7 @@ class TestErrors:
             ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name"),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
             ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-            ({"tool_choice": {"type": "auto"}}, "tool_choice"),
+            ({"tool_choice": {"type": "any"}}, "tool_choice"),
             ({"stop_sequences": [""]}, "stop_sequences.0"),
             ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
             ({"extra_body": {"temperature": 3}}, "temperature"),

@@ -316,6 +316,31 @@ class TestOtherServers:
         text = tokenizer().decode(client.rig.stage.opened[-1].prompt)
         assert '{"name": "patch", "arguments": {"input": "*** Begin"}}' in text
 
+    async def test_what_has_no_effect_is_named(self, client):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        body |= {
+            "cache_salt": "x",
+            "repetition_detection": None,
+            "chat_template_kwargs": {"a\r\nb": 1, "colour": "red"},
+        }
+        async with client.session.post(client.url + CHAT, json=body) as response:
+            assert response.status == 200
+            named = response.headers["X-Lucevisor-Ignored"]
+        assert named == "'chat_template_kwargs.a\\r\\nb', cache_salt, chat_template_kwargs.colour"
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"tools": [], "tool_choice": "auto"}, {"function_call": "none"}, {"functions": []}, {"metadata": {"a": 1}}],
+    )
+    async def test_what_asks_for_nothing_is_accepted(self, client, fields):
+        status, _ = await client.chat(max_tokens=1, **fields)
+        assert status == 200
+
+    async def test_an_empty_turn_in_the_history(self, client):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+        status, _ = await client.ask(CHAT, {"messages": [*messages, {"role": "user", "content": "b"}], "max_tokens": 1})
+        assert status == 200
+
     async def test_refusals_in_the_history(self, client):
         refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
         messages = [{"role": "user", "content": "a"}, refusal, {"role": "user", "content": "b"}]
@@ -374,7 +399,6 @@ class TestThinking:
                 {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
                 "chat_template_kwargs",
             ),
-            ({"chat_template_kwargs": {"colour": "red"}}, "chat_template_kwargs.colour"),
             ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ],
     )

@@ -41,7 +41,6 @@ class TestMessages:
             ({"role": "robot", "content": "x"}, "messages[0].role"),
             ({"role": "user"}, "messages[0].content"),
             ({"role": "user", "content": None}, "messages[0].content"),
-            ({"role": "assistant"}, "messages[0].content"),
             ({"role": "user", "content": 5}, "messages[0].content"),
             ({"role": "user", "content": []}, "messages[0].content"),
             ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
@@ -137,7 +136,8 @@ class TestTools:
             check_tools([TOOL], choice)
         assert caught.value.param == param
 
-    def test_auto_without_tools(self):
+    def test_a_call_without_tools(self):
+        assert check_tools([], "auto") == ([], "auto")
         with pytest.raises(ApiError) as caught:
-            check_tools([], "auto")
+            check_tools([], "required")
         assert caught.value.param == "tool_choice"

@@ -60,7 +60,7 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
         stops=body.stops,
         include_stop=bool(body.include_stop_str_in_output),
         stop_ids=check_stop_ids(body, ports),
-        ignored=ignored(ChatBody, fields),
+        ignored=ignored(ChatBody, fields, more=_unused(body, template)),
         grammar=grammar,
         max_thinking_tokens=None if tags is None else _thinking_budget(body, ports, template),
         stream=bool(body.stream),
@@ -147,14 +147,7 @@ def _render(
         raise bad_parameter(
             "tools", "the model's chat template does not support tools; leave them out", "unsupported_parameter"
         )
-    extra = dict(body.chat_template_kwargs or {})
-    for name in extra:
-        if name not in template.source:
-            raise bad_parameter(
-                f"chat_template_kwargs.{name}",
-                "the model's chat template does not use it; leave it out",
-                "unknown_parameter",
-            )
+    extra = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name in template.source}
     if body.reasoning_effort is not None and "reasoning_effort" in template.source:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
     continued = _continues(body, messages)
@@ -170,6 +163,11 @@ def _render(
     except TemplateError as error:
         param = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
         raise ApiError(400, str(error), code="template_error", param=param) from None
+
+
+def _unused(body: ChatBody, template: ChatTemplate) -> list[str]:
+    """Return the variables for the template that it does not use."""
+    return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in template.source]
 
 
 def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:

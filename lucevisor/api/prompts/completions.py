@@ -33,7 +33,8 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
     body = to_record(CompletionBody, fields, RULES)
     check_common(body, ports)
-    n_top = n_top_logprobs(body, body.logprobs, "logprobs")
+    wanted = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs
+    n_top = n_top_logprobs(body, None if wanted is None else int(wanted), "logprobs")
     score_prompt = bool(body.echo) and n_top >= 0
     if score_prompt and body.stream:
         raise bad_parameter(
@@ -112,8 +113,8 @@ def read_prompts(prompt: str | list[str | int | list[int]], ports: Ports) -> lis
     prompts = []
     for index, item in enumerate(prompt):
         where = f"prompt[{index}]"
-        if type(item) is not type(prompt[0]):
-            raise bad_parameter(where, "has another type than prompt[0]; send only texts or only arrays of token ids")
+        if isinstance(item, int):
+            raise bad_parameter(where, "is a token id beside prompts; send ids of one prompt in an array of their own")
         prompts.append(_from_text(item, where, ports) if isinstance(item, str) else _from_ids(item, where, ports))
     return prompts
 

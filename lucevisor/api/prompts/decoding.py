@@ -9,7 +9,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -170,12 +170,14 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
         raise bad_parameter(written[error.param], error.message.partition(": ")[2]) from None
 
 
-def ignored(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI) -> tuple[str, ...]:
-    """Return the names of the parameters that an accepted request gives and that have no effect, in order: as many as
-    a header holds."""
+def ignored(
+    kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI, more: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Return the names of the parameters that an accepted request gives and that have no effect, and `more` of them, in
+    order: as many as a header holds."""
     effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
-    found = sorted(_header_text(name) for name in fields if fields[name] is not None and name not in effective)
-    return tuple(found[:_MAX_NAMES])
+    unused = (name for name in fields if fields[name] is not None and name not in effective)
+    return tuple(sorted(map(_header_text, (*unused, *more)))[:_MAX_NAMES])
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:

@@ -113,7 +113,7 @@ def _check_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(message.content, list):
         _check_parts(message.content, f"{where}.content")
     elif message.content is None:
-        if message.role != "assistant" or not (message.tool_calls or message.refusal or message.reasoning_content):
+        if message.role != "assistant":
             raise bad_parameter(f"{where}.content", "is missing; it is required", "missing_required_parameter")
         kept["content"] = message.refusal or ""
     return kept
@@ -167,7 +167,7 @@ def check_tools(
         return offered, _chosen(choice, names)
     if choice not in (None, "auto", "required"):
         raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto, none, required or a function")
-    if choice is not None and not names:
+    if choice == "required" and not names:
         raise bad_parameter("tool_choice", "is given without tools; send tools or leave it out")
     return offered, choice
 

@@ -56,7 +56,7 @@ HARMLESS: Final[dict[str, Any]] = {
     "guided_decoding_backend": str,
     "guided_whitespace_pattern": str,
     "id_slot": int,
-    "metadata": dict[str, str],
+    "metadata": dict[str, Any],
     "prediction": dict[str, Any],
     "priority": int,
     "prompt_cache_key": str,
@@ -83,7 +83,6 @@ REFUSED: Final[dict[str, str]] = {
     "audio": "is not supported: this server answers with text only; leave it out",
     "allowed_token_ids": NOT_HERE,
     "bad_words": "is not supported; use logit_bias",
-    "function_call": "is deprecated and not supported; use tool_choice",
     "functions": "is deprecated and not supported; use tools",
     "messages": "is a parameter of /v1/chat/completions; send prompt, or use that path",
     "moderation": NOT_HERE,
@@ -96,6 +95,7 @@ REFUSED: Final[dict[str, str]] = {
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "best_of": (1,),
+    "function_call": ("none", "auto"),
     "dynatemp_range": (0,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
@@ -264,7 +264,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[str | int | list[int]]
     echo: Flag = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
