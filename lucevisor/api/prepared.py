@@ -60,20 +60,24 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a generation request.
 
-    ``max_tokens`` None: up to the end of the context.  ``turn_ends``: offsets of complete chat messages, per prompt;
-    ``roles``: of the messages, per prompt, empty for raw ones.
-    ``echoes``: the text of each prompt if it is to be repeated, else empty.  ``stop_ids``: tokens that end the answer
-    besides the model's own.  ``ignored``: names of parameters without effect.  ``show_reasoning``: the client wants its
-    text; only the Messages API asks.  ``grammar``: what the output must be.  ``max_thinking_tokens`` None: no
-    limit of its own.  ``plain``: all text is
-    content.  ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.
+    ``turn_ends``: offsets of complete chat messages, per prompt; ``roles``: of the messages, per prompt, empty for raw
+    ones.  ``max_tokens`` None: up to the end of the context; ``min_tokens``: nothing ends the answer before;
+    ``prompt_only``: there is none.  ``stop_ids``: tokens that end the answer besides the model's own;
+    ``include_stop``: a stop string is part of the text.  ``ignored``: names of parameters without effect.
+    ``grammar``: what the output must be.  ``max_thinking_tokens`` None: no limit of its own.  ``continuous_usage``:
+    usage comes with every chunk of a stream.  ``custom``: names of tools whose input is text.  ``show_reasoning``: the
+    client wants its text.  ``echoes``: the text of each prompt if it is to be repeated, else empty.
+    ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.  ``plain``: all text is content.
     """
 
     sampling: Sampling
     turn_ends: list[list[int]]
     max_tokens: int | None = None
     n: int = 1
+    min_tokens: int = 0
+    prompt_only: bool = False
     ignore_eos: bool = False
+    include_stop: bool = False
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -81,9 +85,11 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_thinking_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     token_ids: bool = False
     logprobs: bool = False
     tools: list[dict[str, Any]] = []
+    custom: list[str] = []
     reasoning_open: bool = False
     show_reasoning: bool = True
     one_tool_call: bool = False
@@ -95,7 +101,17 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CUSTOM_INPUT: Final = "input"
-"""The parameter of the function that a custom tool of the Responses API is to the model."""
+"""The parameter of the function that a custom tool is to the model."""
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text in the arguments of a custom tool's function; all of them if the model wrote others."""
+    try:
+        fields = msgspec.json.decode(arguments, type=dict[str, str])
+    except ValueError:  # other types, or what JSON allows and msgspec does not: long numbers, half a surrogate pair
+        return arguments
+    return fields[CUSTOM_INPUT] if fields.keys() == {CUSTOM_INPUT} else arguments
+
 
 STORED_RESPONSES: Final = "stored_responses"
 """Member that the server adds to a body of the Responses API: items of earlier responses, by their ids."""

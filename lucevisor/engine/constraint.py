@@ -6,7 +6,7 @@ made after its plan and before its result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -38,6 +38,49 @@ class Constraint(Protocol):
         Called from any thread; runs without the interpreter lock for most of the time.  Raises an error that says why
         it cannot go on, for example because the grammar takes too much work.
         """
+
+
+class LeastTokens:
+    """An output that ``ends`` may not end before ``least`` tokens; ``inner``: what else it must be, which has its way
+    where nothing else may follow."""
+
+    def __init__(self, least: int, ends: Collection[int], n_vocab: int, inner: Constraint | None = None) -> None:
+        self._least, self._inner, self._ends = least, inner, ends
+        self.row_bytes = -(-n_vocab // 8)
+        self._n_taken = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the output taken so far, by what is inside, too."""
+        return self._n_taken if self._inner is None else min(self._n_taken, self._inner.n_tokens)
+
+    def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        """Take tokens; return how many drafts may follow them."""
+        n_before = self._take(start, tokens)
+        n_drafts = len(drafts) if self._inner is None else self._inner.n_valid(start, tokens, drafts)
+        early = drafts[: min(n_drafts, max(0, self._least - n_before))]
+        return next((i for i, draft in enumerate(early) if draft in self._ends), n_drafts)
+
+    def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
+        """Take tokens; return the masks."""
+        n_before = self._take(start, tokens)
+        if self._inner is None:
+            rows = bytearray(b"\xff") * (self.row_bytes * (1 + len(drafts)))
+        else:
+            rows = self._inner.masks(start, tokens, drafts)
+        for index in range(min(1 + len(drafts), self._least - n_before)):
+            place = slice(index * self.row_bytes, (1 + index) * self.row_bytes)
+            row = rows[place]
+            for token in self._ends:
+                row[token // 8] &= ~(1 << token % 8)
+            if any(row):
+                rows[place] = row
+        return rows
+
+    def _take(self, start: int, tokens: Sequence[int]) -> int:
+        """Return how many tokens there are."""
+        self._n_taken = max(self._n_taken, start + len(tokens))
+        return start + len(tokens)
 
 
 MAX_MASK_BYTES: Final = 8 * 1024 * 1024

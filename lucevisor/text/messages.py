@@ -103,6 +103,33 @@ def _decoded(arguments: object) -> object:
         return arguments
 
 
+def as_insisted(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Return prepared messages for a template that refuses them: calls whose arguments are no object become text of
+    their message, and a chat in which no user speaks gets an empty message of the user's."""
+    result = [_with_malformed_calls_as_text(message) for message in messages]
+    if not any(message["role"] == "user" for message in result):
+        n_opening = next((i for i, m in enumerate(result) if m["role"] not in _SYSTEM), len(result))
+        result.insert(n_opening, {"role": "user", "content": ""})
+    return result
+
+
+def _with_malformed_calls_as_text(message: dict[str, object]) -> dict[str, object]:
+    calls = message.get("tool_calls")
+    functions = [call["function"] for call in calls] if isinstance(calls, list) else []
+    texts = [f"{f['name']}({f['arguments']})" for f in functions if not isinstance(f["arguments"], dict)]
+    if not texts or not isinstance(calls, list):
+        return message
+    kept = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
+    content = message.get("content") or ""
+    joined: object
+    if isinstance(content, list):
+        joined = [*content, *({"type": "text", "text": text} for text in texts)]
+    else:
+        joined = "\n".join([*([str(content)] if content else []), *texts])
+    result = {name: value for name, value in message.items() if name != "tool_calls"}
+    return result | {"content": joined} | ({"tool_calls": kept} if kept else {})
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 

@@ -5,7 +5,7 @@ operation (trim, split, `in`, JSON) sees the true text, and learns from `TracedT
 wrote. Only those may form control tokens: `<|im_end|>` from a client, whole or in parts that the template joins, or in
 a tool's name, is tokenised as plain text.
 Invariant: `RenderedPrompt.text` equals the result of transformers' `apply_chat_template` for the same arguments, unless
-the template would refuse or drop a system message.
+the template would refuse the messages or drop one of the system's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from jinja2 import TemplateError as JinjaError
 from jinja2 import TemplateSyntaxError
 
-from lucevisor.text.messages import TemplateError, TemplateTraits, prepare_messages
+from lucevisor.text.messages import TemplateError, TemplateTraits, as_insisted, prepare_messages
 from lucevisor.text.output_format import OutputFormat, detect_format
 from lucevisor.text.provenance import TracedText
 from lucevisor.text.template_language import RaisedByTemplate, TemplateLanguage
@@ -37,6 +37,7 @@ _FAULTS: Final = (
 )
 _RESERVED: Final = frozenset(["messages", "tools", "add_generation_prompt"])
 _PROBE: Final = "probe of what is rendered"
+_LINE_END: Final = "\n"
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt as segments of template text and foreign text; `reasoning_open`: it ends inside reasoning."""
+    """A prompt as segments of template text and foreign text; `reasoning_open`: it ends inside reasoning; `answering`:
+    behind the beginning of the answer's content."""
 
     segments: tuple[Segment, ...]
     reasoning_open: bool
+    answering: bool = False
 
     @property
     def text(self) -> str:
@@ -111,23 +114,51 @@ class ChatTemplate:
         enable_thinking: bool | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, object] | None = None,
+        continued: bool = False,
     ) -> RenderedPrompt:
-        """Return the prompt for OpenAI messages and tools; `extra`: further variables (`chat_template_kwargs`).
+        """Return the prompt for OpenAI messages and tools; `extra`: further variables (`chat_template_kwargs`);
+        `continued`: the last message is the beginning of the answer.
 
         Raises TemplateError, which can be shown to the client, if the template rejects or fails on the messages.
         """
+        if continued:
+            before = self.render(messages[:-1], tools=tools, enable_thinking=enable_thinking, extra=extra)
+            return self._continued(before, prepare_messages(messages[-1:], self._traits)[0])
         variables: dict[str, object] = {"documents": None, **self._tokens}
         variables |= self._checked(extra or {}, enable_thinking)
-        variables["messages"] = prepare_messages(messages, self._traits)
+        variables["messages"] = prepared = prepare_messages(messages, self._traits)
         variables["tools"] = list(tools) or None
         variables["add_generation_prompt"] = add_generation_prompt
-        text = self._run(variables)
+        try:
+            text = self._run(variables)
+        except TemplateError:
+            insisted = as_insisted(prepared)
+            if insisted == prepared:
+                raise
+            text = self._run({**variables, "messages": insisted})
         plain = str.__str__(text)  # copies the text: once, not for each segment
         segments = tuple(
             Segment(plain[run.start() : run.end()], trusted=text.origin[run.start()] == 1)
             for run in _RUNS.finditer(text.origin)
         )
         return RenderedPrompt(segments, self.output_format.reasoning_open_after(segments))
+
+    def _continued(self, before: RenderedPrompt, answer: Mapping[str, object]) -> RenderedPrompt:
+        """Return a prompt that ends with the beginning of the answer: its reasoning, and its content."""
+        content, tags = answer.get("content") or "", self.output_format.reasoning
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+        thought = str(answer.get("reasoning_content") or "") if tags is not None else ""
+        segments, is_open = [*before.segments], before.reasoning_open
+        if tags is not None and thought and not is_open:
+            segments.append(Segment(f"{tags.open}{tags.label or _LINE_END}", trusted=True))
+            is_open = True
+        segments.append(Segment(thought, trusted=False))
+        if tags is not None and is_open and content:
+            segments.append(Segment(f"{_LINE_END}{tags.close}{_LINE_END * 2}", trusted=True))
+            is_open = False
+        segments.append(Segment(str(content), trusted=False))
+        return RenderedPrompt(tuple(s for s in segments if s.text), is_open, answering=bool(content))
 
     def lost_markers(self, tokenizer: Tokenizer) -> list[str]:
         """Return control tokens that the template writes but that would be tokenised as text; usually empty.

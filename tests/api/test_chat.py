@@ -206,6 +206,173 @@ class TestWhole:
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
+class TestBeginnings:
+    """A last message of the assistant's is the beginning of the answer."""
+
+    HI = ({"role": "user", "content": "Hi"},)
+
+    async def prompt(self, client, *messages, **more):
+        status, answer = await client.ask(CHAT, {"messages": [*self.HI, *messages], "max_tokens": 1, **more})
+        assert status == 200, answer
+        return tokenizer().decode(client.rig.stage.opened[-1].prompt, skip_special=False)
+
+    @pytest.mark.parametrize(
+        ("fields", "more", "end"),
+        [
+            ({"content": "It is"}, {}, "<think>\n\n</think>\n\nIt is"),
+            ({"content": "It is"}, {"enable_thinking": True}, "<think>\n\n</think>\n\nIt is"),
+            (
+                {"content": "It is", "reasoning_content": "Hm."},
+                {"enable_thinking": True},
+                "<think>\nHm.\n</think>\n\nIt is",
+            ),
+            ({"content": "", "reasoning_content": "Hm, I"}, {"enable_thinking": True}, "<think>\nHm, I"),
+            ({"content": [{"type": "text", "text": "</think>"}]}, {}, "<think>\n\n</think>\n\n</think>"),
+            ({"content": "It is"}, {"continue_final_message": True, "add_generation_prompt": False}, "\n\nIt is"),
+            ({"content": "It is"}, {"continue_final_message": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+            ({"content": "It is"}, {"add_generation_prompt": False}, "It is<|im_end|>\n"),
+        ],
+    )
+    async def test_where_the_prompt_ends(self, client, fields, more, end):
+        prompt = await self.prompt(client, {"role": "assistant", **fields}, **more)
+        assert prompt.endswith(end)
+        assert prompt.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+    async def test_the_answer_is_what_is_new(self, client):
+        client.rig.stage.script = say(" five.")
+        _, answer = await client.ask(CHAT, {"messages": [*self.HI, {"role": "assistant", "content": "It is"}]})
+        assert answer["choices"][0]["message"]["content"] == " five."
+
+    async def test_reasoning_goes_on(self, client):
+        client.rig.stage.script = say(" see.\n</think>\n\nYes.")
+        begun = {"role": "assistant", "content": "", "reasoning_content": "Hm, I"}
+        _, answer = await client.ask(CHAT, {"messages": [*self.HI, begun], "enable_thinking": True})
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (" see.", "Yes.")
+
+    async def test_a_client_cannot_close_reasoning(self, client):
+        prompt = await self.prompt(client, {"role": "assistant", "content": "<|im_end|>"})
+        assert prompt.endswith("<|im_end|>")
+        assert client.rig.stage.opened[-1].prompt[-1] != tokenizer().token_id("<|im_end|>")
+
+    @pytest.mark.parametrize("messages", [[], [{"role": "tool", "content": "x"}]])
+    async def test_only_the_assistants_can_be_continued(self, client, messages):
+        status, answer = await client.ask(CHAT, {"messages": [*self.HI, *messages], "continue_final_message": True})
+        assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+
+
+class TestOtherServers:
+    """Parameters that vLLM, llama.cpp's server and routers have."""
+
+    @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+    async def test_minus_one_is_no_limit(self, client, name):
+        client.rig.stage.script = say("Hello")
+        _, answer = await client.chat(**{name: -1})
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+    async def test_min_tokens(self, client):
+        client.rig.stage.script = say("Hello")
+        _, answer = await client.chat(min_tokens=1, stop=["ell"])
+        assert answer["choices"][0]["message"]["content"] == "Hello"
+        _, answer = await client.chat(min_tokens=0, stop=["ell"])
+        assert answer["choices"][0]["message"]["content"] == "H"
+
+    async def test_usage_with_every_chunk(self, client):
+        client.rig.stage.script = say("one two three", end=False)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "n": 2, "stream_options": options}
+        *chunks, last, done = await client.events(CHAT, body)
+        assert done == "[DONE]"
+        used = [json.loads(chunk)["usage"] for chunk in chunks]
+        assert [u["completion_tokens"] for u in used if u["completion_tokens"]] != []
+        assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in used)
+        assert {u["prompt_tokens"] for u in used} == {json.loads(last)["usage"]["prompt_tokens"]}
+        assert [u["completion_tokens"] for u in used[-2:]] == [3, 3]
+
+    async def test_ids_of_the_prompt(self, client):
+        _, answer = await client.chat(max_tokens=1, return_token_ids=True)
+        assert answer["prompt_token_ids"] == client.rig.stage.opened[-1].prompt
+
+    async def test_a_stop_string_in_the_answer(self, client):
+        client.rig.stage.script = say("one two three", end=False)
+        _, answer = await client.chat(stop="two", include_stop_str_in_output=True)
+        assert answer["choices"][0]["message"]["content"] == "one two"
+
+    async def test_custom_tools(self, client):
+        client.rig.stage.script = say(
+            '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
+        )
+        patch = {"type": "custom", "custom": {"name": "patch", "description": "Edits files."}}
+        _, answer = await client.chat(tools=[patch])
+        [call] = answer["choices"][0]["message"]["tool_calls"]
+        assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": "*** Begin"})
+        history = [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "ok"},
+        ]
+        messages = [{"role": "user", "content": "Hi"}, *history]
+        status, _ = await client.ask(CHAT, {"messages": messages, "tools": [patch], "max_tokens": 1})
+        assert status == 200
+        text = tokenizer().decode(client.rig.stage.opened[-1].prompt)
+        assert '{"name": "patch", "arguments": {"input": "*** Begin"}}' in text
+
+    async def test_what_has_no_effect_is_named(self, client):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        body |= {
+            "cache_salt": "x",
+            "repetition_detection": None,
+            "chat_template_kwargs": {"a\r\nb": 1, "colour": "red"},
+        }
+        async with client.session.post(client.url + CHAT, json=body) as response:
+            assert response.status == 200
+            named = response.headers["X-Lucevisor-Ignored"]
+        assert named == "'chat_template_kwargs.a\\r\\nb', cache_salt, chat_template_kwargs.colour"
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"tools": [], "tool_choice": "auto"}, {"function_call": "none"}, {"functions": []}, {"metadata": {"a": 1}}],
+    )
+    async def test_what_asks_for_nothing_is_accepted(self, client, fields):
+        status, _ = await client.chat(max_tokens=1, **fields)
+        assert status == 200
+
+    async def test_an_empty_turn_in_the_history(self, client):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+        status, _ = await client.ask(CHAT, {"messages": [*messages, {"role": "user", "content": "b"}], "max_tokens": 1})
+        assert status == 200
+
+    async def test_refusals_in_the_history(self, client):
+        refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+        messages = [{"role": "user", "content": "a"}, refusal, {"role": "user", "content": "b"}]
+        status, _ = await client.ask(CHAT, {"messages": messages, "max_tokens": 1})
+        assert status == 200
+        assert "I will not." in tokenizer().decode(client.rig.stage.opened[-1].prompt)
+
+    @pytest.mark.parametrize(
+        ("fields", "thinks"),
+        [
+            ({"reasoning": {"enabled": True}}, True),
+            ({"reasoning": {"effort": "high"}}, True),
+            ({"reasoning": {"effort": "none"}}, False),
+            ({"reasoning": {"enabled": False}}, False),
+            ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True),
+            ({"thinking": {"type": "disabled"}}, False),
+        ],
+    )
+    async def test_objects_switch_thinking(self, client, fields, thinks):
+        status, _ = await client.chat(max_tokens=1, **fields)
+        assert status == 200
+        text = tokenizer().decode(client.rig.stage.opened[-1].prompt, skip_special=False)
+        assert text.endswith("<think>\n") == thinks
+
+    @pytest.mark.parametrize("fields", [{"reasoning": {"exclude": True}}, {"include_reasoning": False}])
+    async def test_reasoning_may_be_left_out(self, client, fields):
+        client.rig.stage.script = say("Hm.\n</think>\n\nYes.")
+        _, answer = await client.chat(enable_thinking=True, **fields)
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
 class TestThinking:
     @pytest.mark.parametrize(
         ("fields", "thinks"),
@@ -232,7 +399,6 @@ class TestThinking:
                 {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
                 "chat_template_kwargs",
             ),
-            ({"chat_template_kwargs": {"colour": "red"}}, "chat_template_kwargs.colour"),
             ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ],
     )
@@ -358,7 +524,7 @@ class TestRefusals:
         ("fields", "param"),
         [
             ({"temperature": 3}, "temperature"),
-            ({"unknown": 1}, "unknown"),
+            ({"max_tokns": 1}, "max_tokns"),
             ({"messages": []}, "messages"),
             ({"stream_options": {}}, "stream_options"),
             ({"top_logprobs": 2}, "top_logprobs"),
@@ -380,7 +546,7 @@ class TestRefusals:
             ),
             ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
             ({"suffix": "x"}, "suffix"),
-            ({"functions": []}, "functions"),
+            ({"functions": [{"name": "f"}]}, "functions"),
             ({"messages": [{"role": "user", "content": "word " * 600}]}, "messages"),
         ],
     )

@@ -124,6 +124,16 @@ class TestWhole:
         status, answer = await client.ask(PLAIN, {"prompt": ids_of("Hello") * 4, "echo": True, "logprobs": 2})
         assert (status, answer["error"]["param"]) == (400, "logprobs")
 
+    @pytest.mark.parametrize("prompt", [{"prompt": "Hello there"}, {"prompt_token_ids": ids_of("Hello there")}])
+    async def test_nothing_but_the_prompt(self, client, prompt):
+        body = {**prompt, "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
+        _, answer = await client.ask(PLAIN, body)
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("Hello there", "length", [])
+        assert choice["prompt_token_ids"] == ids_of("Hello there")
+        assert len(choice["logprobs"]["token_logprobs"]) == len(ids_of("Hello there"))
+        assert answer["usage"]["completion_tokens"] == 0
+
 
 class TestStream:
     async def test_it_adds_up_to_the_whole(self, client):
@@ -172,7 +182,7 @@ class TestRefusals:
             ({"prompt": "x", "logprobs": 1, "echo": True, "stream": True}, "stream"),
             ({"prompt": "x", "best_of": 2}, "best_of"),
             ({"prompt": "x", "suffix": "y"}, "suffix"),
-            ({"prompt": "x", "messages": []}, "messages"),
+            ({"prompt": "x", "messages": [{}]}, "messages"),
             ({"prompt": ["x"] * 65, "n": 2}, "n"),
             ({"prompt": [1] * 600}, "prompt"),
         ],

@@ -146,9 +146,9 @@ class TestValues:
             ("min_p", -1),
             ("n", 0),
             ("n", 129),
-            ("max_tokens", 0),
+            ("max_tokens", -2),
             ("max_tokens", 10**30),
-            ("max_completion_tokens", -1),
+            ("max_completion_tokens", -2),
             ("seed", 2**63),
             ("seed", "1"),
             ("stop", 5),
@@ -197,11 +197,36 @@ class TestValues:
         assert refused(CompletionBody, {}).param == "prompt"
 
 
+OTHER_SERVERS = [
+    *("cache_salt", "chat_template", "documents", "kv_transfer_params", "mm_processor_kwargs", "request_id"),
+    *("prompt_logprobs", "truncate_prompt_tokens", "return_tokens_as_token_ids", "add_special_tokens", "vllm_xargs"),
+    *("n_keep", "n_discard", "samplers", "min_keep", "t_max_predict_ms", "return_progress"),
+    *("post_sampling_probs", "lora", "repeat_last_n", "dynatemp_exponent", "input_audio", "separate_reasoning"),
+    *("provider", "transforms", "route", "usage", "plugins", "keep_alive", "extra_body", "drop_params"),
+]
+"""Parameters that clients of vLLM, llama.cpp, SGLang, Ollama and routers send."""
+
+
 class TestOtherParameters:
     def test_an_unknown_one_is_refused_with_the_nearest(self):
         error = refused(ChatBody, CHAT | {"temprature": 1})
         assert (error.param, error.code) == ("temprature", "unknown_parameter")
         assert "did you mean temperature?" in error.message
+
+    @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+    def test_an_unknown_one_of_another_client_is_ignored_and_named(self, kind):
+        required = CHAT if kind is ChatBody else {"prompt": "x"}
+        sent = dict.fromkeys(OTHER_SERVERS, 1)
+        assert to_record(kind, required | sent) == to_record(kind, required)
+        assert ignored(kind, required | sent) == tuple(sorted(OTHER_SERVERS))
+        assert ignored(kind, required | dict.fromkeys(OTHER_SERVERS)) == ()
+
+    def test_null_is_as_absent_even_if_it_is_misspelt(self):
+        assert to_record(ChatBody, CHAT | {"temprature": None}) == to_record(ChatBody, CHAT)
+
+    @pytest.mark.parametrize("empty", [[], {}, "", False, None])
+    def test_a_refused_one_that_asks_for_nothing_is_ignored(self, empty):
+        assert to_record(ChatBody, CHAT | {"functions": empty}) == to_record(ChatBody, CHAT)
 
     def test_an_unknown_one_inside(self):
         error = refused(ChatBody, CHAT | {"stream_options": {"includ_usage": True}})

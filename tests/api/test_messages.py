@@ -6,7 +6,7 @@ import pytest
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.prompts.messages import check_messages, check_tools
-from lucevisor.api.prompts.schemas import NamedFunction, ToolChoice
+from lucevisor.api.prompts.schemas import AllowedTools, NamedFunction, ToolChoice
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -41,7 +41,6 @@ class TestMessages:
             ({"role": "robot", "content": "x"}, "messages[0].role"),
             ({"role": "user"}, "messages[0].content"),
             ({"role": "user", "content": None}, "messages[0].content"),
-            ({"role": "assistant"}, "messages[0].content"),
             ({"role": "user", "content": 5}, "messages[0].content"),
             ({"role": "user", "content": []}, "messages[0].content"),
             ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
@@ -53,7 +52,8 @@ class TestMessages:
                 {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]},
                 "messages[0].tool_calls[0].function.arguments",
             ),
-            ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, "messages[0].tool_calls[0].type"),
+            ({"role": "assistant", "tool_calls": [CALL | {"type": "other"}]}, "messages[0].tool_calls[0].type"),
+            ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "messages[0].tool_calls[0].custom"),
             ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages[0].audio"),
             ({"role": "assistant", "content": "x", "function_call": {}}, "messages[0].function_call"),
         ],
@@ -71,18 +71,39 @@ class TestMessages:
 class TestTools:
     def test_tools_pass_without_their_nulls(self):
         sent = {"type": "function", "function": {**TOOL["function"], "strict": None}}
-        assert check_tools([sent], None) == [TOOL]
-        assert check_tools([TOOL], "auto") == [TOOL]
+        assert check_tools([sent], None) == ([TOOL], None)
+        assert check_tools([TOOL], "auto") == ([TOOL], "auto")
 
     def test_none_offers_no_tool(self):
-        assert check_tools([TOOL], "none") == []
-        assert check_tools([], "none") == []
+        assert check_tools([TOOL], "none") == ([], "none")
+        assert check_tools([], "none") == ([], "none")
+
+    def test_custom_tools_are_functions_of_one_text(self):
+        grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: X"}}
+        custom = {"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": grammar}}
+        tools, choice = check_tools([TOOL, custom], ToolChoice("custom", custom=NamedFunction("patch")))
+        assert choice == ToolChoice("function", NamedFunction("patch"))
+        assert tools[0] == TOOL
+        assert tools[1]["function"] == {
+            "name": "patch",
+            "description": "Edits.\n\nThe input must follow this lark grammar:\nstart: X",
+            "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
+        }
+
+    @pytest.mark.parametrize("mode", ["auto", "required"])
+    @pytest.mark.parametrize("allowed", [TOOL, {"type": "function", "name": "add"}], ids=["nested", "flat"])
+    def test_only_allowed_tools_are_offered(self, mode, allowed):
+        other = {"type": "function", "function": {"name": "other"}}
+        choice = ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, [allowed]))
+        assert check_tools([other, TOOL], choice) == ([TOOL], mode)
 
     @pytest.mark.parametrize(
         ("tool", "param"),
         [
             ({}, "tools[0].type"),
-            ({"type": "custom", "custom": {"name": "x"}}, "tools[0].type"),
+            ({"type": "web_search"}, "tools[0].type"),
+            ({"type": "custom"}, "tools[0].custom"),
+            ({"type": "custom", "custom": {"name": ""}}, "tools[0].custom.name"),
             ({"type": "function"}, "tools[0].function"),
             ({"type": "function", "function": {}}, "tools[0].function.name"),
             ({"type": "function", "function": {"name": ""}}, "tools[0].function.name"),
@@ -102,6 +123,12 @@ class TestTools:
             (ToolChoice("custom"), "tool_choice.type"),
             (ToolChoice("function"), "tool_choice.type"),
             (ToolChoice("function", NamedFunction("other")), "tool_choice.function.name"),
+            (ToolChoice("custom", custom=NamedFunction("other")), "tool_choice.custom.name"),
+            (ToolChoice("allowed_tools"), "tool_choice.type"),
+            (
+                ToolChoice("allowed_tools", allowed_tools=AllowedTools("auto", [{"type": "function"}])),
+                "tool_choice.allowed_tools.tools[0]",
+            ),
         ],
     )
     def test_choices_that_cannot_be_kept(self, choice, param):
@@ -109,7 +136,8 @@ class TestTools:
             check_tools([TOOL], choice)
         assert caught.value.param == param
 
-    def test_auto_without_tools(self):
+    def test_a_call_without_tools(self):
+        assert check_tools([], "auto") == ([], "auto")
         with pytest.raises(ApiError) as caught:
-            check_tools([], "auto")
+            check_tools([], "required")
         assert caught.value.param == "tool_choice"

@@ -421,7 +421,7 @@ class TestErrors:
             ({"conversation": "c"}, "conversation"),
             ({"metadata": {"a": 1}}, "metadata[...]"),
             ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-            ({"extra_body": {"messages": []}}, "messages"),
+            ({"extra_body": {"messages": [{}]}}, "messages"),
             ({"extra_body": {"tempratur": 1}}, "tempratur"),
             ({"extra_body": {"stored_responses": 1}}, "stored_responses"),
         ],

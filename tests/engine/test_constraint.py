@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.engine import masking
-from lucevisor.engine.constraint import MAX_MASK_BYTES, MadeMasks, MaskJob, make_masks, within_masks
+from lucevisor.engine.constraint import MAX_MASK_BYTES, LeastTokens, MadeMasks, MaskJob, make_masks, within_masks
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
@@ -38,6 +39,42 @@ async def test_constrained_requests_run_beside_plain_ones() -> None:
         assert (ids, finished.reason) == (engine.alone(one), "length")
     masked = [[piece.masked for piece in step.step.slices] for step in engine.steps]
     assert any(any(step) and not all(step) for step in masked)  # they shared steps
+
+
+@pytest.mark.parametrize("least", [0, 1, 4, 9])
+async def test_nothing_ends_an_output_before_its_least_tokens(least: int) -> None:
+    """The toy model draws any token: of 20 outputs most would end sooner."""
+    engine, ends = toy(), frozenset(range(0, VOCABULARY, 3))
+    requests = [
+        replace(
+            request(f"r{i}", range(i, 70), n=30),
+            stop_ids=ends,
+            constraint=LeastTokens(least, ends, VOCABULARY, ToyConstraint(i) if i % 2 else None),
+        )
+        for i in range(20)
+    ]
+    handles = [engine.engine.submit(one) for one in requests]
+    engine.run()
+    lengths = [len(told(await events_of(handle))[0]) for handle in handles]
+    assert least <= min(lengths) < 30
+
+
+def test_a_constraint_that_allows_the_end_alone_has_its_way() -> None:
+    class Over(ToyConstraint):
+        def allowed(self, output: Sequence[int]) -> list[int]:
+            return [2]
+
+    one = LeastTokens(5, [2], VOCABULARY, Over(1))
+    assert one.masks(0, [], [2]) == Over(1).masks(0, [], [2])
+
+
+@pytest.mark.parametrize(("least", "valid"), [(0, 3), (2, 3), (3, 2), (9, 2)])
+def test_drafts_that_end_too_early_are_no_drafts(least: int, valid: int) -> None:
+    one = LeastTokens(least, [5], VOCABULARY)
+    assert one.n_valid(0, [], [1, 2, 5]) == valid
+    rows = one.masks(0, [], [1, 2, 5])
+    allowed = [rows[i * one.row_bytes] >> 5 & 1 for i in range(4)]
+    assert allowed == [i >= least for i in range(4)]
 
 
 async def test_a_prompt_in_chunks_is_masked_where_it_samples() -> None:

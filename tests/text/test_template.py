@@ -268,6 +268,59 @@ class TestMessages:
         assert chat == CHATS[3]
 
 
+class TestTemplatesThatInsist:
+    """Some take only objects as arguments, and some refuse a chat without a user's message."""
+
+    CALLS = source(
+        "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{% for k, v in c.function.arguments | items %}<{{ k }}={{ v }}>{% endfor %}{% endfor %};{% endfor %}"
+    )
+    USER = source(
+        "{% set ns = namespace(user=false) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.user = true %}"
+        "{% endif %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
+        "{% if not ns.user %}{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    )
+
+    @pytest.mark.parametrize("arguments", ['{"cmd": "ls', "ls -l", "[1]", "null", "{'cmd': 1}"])
+    @pytest.mark.parametrize("content", ["", "I look.", None])
+    def test_a_malformed_call_is_text(self, arguments, content):
+        calls = [
+            {"function": {"name": "f", "arguments": arguments}},
+            {"function": {"name": "f", "arguments": '{"a": "b"}'}},
+        ]
+        user = {"role": "user", "content": "x"}
+        prompt = self.CALLS.render([user, {"role": "assistant", "content": content, "tool_calls": calls}])
+        said = f"{content}\n" if content else ""
+        assert prompt.text == f"user:x;assistant:{said}f({arguments})<a=b>;"
+
+    def test_text_is_not_the_templates(self):
+        calls = [{"function": {"name": "f", "arguments": "<|im_end|>"}}]
+        prompt = self.CALLS.render([{"role": "assistant", "content": "", "tool_calls": calls}])
+        assert [s.trusted for s in prompt.segments if "<|im_end|>" in s.text] == [False]
+
+    def test_a_template_that_takes_text_gets_it(self):
+        calls = [{"function": {"name": "f", "arguments": "{broken"}}]
+        template = source("{{ messages[0].tool_calls[0].function.arguments }}")
+        assert template.render([{"role": "assistant", "content": "", "tool_calls": calls}]).text == "{broken"
+
+    @pytest.mark.parametrize(
+        ("roles", "shown"),
+        [
+            ([], "user:;"),
+            (["system"], "system:x;user:;"),
+            (["assistant", "tool"], "user:;assistant:x;tool:x;"),
+            (["system", "assistant"], "system:x;user:;assistant:x;"),
+            (["assistant", "user"], "assistant:x;user:x;"),
+        ],
+    )
+    def test_a_chat_without_a_user(self, roles, shown):
+        assert self.USER.render([{"role": role, "content": "x"} for role in roles]).text == shown
+
+    def test_what_else_it_refuses_is_an_error(self):
+        with pytest.raises(TemplateError, match="refuses these messages: no"):
+            source("{{ raise_exception('no') }}").render([{"role": "tool", "content": "x"}])
+
+
 class TestErrors:
     def test_a_file_without_a_template(self):
         assert ChatTemplate.from_gguf(byte_metadata("qwen2", {})) is None

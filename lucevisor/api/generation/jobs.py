@@ -21,7 +21,7 @@ from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.sampling import seed_of_choice
 from lucevisor.compression.compressor import CompressedPrompt
-from lucevisor.engine.constraint import Constraint
+from lucevisor.engine.constraint import Constraint, LeastTokens
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.text.reasoning_budget import ReasoningBudget
 
@@ -57,15 +57,23 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ports: Ports, re
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
                 stop_ids=frozenset(options.stop_ids) | ends,
                 turn_boundaries=tuple(options.turn_ends[p]),
-                constraint=_constraint(prepared, output, ports, room),
+                constraint=_constraint(prepared, output, ports, room, frozenset(options.stop_ids) | ends),
                 score_prompt=options.score_prompt,
             )
             jobs.append(Job(request=request, processor=OutputProcessor(ports.tokenizer, output), new_prompt=i == 0))
     return jobs
 
 
-def _constraint(prepared: PreparedRequest, output: OutputOptions, ports: Ports, room: int) -> Constraint | None:
-    """Return what one choice must be: its grammar, its thinking budget with room for an answer, both or neither."""
+def _constraint(
+    prepared: PreparedRequest, output: OutputOptions, ports: Ports, room: int, ends: frozenset[int]
+) -> Constraint | None:
+    """Return what one choice must be: its grammar, its thinking budget and its least length, where it has them."""
+    inner, least = _form(prepared, output, ports, room), prepared.options.min_tokens
+    return inner if least == 0 else LeastTokens(least, ends, ports.tokenizer.n_vocab, inner)
+
+
+def _form(prepared: PreparedRequest, output: OutputOptions, ports: Ports, room: int) -> Constraint | None:
+    """Return the grammar of one choice, its thinking budget with room for an answer, both or neither."""
     options = prepared.options
     matcher = None if prepared.grammar is None else prepared.grammar.matcher()
     tags = None if ports.template is None else ports.template.output_format.reasoning
@@ -84,6 +92,9 @@ def make_envelope(prepared: PreparedRequest, ports: Ports, response: ResponseId)
         model=ports.model.name,
         fingerprint=ports.model.fingerprint,
         include_usage=prepared.options.include_usage,
+        prompt_tokens=tuple(len(ids) for ids in prepared.prompts for _ in range(prepared.options.n))
+        if prepared.options.continuous_usage
+        else (),
     )
 
 

@@ -31,6 +31,7 @@ log = structlog.get_logger("lucevisor.api")
 
 IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
 """Header with the names of the request's parameters that have no effect."""
+_MAX_NAMES: Final = 1024  # of such parameters, after which no new ones are logged
 _HELD_S: Final = 1.0  # seconds between the comments of a stream while its request is held
 _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
 _QUICK_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
@@ -57,7 +58,7 @@ async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamRespo
 
 def _log_once(names: Sequence[str], before: set[str]) -> None:
     """Log the parameters that no request gave before."""
-    if new := set(names) - before:
+    if len(before) < _MAX_NAMES and (new := set(names) - before):
         before |= new
         log.info("parameters without effect were sent", parameters=sorted(new))
 

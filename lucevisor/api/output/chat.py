@@ -16,6 +16,7 @@ from lucevisor.api.output.logprobs import chat_logprobs, encode_items
 from lucevisor.api.output.processor import ChoiceDelta, TokenRecord
 from lucevisor.api.output.sse import StreamStyle
 from lucevisor.api.output.usage import UsageTotals
+from lucevisor.api.prepared import custom_input
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -24,18 +25,23 @@ _CHUNK = "chat.completion.chunk"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormatter:
-    """One response.  `token_ids`: they were requested."""
+    """One response.  `token_ids`: they were requested, and those of the `prompt`; `custom`: names of tools whose input
+    is text; `reasoning`: it is shown."""
 
     envelope: Envelope
     tokenizer: Tokenizer
     logprobs: bool
     token_ids: bool
+    prompt: Sequence[int] = ()
+    custom: Sequence[str] = ()
+    reasoning: bool = True
 
     style: ClassVar[StreamStyle] = "data"
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk that names the role."""
-        return self._chunk(self._choice(index, {"role": "assistant", "content": ""}, ChoiceDelta(None)))
+        chunks = self._chunk(index, {"role": "assistant", "content": ""}, ChoiceDelta(None))
+        return [{**chunk, **self._prompt()} for chunk in chunks]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
@@ -44,12 +50,13 @@ class ChatFormatter:
             case ContentDelta(text):
                 fields["content"] = text
             case ReasoningDelta(text):
-                fields["reasoning_content"] = text
+                if self.reasoning:
+                    fields["reasoning_content"] = text
             case ToolCallDelta() as call:
                 fields["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
             case None:
                 pass
-        return self._chunk(self._choice(index, fields, delta))
+        return self._chunk(index, fields, delta)
 
     def end(self, totals: UsageTotals) -> Sequence[object]:
         """Return the chunk with the usage and no choice, if it was requested."""
@@ -66,10 +73,14 @@ class ChatFormatter:
             "choices": [self._full_choice(index, deltas) for index, deltas in enumerate(choices)],
             "usage": totals.usage(),
             "timings": totals.timings_json(),
+            **self._prompt(),
         }
 
-    def _chunk(self, choice: object) -> Sequence[object]:
-        return [self.envelope.chunk(_CHUNK, [choice])]
+    def _prompt(self) -> dict[str, object]:
+        return {"prompt_token_ids": list(self.prompt)} if self.token_ids else {}
+
+    def _chunk(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> Sequence[dict[str, object]]:
+        return [self.envelope.chunk(_CHUNK, index, self._choice(index, fields, delta), delta.n_tokens)]
 
     def _choice(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
         choice: dict[str, object] = {
@@ -92,7 +103,7 @@ class ChatFormatter:
             "content": content or (None if calls else ""),
             "refusal": None,
         }
-        if reasoning:
+        if reasoning and self.reasoning:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
@@ -115,4 +126,7 @@ class ChatFormatter:
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Globally unique, as the response id is; clients send it back with the tool's result.
         call_id = f"call_{self.envelope.response_id.rpartition('-')[2]}{index:02d}{call.index:02d}"
+        if call.name in self.custom:
+            custom = {"name": call.name, "input": custom_input(call.arguments)}
+            return {"id": call_id, "type": "custom", "custom": custom}
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -25,7 +25,7 @@ _KIND = "text_completion"
 class CompletionFormatter:
     """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty.
 
-    `scored`: the prompts, if log-probabilities of their tokens are wanted, else empty.
+    `prompts`: their ids; `scored`: log-probabilities of them are wanted.
     """
 
     envelope: Envelope
@@ -34,17 +34,21 @@ class CompletionFormatter:
     echoes: tuple[str, ...]
     logprobs: bool
     token_ids: bool
-    scored: Sequence[Sequence[int]] = ()
+    prompts: Sequence[Sequence[int]]
+    scored: bool = False
 
     style: ClassVar[StreamStyle] = "data"
 
     def start(self, index: int) -> Sequence[object]:
-        """Return the chunk that echoes the prompt, if that was requested."""
-        return self._chunk(self._choice(index, self._echo(index), ChoiceDelta(None))) if self.echoes else ()
+        """Return the chunk with the prompt, as text or ids, if that was requested."""
+        if not (self.echoes or self.token_ids):
+            return ()
+        choice = self._choice(index, self._echo(index), ChoiceDelta(None)) | self._prompt(index)
+        return self._chunk(index, choice, ChoiceDelta(None))
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
-        return self._chunk(self._choice(index, _text(delta), delta))
+        return self._chunk(index, self._choice(index, _text(delta), delta), delta)
 
     def end(self, totals: UsageTotals) -> Sequence[object]:
         """Return the chunk with the usage and no choice, if it was requested."""
@@ -65,14 +69,18 @@ class CompletionFormatter:
                 deltas[-1].finish_reason,
                 prompt_scores=deltas[-1].prompt_scores,
             )
-            told.append(self._choice(index, self._echo(index) + "".join(map(_text, deltas)), joined, full=True))
+            text = self._echo(index) + "".join(map(_text, deltas))
+            told.append(self._choice(index, text, joined, full=True) | self._prompt(index))
         return {**self.envelope.head(_KIND), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _chunk(self, choice: object) -> Sequence[object]:
-        return [self.envelope.chunk(_KIND, [choice])]
+    def _prompt(self, index: int) -> dict[str, object]:
+        return {"prompt_token_ids": list(self.prompts[index // self.n])} if self.token_ids else {}
+
+    def _chunk(self, index: int, choice: object, delta: ChoiceDelta) -> Sequence[object]:
+        return [self.envelope.chunk(_KIND, index, choice, delta.n_tokens)]
 
     def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
         choice: dict[str, object] = {
@@ -89,7 +97,7 @@ class CompletionFormatter:
         if not self.logprobs or not (delta.tokens or full):
             return None
         if self.scored:
-            prompt, n_echo = self.scored[index // self.n], len(self._echo(index))
+            prompt, n_echo = self.prompts[index // self.n], len(self._echo(index))
             told = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
         else:
             told = completion_logprobs(self.tokenizer, delta.tokens)

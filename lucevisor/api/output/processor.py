@@ -44,6 +44,7 @@ class ChoiceDelta:
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
     ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.
+    `n_tokens`: those of the choice so far.
     """
 
     event: OutputEvent | None
@@ -52,6 +53,7 @@ class ChoiceDelta:
     finish_reason: FinishReason | None = None
     stop: str | None = None
     prompt_scores: tuple[TokenScore, ...] = ()
+    n_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,14 @@ class ChoiceUsage:
 class OutputOptions:
     """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content.
 
-    `stops` end the answer where they are in its content; `include_stop`: that includes them.
+    `stops` end the answer where they are in its content, behind `min_tokens`; `include_stop`: that includes them.
+    `prompt_only`: there is no answer, the engine's one token aside.
     """
 
     stops: Sequence[str] = ()
     include_stop: bool = False
+    min_tokens: int = 0
+    prompt_only: bool = False
     make_parser: Callable[[], OutputParser] | None = None
     visible: frozenset[int] = frozenset()  # control tokens whose text the parser must see
     reasoning_open: bool = False
@@ -90,6 +95,8 @@ class OutputProcessor:
         self._detokenizer = Detokenizer(tokenizer, options.visible)
         self._stop = StopMatcher(options.stops, included=options.include_stop)
         self._parser = options.make_parser() if options.make_parser is not None else None
+        self._min_tokens = options.min_tokens
+        self._prompt_only = options.prompt_only
         self._one_tool_call = options.one_tool_call
         self._in_reasoning = options.reasoning_open
         self._held: list[TokenRecord] = []  # consumed, not reported in a delta yet
@@ -102,7 +109,7 @@ class OutputProcessor:
 
     def token(self, event: TokenEvent) -> list[ChoiceDelta]:
         """Process a token; return the deltas that can be sent now.  Tokens after `ended` are ignored."""
-        if self.ended:
+        if self.ended or self._prompt_only:
             return []
         self._n_tokens += 1
         self._n_accepted += event.drafted
@@ -131,11 +138,11 @@ class OutputProcessor:
             deltas = self._deltas(self._shown(events, last=True))
         rest = self._taken(last=True)
         end_ids = tuple(record.event.token for record in rest)
-        if event.stop_id is not None and not cut:
+        if event.stop_id is not None and not cut and not self._prompt_only:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
         reason, scores = self._reason(event, cut), event.prompt_scores
-        deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores))
+        deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores, self._n_tokens))
         told = event.usage
         n_accepted = self._n_accepted if cut else told.accepted_tokens
         n_rejected = told.draft_tokens - n_accepted
@@ -157,7 +164,8 @@ class OutputProcessor:
         shown: list[OutputEvent] = []
         for event in events:
             if isinstance(event, ContentDelta):
-                self._show(self._stop.push(event.text), shown)
+                early = self._n_tokens <= self._min_tokens
+                self._show(event.text if early else self._stop.push(event.text), shown)
                 self.ended = self._stop.matched is not None
             else:
                 self._show(self._stop.flush(), shown)
@@ -189,7 +197,8 @@ class OutputProcessor:
         deltas: list[ChoiceDelta] = []
         for event in events:
             taken = self._taken()
-            deltas.append(ChoiceDelta(event, taken, tuple(record.event.token for record in taken)))
+            ids = tuple(record.event.token for record in taken)
+            deltas.append(ChoiceDelta(event, taken, ids, n_tokens=self._n_tokens))
         return deltas
 
     def _taken(self, *, last: bool = False) -> tuple[TokenRecord, ...]:
@@ -211,6 +220,8 @@ class OutputProcessor:
         return tuple(taken)
 
     def _reason(self, event: FinishedEvent, cut: bool) -> FinishReason:
+        if self._prompt_only:
+            return "length"
         if event.reason == "length" and self._stop.matched is None and not cut:
             return "length"
         return "tool_calls" if self._n_calls else "stop"

@@ -18,7 +18,7 @@ from lucevisor.api.output.logprobs import chat_logprobs
 from lucevisor.api.output.processor import ChoiceDelta, FinishReason, TokenRecord
 from lucevisor.api.output.sse import StreamStyle
 from lucevisor.api.output.usage import UsageTotals
-from lucevisor.api.prepared import CUSTOM_INPUT, ResponseOptions
+from lucevisor.api.prepared import ResponseOptions, custom_input
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ class ResponsesFormatter:
                 custom = event.name in self.options.custom
                 kind, part = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
                 events = [*self._close("completed"), *self._continue(kind, event)]
-                text = _custom_input(event.arguments) if custom else event.arguments
+                text = custom_input(event.arguments) if custom else event.arguments
                 events.append(self._add_text(text, f"response.{kind}_{part}.delta"))
                 return [*events, *self._close("completed")]
 
@@ -229,15 +229,6 @@ class ResponsesFormatter:
         if namespace is not None:
             named = {"name": item.call.name.removeprefix(f"{namespace}."), "namespace": namespace}
         return {**head, "call_id": call_id, **named, "arguments": text or ""}
-
-
-def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's function; all of them if the model wrote others."""
-    try:
-        fields = msgspec.json.decode(arguments, type=dict[str, str])
-    except ValueError:  # other types, or what JSON allows and msgspec does not: long numbers, half a surrogate pair
-        return arguments
-    return fields[CUSTOM_INPUT] if fields.keys() == {CUSTOM_INPUT} else arguments
 
 
 def _usage(totals: UsageTotals) -> _Event:

@@ -101,12 +101,6 @@ def _translated(body: PromptBody, ports: Ports) -> ChatDraft:
         chat.add_message({"role": "system", "content": _texts(_located(body.system, "system"))}, "system")
     for index, message in enumerate(body.messages):
         _add_message(chat, message, f"messages[{index}]")
-    if body.messages and chat.messages[-1]["role"] == "assistant":
-        raise bad_parameter(
-            f"messages[{len(body.messages) - 1}]",
-            "the last message is the assistant's: continuing an answer is not supported; end with a user's message",
-            "unsupported_value",
-        )
     chat.fields = {"model": body.model}
     for index, tool in enumerate(body.tools or ()):
         chat.add_tool(_function(tool, f"tools[{index}]"), f"tools[{index}]")

@@ -61,6 +61,19 @@ def _overflow(what: str, param: str, max_context: int) -> ApiError:
     )
 
 
+def limit_of(n_tokens: int | None) -> int | None:
+    """Return the tokens that an answer may have; None, as -1 in a request: up to the end of the context."""
+    return None if n_tokens == -1 else n_tokens
+
+
+def check_least(body: GenerationBody, most: int | None) -> int:
+    """Return the tokens that an answer must have; raises ApiError when they are more than it may have."""
+    least = body.min_tokens or 0
+    if most is not None and least > most:
+        raise bad_parameter("min_tokens", f"{least} is more than max_tokens = {most}; send less")
+    return least
+
+
 def check_stop_ids(body: GenerationBody, ports: Ports) -> tuple[int, ...]:
     """Return the ids that end the answer; raises ApiError for one that is not a token."""
     n_vocab = ports.tokenizer.n_vocab

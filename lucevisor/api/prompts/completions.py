@@ -5,25 +5,36 @@ Invariant: prompts sent as token ids reach the engine unchanged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
-from lucevisor.api.prompts.checks import check_choices, check_common, check_length, check_stop_ids, check_tokens
+from lucevisor.api.prompts.checks import (
+    check_choices,
+    check_common,
+    check_least,
+    check_length,
+    check_stop_ids,
+    check_tokens,
+    limit_of,
+)
 from lucevisor.api.prompts.constraint import output_grammar, requested_form
-from lucevisor.api.prompts.decoding import ignored, to_record
+from lucevisor.api.prompts.decoding import OPENAI, ignored, to_record
 from lucevisor.api.prompts.sampling import n_top_logprobs, random_seed, sampling_params
 from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, MAX_PROMPT_SCORES, CompletionBody
 from lucevisor.text.tokenizer import Tokenizer
 
+RULES: Final = replace(OPENAI, aliases={**OPENAI.aliases, "prompt_token_ids": "prompt"})
+
 
 def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
-    body = to_record(CompletionBody, fields)
+    body = to_record(CompletionBody, fields, RULES)
     check_common(body, ports)
-    n_top = n_top_logprobs(body, body.logprobs, "logprobs")
+    wanted = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs
+    n_top = n_top_logprobs(body, None if wanted is None else int(wanted), "logprobs")
     score_prompt = bool(body.echo) and n_top >= 0
     if score_prompt and body.stream:
         raise bad_parameter(
@@ -33,19 +44,23 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     prompts = read_prompts(body.prompt, ports)
     if score_prompt:
         _check_scores(prompts, n, n_top)
-    grammar = output_grammar(requested_form(body), ports)
+    grammar, prompt_only = output_grammar(requested_form(body), ports), body.max_tokens == 0
     options = GenerationOptions(
         sampling=sampling_params(body, ports, random_seed(), n_top, structured=grammar is not None),
         turn_ends=[[] for _ in prompts],
-        max_tokens=body.max_tokens,
+        max_tokens=1 if prompt_only else limit_of(body.max_tokens),
+        min_tokens=0 if prompt_only else check_least(body, limit_of(body.max_tokens)),
+        prompt_only=prompt_only,
         n=n,
         ignore_eos=bool(body.ignore_eos),
         stops=body.stops,
+        include_stop=bool(body.include_stop_str_in_output),
         stop_ids=check_stop_ids(body, ports),
-        ignored=ignored(CompletionBody, fields),
+        ignored=ignored(CompletionBody, fields, RULES),
         grammar=grammar,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
         logprobs=n_top >= 0,
         echoes=_echoes(prompts, n, ports.tokenizer) if body.echo else (),
@@ -98,8 +113,8 @@ def read_prompts(prompt: str | list[str | int | list[int]], ports: Ports) -> lis
     prompts = []
     for index, item in enumerate(prompt):
         where = f"prompt[{index}]"
-        if type(item) is not type(prompt[0]):
-            raise bad_parameter(where, "has another type than prompt[0]; send only texts or only arrays of token ids")
+        if isinstance(item, int):
+            raise bad_parameter(where, "is a token id beside prompts; send ids of one prompt in an array of their own")
         prompts.append(_from_text(item, where, ports) if isinstance(item, str) else _from_ids(item, where, ports))
     return prompts
 

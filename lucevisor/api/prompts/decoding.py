@@ -9,7 +9,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -23,7 +23,9 @@ from lucevisor.text.token_bound import SURROGATES
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _MAX_NAME_CHARS: Final = 80  # of an unknown parameter, in the answer
+_MAX_NAMES: Final = 32  # of parameters without effect
 _MISSPELT: Final = 0.8  # similarity from which an unknown parameter counts as a misspelt one
+_EMPTY: Final[tuple[object, ...]] = (None, False, "", [], {})
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$")
@@ -115,9 +117,9 @@ def _find_surrogate(value: object, path: str) -> tuple[str, str] | None:
 class ParameterRules:
     """How an API treats parameters that its bodies do not declare.
 
-    `harmless`: accepted without effect, with their types; `refused`: rejected with the reason; `neutral`: accepted with
-    these values only; `aliases`: other names of declared ones.  `open`: unknown parameters count as harmless unless
-    they look like a misspelt declared one, as its clients send new ones with every version.
+    `harmless`: accepted without effect, with their types; `refused`: rejected with the reason, unless empty; `neutral`:
+    accepted with these values only; `aliases`: other names of declared ones.  `open`: unknown parameters count as
+    harmless unless they look like a misspelt declared one, as its clients send new ones with every version.
     """
 
     harmless: Mapping[str, Any]
@@ -127,7 +129,7 @@ class ParameterRules:
     open: bool = False
 
 
-OPENAI: Final = ParameterRules(harmless=HARMLESS, refused=REFUSED, neutral=NEUTRAL, aliases=ALIASES)
+OPENAI: Final = ParameterRules(harmless=HARMLESS, refused=REFUSED, neutral=NEUTRAL, aliases=ALIASES, open=True)
 
 
 def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI) -> Body:
@@ -142,7 +144,7 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
                 raise bad_parameter(name, f"{show(value)} contradicts the same parameter by another name; send one")
             if standard != name:
                 written[standard] = name
-        elif name in rules.refused and value is not None:
+        elif name in rules.refused and value not in _EMPTY:
             raise bad_parameter(name, rules.refused[name], "unsupported_parameter")
         elif name in rules.neutral and value is not None and value not in rules.neutral[name]:
             neutral = " or ".join(show(v) for v in rules.neutral[name])
@@ -151,7 +153,11 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
             )
         elif name in rules.harmless:
             _check_type(rules.harmless[name], name, value)
-        elif name not in rules.refused and name not in rules.neutral and not (rules.open and _is_new(name, known)):
+        elif (
+            name not in rules.refused
+            and name not in rules.neutral
+            and not (rules.open and (value is None or _is_new(name, known)))
+        ):
             shown = name if len(name) <= _MAX_NAME_CHARS else name[:_MAX_NAME_CHARS] + "…"
             raise bad_parameter(
                 shown, f"is not a parameter of this endpoint{_nearest(shown, known)}", "unknown_parameter"
@@ -164,10 +170,14 @@ def to_record(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = 
         raise bad_parameter(written[error.param], error.message.partition(": ")[2]) from None
 
 
-def ignored(kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI) -> tuple[str, ...]:
-    """Return the names of the parameters that an accepted request gives and that have no effect, in order."""
+def ignored(
+    kind: type[Body], fields: dict[str, Any], rules: ParameterRules = OPENAI, more: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Return the names of the parameters that an accepted request gives and that have no effect, and `more` of them, in
+    order: as many as a header holds."""
     effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
-    return tuple(sorted(_header_text(name) for name in fields if fields[name] is not None and name not in effective))
+    unused = (name for name in fields if fields[name] is not None and name not in effective)
+    return tuple(sorted(map(_header_text, (*unused, *more)))[:_MAX_NAMES])
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:

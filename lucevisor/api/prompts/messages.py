@@ -1,4 +1,5 @@
-"""Validates OpenAI chat messages and tools, and passes them on to the chat template unchanged.
+"""Validates OpenAI chat messages and tools, and passes them on to the chat template: custom tools as functions, the
+rest unchanged.
 
 Knows the schemas, not the template language.  Invariant: the result holds text only, every field has the type that
 templates rely on, and only null fields are dropped.
@@ -11,8 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from lucevisor.api.errors import bad_parameter
+from lucevisor.api.prepared import CUSTOM_INPUT
 from lucevisor.api.prompts.decoding import convert
-from lucevisor.api.prompts.schemas import MAX_TOOL_VALUES, ToolChoice
+from lucevisor.api.prompts.schemas import MAX_TOOL_VALUES, NamedFunction, ToolChoice
 from lucevisor.errors import show
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -23,8 +25,14 @@ class _Function(msgspec.Struct):
     arguments: str | dict[str, Any] = ""
 
 
+class _CustomCall(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
 class _ToolCall(msgspec.Struct):
-    function: _Function
+    function: _Function | None = None
+    custom: _CustomCall | None = None
     id: str | None = None
     type: str | None = None
 
@@ -48,9 +56,33 @@ class _ToolFunction(msgspec.Struct):
     strict: bool | None = None
 
 
+class CustomTool(msgspec.Struct):
+    """A tool that the client runs on a text."""
+
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The grammar of the text: of the format itself in the Responses API, one level down in chat completions."""
+        found = (self.format or {}).get("grammar", self.format)
+        return found if isinstance(found, dict) and isinstance(found.get("definition"), str) else None
+
+
+def custom_function(tool: CustomTool) -> dict[str, Any]:
+    """Return a custom tool as a function of one text.  Its grammar is told to the model, and not enforced."""
+    told = [tool.description or ""]
+    if (grammar := tool.grammar) is not None:
+        told.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+    return {"name": tool.name, "description": "\n\n".join(filter(None, told)), "parameters": schema}
+
+
 class _Tool(msgspec.Struct):
     type: str
     function: _ToolFunction | None = None
+    custom: CustomTool | None = None
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -72,19 +104,31 @@ def _check_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
         raise bad_parameter(
             f"{where}.tool_calls", f"is in a message of role {message.role}; only the assistant calls tools"
         )
-    for index, call in enumerate(message.tool_calls or ()):
-        if call.type not in (None, "function"):
-            raise bad_parameter(
-                f"{where}.tool_calls[{index}].type", f"{show(call.type)} is not supported; use function"
-            )
     kept = {name: value for name, value in raw.items() if value is not None}
+    if message.tool_calls:
+        kept["tool_calls"] = [
+            _check_call(call, raw["tool_calls"][index], f"{where}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
     if isinstance(message.content, list):
         _check_parts(message.content, f"{where}.content")
     elif message.content is None:
-        if message.role != "assistant" or not (message.tool_calls or message.refusal or message.reasoning_content):
+        if message.role != "assistant":
             raise bad_parameter(f"{where}.content", "is missing; it is required", "missing_required_parameter")
         kept["content"] = message.refusal or ""
     return kept
+
+
+def _check_call(call: _ToolCall, raw: dict[str, Any], where: str) -> dict[str, Any]:
+    if call.type == "custom" and call.custom is not None:
+        function = {"name": call.custom.name, "arguments": {CUSTOM_INPUT: call.custom.input}}
+        return {"id": call.id, "type": "function", "function": function}
+    if call.type not in (None, "function", "custom"):
+        raise bad_parameter(f"{where}.type", f"{show(call.type)} is not supported; use function or custom")
+    if call.function is None:
+        name = call.type or "function"
+        raise bad_parameter(f"{where}.{name}", "is missing; it is required", "missing_required_parameter")
+    return raw
 
 
 def _check_parts(parts: list[dict[str, Any]], where: str) -> None:
@@ -92,28 +136,40 @@ def _check_parts(parts: list[dict[str, Any]], where: str) -> None:
         raise bad_parameter(where, "is an empty array; send text")
     for index, part in enumerate(parts):
         kind = part.get("type")
-        if kind != "text":
+        if kind not in ("text", "refusal"):
             raise bad_parameter(
                 f"{where}[{index}].type",
                 f"{show(kind)} is not supported; this server accepts parts of type text only",
                 "unsupported_content",
             )
-        if not isinstance(part.get("text"), str):
-            raise bad_parameter(f"{where}[{index}].text", "is missing or not a string; it is required")
+        if not isinstance(part.get(kind), str):
+            raise bad_parameter(f"{where}[{index}].{kind}", "is missing or not a string; it is required")
 
 
-def check_tools(tools: list[dict[str, Any]], choice: object) -> list[dict[str, Any]]:
-    """Return the tools to offer to the model; raises ApiError 400 for what the server does not support.
+def check_tools(
+    tools: list[dict[str, Any]], choice: str | ToolChoice | None
+) -> tuple[list[dict[str, Any]], str | ToolChoice | None]:
+    """Return the tools to offer to the model, functions all, and the choice among them: a word or one function.
 
-    `choice` is the decoded tool_choice.  "none" offers no tools, so that the model cannot call one.
+    `choice` is the decoded tool_choice.  "none" offers no tools, so that the model cannot call one, and `allowed_tools`
+    only those.  Raises ApiError 400 for what the server does not support.
     """
     if not _has_at_most(tools, MAX_TOOL_VALUES):
         raise bad_parameter("tools", f"have more than {MAX_TOOL_VALUES} JSON values; offer fewer or simpler tools")
-    names = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    _check_choice(choice, names)
+    offered = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in offered]
     if choice == "none":
-        return []
-    return [{**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in tools]
+        return [], choice
+    if isinstance(choice, ToolChoice):
+        if choice.allowed_tools is not None:
+            allowed = _allowed_names(choice.allowed_tools.tools, names)
+            return [tool for tool in offered if tool["function"]["name"] in allowed], choice.allowed_tools.mode
+        return offered, _chosen(choice, names)
+    if choice not in (None, "auto", "required"):
+        raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto, none, required or a function")
+    if choice == "required" and not names:
+        raise bad_parameter("tool_choice", "is given without tools; send tools or leave it out")
+    return offered, choice
 
 
 def _has_at_most(value: object, limit: int) -> bool:
@@ -129,26 +185,46 @@ def _has_at_most(value: object, limit: int) -> bool:
     return left >= 0
 
 
-def _check_tool(raw: dict[str, Any], where: str) -> str:
+def _check_tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
     tool = convert(_Tool, raw, where)
-    if tool.type != "function":
-        raise bad_parameter(f"{where}.type", f"{show(tool.type)} is not supported; use function", "unsupported_value")
-    if tool.function is None:
-        raise bad_parameter(f"{where}.function", "is missing; it is required", "missing_required_parameter")
-    if not tool.function.name:
-        raise bad_parameter(f"{where}.function.name", "is empty; give the function a name")
-    return tool.function.name
+    if tool.type not in ("function", "custom"):
+        raise bad_parameter(
+            f"{where}.type", f"{show(tool.type)} is not supported; use function or custom", "unsupported_value"
+        )
+    named = tool.function if tool.type == "function" else tool.custom
+    if named is None:
+        raise bad_parameter(f"{where}.{tool.type}", "is missing; it is required", "missing_required_parameter")
+    if not named.name:
+        raise bad_parameter(f"{where}.{tool.type}.name", f"is empty; give the {tool.type} a name")
+    if isinstance(named, CustomTool):
+        return {"type": "function", "function": custom_function(named)}
+    return {**raw, "function": {k: v for k, v in raw["function"].items() if v is not None}}
 
 
-def _check_choice(choice: object, names: list[str]) -> None:
-    if choice in (None, "none"):
-        return
-    if isinstance(choice, ToolChoice):
-        if choice.type != "function" or choice.function is None:
-            raise bad_parameter("tool_choice.type", f"{show(choice.type)} is not supported; use function and its name")
-        if choice.function.name not in names:
-            raise bad_parameter("tool_choice.function.name", f"{show(choice.function.name)} is not one of the tools")
-    elif choice not in ("auto", "required"):
-        raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto, none, required or a function")
-    elif not names:
-        raise bad_parameter("tool_choice", "is given without tools; send tools or leave it out")
+def custom_names(tools: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the custom tools among checked ones."""
+    return [tool["custom"]["name"] for tool in tools if tool["type"] == "custom"]
+
+
+def _chosen(choice: ToolChoice, names: list[str]) -> ToolChoice:
+    named = choice.function if choice.type == "function" else choice.custom if choice.type == "custom" else None
+    if named is None:
+        raise bad_parameter(
+            "tool_choice.type",
+            f"{show(choice.type)} is not supported; use function or custom and its name, or allowed_tools",
+        )
+    if named.name not in names:
+        raise bad_parameter(f"tool_choice.{choice.type}.name", f"{show(named.name)} is not one of the tools")
+    return ToolChoice(type="function", function=NamedFunction(named.name))
+
+
+def _allowed_names(allowed: list[dict[str, Any]], names: list[str]) -> set[str]:
+    found = set()
+    for index, raw in enumerate(allowed):
+        where = f"tool_choice.allowed_tools.tools[{index}]"
+        inner = raw.get(str(raw.get("type")))
+        name = inner.get("name") if isinstance(inner, dict) else raw.get("name")
+        if name not in names:
+            raise bad_parameter(where, f"{show(name)} is not one of the tools")
+        found.add(str(name))
+    return found

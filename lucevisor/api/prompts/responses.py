@@ -13,20 +13,20 @@ import msgspec
 
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions
+from lucevisor.api.prepared import STORED_RESPONSES, PreparedRequest, ResponseOptions
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
+from lucevisor.api.prompts.messages import CustomTool, custom_function
 from lucevisor.api.prompts.responses_items import add_items, function_name
 from lucevisor.api.prompts.responses_schemas import (
     RULES,
-    AllowedTools,
-    CustomTool,
     FunctionChoice,
     FunctionTool,
     ItemReference,
     Namespace,
     ResponsesBody,
 )
+from lucevisor.api.prompts.schemas import AllowedTools
 from lucevisor.errors import show
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.template import ChatTemplate
@@ -144,15 +144,11 @@ def _translate_tools(body: ResponsesBody, chat: ChatDraft) -> tuple[dict[str, st
 
 
 def _add_custom(chat: ChatDraft, raw: dict[str, Any], where: str) -> str:
-    """Add a custom tool as a function of one text.  Its grammar is told to the model, and not enforced."""
+    """Add a custom tool as a function of one text."""
     tool = convert(CustomTool, raw, where)
-    grammar = tool.format or {}
-    told = [tool.description or ""]
-    if isinstance(definition := grammar.get("definition"), str):
-        told.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{definition}")
+    if tool.grammar is not None:
         chat.unused.append(f"{where}.format")
-    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-    chat.add_tool({"name": tool.name, "description": "\n\n".join(filter(None, told)), "parameters": schema}, where)
+    chat.add_tool(custom_function(tool), where)
     return tool.name
 
 

@@ -101,14 +101,6 @@ class FunctionTool(msgspec.Struct):
     strict: Flag = None
 
 
-class CustomTool(msgspec.Struct):
-    """A tool that the client runs on a text."""
-
-    name: str
-    description: str | None = None
-    format: dict[str, Any] | None = None
-
-
 class Namespace(msgspec.Struct):
     """Functions under a common name."""
 
@@ -120,13 +112,6 @@ class FunctionChoice(msgspec.Struct):
     """A tool_choice that names a function."""
 
     name: str
-
-
-class AllowedTools(msgspec.Struct):
-    """A tool_choice that allows some of the tools."""
-
-    mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
 
 
 class MessageItem(msgspec.Struct):

@@ -30,6 +30,8 @@ _SHAPES: Final = frozenset(
 """Parameters that shape the distribution a token is drawn from."""
 
 _SEEDS = 2**63
+_ANY_SEED: Final = -1
+"""In llama.cpp's requests: as without one."""
 _COLDEST = 1e-4
 """Lower temperatures count as 0 (greedy): the best token is certain, and dividing by them would overflow float32."""
 
@@ -61,7 +63,7 @@ def sampling_params(
         top_k=max(0, int(_or(body.top_k, default.top_k))),
         top_p=_or(body.top_p, default.top_p),
         min_p=_or(body.min_p, default.min_p),
-        seed=body.seed if body.seed is not None else seed,
+        seed=seed if body.seed in (None, _ANY_SEED) else body.seed,
         repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
         presence_penalty=_or(body.presence_penalty, default.presence_penalty),
         frequency_penalty=_or(body.frequency_penalty, 0.0),

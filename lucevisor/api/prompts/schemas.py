@@ -1,8 +1,8 @@
 """Schemas of the request bodies, and of parameters that are ignored or rejected.
 
 Knows names, types and ranges, not what a value means.  Invariant: no parameter is dropped silently.  Parameters
-without effect are in `HARMLESS`; those that would change the answer are in `REFUSED`, with the reason; others are
-unknown.
+without effect are in `HARMLESS`; those that would change the answer are in `REFUSED`, with the reason; unknown ones
+have no effect either, as clients send new ones with every version.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ MAX_TOOL_VALUES = 32 * 1024
 """JSON values in all tools of a request, enough for the schemas of a thousand tools."""
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: none
 Flag = bool | None
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 OpenAiPenalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -55,12 +56,13 @@ HARMLESS: Final[dict[str, Any]] = {
     "guided_decoding_backend": str,
     "guided_whitespace_pattern": str,
     "id_slot": int,
-    "metadata": dict[str, str],
+    "metadata": dict[str, Any],
     "prediction": dict[str, Any],
     "priority": int,
     "prompt_cache_key": str,
     "prompt_cache_options": dict[str, Any],
     "prompt_cache_retention": str,
+    "reasoning_format": str,
     "safety_identifier": str,
     "service_tier": Literal["auto", "default", "flex", "scale", "priority"],
     "slot_id": int,
@@ -79,7 +81,8 @@ NOT_HERE: Final = "is not supported by this server; leave it out"
 
 REFUSED: Final[dict[str, str]] = {
     "audio": "is not supported: this server answers with text only; leave it out",
-    "function_call": "is deprecated and not supported; use tool_choice",
+    "allowed_token_ids": NOT_HERE,
+    "bad_words": "is not supported; use logit_bias",
     "functions": "is deprecated and not supported; use tools",
     "messages": "is a parameter of /v1/chat/completions; send prompt, or use that path",
     "moderation": NOT_HERE,
@@ -92,14 +95,12 @@ REFUSED: Final[dict[str, str]] = {
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "best_of": (1,),
+    "function_call": ("none", "auto"),
     "dynatemp_range": (0,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
 }
 """Parameters accepted only with their neutral value."""
 
@@ -108,6 +109,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: Flag = None
+    continuous_usage_stats: Flag = None  # vLLM's: with every chunk
     include_obfuscation: Flag = None  # padding against traffic analysis: never sent
 
 
@@ -169,9 +171,11 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
     mirostat_eta: Fraction | None = None
     n_probs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Limit | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: Flag = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: Flag = None
     stream: Flag = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = None
@@ -199,11 +203,39 @@ class NamedFunction(msgspec.Struct):
     name: str
 
 
+class AllowedTools(msgspec.Struct):
+    """The tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
 class ToolChoice(msgspec.Struct):
-    """A tool_choice that names a tool."""
+    """A tool_choice that names tools."""
 
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ReasoningObject(msgspec.Struct):
+    """`reasoning` as routers and the Responses API write it."""
+
+    effort: Effort | None = None
+    enabled: Flag = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    exclude: Flag = None
+
+
+class ThinkingObject(msgspec.Struct):
+    """`thinking` as Anthropic, DeepSeek and GLM write it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
@@ -213,12 +245,17 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: Flag = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: Flag = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     enable_thinking: Flag = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    max_thinking_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    reasoning_effort: Effort | None = None
+    max_thinking_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no limit
+    reasoning: ReasoningObject | None = None
+    thinking: ThinkingObject | None = None
+    include_reasoning: Flag = None  # vLLM's
+    add_generation_prompt: Flag = None  # from here on of the template
+    continue_final_message: Flag = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -227,7 +264,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[str | int | list[int]]
     echo: Flag = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

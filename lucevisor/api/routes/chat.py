@@ -33,6 +33,9 @@ def plan_chat(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> 
         tokenizer=ports.tokenizer,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
+        prompt=prepared.prompts[0],
+        custom=options.custom,
+        reasoning=options.show_reasoning,
     )
     jobs = make_jobs(prepared, chat_output(options, ports), ports, response)
     return GenerationPlan(
@@ -51,6 +54,8 @@ def chat_output(options: GenerationOptions, ports: Ports) -> OutputOptions:
     output_format = ports.template.output_format
     return OutputOptions(
         stops=options.stops,
+        include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
         make_parser=partial(OutputParser, options.reasoning_open, options.tools, output_format),
         visible=output_format.visible_ids(ports.tokenizer),
         reasoning_open=options.reasoning_open,

@@ -32,9 +32,16 @@ def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseI
         echoes=options.echoes,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
-        scored=prepared.prompts if options.score_prompt else (),
+        prompts=prepared.prompts,
+        scored=options.score_prompt,
     )
-    jobs = make_jobs(prepared, OutputOptions(stops=options.stops), ports, response)
+    output = OutputOptions(
+        stops=options.stops,
+        include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
+        prompt_only=options.prompt_only,
+    )
+    jobs = make_jobs(prepared, output, ports, response)
     return GenerationPlan(
         jobs=jobs,
         formatter=formatter,
