@@ -79,7 +79,7 @@ def create_app(ports: Ports) -> web.Application:
             web.get("/ready", info.ready),
             web.get("/metrics", info.metrics),
             web.get("/openapi.json", openapi),
-            web.get("/", page.page),
+            web.get("/", ollama.root),
             web.get("/status", page.status),
             web.post("/admin/restart", page.restart),
         ]
