@@ -21,6 +21,7 @@ BodyKind = Literal[
     "messages",
     "count_tokens",
     "responses",
+    "input_tokens",
     "apply_template",
     "tokenize",
     "detokenize",

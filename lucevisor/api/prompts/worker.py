@@ -52,6 +52,7 @@ _READERS: Final[Mapping[BodyKind, Callable[[dict[str, Any], Ports], PreparedRequ
     "messages": anthropic.read_messages,
     "count_tokens": anthropic.read_count_tokens,
     "responses": responses.read_response,
+    "input_tokens": responses.read_input_tokens,
     "apply_template": chat.read_apply_template,
     "tokenize": tokenize.read_tokenize,
     "detokenize": tokenize.read_detokenize,
