@@ -28,6 +28,8 @@ BodyKind = Literal[
     "ollama_chat",
     "ollama_generate",
     "ollama_show",
+    "llama_completion",
+    "infill",
 ]
 """Which endpoint a body is for."""
 

@@ -30,7 +30,7 @@ from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
 from lucevisor.api.response_store import ResponseStore
-from lucevisor.api.routes import anthropic, info, ollama, page, responses
+from lucevisor.api.routes import anthropic, info, llamacpp, ollama, page, responses
 from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
@@ -73,6 +73,11 @@ def create_app(ports: Ports) -> web.Application:
             web.get("/api/tags", ollama.tags),
             web.get("/api/ps", ollama.running),
             web.get("/api/version", ollama.version),
+            web.post("/chat/completions", chat_completions),  # llama.cpp has these without /v1, too
+            web.get("/models", info.models),
+            web.post("/completion", llamacpp.completion),
+            web.post("/completions", llamacpp.completion),
+            web.post("/infill", llamacpp.infill),
             web.post("/apply-template", apply_template),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),

@@ -83,6 +83,6 @@ def _complete(item: _Json, item_id: str) -> _Json:
     told = {"id": item_id, "type": "message", "status": "completed", **item}
     if told["type"] == "message" and isinstance(text := told["content"], str):
         kind = "output_text" if told["role"] == "assistant" else "input_text"
-        annotated = {"annotations": []} if kind == "output_text" else {}
+        annotated: _Json = {"annotations": []} if kind == "output_text" else {}
         told["content"] = [{"type": kind, "text": text, **annotated}]
     return told

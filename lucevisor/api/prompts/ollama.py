@@ -19,6 +19,7 @@ from lucevisor.api.prompts.checks import check_ids, check_model, check_tokens
 from lucevisor.api.prompts.completions import read_completion
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
+from lucevisor.api.prompts.llamacpp import infill_ids
 from lucevisor.api.prompts.ollama_schemas import (
     IDLE_OPTIONS,
     OPTIONS,
@@ -91,10 +92,10 @@ def read_ollama_generate(fields: dict[str, Any], ports: Ports) -> PreparedReques
     check_model(untagged(body.model), ports)
     if not body.prompt:
         return _loaded(fields, ports, {"response": ""})
-    if body.raw or ports.template is None:
+    if body.raw or body.suffix or ports.template is None:
         for name, given in (("system", body.system), ("context", body.context)):
             if given:
-                raise bad_parameter(name, "has no place in a raw prompt; leave it out or raw")
+                raise bad_parameter(name, "has no place in a raw prompt or a gap; leave it out, or raw and suffix")
         return _named(_read_raw(body, ports), OllamaGenerateBody, fields, body)
     chat = ChatDraft(fields=_common(body, ports))
     if body.system:
@@ -131,8 +132,9 @@ def _read_raw(body: OllamaGenerateBody, ports: Ports) -> PreparedRequest:
     logprobs = fields.pop("top_logprobs", 0) if fields.pop("logprobs", None) else None
     for name in ("enable_thinking", "reasoning_effort", "top_logprobs"):
         fields.pop(name, None)
+    prompt = infill_ids(body.prompt or "", body.suffix, (), "suffix", ports) if body.suffix else body.prompt
     try:
-        prepared = read_completion({**fields, "prompt": body.prompt, "logprobs": logprobs}, ports)
+        prepared = read_completion({**fields, "prompt": prompt, "logprobs": logprobs}, ports)
     except ApiError as error:
         raise error.renamed(_NAMES.get(error.param or "", error.param or "")) from None
     return PreparedRequest(msgspec.structs.replace(prepared.options, plain=True), prepared.prompts)

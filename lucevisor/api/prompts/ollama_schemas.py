@@ -20,7 +20,7 @@ RULES: Final = ParameterRules(
         "steps": NOT_HERE,
         "width": NOT_HERE,
     },
-    neutral={"suffix": ("",), "images": ([],), "template": ("",)},
+    neutral={"images": ([],), "template": ("",)},
     aliases={},
     open=True,
 )
@@ -86,6 +86,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
     prompt: str | None = None
     system: str | None = None
+    suffix: str | None = None
     context: list[int] | None = None
     raw: Flag = None
 

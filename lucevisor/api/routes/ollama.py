@@ -21,6 +21,7 @@ from lucevisor.api.prompts.prepare import Reader, prepare
 from lucevisor.api.routes.chat import chat_output
 from lucevisor.api.routes.info import abilities
 from lucevisor.api.routes.page import page
+from lucevisor.text.infill import InfillTokens
 
 OLLAMA_VERSION: Final = "0.14.0"
 """The release of Ollama whose paths and fields are here; clients refuse to talk to servers that look older.
@@ -89,6 +90,8 @@ async def show(request: web.Request) -> web.StreamResponse:
     card, template = ports.model, ports.template
     able = abilities(ports)
     capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]
+    if InfillTokens.of(ports.tokenizer) is not None:
+        capabilities.append("insert")
     return _json(
         {
             "modelfile": "",

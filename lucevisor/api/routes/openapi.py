@@ -13,6 +13,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.prompts.anthropic_schemas import CountTokensBody, MessagesBody
+from lucevisor.api.prompts.llamacpp import InfillBody, LlamaCompletionBody
 from lucevisor.api.prompts.ollama_schemas import OllamaChatBody, OllamaGenerateBody, ShowBody
 from lucevisor.api.prompts.responses_schemas import ResponsesBody
 from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -28,6 +29,10 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/api/chat": (OllamaChatBody, "Continue a chat, as Ollama's API does."),
     "/api/generate": (OllamaGenerateBody, "Continue a prompt, as Ollama's API does."),
     "/api/show": (ShowBody, "Describe the served model, as Ollama's API does."),
+    "/chat/completions": (ChatBody, "Create a chat completion, as /v1/chat/completions does."),
+    "/completion": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
+    "/completions": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
+    "/infill": (InfillBody, "Fill a gap in a text, as llama.cpp's server does."),
     "/apply-template": (ChatBody, "Return the prompt of a chat request as text."),
     "/tokenize": (TokenizeBody, "Convert a text to token ids."),
     "/detokenize": (DetokenizeBody, "Convert token ids to text."),
@@ -35,6 +40,7 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
 }
 _READS: Final = {
     "/v1/models": "List the served model.",
+    "/models": "List the served model, as /v1/models does.",
     "/v1/models/{id}": "Describe one model.",
     "/v1/responses/{id}": "Return a stored response, or its events.",
     "/v1/responses/{id}/input_items": "List the items that a stored response answers.",
@@ -58,7 +64,12 @@ _QUERIES: Final[dict[str, dict[str, dict[str, Any]]]] = {
     },
 }
 _ADMIN: Final = frozenset({"/admin/restart"})
-_STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+_STREAMED: Final = frozenset(
+    [
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
+        *("/chat/completions", "/completion", "/completions", "/infill"),
+    ]
+)
 _LINES: Final = frozenset({"/api/chat", "/api/generate"})
 _TEXT: Final = {"type": "string"}
 _ANTHROPIC_ERROR: Final = {
