@@ -26,7 +26,7 @@ def make_ports(
     config: Config, model: ServedModel, tokenizer: Tokenizer, not_ready: Callable[[], Sequence[NotReadyPart]]
 ) -> Ports:
     """Return the ports of a server that has no engine yet; raises the limit of open files for its connections."""
-    metadata = model.spec.files.metadata if model.spec.files is not None else {}
+    metadata = model.metadata
     client_keys, admin_keys = keys_of(config.server)
     card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
     direct = card.sampling_without_thinking

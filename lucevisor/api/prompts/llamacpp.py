@@ -63,7 +63,7 @@ class InfillBody(CompletionBody, kw_only=True):
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: list[ExtraInput] | None = None
-    prompt: str = ""  # type: ignore[assignment]
+    prompt: str = ""
     return_tokens: Flag = None
 
 
