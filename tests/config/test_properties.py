@@ -171,7 +171,7 @@ def expected(section, key, value):
     """Return what `as_dict` must say of a value that was written in the file."""
     if (section, key) in (("cache", "memory"), ("cache", "disk"), ("kvflash", "host"), ("recovery", "journal")):
         return n_bytes(value)
-    is_path = section in ("model", "draft", "pflash") and key == "path"
+    is_path = (section in ("model", "draft", "pflash") and key == "path") or key == "chat_template"
     is_path = is_path or (key == "python" and "/" in value)
     return str(FILE.parent / value) if is_path and value else value
 
