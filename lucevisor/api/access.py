@@ -24,10 +24,9 @@ ADMIN_PATHS: Final = "/admin/"
 OLLAMA_PATHS: Final = "/api/"
 """Paths of Ollama's API; its errors have another shape, and its users send JSON under curl's own Content-Type."""
 
-_ALLOW_HEADERS: Final = (
-    "authorization, content-type, x-api-key, x-request-id, "
-    "anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
-)
+
+_EXPOSED: Final = "x-request-id, request-id, retry-after"
+"""Headers of a response that a page may read."""
 
 
 def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, admin_keys: ApiKeys) -> Caller:
@@ -151,12 +150,12 @@ def cors_headers(origin: str | None, settings: ApiSettings) -> dict[str, str]:
     if not settings.cors_origins or origin is None:
         return {}
     if "*" in settings.cors_origins:
-        return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": "x-request-id, retry-after"}
+        return {"Access-Control-Allow-Origin": "*", "Access-Control-Expose-Headers": _EXPOSED}
     if origin not in settings.cors_origins:
         return {"Vary": "Origin"}
     return {
         "Access-Control-Allow-Origin": origin,
-        "Access-Control-Expose-Headers": "x-request-id, retry-after",
+        "Access-Control-Expose-Headers": _EXPOSED,
         "Vary": "Origin",
     }
 
@@ -171,12 +170,15 @@ def is_preflight(request: web.Request) -> bool:
 
 
 def preflight(request: web.Request, settings: ApiSettings) -> web.Response | None:
-    """Return the response to a preflight from a configured origin, else None."""
+    """Return the response to a preflight from a configured origin, else None.
+
+    Such a page may send any header: each client library adds its own with every version.
+    """
     if "Access-Control-Allow-Origin" not in cors_headers(request.headers.get("Origin"), settings):
         return None
     headers = {
         "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
-        "Access-Control-Allow-Headers": _ALLOW_HEADERS,
+        "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "content-type"),
         "Access-Control-Max-Age": "600",
     }
     return web.Response(status=204, headers=headers)

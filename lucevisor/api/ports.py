@@ -69,7 +69,10 @@ class PreprocessorPort(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """Description of the served model.  `created_s`: Unix time; `fingerprint`: changes whenever outputs may change."""
+    """Description of the served model.
+
+    `created_s`: Unix time; `fingerprint`: changes whenever outputs may change; `facts`: the file's metadata but lists.
+    """
 
     name: str
     created_s: int
@@ -78,6 +81,8 @@ class ModelCard:
     path: str = ""
     architecture: str = ""
     quant: str = ""
+    n_parameters: int = 0
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

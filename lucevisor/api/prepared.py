@@ -21,12 +21,15 @@ BodyKind = Literal[
     "messages",
     "count_tokens",
     "responses",
+    "input_tokens",
     "apply_template",
     "tokenize",
     "detokenize",
     "ollama_chat",
     "ollama_generate",
     "ollama_show",
+    "llama_completion",
+    "infill",
 ]
 """Which endpoint a body is for."""
 

@@ -30,7 +30,7 @@ from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
 from lucevisor.api.ports import Ports
 from lucevisor.api.response_store import ResponseStore
-from lucevisor.api.routes import anthropic, info, ollama, page, responses
+from lucevisor.api.routes import anthropic, info, llamacpp, ollama, page, responses
 from lucevisor.api.routes.chat import chat_completions
 from lucevisor.api.routes.completions import completions
 from lucevisor.api.routes.openapi import openapi
@@ -61,7 +61,9 @@ def create_app(ports: Ports) -> web.Application:
             web.post("/v1/messages", anthropic.messages),
             web.post("/v1/messages/count_tokens", anthropic.count_tokens),
             web.post("/v1/responses", responses.create_response),
+            web.post("/v1/responses/input_tokens", responses.count_input_tokens),
             web.get("/v1/responses/{id}", responses.get_response),
+            web.get("/v1/responses/{id}/input_items", responses.list_input_items),
             web.delete("/v1/responses/{id}", responses.delete_response),
             web.get("/v1/models", info.models),
             web.get("/v1/models/{id:.+}", info.model),
@@ -71,6 +73,11 @@ def create_app(ports: Ports) -> web.Application:
             web.get("/api/tags", ollama.tags),
             web.get("/api/ps", ollama.running),
             web.get("/api/version", ollama.version),
+            web.post("/chat/completions", chat_completions),  # llama.cpp has these without /v1, too
+            web.get("/models", info.models),
+            web.post("/completion", llamacpp.completion),
+            web.post("/completions", llamacpp.completion),
+            web.post("/infill", llamacpp.infill),
             web.post("/apply-template", apply_template),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
@@ -79,7 +86,7 @@ def create_app(ports: Ports) -> web.Application:
             web.get("/ready", info.ready),
             web.get("/metrics", info.metrics),
             web.get("/openapi.json", openapi),
-            web.get("/", page.page),
+            web.get("/", ollama.root),
             web.get("/status", page.status),
             web.post("/admin/restart", page.restart),
         ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import structlog
 
@@ -15,7 +16,7 @@ from lucevisor.app.open_files import connections_within, raise_limit
 from lucevisor.app.reload import keys_of
 from lucevisor.config import Config
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.text.template import ChatTemplate
+from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
 log = structlog.get_logger("lucevisor")
@@ -25,12 +26,12 @@ def make_ports(
     config: Config, model: ServedModel, tokenizer: Tokenizer, not_ready: Callable[[], Sequence[NotReadyPart]]
 ) -> Ports:
     """Return the ports of a server that has no engine yet; raises the limit of open files for its connections."""
-    metadata = model.spec.files.metadata if model.spec.files is not None else {}
+    metadata = model.metadata
     client_keys, admin_keys = keys_of(config.server)
     card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
     direct = card.sampling_without_thinking
     return Ports(
-        model=_model_card(model),
+        model=_model_card(model, metadata),
         tokenizer=tokenizer,
         template=ChatTemplate.from_gguf(metadata),
         not_ready=not_ready,
@@ -47,7 +48,7 @@ def make_ports(
     )
 
 
-def _model_card(model: ServedModel) -> ModelCard:
+def _model_card(model: ServedModel, metadata: Mapping[str, object]) -> ModelCard:
     return ModelCard(
         name=model.name,
         created_s=int(model.files[0].stat().st_mtime),
@@ -55,6 +56,8 @@ def _model_card(model: ServedModel) -> ModelCard:
         path=str(model.files[0]),
         architecture=model.spec.architecture,
         quant=model.spec.quant,
+        n_parameters=0 if model.spec.files is None else sum(prod(t.shape) for t in model.spec.files.tensors.values()),
+        facts={key: value for key, value in metadata.items() if not isinstance(value, list) and key != TEMPLATE_KEY},
     )
 
 

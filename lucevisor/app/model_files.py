@@ -7,6 +7,7 @@ and that the configuration did not ask for, is a warning.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
@@ -21,8 +22,9 @@ from lucevisor.model.gguf_header import GgufError, TruncatedFileError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.planner import model_options
 from lucevisor.protocol.loading import DraftKind
+from lucevisor.text.template import ChatTemplate, TemplateError
 from lucevisor.text.tokenizer import Tokenizer
-from lucevisor.text.vocabulary import TokenizerError
+from lucevisor.text.vocabulary import TokenizerError, named_tokens
 
 log = structlog.get_logger("lucevisor")
 
@@ -32,8 +34,8 @@ _Notify = Callable[[str], None]
 def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
     """Find the files of the model, of its drafter and of its scoring model, and read their headers.
 
-    Raises ConfigError naming ``model.path``, ``draft.path``, ``draft.kind``, ``pflash.path`` or a group that has
-    nothing to do.
+    Raises ConfigError naming ``model.path``, ``model.chat_template``, ``draft.path``, ``draft.kind``, ``pflash.path``
+    or a group that has nothing to do.
     """
     path = resolve_model(config, notify)
     try:
@@ -43,7 +45,23 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
         hint = "name a file of a family this version runs"
         raise _unreadable(config, "model.path", config.model.path, error, hint) from error
     drafter, scorer = open_drafter(config, spec, notify), open_scorer(config, notify)
-    return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer)
+    return ServedModel(spec, files, config.model.name or spec.name, drafter, scorer, open_template(config, spec))
+
+
+def open_template(config: Config, spec: ModelSpec) -> str | None:
+    """Return the chat template that takes the place of the model's own, None without one.
+
+    Raises ConfigError naming ``model.chat_template``.
+    """
+    if not config.model.chat_template:
+        return None
+    try:
+        source = Path(config.model.chat_template).read_text("utf-8")
+        ChatTemplate(source, named_tokens(spec.files.metadata if spec.files is not None else {}))
+    except (OSError, UnicodeDecodeError, TemplateError, TokenizerError) as error:
+        hint = "name a file with a Jinja template"
+        raise _unreadable(config, "model.chat_template", config.model.chat_template, error, hint) from error
+    return source
 
 
 def open_tokenizer(config: Config, spec: ModelSpec) -> Tokenizer:

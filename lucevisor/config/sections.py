@@ -69,6 +69,14 @@ class ModelConfig:
     name: Annotated[
         str, Key(Line(), "The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem.")
     ] = ""
+    chat_template: Annotated[
+        str,
+        Key(
+            FilePath(),
+            "A file with a Jinja chat template, in place of the one in the model's file. Relative to the directory of "
+            "this file. Empty: the model's own.",
+        ),
+    ] = ""
     yarn_attn_factor: Annotated[
         Literal["default", "file"],
         Key(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
+from lucevisor.text.template import TEMPLATE_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,21 @@ class ServedScorer:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Files of a model and what their header says.  ``name`` is its id in /v1/models."""
+    """Files of a model and what their header says.  ``name`` is its id in /v1/models; ``chat_template`` takes the place
+    of the one in the files, if it is not None."""
 
     spec: ModelSpec
     files: tuple[Path, ...]
     name: str
     drafter: ServedDrafter | None = None
     scorer: ServedScorer | None = None
+    chat_template: str | None = None
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """Metadata of the files, with the chat template that is served."""
+        metadata: Mapping[str, object] = {} if self.spec.files is None else self.spec.files.metadata
+        return metadata if self.chat_template is None else {**metadata, TEMPLATE_KEY: self.chat_template}
 
     @property
     def draft_spec(self) -> DraftSpec | None:

@@ -187,7 +187,15 @@ class Rig:
         self.waiting_for: list[NotReadyPart] = []
         self.engine = Engine(self.limits, EngineSettings(max_queue=max_queue))
         settings: dict[str, object] = {
-            "model": ModelCard(name=MODEL, created_s=1_700_000_000, fingerprint="fp_test", path="demo.gguf"),
+            "model": ModelCard(
+                name=MODEL,
+                created_s=1_700_000_000,
+                fingerprint="fp_test",
+                path="demo.gguf",
+                architecture="qwen35",
+                n_parameters=22_400_000,
+                facts={"general.basename": "lucevisor-demo", "general.architecture": "qwen35"},
+            ),
             "tokenizer": tokenizer(),
             "template": ChatTemplate.from_gguf(metadata()),
             "preprocessor": Preprocessor(metadata()),

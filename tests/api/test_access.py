@@ -147,7 +147,9 @@ class TestOrigins:
         preflight = await self.asks(client, "OPTIONS", **PREFLIGHT)  # carries no key, by specification
         assert preflight.status == 204
         assert preflight.headers["Access-Control-Allow-Origin"] == "https://app.example"
-        assert "authorization" in preflight.headers["Access-Control-Allow-Headers"]
+        for sent in ("authorization,content-type,x-stainless-lang,x-stainless-retry-count", "x-of-a-later-version"):
+            preflight = await self.asks(client, "OPTIONS", **{**PREFLIGHT, "Access-Control-Request-Headers": sent})
+            assert preflight.headers["Access-Control-Allow-Headers"] == sent
         real = await self.asks(client, Authorization="Bearer k")
         assert real.headers["Access-Control-Allow-Origin"] == "https://app.example"
         assert real.headers["Vary"] == "Origin"

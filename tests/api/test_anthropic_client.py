@@ -177,9 +177,11 @@ class TestWhole:
         assert "add" not in prompt_of(server)
 
     def test_what_constrains_the_answer_does_not_count(self, client):
-        plain = client.messages.count_tokens(model=MODEL, messages=HI, tools=[ADD])
+        tools = [{**ADD, "strict": True}]  # the template shows all of a tool
+        plain = client.messages.count_tokens(model=MODEL, messages=HI, tools=tools)
+        assert plain.input_tokens == ask(client, tools=tools).usage.input_tokens
         constrained = client.messages.count_tokens(
-            model=MODEL, messages=HI, tools=[{**ADD, "strict": True}], tool_choice={"type": "any"},
+            model=MODEL, messages=HI, tools=tools, tool_choice={"type": "any"},
             output_config={"format": {"type": "json_schema", "schema": {"type": "no such type"}}},
         )  # fmt: skip
         assert constrained.input_tokens == plain.input_tokens

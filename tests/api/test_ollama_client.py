@@ -12,7 +12,7 @@ import pytest
 
 from lucevisor.api.keys import ApiKey, ApiKeys
 from tests.api.conftest import Live, decoded, prompt_of, script
-from tests.api.scripted_model import MODEL, Rig, say
+from tests.api.scripted_model import MODEL, Rig, say, tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -40,7 +40,8 @@ def test_chat(server, client):
     assert (answer.done, answer.done_reason) == (True, "stop")
     assert answer.eval_count == 3
     assert answer.prompt_eval_count
-    assert answer.total_duration >= answer.prompt_eval_duration + answer.eval_duration > 0
+    assert answer.total_duration == answer.load_duration + answer.prompt_eval_duration + answer.eval_duration
+    assert min(answer.load_duration, answer.prompt_eval_duration, answer.eval_duration) > 0
     assert "Hi" in prompt_of(server)
 
 
@@ -99,6 +100,19 @@ def test_options_reach_the_sampler(server, client):
     assert sampling.mirostat.version == 2
 
 
+def test_whole_numbers_and_nulls_as_other_languages_write_them(server):
+    script(server, say("one two three", end=False))
+    call = {"function": {"name": "add", "arguments": {}}}
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    options = {"num_predict": 2.0, "top_k": 3.0, "seed": 7.0, "num_ctx": 4096.0, "stop": None}
+    body = {"model": MODEL, "messages": messages, "options": options, "stream": False, "format": None, "tools": None}
+    answer = httpx.post(server.url + "/api/chat", json=body).json()
+    assert (answer["done_reason"], answer["eval_count"]) == ("length", 2)
+    assert server.do(lambda rig: rig.stage.opened[-1].sampling.top_k) == 3
+    refused = httpx.post(server.url + "/api/chat", json={**body, "options": {"num_predict": 2.5}})
+    assert (refused.status_code, "options.num_predict" in refused.text) == (400, True)
+
+
 def test_what_has_no_effect_is_named(server):
     script(server, say("x"))
     body = {"model": MODEL, "messages": HI, "keep_alive": "5m", "options": {"num_ctx": 8, "num_predict": -1}}
@@ -124,6 +138,23 @@ def test_generate(server, client):
     assert "".join(part.response for part in client.generate(MODEL, "Who?", stream=True)) == "Hello!"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_context_of_an_answer_continues_it(server, client, stream):
+    def answered(prompt, **more):
+        answer = client.generate(MODEL, prompt, stream=stream, **more)
+        return list(answer)[-1] if stream else answer
+
+    script(server, say("Ann."))
+    first = answered("Who?", template="")
+    so_far = prompt_of(server) + "Ann.<|endoftext|>"
+    assert tokenizer().decode(first.context, skip_special=False) == so_far
+    second = answered("And who else?", context=first.context)
+    assert prompt_of(server).startswith(so_far + "<|im_start|>user\nAnd who else?<|im_end|>")
+    assert second.prompt_eval_count > first.prompt_eval_count
+    assert second.context[: len(first.context)] == first.context
+    assert answered("x", raw=True).context is None
+
+
 def test_a_raw_prompt_has_no_template(server, client):
     script(server, say("<think> time"))
     answer = client.generate(MODEL, "Once upon a", raw=True, options={"temperature": 0})
@@ -140,17 +171,29 @@ def test_without_a_prompt_the_model_is_only_asked_for(client, ask, reason):
 
 def test_what_is_there(client):
     [model] = client.list().models
-    assert (model.model, model.details.format, model.details.family) == (MODEL, "gguf", "")
+    assert (model.model, model.details.format, model.details.family) == (MODEL, "gguf", "qwen35")
+    assert model.details.parameter_size == "22.40M"
+    assert re.fullmatch("[0-9a-f]{64}", model.digest)  # Ollama's command line cuts it at 12
     [running] = client.ps().models
-    assert running.model == MODEL
+    assert (running.model, running.digest) == (MODEL, model.digest)
     shown = client.show(MODEL)
     assert {"completion", "tools", "thinking"} == set(shown.capabilities)
     assert "{%" in shown.template
+    told = {"general.basename": "lucevisor-demo", "general.parameter_count": 22_400_000, "qwen35.context_length": 512}
+    assert told.items() <= shown.modelinfo.items()
+
+
+def test_ollamas_own_clients_find_it_running_and_browsers_the_status_page(server):
+    for agent in ("ollama/0.14.0 (amd64 linux) Go/go1.24", "ollama-python/0.6.3"):
+        answer = httpx.get(server.url, headers={"User-Agent": agent})
+        assert (answer.status_code, answer.text) == (200, "Ollama is running")
+        assert httpx.head(server.url, headers={"User-Agent": agent}).status_code == 200
+    assert "<html" in httpx.get(server.url, headers={"User-Agent": "Mozilla/5.0"}).text
 
 
 def test_version(server):
     told = httpx.get(server.url + "/api/version").json()["version"]
-    assert tuple(map(int, told.split("."))) >= (0, 6, 4)  # what editors ask for
+    assert tuple(map(int, told.split("."))) >= (0, 13, 4)  # what codex asks for, and editors less
 
 
 @pytest.mark.parametrize(
@@ -162,6 +205,7 @@ def test_version(server):
         ({"options": {"temprature": 1}}, "temprature.*did you mean temperature"),
         ({"think": "much"}, "think: .*much.* is not a level"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, r"messages\[0\].images"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content"),
         ({"messages": [{"role": "boss", "content": "x"}]}, r"messages\[0\].role"),
     ],
 )

@@ -80,6 +80,27 @@ class TestWhole:
         assert prompt_of(server).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
         Response.model_validate(answer.to_dict())
 
+    def test_what_is_asked_comes_back_complete(self, client, server):
+        """Open Responses requires each of these fields, null or not."""
+        script(server, say("Hi."))
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.25}
+        tools = [{"type": "function", "name": "f"}, ADD]
+        answer = ask(client, tools=tools, tool_choice="none", max_tool_calls=3, extra_body=penalties).to_dict()
+        assert (answer["presence_penalty"], answer["frequency_penalty"], answer["max_tool_calls"]) == (0.5, -0.25, 3)
+        bare = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
+        assert answer["tools"] == [bare, ADD]
+        sampling = server.do(lambda rig: rig.stage.opened[-1].sampling)
+        assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+        script(server, say('{"a": 1}'))
+        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}, "verbosity": "low"}
+        answer = ask(client, text=text).to_dict()
+        form = {"type": "json_schema", "name": "x", "schema": schema, "strict": False, "description": None}
+        assert answer["text"] == {"format": form, "verbosity": "low"}
+        null = ("max_tool_calls", "max_output_tokens", "safety_identifier", "prompt_cache_key", "instructions", "error")
+        assert [answer[name] for name in null] == [None] * len(null)
+        assert (answer["presence_penalty"], answer["frequency_penalty"], answer["top_logprobs"]) == (0, 0, 0)
+
     def test_an_answer_that_is_cut(self, client, server):
         script(server, say("one two three", end=False))
         answer = ask(client, max_output_tokens=2)
@@ -296,6 +317,58 @@ class TestStored:
             with pytest.raises(openai.NotFoundError) as caught:
                 ask(client, previous_response_id=first.id)
             assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+    def test_a_stored_response_as_events(self, client, server):
+        script(server, say("Hm.\n</think>\n\nYes.\n" + CALL))
+        for more in ({}, {"reasoning": {**HIGH, "summary": "auto"}}, {"max_output_tokens": 3}, {"top_logprobs": 1}):
+            answer = ask(client, tools=[ADD], **{"reasoning": HIGH, **more})
+            first, again = (list(client.responses.retrieve(answer.id, stream=True)) for _ in range(2))
+            assert first == again
+            assert [event.sequence_number for event in first] == list(range(len(first)))
+            assert first[-1].response == answer
+            assert [e.item for e in first if e.type == "response.output_item.done"] == answer.output
+            deltas = [event.delta for event in first if event.type == "response.reasoning_text.delta"]
+            assert deltas == ([] if "reasoning" in more else [part.text for part in answer.output[0].content])
+            assert list(client.responses.retrieve(answer.id, stream=True, starting_after=4)) == first[5:]
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.retrieve(answer.id, stream=True, starting_after=-1)
+        assert caught.value.param == "starting_after"
+
+    def test_the_items_that_a_response_answers(self, client, server):
+        script(server, say("Blue."))
+        first = ask(client, "Which colour?")
+        call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "c", "output": "2"}
+        second = ask(client, [call, output, {"role": "user", "content": "Sure?"}], previous_response_id=first.id)
+        oldest_first = client.responses.input_items.list(second.id, order="asc").data
+        assert [item.type for item in oldest_first] == [
+            "message", "message", "function_call", "function_call_output", "message",
+        ]  # fmt: skip
+        assert oldest_first[0].content[0].text == "Which colour?"
+        assert oldest_first[1] == first.output[0]
+        assert len({item.id for item in oldest_first}) == 5
+        pages = client.responses.input_items.list(second.id, limit=2)  # the client asks for one page after another
+        assert [item.id for item in pages] == [item.id for item in reversed(oldest_first)]
+        for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.input_items.list(second.id, **query)
+            assert caught.value.param == param
+        with pytest.raises(openai.NotFoundError):
+            client.responses.input_items.list("resp_0")
+
+    def test_counting_tokens(self, client, server):
+        first = ask(client, "Hi", store=True)
+        more = {"instructions": "Be brief.", "tools": [ADD], "previous_response_id": first.id}
+        counted = client.responses.input_tokens.count(model=MODEL, input="And?", tool_choice="required", **more)
+        answer = ask(client, "And?", **more)
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+        more["tools"] = [{**ADD, "strict": True}]
+        assert (
+            client.responses.input_tokens.count(model=MODEL, input="And?", **more).input_tokens == counted.input_tokens
+        )
+        assert client.responses.input_tokens.count(model=MODEL, input="word " * 2000).input_tokens > 2000
+        with pytest.raises(openai.NotFoundError):
+            client.responses.input_tokens.count(model=MODEL, input="x", previous_response_id="resp_0")
 
     def test_what_a_client_makes_up_is_not_stored(self, client):
         made_up = {"stored_responses": {"resp_1": [[]]}}

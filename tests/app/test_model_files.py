@@ -11,6 +11,7 @@ from lucevisor.app.model_files import open_model, open_tokenizer
 from lucevisor.config import load
 from lucevisor.errors import ConfigError, ExitCode
 from lucevisor.protocol.loading import DraftKind
+from lucevisor.text.template import ChatTemplate
 from tests.another_user import as_nobody, needs_root, open_directory
 from tests.model.drafter_files import (
     DFLASH2,
@@ -51,6 +52,27 @@ def test_a_tokenizer_that_cannot_be_built_names_the_file(box, tmp_path):
     with pytest.raises(ConfigError, match=r"m\.gguf.*eos_token_id = 4294967295 is not a token") as caught:
         open_tokenizer(config, open_model(config).spec)
     assert (caught.value.key, caught.value.exit_code) == ("model.path", ExitCode.USAGE)
+
+
+def test_a_chat_template_of_the_configuration_takes_the_place_of_the_models_own(box, tmp_path):
+    own = open_model(box(TARGET, ""))
+    assert own.chat_template is None
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }} wörld")
+    model = open_model(box(TARGET, "", "model.chat_template=chat.jinja"))
+    assert model.metadata == {**own.metadata, "tokenizer.chat_template": "{{ messages[0].content }} wörld"}
+    assert ChatTemplate.from_gguf(model.metadata).render([{"role": "user", "content": "Hi"}]).text == "Hi wörld"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "No such file"), (b"{% for %}", "line 1"), (b"\xff", "utf-8"), (b"{{ x | nosuch }}", "nosuch")],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused_with_the_reason(box, tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "chat.jinja").write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        open_model(box(TARGET, "", "model.chat_template=chat.jinja"))
+    assert (caught.value.key, caught.value.exit_code) == ("model.chat_template", ExitCode.USAGE)
 
 
 def kind_of(model) -> tuple[DraftKind, int] | None:

@@ -50,7 +50,12 @@ size = st.integers(0, 2**40) | st.builds("{}{}".format, st.integers(0, 999), st.
 name = st.from_regex(r"[a-z0-9_-]{1,32}", fullmatch=True).filter(lambda text: text not in ("cpu", "cuda", "hip"))
 share = st.floats(0, 1, exclude_min=True)
 VALID = {
-    "model": {"path": path.filter(bool), "name": line, "yarn_attn_factor": st.sampled_from(["default", "file"])},
+    "model": {
+        "path": path.filter(bool),
+        "name": line,
+        "chat_template": path,
+        "yarn_attn_factor": st.sampled_from(["default", "file"]),
+    },
     "engine": {
         "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
         "kv_dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16", "q8_0"]),
@@ -166,7 +171,7 @@ def expected(section, key, value):
     """Return what `as_dict` must say of a value that was written in the file."""
     if (section, key) in (("cache", "memory"), ("cache", "disk"), ("kvflash", "host"), ("recovery", "journal")):
         return n_bytes(value)
-    is_path = section in ("model", "draft", "pflash") and key == "path"
+    is_path = (section in ("model", "draft", "pflash") and key == "path") or key == "chat_template"
     is_path = is_path or (key == "python" and "/" in value)
     return str(FILE.parent / value) if is_path and value else value
 

@@ -31,13 +31,15 @@ def created_at(seconds: float) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class OllamaFormatter:
-    """One response.  ``chat``: of /api/chat, else of /api/generate."""
+    """One response.  ``chat``: of /api/chat, else of /api/generate; ``context``: ids of the conversation so far, which
+    the answer's are added to, None if they are not sent."""
 
     response_id: str
     model: str
     tokenizer: Tokenizer
     chat: bool
     logprobs: bool
+    context: list[int] | None = None
     _reason: FinishReason = "stop"
 
     style: ClassVar[StreamStyle] = "lines"
@@ -50,6 +52,7 @@ class OllamaFormatter:
         """Return the object of a delta."""
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
+        self._remember(delta)
         if delta.event is None and not (self.logprobs and delta.tokens):
             return ()
         return [self._object([delta], done=False)]
@@ -65,7 +68,13 @@ class OllamaFormatter:
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole answer as one object."""
         self._reason = choices[0][-1].finish_reason or "stop"
+        for delta in choices[0]:
+            self._remember(delta)
         return self._object(choices[0], done=True) | self._counts(totals)
+
+    def _remember(self, delta: ChoiceDelta) -> None:
+        if self.context is not None:
+            self.context += delta.token_ids
 
     def _object(self, deltas: Sequence[ChoiceDelta], *, done: bool) -> dict[str, object]:
         events = [delta.event for delta in deltas]
@@ -91,11 +100,12 @@ class OllamaFormatter:
     def _counts(self, totals: UsageTotals) -> dict[str, object]:
         """Return counts, and times in nanoseconds."""
         times = totals.timings_json()
-        prefill, decode = int(1e9 * times.get("prefill_s", 0.0)), int(1e9 * times.get("decode_s", 0.0))
+        queue, prefill, decode = (int(1e9 * times.get(f"{name}_s", 0.0)) for name in ("queue", "prefill", "decode"))
         return {
             "done_reason": _DONE_REASONS[self._reason],
-            "total_duration": int(1e9 * times.get("queue_s", 0.0)) + prefill + decode,
-            "load_duration": 0,
+            **({} if self.context is None else {"context": self.context}),
+            "total_duration": queue + prefill + decode,
+            "load_duration": queue,  # as in Ollama, all the time before the model runs
             "prompt_eval_count": totals.prompt,
             "prompt_eval_duration": prefill,
             "eval_count": totals.generated,

@@ -15,9 +15,10 @@ from aiohttp import web
 
 from lucevisor.api.errors import ApiError
 
-StreamStyle = Literal["data", "named", "lines"]
-"""`data`: server-sent events without names, ended by `[DONE]`.  `named`: each carries its `type` as its name, and the
-last one ends the stream.  `lines`: no events, but JSON objects, one a line (Ollama's)."""
+StreamStyle = Literal["data", "unended", "named", "lines"]
+"""`data`: server-sent events without names, ended by `[DONE]`.  `unended`: the same without `[DONE]`.  `named`: each
+carries its `type` as its name, and the last one ends the stream.  `lines`: no events, but JSON objects, one a line
+(Ollama's)."""
 
 
 class ClientGone(Exception):
@@ -25,7 +26,12 @@ class ClientGone(Exception):
 
 
 _EVENTS: Final = "text/event-stream; charset=utf-8"
-_TYPES: Final[dict[StreamStyle, str]] = {"data": _EVENTS, "named": _EVENTS, "lines": "application/x-ndjson"}
+_TYPES: Final[dict[StreamStyle, str]] = {
+    "data": _EVENTS,
+    "unended": _EVENTS,
+    "named": _EVENTS,
+    "lines": "application/x-ndjson",
+}
 
 
 class EventFormat(Protocol):

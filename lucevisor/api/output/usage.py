@@ -77,6 +77,24 @@ class UsageTotals:
             pflash["reason"] = "; ".join(reasons)
         return {"lucevisor": told | {"pflash": pflash}}
 
+    def llama_timings(self) -> dict[str, float]:
+        """Return llama.cpp's `timings`: tokens that were computed, and milliseconds of prefill and of decoding."""
+        t = self.timings
+        if t is None:
+            return {}
+        told: dict[str, float] = {"cache_n": self.cached}
+        for name, n, seconds in (
+            ("prompt", self.prompt - self.cached, t.prefill_s),
+            ("predicted", self.generated, t.decode_s),
+        ):
+            told |= {
+                f"{name}_n": n,
+                f"{name}_ms": round(1e3 * seconds, 3),
+                f"{name}_per_token_ms": round(1e3 * seconds / n, 6) if n else 0.0,
+                f"{name}_per_second": round(n / seconds, 3) if seconds else 0.0,
+            }
+        return told
+
     def timings_json(self) -> dict[str, float]:
         """Return `timings`, an extension: seconds in the queue, of prefill and of decoding."""
         if self.timings is None:

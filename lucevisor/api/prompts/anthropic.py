@@ -7,8 +7,8 @@ names the field as the client wrote it (`messages.0.content.1.type`), also where
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -52,39 +52,32 @@ _Block = tuple[str, dict[str, Any]]
 
 def read_messages(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Prepare the request in a decoded body; raises ApiError naming the field at fault."""
-    return _read(MessagesBody, fields, ports)
-
-
-def read_count_tokens(fields: dict[str, Any], ports: Ports) -> bytes:
-    """Return the response to a decoded body: how many tokens its prompt has, also beyond the context."""
-    prepared = _read(CountTokensBody, fields, replace(ports, max_context=0))
-    return msgspec.json.encode({"input_tokens": len(prepared.prompts[0])})
-
-
-def _read(kind: type[PromptBody], fields: dict[str, Any], ports: Ports) -> PreparedRequest:
-    try:
-        body = to_record(kind, fields, RULES)
+    with _named():
+        body = to_record(MessagesBody, fields, RULES)
         chat = _translated(body, ports)
-        if isinstance(body, CountTokensBody):
-            _leave_open(chat)
         prepared = chat.read(ports, _CHAT_NAMES)
-    except ApiError as error:
-        raise error.renamed(_anthropic_name(error.param or "")) from None
     options = msgspec.structs.replace(
         prepared.options,
-        ignored=tuple(sorted({*ignored(kind, fields, RULES), *chat.unused})),
+        ignored=tuple(sorted({*ignored(MessagesBody, fields, RULES), *chat.unused})),
         show_reasoning=body.thinking is None or body.thinking.display != "omitted",
     )
     return PreparedRequest(options, prepared.prompts)
 
 
-def _leave_open(chat: ChatDraft) -> None:
-    """Drop what constrains the answer: it is no part of the prompt, and takes time to compile."""
-    chat.fields.pop("response_format", None)
-    if chat.fields.get("tool_choice") != "none":
-        chat.fields.pop("tool_choice", None)
-    for tool in chat.tools:
-        tool["function"].pop("strict", None)
+def read_count_tokens(fields: dict[str, Any], ports: Ports) -> bytes:
+    """Return the response to a decoded body: how many tokens its prompt has, also beyond the context."""
+    with _named():
+        chat = _translated(to_record(CountTokensBody, fields, RULES), ports)
+        return msgspec.json.encode({"input_tokens": chat.count(ports, _CHAT_NAMES)})
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Name the field of an error as Anthropic writes it."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(_anthropic_name(error.param or "")) from None
 
 
 def _anthropic_name(param: str) -> str:

@@ -6,6 +6,7 @@ is refused by name, never dropped.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -79,12 +80,22 @@ def read_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
 
 def read_apply_template(fields: dict[str, Any], ports: Ports) -> bytes:
     """Return the response of /apply-template: the prompt that a chat request would be answered for, as text."""
+    prompt = _prompt_only(fields, ports)
+    check_length(prompt.text, "messages", ports)
+    return msgspec.json.encode({"prompt": prompt.text})
+
+
+def count_prompt(fields: dict[str, Any], ports: Ports) -> int:
+    """Return how many tokens the prompt of a chat request has, also beyond the context."""
+    return len(_encoded(_prompt_only(fields, ports), replace(ports, max_context=0)).ids)
+
+
+def _prompt_only(fields: dict[str, Any], ports: Ports) -> RenderedPrompt:
+    """Return the prompt of a chat request, without the form of its answer, which takes time to compile."""
     body = _read_body(fields, ports)
     tools, _ = check_tools(body.tools or [], body.tool_choice)
     messages = normalised(check_messages(body.messages), ports.settings.normalise)
-    prompt = _render(body, messages, tools, _template(ports))
-    check_length(prompt.text, "messages", ports)
-    return msgspec.json.encode({"prompt": prompt.text})
+    return _render(body, messages, tools, _template(ports))
 
 
 def _read_body(fields: dict[str, Any], ports: Ports) -> ChatBody:

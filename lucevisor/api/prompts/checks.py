@@ -5,6 +5,7 @@ Knows no endpoint.  Invariant: a prompt that cannot fit the context is refused b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from lucevisor.api.errors import ApiError, bad_parameter
@@ -44,6 +45,15 @@ def check_length(text: str, param: str, ports: Ports) -> None:
         raise _overflow(f"has at least {least} tokens", param, limit)
 
 
+def check_ids(ids: Sequence[int], param: str, ports: Ports) -> Sequence[int]:
+    """Return token ids; raises ApiError for one that is none of the vocabulary's."""
+    n_vocab = ports.tokenizer.n_vocab
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < n_vocab:
+            raise bad_parameter(f"{param}[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
+    return ids
+
+
 def check_tokens(n_tokens: int, param: str, ports: Ports) -> None:
     """Reject a prompt with more tokens than the context holds."""
     if 0 < ports.max_prompt <= n_tokens:
@@ -76,11 +86,7 @@ def check_least(body: GenerationBody, most: int | None) -> int:
 
 def check_stop_ids(body: GenerationBody, ports: Ports) -> tuple[int, ...]:
     """Return the ids that end the answer; raises ApiError for one that is not a token."""
-    n_vocab = ports.tokenizer.n_vocab
-    for index, token in enumerate(body.stop_token_ids or ()):
-        if token >= n_vocab:
-            raise bad_parameter(f"stop_token_ids[{index}]", f"{token} is not a token id; use 0 to {n_vocab - 1}")
-    return tuple(body.stop_token_ids or ())
+    return tuple(check_ids(body.stop_token_ids or (), "stop_token_ids", ports))
 
 
 def check_choices(n: int | None, n_prompts: int) -> int:

@@ -7,15 +7,16 @@ the value came from.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.prompts.chat import read_chat
+from lucevisor.api.prompts.chat import count_prompt, read_chat
 
+_Result = TypeVar("_Result")
 _INDEXED: Final = re.compile(r"(messages|tools)\[(\d+)\]")
 
 
@@ -48,9 +49,17 @@ class ChatDraft:
 
     def read(self, ports: Ports, names: Mapping[str, str]) -> PreparedRequest:
         """Prepare the request; `names`: where chat parameters come from.  Raises ApiError with the field's own name."""
-        fields = {**self.fields, "messages": self.messages, "tools": self.tools or None}
+        return self._read(read_chat, ports, names)
+
+    def count(self, ports: Ports, names: Mapping[str, str]) -> int:
+        """Return how many tokens the prompt has, also beyond the context; otherwise as `read`."""
+        return self._read(count_prompt, ports, names)
+
+    def _read(
+        self, reader: Callable[[dict[str, Any], Ports], _Result], ports: Ports, names: Mapping[str, str]
+    ) -> _Result:
         try:
-            return read_chat(fields, ports)
+            return reader({**self.fields, "messages": self.messages, "tools": self.tools or None}, ports)
         except ApiError as error:
             raise error.renamed(self._origin(error.param or "", names)) from None
 

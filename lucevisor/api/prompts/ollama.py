@@ -15,10 +15,11 @@ from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.output.ollama import created_at
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.prompts.checks import check_model
+from lucevisor.api.prompts.checks import check_ids, check_model, check_tokens
 from lucevisor.api.prompts.completions import read_completion
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
+from lucevisor.api.prompts.llamacpp import infill_ids
 from lucevisor.api.prompts.ollama_schemas import (
     IDLE_OPTIONS,
     OPTIONS,
@@ -56,7 +57,7 @@ class OllamaToolCall(msgspec.Struct):
 
 class OllamaMessage(msgspec.Struct):
     role: str
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
     tool_calls: list[OllamaToolCall] | None = None
@@ -91,15 +92,17 @@ def read_ollama_generate(fields: dict[str, Any], ports: Ports) -> PreparedReques
     check_model(untagged(body.model), ports)
     if not body.prompt:
         return _loaded(fields, ports, {"response": ""})
-    if body.raw or ports.template is None:
-        if body.system:
-            raise bad_parameter("system", "has no place in a raw prompt; leave it out or raw")
+    if body.raw or body.suffix or ports.template is None:
+        for name, given in (("system", body.system), ("context", body.context)):
+            if given:
+                raise bad_parameter(name, "has no place in a raw prompt or a gap; leave it out, or raw and suffix")
         return _named(_read_raw(body, ports), OllamaGenerateBody, fields, body)
     chat = ChatDraft(fields=_common(body, ports))
     if body.system:
         chat.add_message({"role": "system", "content": body.system}, "system")
     chat.add_message({"role": "user", "content": body.prompt}, "prompt")
-    return _named(chat.read(ports, _NAMES | {"messages": "prompt"}), OllamaGenerateBody, fields, body)
+    prepared = _continued(chat.read(ports, _NAMES | {"messages": "prompt"}), body.context or [], ports)
+    return _named(prepared, OllamaGenerateBody, fields, body)
 
 
 def read_show(fields: dict[str, Any], ports: Ports) -> bytes:
@@ -129,11 +132,26 @@ def _read_raw(body: OllamaGenerateBody, ports: Ports) -> PreparedRequest:
     logprobs = fields.pop("top_logprobs", 0) if fields.pop("logprobs", None) else None
     for name in ("enable_thinking", "reasoning_effort", "top_logprobs"):
         fields.pop(name, None)
+    prompt = infill_ids(body.prompt or "", body.suffix, (), "suffix", ports) if body.suffix else body.prompt
     try:
-        prepared = read_completion({**fields, "prompt": body.prompt, "logprobs": logprobs}, ports)
+        prepared = read_completion({**fields, "prompt": prompt, "logprobs": logprobs}, ports)
     except ApiError as error:
         raise error.renamed(_NAMES.get(error.param or "", error.param or "")) from None
     return PreparedRequest(msgspec.structs.replace(prepared.options, plain=True), prepared.prompts)
+
+
+def _continued(prepared: PreparedRequest, context: list[int], ports: Ports) -> PreparedRequest:
+    """Put the ids of an earlier conversation before the prompt; raises ApiError."""
+    if not context:
+        return prepared
+    added = prepared.prompts[0]
+    starts_again = added[:1] == (ports.tokenizer.bos,)
+    n_before = len(context) - starts_again
+    ids = (*check_ids(context, "context", ports), *added[starts_again:])
+    check_tokens(len(ids), "context", ports)
+    turn_ends = [len(context), *(n_before + end for end in prepared.options.turn_ends[0])]
+    options = msgspec.structs.replace(prepared.options, turn_ends=[turn_ends], roles=[[]])
+    return PreparedRequest(options, [ids])
 
 
 def _common(body: OllamaBody, ports: Ports) -> dict[str, Any]:
@@ -149,7 +167,8 @@ def _common(body: OllamaBody, ports: Ports) -> dict[str, Any]:
         raise bad_parameter("format", f'{show(body.format)} is not a format; send "json" or a JSON schema')
     for name, value in (body.options or {}).items():
         if name in OPTIONS:
-            fields[OPTIONS[name]] = value
+            whole = isinstance(value, float) and value.is_integer()  # clients in JavaScript and Go write 5.0
+            fields[OPTIONS[name]] = int(value) if whole else value
         elif name not in IDLE_OPTIONS:
             to_record(_Options, {name: value}, RULES)
     if isinstance(wished := fields.get("max_tokens"), int) and wished <= 0:  # -1, -2: without a limit
@@ -186,7 +205,7 @@ def _add_messages(chat: ChatDraft, messages: Sequence[dict[str, Any]]) -> None:
             raise bad_parameter(
                 f"{where}.images", "are not supported; this server reads text only", "unsupported_content"
             )
-        made: dict[str, Any] = {"role": message.role, "content": message.content}
+        made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             made["reasoning_content"] = message.thinking
         if message.tool_calls:

@@ -16,13 +16,11 @@ from lucevisor.api.prompts.schemas import NOT_HERE, Flag
 RULES: Final = ParameterRules(
     harmless={"keep_alive": str | int | float, "truncate": bool, "shift": bool},
     refused={
-        "context": "is not supported: this server keeps no conversations; send messages to /api/chat",
-        "template": "is not supported: the model's own chat template is used; with raw: true none is",
         "height": NOT_HERE,
         "steps": NOT_HERE,
         "width": NOT_HERE,
     },
-    neutral={"suffix": ("",), "images": ([],)},
+    neutral={"images": ([],), "template": ("",)},
     aliases={},
     open=True,
 )
@@ -88,6 +86,8 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
     prompt: str | None = None
     system: str | None = None
+    suffix: str | None = None
+    context: list[int] | None = None
     raw: Flag = None
 
 

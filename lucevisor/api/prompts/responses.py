@@ -7,6 +7,7 @@ names the field as the client wrote it, also where chat.py found it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +26,8 @@ from lucevisor.api.prompts.responses_schemas import (
     ItemReference,
     Namespace,
     ResponsesBody,
+    TextConfig,
+    TextFormat,
 )
 from lucevisor.api.prompts.schemas import AllowedTools
 from lucevisor.errors import show
@@ -48,6 +51,46 @@ _LOGPROBS: Final = "message.output_text.logprobs"
 
 def read_response(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Prepare the request in a decoded body; raises ApiError naming the field at fault."""
+    draft = _translated(fields, ports)
+    body, chat = draft.body, draft.chat
+    prepared = chat.read(ports, _CHAT_NAMES)
+    include = body.include or []
+    response = ResponseOptions(
+        echo=msgspec.json.encode(_echo(body, fields, prepared.options.sampling)),
+        items=msgspec.json.encode(draft.own),
+        previous_id=body.previous_response_id,
+        store=body.store is not False,
+        summary=body.reasoning is not None and bool(body.reasoning.summary or body.reasoning.generate_summary),
+        encrypted=_ENCRYPTED in include,
+        namespaces=draft.namespaces,
+        custom=draft.custom,
+    )
+    names = tuple(sorted({*ignored(ResponsesBody, fields, RULES), *chat.unused}))
+    options = msgspec.structs.replace(prepared.options, ignored=names, response=response)
+    return PreparedRequest(options, prepared.prompts)
+
+
+def read_input_tokens(fields: dict[str, Any], ports: Ports) -> bytes:
+    """Return the response to a decoded body: how many tokens its prompt has, also beyond the context."""
+    n_tokens = _translated(fields, ports).chat.count(ports, _CHAT_NAMES)
+    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A body and the chat request that it means.
+
+    `own`: its input items; `namespaces` and `custom` as in ResponseOptions.
+    """
+
+    body: ResponsesBody
+    chat: ChatDraft
+    own: list[dict[str, Any]]
+    namespaces: dict[str, str]
+    custom: list[str]
+
+
+def _translated(fields: dict[str, Any], ports: Ports) -> _Draft:
     stored = _stored_turns(fields.pop(STORED_RESPONSES, {}))
     body = to_record(ResponsesBody, fields, RULES)
     chat = ChatDraft()
@@ -59,21 +102,7 @@ def read_response(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     _translate_choice(body, chat)
     _translate_reasoning(body, chat, ports.template)
     _translate_output(body, chat)
-    prepared = chat.read(ports, _CHAT_NAMES)
-    include = body.include or []
-    response = ResponseOptions(
-        echo=msgspec.json.encode(_echo(body, fields, prepared.options.sampling)),
-        items=msgspec.json.encode(own),
-        previous_id=body.previous_response_id,
-        store=body.store is not False,
-        summary=body.reasoning is not None and bool(body.reasoning.summary or body.reasoning.generate_summary),
-        encrypted=_ENCRYPTED in include,
-        namespaces=namespaces,
-        custom=custom,
-    )
-    names = tuple(sorted({*ignored(ResponsesBody, fields, RULES), *chat.unused}))
-    options = msgspec.structs.replace(prepared.options, ignored=names, response=response)
-    return PreparedRequest(options, prepared.prompts)
+    return _Draft(body, chat, own, namespaces, custom)
 
 
 def _stored_turns(value: object) -> _StoredTurns:
@@ -219,6 +248,8 @@ def _translate_output(body: ResponsesBody, chat: ChatDraft) -> None:
         "stream": body.stream,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
     }
     if _LOGPROBS in include or body.top_logprobs:
         chat.fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
@@ -226,13 +257,16 @@ def _translate_output(body: ResponsesBody, chat: ChatDraft) -> None:
 
 def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> dict[str, object]:
     """Return the fields of the request that the response repeats."""
-    text, reasoning = fields.get("text") or {}, body.reasoning
+    reasoning = body.reasoning
     return {
         "background": False,
+        "frequency_penalty": sampling.frequency_penalty,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": fields.get("max_tool_calls"),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": sampling.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": fields.get("prompt_cache_key"),
         "reasoning": {
@@ -243,11 +277,28 @@ def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> di
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}, **text},
+        "text": _echoed_text(body.text or TextConfig()),
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tools": [_echoed_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "user": fields.get("user"),
     }
+
+
+def _echoed_text(text: TextConfig) -> dict[str, object]:
+    """Return the text configuration with the fields that its type has, also those that the request left out."""
+    form = text.format or TextFormat("text")
+    told: dict[str, object] = {"type": form.type}
+    if form.type == "json_schema":
+        more = {"description": form.description, "name": form.name or "", "schema": form.schema}
+        told |= {**more, "strict": bool(form.strict)}
+    return {"format": told, **({} if text.verbosity is None else {"verbosity": text.verbosity})}
+
+
+def _echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that a function has, also those that the request left out."""
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}

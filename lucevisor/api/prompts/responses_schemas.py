@@ -12,7 +12,16 @@ import msgspec
 from msgspec import Meta
 
 from lucevisor.api.prompts.decoding import ParameterRules
-from lucevisor.api.prompts.schemas import HARMLESS, MAX_TOP_LOGPROBS, NOT_HERE, Count, Flag, Fraction, StreamOptions
+from lucevisor.api.prompts.schemas import (
+    HARMLESS,
+    MAX_TOP_LOGPROBS,
+    NOT_HERE,
+    Count,
+    Flag,
+    Fraction,
+    OpenAiPenalty,
+    StreamOptions,
+)
 
 MAX_METADATA: Final = 16
 
@@ -81,6 +90,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
+    presence_penalty: OpenAiPenalty | None = None
+    frequency_penalty: OpenAiPenalty | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

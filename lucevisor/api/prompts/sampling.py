@@ -7,6 +7,7 @@ request samples exactly as the same request with n = 1.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -67,7 +68,7 @@ def sampling_params(
         repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
         presence_penalty=_or(body.presence_penalty, default.presence_penalty),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(body, ports.tokenizer.n_vocab),
+        logit_bias=_logit_bias(body, ports.tokenizer),
         n_top_logprobs=n_top_logprobs,
         banned=tuple(sorted({*ports.banned, *eos})),
         typical_p=_or(body.typical_p, 1.0),
@@ -145,13 +146,29 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _logit_bias(body: GenerationBody, n_vocab: int) -> dict[int, float]:
-    if len(body.logit_bias or ()) > MAX_BIASES:
+def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> dict[int, float]:
+    """Return the biases by token.  llama.cpp's list may name a text, for all its tokens, and false bans a token."""
+    given = body.logit_bias or {}
+    if len(given) > MAX_BIASES:
         raise bad_parameter("logit_bias", f"has more than {MAX_BIASES} entries; send fewer")
+    listed = isinstance(given, list)
     bias: dict[int, float] = {}
-    for key, value in (body.logit_bias or {}).items():
-        # Decimal digits only: int() also accepts spaces, signs, underscores and digits of other scripts.
-        if not (key.isascii() and key.isdigit() and len(key) <= 10) or int(key) >= n_vocab:
-            raise bad_parameter(f"logit_bias.{key[:40]}", f"{show(key)} is not a token id; use 0 to {n_vocab - 1}")
-        bias[int(key)] = float(value)
+    for index, (key, value) in enumerate(given if isinstance(given, list) else given.items()):
+        where = f"logit_bias[{index}]" if listed else f"logit_bias.{str(key)[:40]}"
+        if value is True:
+            raise bad_parameter(where, "true is not a bias; send a number, or false to ban the token")
+        for token in _biased(key, tokenizer, where, texts=listed):
+            bias[token] = -100.0 if value is False else float(value)
     return bias
+
+
+def _biased(key: int | str, tokenizer: Tokenizer, where: str, *, texts: bool) -> Sequence[int]:
+    """Return the tokens that an entry of logit_bias is about."""
+    # Decimal digits only: int() also accepts spaces, signs, underscores and digits of other scripts.
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+        key = int(key)
+    if isinstance(key, str) and texts:
+        return tokenizer.encode(key)
+    if isinstance(key, str) or not 0 <= key < tokenizer.n_vocab:
+        raise bad_parameter(where, f"{show(key)} is not a token id; use 0 to {tokenizer.n_vocab - 1}")
+    return [key]

@@ -37,6 +37,7 @@ Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: none
 Flag = bool | None
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 OpenAiPenalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)] | bool
 BreakerText = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER_CHARS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -154,7 +155,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Bias] | list[tuple[int | str, Bias]] | None = None  # the list: llama.cpp's
     presence_penalty: OpenAiPenalty | None = None
     frequency_penalty: OpenAiPenalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None

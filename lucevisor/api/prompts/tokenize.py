@@ -12,7 +12,7 @@ import msgspec
 from lucevisor.api.errors import bad_parameter
 from lucevisor.api.output.logprobs import token_text
 from lucevisor.api.ports import Ports
-from lucevisor.api.prompts.checks import check_model
+from lucevisor.api.prompts.checks import check_ids, check_model
 from lucevisor.api.prompts.decoding import to_record
 from lucevisor.api.prompts.schemas import (
     MAX_ANSWER_BYTES,
@@ -51,10 +51,7 @@ def read_detokenize(fields: dict[str, Any], ports: Ports) -> bytes:
     check_model(body.model, ports)
     if len(body.tokens) > MAX_TEXT_TOKENS:
         raise bad_parameter("tokens", f"has {len(body.tokens)} ids, more than {MAX_TEXT_TOKENS}; send it in parts")
-    n_vocab = ports.tokenizer.n_vocab
-    for index, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < n_vocab:
-            raise bad_parameter(f"tokens[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
+    check_ids(body.tokens, "tokens", ports)
     return _bounded({"content": ports.tokenizer.decode(body.tokens, skip_special=False)}, "tokens")
 
 

@@ -25,7 +25,7 @@ import psutil
 from lucevisor.api.errors import ApiError
 from lucevisor.api.ports import ApiSettings, ModelCard, Ports
 from lucevisor.api.prepared import BodyKind, PreparedRequest
-from lucevisor.api.prompts import anthropic, chat, completions, ollama, responses, tokenize
+from lucevisor.api.prompts import anthropic, chat, completions, llamacpp, ollama, responses, tokenize
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.preprocessing import (
     ANSWER,
@@ -52,12 +52,15 @@ _READERS: Final[Mapping[BodyKind, Callable[[dict[str, Any], Ports], PreparedRequ
     "messages": anthropic.read_messages,
     "count_tokens": anthropic.read_count_tokens,
     "responses": responses.read_response,
+    "input_tokens": responses.read_input_tokens,
     "apply_template": chat.read_apply_template,
     "tokenize": tokenize.read_tokenize,
     "detokenize": tokenize.read_detokenize,
     "ollama_chat": ollama.read_ollama_chat,
     "ollama_generate": ollama.read_ollama_generate,
     "ollama_show": ollama.read_show,
+    "llama_completion": llamacpp.read_llama_completion,
+    "infill": llamacpp.read_infill,
 }
 
 

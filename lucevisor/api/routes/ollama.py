@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Final
 
 import msgspec
@@ -13,15 +14,27 @@ from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.ollama import OllamaFormatter, created_at
 from lucevisor.api.output.processor import OutputOptions
-from lucevisor.api.ports import Ports
+from lucevisor.api.ports import ModelCard, Ports
 from lucevisor.api.prepared import BodyKind, PreparedRequest
 from lucevisor.api.prompts.ollama import read_ollama_chat, read_ollama_generate, read_show
 from lucevisor.api.prompts.prepare import Reader, prepare
 from lucevisor.api.routes.chat import chat_output
 from lucevisor.api.routes.info import abilities
+from lucevisor.api.routes.page import page
+from lucevisor.text.infill import InfillTokens
 
-OLLAMA_VERSION: Final = "0.12.0"
-"""The release of Ollama whose fields these routes have; clients refuse to talk to servers that look older."""
+OLLAMA_VERSION: Final = "0.14.0"
+"""The release of Ollama whose paths and fields are here; clients refuse to talk to servers that look older.
+
+Codex wants 0.13.4, the first with /v1/responses; 0.14.0 is the first with /v1/messages.
+"""
+
+
+async def root(request: web.Request) -> web.Response:
+    """GET /: what Ollama's own clients look for, the status page for everybody else."""
+    if request.headers.get("User-Agent", "").startswith("ollama"):
+        return web.Response(text="Ollama is running")
+    return await page(request)
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -45,6 +58,7 @@ async def _generated(request: web.Request, kind: BodyKind, reader: Reader) -> we
         tokenizer=ports.tokenizer,
         chat=kind == "ollama_chat",
         logprobs=options.logprobs,
+        context=None if kind == "ollama_chat" or options.plain else list(prepared.prompts[0]),
     )
     output = OutputOptions(stops=options.stops) if options.plain else chat_output(options, ports)
     plan = GenerationPlan(
@@ -76,6 +90,8 @@ async def show(request: web.Request) -> web.StreamResponse:
     card, template = ports.model, ports.template
     able = abilities(ports)
     capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]
+    if InfillTokens.of(ports.tokenizer) is not None:
+        capabilities.append("insert")
     return _json(
         {
             "modelfile": "",
@@ -84,7 +100,10 @@ async def show(request: web.Request) -> web.StreamResponse:
             "modified_at": created_at(card.created_s),
             "details": _details(ports),
             "model_info": {
+                "general.basename": card.name,
+                **card.facts,
                 "general.architecture": card.architecture,
+                "general.parameter_count": card.n_parameters,
                 f"{card.architecture}.context_length": ports.max_context,
             },
             "capabilities": capabilities,
@@ -104,9 +123,21 @@ def _model(ports: Ports) -> dict[str, object]:
         "model": card.name,
         "modified_at": created_at(card.created_s),
         "size": card.size_bytes,
-        "digest": card.fingerprint,
+        "digest": _digest(card),
         "details": _details(ports),
     }
+
+
+def _digest(card: ModelCard) -> str:
+    """Return the 64 hexadecimal digits by which clients know a file; reading all of it would take minutes."""
+    return hashlib.sha256(f"{card.name} {card.path} {card.size_bytes} {card.created_s}".encode()).hexdigest()
+
+
+def _rounded(n_parameters: int) -> str:
+    """Return a number of parameters as Ollama writes it: 7.6B, 22.46M."""
+    if n_parameters >= 1e9:
+        return f"{n_parameters / 1e9:.1f}B"
+    return f"{n_parameters / 1e6:.2f}M"
 
 
 def _details(ports: Ports) -> dict[str, object]:
@@ -116,7 +147,7 @@ def _details(ports: Ports) -> dict[str, object]:
         "format": "gguf",
         "family": card.architecture,
         "families": [card.architecture],
-        "parameter_size": "",
+        "parameter_size": _rounded(card.n_parameters),
         "quantization_level": card.quant,
     }
 

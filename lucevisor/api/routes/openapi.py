@@ -13,6 +13,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.prompts.anthropic_schemas import CountTokensBody, MessagesBody
+from lucevisor.api.prompts.llamacpp import InfillBody, LlamaCompletionBody
 from lucevisor.api.prompts.ollama_schemas import OllamaChatBody, OllamaGenerateBody, ShowBody
 from lucevisor.api.prompts.responses_schemas import ResponsesBody
 from lucevisor.api.prompts.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -24,9 +25,14 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/messages": (MessagesBody, "Create a message, as Anthropic's API does."),
     "/v1/messages/count_tokens": (CountTokensBody, "Count the tokens of a prompt."),
     "/v1/responses": (ResponsesBody, "Create a response, as OpenAI's Responses API does."),
+    "/v1/responses/input_tokens": (ResponsesBody, "Count the tokens of a response's prompt."),
     "/api/chat": (OllamaChatBody, "Continue a chat, as Ollama's API does."),
     "/api/generate": (OllamaGenerateBody, "Continue a prompt, as Ollama's API does."),
     "/api/show": (ShowBody, "Describe the served model, as Ollama's API does."),
+    "/chat/completions": (ChatBody, "Create a chat completion, as /v1/chat/completions does."),
+    "/completion": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
+    "/completions": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
+    "/infill": (InfillBody, "Fill a gap in a text, as llama.cpp's server does."),
     "/apply-template": (ChatBody, "Return the prompt of a chat request as text."),
     "/tokenize": (TokenizeBody, "Convert a text to token ids."),
     "/detokenize": (DetokenizeBody, "Convert token ids to text."),
@@ -34,8 +40,10 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
 }
 _READS: Final = {
     "/v1/models": "List the served model.",
+    "/models": "List the served model, as /v1/models does.",
     "/v1/models/{id}": "Describe one model.",
-    "/v1/responses/{id}": "Return a stored response.",
+    "/v1/responses/{id}": "Return a stored response, or its events.",
+    "/v1/responses/{id}/input_items": "List the items that a stored response answers.",
     "/api/tags": "List the served model, as Ollama's API does.",
     "/api/ps": "List the loaded model, as Ollama's API does.",
     "/api/version": "Return the release of Ollama whose fields /api/ has.",
@@ -47,8 +55,21 @@ _READS: Final = {
     "/": "Return the status page.",
     "/status": "Return the status, as `lucevisor status --json` prints it.",
 }
+_QUERIES: Final[dict[str, dict[str, dict[str, Any]]]] = {
+    "/v1/responses/{id}": {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    "/v1/responses/{id}/input_items": {
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+        "order": {"enum": ["asc", "desc"]},
+        "after": {"type": "string"},
+    },
+}
 _ADMIN: Final = frozenset({"/admin/restart"})
-_STREAMED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+_STREAMED: Final = frozenset(
+    [
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
+        *("/chat/completions", "/completion", "/completions", "/infill"),
+    ]
+)
 _LINES: Final = frozenset({"/api/chat", "/api/generate"})
 _TEXT: Final = {"type": "string"}
 _ANTHROPIC_ERROR: Final = {
@@ -131,14 +152,18 @@ def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]
 def _simple(path: str, method: str, summary: str) -> dict[str, Any]:
     """Return an operation without a body."""
     name = path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_") or "page"
-    statuses = ("401", "404") if "{id}" in path else ("401",)
+    queries = _QUERIES.get(path, {}) if method == "get" else {}
+    statuses = (*(("400",) if queries else ()), "401", *(("404",) if "{id}" in path else ()))
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": name if method == "get" else f"{method}_{name}",
         "responses": {"200": {"description": "The answer."}, **_error_responses(path, statuses)},
     }
     if "{id}" in path:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation["parameters"] = [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+            *({"name": name, "in": "query", "schema": schema} for name, schema in queries.items()),
+        ]
     return operation
 
 
