@@ -215,6 +215,39 @@ def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(user_cli:
     assert "/nowhere/python" in bad.stdout
 
 
+NO_GPU = pytest.mark.skipif(not torch.version.cuda, reason="refused before a daemon starts: no CUDA build of torch")
+
+
+@pytest.mark.parametrize("mode", [[], ["--daemon"]], ids=["foreground", "daemon"])
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["engine.max_context=1000000000"],
+            r"the model does not fit: host is .* short: .*; it fits with engine.max_con",
+        ),
+        pytest.param(
+            ["groups.left.backend=cuda", "groups.left.env.CUDA_VISIBLE_DEVICES=-1"],
+            r"group left: torch \S+ of \S+ is a CUDA build, but sees no GPU .*'-1'\): nvidia-smi must list it",
+            marks=NO_GPU,
+        ),
+    ],
+)
+def test_a_start_that_can_never_work_ends_and_leaves_nothing(
+    cli: Cli, mode: list[str], overrides: list[str], why: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = sock.getsockname()
+    sets = [part for one in (f"server.port={address[1]}", *overrides) for part in ("--set", one)]
+    done = cli.run("start", str(DEMO), "--name", "t", *mode, *sets, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, bool(re.match(f"lucevisor: t did not start: {why}", last))) == (ExitCode.FAILED, True), (
+        last
+    )
+    assert not cli.socket().parent.exists()
+    socket.create_server(address).close()
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
