@@ -36,9 +36,13 @@ def run_check(order: Check, backend: Backend, fds: Sequence[int]) -> Checked:
     lines = [_arena(fd, plan.boundary, order, i) for i, (fd, plan) in enumerate(zip(fds, order.arenas, strict=True))]
     spec = read_spec(open_model([Path(f) for f in order.files]))
     rows = torch.randn(N_TOKENS, spec.boundary_width, generator=torch.Generator().manual_seed(order.layer))
-    reference = _layer(spec, order, Backend.CPU, 0, Dtype.FLOAT32, rows)
-    lines += [_device(spec, order, backend, d.index, rows, reference) for d in devices.visible_devices(backend)]
-    return Checked(lines)
+    reference, _ = _layer(spec, order, Backend.CPU, 0, Dtype.FLOAT32, rows)
+    warnings: list[str] = []
+    for device in devices.visible_devices(backend):
+        line, slow = _device(spec, order, backend, device.index, rows, reference)
+        lines.append(line)
+        warnings += [one for one in slow if one not in warnings]
+    return Checked(lines, warnings=warnings)
 
 
 def _measure(order: Check, measure: Measure, backend: Backend) -> Checked:
@@ -70,18 +74,20 @@ def _arena(fd: int, boundary: int, order: Check, i: int) -> CheckLine:
         return CheckLine(f"arena {boundary}", False, str(e))
 
 
-def _device(spec: ModelSpec, order: Check, backend: Backend, index: int, rows: Tensor, reference: Tensor) -> CheckLine:
+def _device(
+    spec: ModelSpec, order: Check, backend: Backend, index: int, rows: Tensor, reference: Tensor
+) -> tuple[CheckLine, list[str]]:
+    """Return how the layer compares, and what makes it slow."""
     subject = f"{backend}:{index} layer {order.layer} {order.dtype}"
     try:
-        got = _layer(spec, order, backend, index, order.dtype, rows)
+        got, warnings = _layer(spec, order, backend, index, order.dtype, rows)
     except Exception as e:  # any: the operator must see what torch raises on a broken device
-        return CheckLine(subject, False, f"{type(e).__name__}: {e}")
+        return CheckLine(subject, False, f"{type(e).__name__}: {e}"), []
     change = (reference - rows).square().mean().sqrt()
     error = float(((got - reference).square().mean().sqrt()) / change)
     limit = TOLERANCE[order.dtype]
-    return CheckLine(
-        subject, error <= limit, f"relative error {error:.1e} against float32 on the cpu, allowed {limit:.0e}"
-    )
+    told = f"relative error {error:.1e} against float32 on the cpu, allowed {limit:.0e}"
+    return CheckLine(subject, error <= limit, told), warnings
 
 
 def with_sources(spec: ModelSpec, layer: int) -> LayerRange:
@@ -96,7 +102,9 @@ def with_sources(spec: ModelSpec, layer: int) -> LayerRange:
 
 
 @torch.inference_mode()
-def _layer(spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: Dtype, rows: Tensor) -> Tensor:
+def _layer(
+    spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: Dtype, rows: Tensor
+) -> tuple[Tensor, list[str]]:
     layers = with_sources(spec, order.layer)
     plan = StagePlan(1, [ShardPlan(index, layers)], source=0, target=1, embedding=False, output=False)
     kv_dtype = dtype if dtype in (Dtype.FLOAT32, Dtype.FLOAT16) else Dtype.BFLOAT16
@@ -111,4 +119,4 @@ def _layer(spec: ModelSpec, order: Check, backend: Backend, index: int, dtype: D
     step = Step(0, 0, operations, [Slice(0, 0, [0] * N_TOKENS, False)])
     stage.apply([o for o in operations if not isinstance(o, SetPages) or o.space in spec.spaces()])
     out = stage.forward(step, rows.to(devices.torch_dtype(dtype)))
-    return out.rows.float().cpu()
+    return out.rows.float().cpu(), stage.warnings

@@ -30,16 +30,22 @@ CPU = torch.device("cpu")
 FREE_S = 10.0
 """How long a load waits for memory: drivers may free that of a killed daemon only some time after it has ended."""
 _POLL_S = 0.05
+_KFD = Path("/dev/kfd")
+_VISIBILITY = {
+    Backend.CUDA: ["CUDA_VISIBLE_DEVICES"],
+    Backend.HIP: ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"],
+}
+"""Variables that hide devices."""
 P = ParamSpec("P")
 Result = TypeVar("Result")
 _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable: valid for every device of this process
 
 
-def seen_backend() -> Backend:
-    """The accelerator stack of this interpreter's torch; cpu when it has none or sees no device."""
-    if not torch.cuda.is_available():
-        return Backend.CPU
-    return Backend.HIP if torch.version.hip else Backend.CUDA
+def built_backend() -> Backend:
+    """The accelerator stack that this interpreter's torch was built for, whether it sees a device or not."""
+    if torch.version.hip:
+        return Backend.HIP
+    return Backend.CUDA if torch.version.cuda else Backend.CPU
 
 
 def prepare(backend: Backend, threads: int) -> None:
@@ -98,28 +104,37 @@ def visible_devices(backend: Backend) -> list[DeviceInfo]:
 
 def accelerators(backend: Backend) -> list[torch.device]:
     """The devices of ``backend`` that kernels can run on: none of a cpu, or of torch built for another backend."""
-    if backend is Backend.CPU or seen_backend() is not backend:
+    if backend is Backend.CPU or built_backend() is not backend:
         return []
-    return [torch_device(backend, i) for i in range(torch.cuda.device_count())]
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
 def _require(backend: Backend) -> None:
-    built = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-    wanted = "rocm" if backend is Backend.HIP else "cuda"
-    if built != wanted:
+    if (built := built_backend()) is not backend:
         raise DeviceError(
             f"backend {backend.value}",
-            f"torch {torch.__version__} of this interpreter is a {built} build",
-            f"point the group's python at an environment with a {wanted} build of torch",
+            f"torch {torch.__version__} of this interpreter is a {built.value} build",
+            f"point the group's python at an environment with a {backend.value} build of torch",
             configuration=True,
         )
     if not torch.cuda.is_available():
-        raise DeviceError(
-            f"backend {backend.value}",
-            "torch sees no device",
-            "check the driver (nvidia-smi or rocm-smi), the device permissions and the group's visible_devices",
-            configuration=True,
-        )
+        advice = "check the driver (nvidia-smi or rocminfo), the device permissions and the group's visible_devices"
+        raise DeviceError(f"backend {backend.value}", _why_unseen(backend), advice, configuration=True)
+
+
+def _why_unseen(backend: Backend) -> str:
+    """Why torch sees no device: its own reason, and what keeps devices from it."""
+    reasons = []
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        reasons.append(str(error).partition(". Please")[0].partition("\n")[0])
+    if backend is Backend.HIP and not _KFD.exists():
+        reasons.append(f"there is no {_KFD}: the driver amdgpu is not loaded, or the container was not given it")
+    elif backend is Backend.HIP and not os.access(_KFD, os.R_OK | os.W_OK):
+        reasons.append(f"user {os.geteuid()} may not open {_KFD}")
+    reasons += [f"{name} is {os.environ[name]!r}" for name in _VISIBILITY[backend] if name in os.environ]
+    return "; ".join(reasons) or "torch sees no device"
 
 
 def _accelerator_info(index: int) -> DeviceInfo:

@@ -171,12 +171,12 @@ def _rss_bytes() -> int:
         return 0
 
 
-def warn_once(reporter: Reporter, told: set[str], warnings: Iterable[str], stage: int | str) -> None:
+def warn_once(reporter: Reporter, told: list[str], warnings: Iterable[str], stage: int | str) -> None:
     """Log what costs speed in a stage, less what was told before: stages of a process share what could not be compiled.
 
     ``told``: the warnings so far.
     """
     for text in warnings:
         if text not in told:
-            told.add(text)
+            told.append(text)
             reporter.log("warning", text, stage=stage)

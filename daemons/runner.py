@@ -69,7 +69,7 @@ class ModelRunner:
         self._queues = pinned and self.is_awaited and len(load.stages) == 1  # steps, behind one that is not settled
         self.defers_drafts = pinned
         self._is_computing = False  # a step is not settled
-        self._warned: set[str] = set()
+        self._warned: list[str] = []
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
         self.draft_step: Callable[[int], DraftStep | None] = lambda step_id: None  # see Inbox.draft_step
@@ -121,7 +121,9 @@ class ModelRunner:
         score_use = scorer.usage() if scorer is not None else None
         seconds = time.monotonic() - started
         replayed = runner._take_replays(replays, reporter, started)
-        loaded = Loaded(uses, kernels, seconds, identities, use, problem, score_use, score_problem, replayed)
+        loaded = Loaded(
+            uses, kernels, seconds, identities, use, problem, score_use, score_problem, replayed, runner._warned
+        )
         if load.warm_up:
             warm_up_all([(p, runner.stages[p.stage]) for p in load.stages], runner._draft, reporter)
         return runner, loaded

@@ -68,10 +68,11 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
 
 def hello(options: Options) -> Hello:
     """Describe this process and what its torch sees."""
+    found, unseen = [], ""
     try:
         found = devices.visible_devices(options.backend)
-    except DaemonError:  # torch of another build: the supervisor rejects it with advice
-        found = []
+    except DaemonError as error:  # the supervisor rejects it with advice
+        unseen = error.reason
     return Hello(
         protocol=PROTOCOL_VERSION,
         source_hash=source_hash(_directory(lucevisor.__file__), _directory(daemons.__file__)),
@@ -79,8 +80,9 @@ def hello(options: Options) -> Hello:
         python=platform.python_version(),
         executable=sys.executable,
         torch=str(torch.__version__),  # plain str, not TorchVersion
-        backend=options.backend if options.backend is Backend.CPU else devices.seen_backend(),
+        backend=options.backend if options.backend is Backend.CPU else devices.built_backend(),
         devices=found,
+        unseen=unseen,
         host_total_bytes=devices.host_total_bytes(),
         packages={
             name: found_version for name in ("numpy", "gguf", "msgspec", "triton") if (found_version := _version(name))

@@ -180,7 +180,10 @@ class Supervisor:
         return ExitCode.DONE
 
     async def _start(self) -> None:
-        """Listen, then start the groups; the other way round to take over from another supervisor."""
+        """Listen, then start the groups; the other way round to take over from another supervisor.
+
+        Raises LucevisorError when a group is given up before requests were served: another try would say the same.
+        """
         server = self.config.server
         if not self._succession.pending:
             await self._endpoint.open_admin()
@@ -190,6 +193,8 @@ class Supervisor:
             self._listening()
             self._succession.offer_it()
             await self.service.start()
+            if not await self.service.wait_ready(None) and self.service.state == "failed":
+                raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
             return
         self._progress.announced = False
         await self.service.start()

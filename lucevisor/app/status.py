@@ -166,6 +166,7 @@ def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> 
         "torch": group.hello.torch if group.hello is not None else "",
         "python": group.hello.executable if group.hello is not None else "",
         "kernels": group.loaded.kernels if group.loaded is not None else {},
+        "warnings": group.loaded.warnings if group.loaded is not None else [],
         "spare": any(spare.warm for spare in group.spares),
         "spares": [{"pid": s.pid, "warm": s.warm, "rss_bytes": s.rss_bytes} for s in group.spares],
     }

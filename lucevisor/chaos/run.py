@@ -145,8 +145,6 @@ class Chaos:
                 status = self._ask(_socket(directory), "GET", "/status")
                 if status["state"] == "ready":
                     return str(status["url"])
-                if status["state"] == "failed":
-                    raise LucevisorError(f"the supervisor did not start: {status['reason']}")
             time.sleep(_POLL_S)
         said = (directory / "output").read_text(errors="replace")
         raise LucevisorError(f"the supervisor did not start:\n{said[-4000:]}")

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TextIO
 
 import click
 
@@ -108,20 +112,43 @@ def main() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)  # commands end as at Ctrl-C, and clean up
     try:
-        code = cli.main(standalone_mode=False)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        code = ExitCode.FAILED
-    except click.ClickException as e:
-        e.show()
-        code = ExitCode.USAGE
-    except LucevisorError as e:
-        click.echo(f"lucevisor: {e}", err=True)
-        code = e.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output is gone
-        code = ExitCode.FAILED
+        code = _run()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as e:  # a full disk behind standard output, a directory that was removed
-        where = f"{e.filename}: " if e.filename is not None else ""
-        click.echo(f"lucevisor: {where}{e.strerror or e}", err=True)
+        _discard(sys.stdout)
+        if not isinstance(e, BrokenPipeError):  # the reader of the output has left, as `head` does
+            where = f"{e.filename}: " if e.filename is not None else ""
+            _complain(partial(click.echo, f"lucevisor: {where}{e.strerror or e}", err=True))
         code = ExitCode.FAILED
     sys.exit(int(code) if isinstance(code, int) else 0)
+
+
+def _run() -> object:
+    """Run the command and return its exit code.  Raises OSError."""
+    try:
+        return cli.main(standalone_mode=False)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return ExitCode.FAILED
+    except click.ClickException as e:
+        _complain(e.show)
+        return ExitCode.USAGE
+    except LucevisorError as e:
+        _complain(partial(click.echo, f"lucevisor: {e}", err=True))
+        return e.exit_code
+
+
+def _complain(show: Callable[[], None]) -> None:
+    """Write an error to standard error, if that takes it."""
+    try:
+        show()
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO | None) -> None:
+    """Send what a stream still buffers nowhere: the interpreter writes it when it ends, and would fail again."""
+    if stream is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -58,8 +58,8 @@ def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> in
         run_dir = Path(directory) / "lucevisor" / "demo"
         admin = AdminClient(run_dir / "admin.sock")
         try:
-            ready = start.main(arguments, standalone_mode=False) == ExitCode.DONE
-            return _run(admin, began, max_tokens) if ready else ExitCode.USAGE
+            code = int(start.main(arguments, standalone_mode=False))
+            return _run(admin, began, max_tokens) if code == ExitCode.DONE else code
         finally:
             if run_dir.exists():
                 _stop(admin, run_dir)

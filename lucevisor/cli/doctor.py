@@ -10,7 +10,6 @@ import click
 from lucevisor.cli.options import config_argument
 from lucevisor.config import Config, load
 from lucevisor.errors import ExitCode
-from lucevisor.model.values import Dtype
 from lucevisor.protocol.checks import Check
 from lucevisor.supervision.probe import Probe
 
@@ -19,30 +18,38 @@ from lucevisor.supervision.probe import Probe
 @config_argument
 @click.option("--layer", default=0, show_default=True, help="Layer whose numbers are compared.")
 def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
-    """Check each group of CONFIG: imports, torch build, devices, memory, arena mapping, one layer's numbers."""
+    """Check each group of CONFIG: imports, torch build, devices, arena mapping, one layer's numbers in the dtype that
+    will run; then whether the model fits into the memory that is free."""
     from lucevisor.app.model_files import open_model
-    from lucevisor.deployment.probe import check_arena, each_group
+    from lucevisor.deployment.probe import check_arena, each_group, inventory
+    from lucevisor.placement.planner import plan
+    from lucevisor.placement.result import Infeasible
 
     loaded = load(config, overrides)
     model = open_model(loaded, lambda what: click.echo(f"fetching {what}", err=True))
     if not 0 <= layer < model.spec.n_layers:
         raise click.UsageError(f"--layer {layer}: the model has layers 0 to {model.spec.n_layers - 1}")
+    devices, _ = asyncio.run(inventory(loaded))
+    placed = plan(model.spec, loaded, devices, None, model.draft_spec, model.score_spec)
+    dtype = placed.placement.dtype if isinstance(placed, Infeasible) else placed.dtype
     arena = check_arena()
 
     def check(_: str) -> tuple[Check, list[int]]:
-        return Check([str(f) for f in model.files], layer, _dtype(loaded), [arena.plan]), [arena.fd]
+        return Check([str(f) for f in model.files], layer, dtype, [arena.plan]), [arena.fd]
 
     try:
         answers = asyncio.run(each_group(loaded, check))
     finally:
         arena.close()
     healthy = [_report(loaded, name, answer) for name, answer in answers.items()]
-    click.echo("all groups are fit" if all(healthy) else "something is wrong: see the lines marked FAIL")
+    if isinstance(placed, Infeasible):
+        healthy.append(_line(False, "plan", placed.message.replace("\n", "; ")))
+    elif all(healthy):
+        _line(True, "plan", f"{model.name} fits, in {dtype}: `lucevisor plan` shows how")
+    slow = any(answer.checked is not None and answer.checked.warnings for answer in answers.values())
+    fit = "all groups are fit" + (", but slower than they could be: see the lines marked slow" if slow else "")
+    click.echo(fit if all(healthy) else "something is wrong: see the lines marked FAIL")
     return ExitCode.DONE if all(healthy) else ExitCode.FAILED
-
-
-def _dtype(config: Config) -> Dtype:
-    return Dtype.FLOAT32 if config.engine.dtype == "auto" else Dtype(config.engine.dtype)
 
 
 def _line(ok: bool, subject: str, detail: str) -> bool:
@@ -68,6 +75,8 @@ def _report(config: Config, name: str, answer: Probe) -> bool:
             )
     for line in answer.checked.lines if answer.checked is not None else []:
         good &= _line(line.ok, line.subject, line.detail)
+    for warning in answer.checked.warnings if answer.checked is not None else []:
+        click.echo(f"  slow {warning}")
     if answer.problem:
         good &= _line(False, "group", answer.problem)
     return good

@@ -119,9 +119,15 @@ class StartDisplay:
             if self._console is None:
                 log.info("ready", model=service.model.name, url=self._url, devices=devices, seconds=round(seconds, 3))
             self._say(f"ready after {seconds:.1f} s: {service.model.name} ({service.model.spec.quant}) over {devices}")
+            for warning in self._warnings(service):
+                self._say(warning)
             for line in first_request(self._url, keys=bool(self._config.server.api_keys_file)):
                 self._say(line)
         self._away = False
+
+    def _warnings(self, service: Service) -> list[str]:
+        loaded = ((name, group.loaded) for name, group in service.groups.items())
+        return [f"group {name} is slow: {one}" for name, of in loaded if of is not None for one in of.warnings]
 
     def _say(self, line: str) -> None:
         if self._console is not None:
@@ -170,5 +176,5 @@ def first_request(url: str, *, keys: bool) -> list[str]:
     lines = [f"open {url} in a browser, or ask:", f"curl {url}/v1/chat/completions \\"]
     if keys:
         lines.append("  -H 'authorization: Bearer KEY' \\")
-    content = '{"messages": [{"role": "user", "content": "What does os.path.join do?"}]}'
-    return [*lines, "  -H 'content-type: application/json' \\", f"  -d '{content}'"]
+    content = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
+    return [*lines, "  -H 'content-type: application/json' \\", f"  -d '{{{content},", '       "temperature": 0}\'']

@@ -103,7 +103,10 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
         click.echo(f"{name} was not ready yet and is stopped", err=True)
         raise
     if status is None:
-        return ExitCode.USAGE
+        return process.returncode
+    for group in status["groups"]:
+        for warning in group["warnings"]:
+            click.echo(f"group {group['name']} is slow: {warning}", err=True)
     click.echo(f"{name} is ready at {status['url']} (pid {status['pid']})")
     return ExitCode.DONE
 
@@ -111,17 +114,16 @@ def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_
 def _until_ready(
     process: subprocess.Popen[bytes], client: AdminClient, name: str, timeout_s: float, watch: Watch
 ) -> dict[str, Any] | None:
-    """Return the status of a supervisor that is ready, None if it refused its configuration."""
+    """Return the status of a supervisor that is ready, None if it ended and has said why."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
-            if process.returncode == ExitCode.USAGE:  # it says what is wrong with the configuration: nothing to add
-                click.echo(said, err=True, nl=False)
+            click.echo(said, err=True, nl=False)
+            if said and process.returncode > 0:
                 return None
-            raise LucevisorError(
-                f"the supervisor ended with code {process.returncode} before it was ready:\n{said[-4000:]}"
-            )
+            how = f"signal {-process.returncode}" if process.returncode < 0 else f"code {process.returncode}"
+            raise LucevisorError(f"{name} ended with {how} before it was ready; start it without --daemon to see why")
         try:
             status = client.call("GET", "/status")
         except NotRunningError:
@@ -133,10 +135,6 @@ def _until_ready(
         if status["state"] == "ready":
             return status
         watch.show(status)
-        if status["state"] == "failed":
-            raise LucevisorError(
-                f"{name} failed to start: {status['reason']}; it still runs: `lucevisor stop --name {name}`"
-            )
         time.sleep(0.1)
     raise NotReadyError(
         f"{name} was not ready within {timeout_s:.0f} s; it still starts: `lucevisor status --name {name}`"

@@ -42,7 +42,7 @@ def status_view(status: Status, *, folds: bool = True) -> RenderableType:
         *cache_lines(status["cache"]),
     ]
     texts = map(indented if folds else Text, filter(None, lines))
-    return Group(*headline(status), shard_table(status), *problem_lines(status), *texts)
+    return Group(*headline(status), shard_table(status), *problem_lines(status), *warning_lines(status), *texts)
 
 
 def indented(line: str) -> RenderableType:
@@ -107,6 +107,13 @@ def problem_lines(status: Status) -> Iterator[Text]:
         yield Text(status["reason"], CHANGING)
     if status["ready_in_s"] is not None:
         yield Text(f"likely to serve in {format_seconds(status['ready_in_s'])}")
+
+
+def warning_lines(status: Status) -> Iterator[Text]:
+    """Yield what makes a group slower than it could be."""
+    for group in status["groups"]:
+        for warning in group["warnings"]:
+            yield Text.assemble((f"group {group['name']} is slow: ", CHANGING), warning)
 
 
 def group_lines(groups: Sequence[Status]) -> Iterator[Text]:

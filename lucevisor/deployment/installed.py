@@ -1,11 +1,14 @@
 """What a Python environment has: packages, and what torch in it was built for.  Imports none of them.
 
-Runs as a script in the groups' interpreters, so it imports nothing but the standard library.
+Runs as a script in the groups' interpreters, so it imports nothing but the standard library, also of an old Python.
 """
+
+from __future__ import annotations
 
 import ast
 import importlib.util
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -14,9 +17,14 @@ TORCH = ("__version__", "cuda", "hip")
 
 
 def installed(packages: list[str]) -> dict[str, object]:
-    """Return ``missing``: the packages that are not found, and ``torch``: the constants of its version.py."""
+    """Return ``python``: the version, ``missing``: the packages that are not found, and ``torch``: the constants of its
+    version.py."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return {"missing": missing, "torch": {} if "torch" in missing else _torch()}
+    return {
+        "python": platform.python_version(),
+        "missing": missing,
+        "torch": {} if "torch" in missing else _torch(),
+    }
 
 
 def _torch() -> dict[str, object]:

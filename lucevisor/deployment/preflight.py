@@ -6,6 +6,7 @@ Invariant: what passes here may still fail at the hello, which knows versions, b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -22,13 +23,14 @@ from lucevisor.deployment.installed import installed
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
 from lucevisor.placement.planner import plan
-from lucevisor.protocol.handshake import MIN_PACKAGES, MIN_TORCH, older
+from lucevisor.protocol.handshake import MIN_PACKAGES, MIN_PYTHON, MIN_TORCH, older
 from lucevisor.supervision.child import SpawnError, find_python
 from lucevisor.supervision.environment import environment
 
 _PACKAGES: Final = ("torch", *sorted(MIN_PACKAGES))
 _BUILDS: Final = {"cuda": ("cuda", "a CUDA"), "hip": ("hip", "a ROCm")}
 """By backend, the constant of torch/version.py that it needs, and the build's name; cpu groups run with any build."""
+_ANOTHER: Final = f"name an interpreter of Python {MIN_PYTHON} or later that has {', '.join(_PACKAGES)}"
 _ASK_S: Final = 30.0
 """An interpreter that is silent for so long, on a disk that hangs for example, is left to the daemon's own deadline."""
 
@@ -36,6 +38,7 @@ _ASK_S: Final = 30.0
 class Installed(msgspec.Struct, frozen=True):
     """What an interpreter has; see installed.py."""
 
+    python: str
     missing: list[str]
     torch: dict[str, str | None]
 
@@ -96,8 +99,12 @@ def _check_interpreters(config: Config) -> Iterator[ConfigError]:
                     yield ConfigError(f"groups.{name}.python", value, *problem, file=str(config.file))
 
 
-def _problem(python: str, group: GroupConfig, found: Installed) -> tuple[str, str] | None:
+def _problem(python: str, group: GroupConfig, found: Installed | str) -> tuple[str, str] | None:
     """Return why an interpreter cannot run a group, and a hint; None if it can."""
+    if isinstance(found, str):
+        return f"{python} does not work as a Python interpreter: {found}", _ANOTHER
+    if older(found.python, MIN_PYTHON):
+        return f"{python} is Python {found.python}, older than {MIN_PYTHON}", _ANOTHER
     if found.missing:
         names = " ".join(found.missing)
         why = f"{python} has no {', '.join(found.missing)}"
@@ -115,17 +122,24 @@ def _problem(python: str, group: GroupConfig, found: Installed) -> tuple[str, st
     return why, f"{python} -m pip install torch --index-url URL ({url}), or name an interpreter with {build} build"
 
 
-def look_into(python: str, group: GroupConfig) -> Installed | None:
-    """Return what an interpreter has in the group's environment; None if it does not say."""
+def look_into(python: str, group: GroupConfig) -> Installed | str | None:
+    """Return what an interpreter has in the group's environment, or why it does not run; None if it is silent."""
     if python == sys.executable and not group.env:
         return msgspec.convert(installed(list(_PACKAGES)), Installed)
     env: Mapping[str, str] = environment(group, 0, Path(os.devnull), os.environ)
     script = str(Path(__file__).with_name("installed.py"))
     try:
         done = subprocess.run(
-            [python, script, *_PACKAGES], env=env, capture_output=True, text=True, timeout=_ASK_S, check=False
-        )
-        first, _, told = done.stdout.partition("installed:")
-        return msgspec.json.decode(told, type=Installed) if not first and done.returncode == 0 else None
-    except (OSError, subprocess.TimeoutExpired, ValueError):
+            [python, script, *_PACKAGES],
+            env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
         return None
+    except OSError as error:
+        return error.strerror or str(error)
+    _, _, told = done.stdout.rpartition(b"installed:")
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(told, type=Installed)
+    said = done.stderr.decode(errors="replace").strip().splitlines()
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
+    return f"it ended with {how}: {said[-1] if said else 'nothing on standard error'}"

@@ -296,6 +296,16 @@ class Service:
             return f"the weights are being hashed for cache.dir, {self._weights.progress()}: once for each model file"
         return "; ".join(parts) or "the pipeline is being put together"
 
+    def failure(self) -> str:
+        """Why groups that requests need are given up, each reason once; empty while none is."""
+        if self.deployment.unfit:
+            return "the model does not fit: " + self.deployment.unfit.replace("\n", "; ")
+        reasons: dict[str, list[str]] = {}
+        for name in self.deployment.needed:
+            if (group := self.groups[name]).state is State.FAILED:
+                reasons.setdefault(group.reason, []).append(name)
+        return "; ".join(f"group {', '.join(names)}: {reason}" for reason, names in reasons.items())
+
     def ready_in_s(self) -> float | None:
         """Return in how many seconds requests are likely to be served, or None when that is unknown."""
         return None if self._stopping is not None else self._readiness.wait_s(self.deployment.needed, time.monotonic())

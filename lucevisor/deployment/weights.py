@@ -190,7 +190,7 @@ class ModelWeights:
             raise LucevisorError("the supervisor is stopping") from error
         except (GgufError, OSError) as error:
             raise LucevisorError(f"{self._what} cannot be read: {error}") from error
-        log.info("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
+        log.debug("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
         if unsettled_s(identities, began_ns) <= 0:
             await asyncio.to_thread(digest_cache.write, self._directory, identities, found)
         return found

@@ -66,7 +66,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 class Checked(msgspec.Struct, frozen=True):
     """Answer to Check.  ``timings``: one per Span, in order; empty when one failed, which ``lines`` then reports.
-    ``lines``: also one for each limit that was tuned."""
+    ``lines``: also one for each limit that was tuned.  ``warnings``: what costs speed and can be fixed."""
 
     lines: list[CheckLine]
     timings: list[Timing] = []
+    warnings: list[str] = []

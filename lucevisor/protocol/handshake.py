@@ -18,10 +18,13 @@ MIN_PYTHON = "3.11"
 MIN_TORCH = "2.4"
 MIN_PACKAGES = {"msgspec": "0.19", "numpy": "1.26", "gguf": "0.17"}
 
+_BUILDS = {Backend.CUDA: "a CUDA", Backend.HIP: "a ROCm", Backend.CPU: "a CPU"}
 _DEVICE_ADVICE = {
-    Backend.CUDA: "nvidia-smi must list it, and CUDA_VISIBLE_DEVICES in [groups.{group}] env must not hide it",
-    Backend.HIP: "rocminfo must list it, HIP_VISIBLE_DEVICES in [groups.{group}] env must not hide it, and the user "
-    "must be in the groups render and video",
+    Backend.CUDA: "nvidia-smi must list it with a driver that is new enough for this torch, and CUDA_VISIBLE_DEVICES, "
+    "of the environment or in [groups.{group}] env, must not hide it",
+    Backend.HIP: "rocminfo must list it, HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, of the environment or in "
+    "[groups.{group}] env, must not hide it, and the user must be in the groups render and video, which may open "
+    "/dev/kfd",
     Backend.CPU: "a cpu daemon always lists the host: report this with the daemon's log",
 }
 
@@ -63,11 +66,16 @@ def check_hello(hello: Hello, expected: Expected) -> list[HelloProblem]:
         problems.append(
             HelloProblem(
                 f"group {expected.group!r} is configured as {expected.backend}, but torch {hello.torch} of "
-                f"{hello.executable} runs {hello.backend}",
+                f"{hello.executable} is {_BUILDS[hello.backend]} build",
                 f'{_torch_advice(expected, hello)}, or set backend = "{hello.backend}" in [groups.{expected.group}]',
             )
         )
         return problems  # device indices of another backend are meaningless
+    if expected.devices and not hello.devices and expected.backend is not Backend.CPU:
+        advice = _DEVICE_ADVICE[expected.backend].format(group=expected.group)
+        what = f"torch {hello.torch} of {hello.executable} is {_BUILDS[hello.backend]} build, but sees no GPU"
+        why = f" ({hello.unseen})" if hello.unseen else ""
+        return [*problems, HelloProblem(what + why, advice)]
     return problems + _device_problems(hello.devices, expected)
 
 
@@ -120,9 +128,9 @@ def _device_problems(devices: list[DeviceInfo], expected: Expected) -> list[Hell
 
 
 def _torch_advice(expected: Expected, hello: Hello) -> str:
-    builds = {Backend.CUDA: "a CUDA", Backend.HIP: "a ROCm", Backend.CPU: "any"}
+    build = "any" if expected.backend is Backend.CPU else _BUILDS[expected.backend]
     return (
-        f"install {builds[expected.backend]} build with {hello.executable} -m pip install torch --index-url URL  "
+        f"install {build} build with {hello.executable} -m pip install torch --index-url URL  "
         f"(URL: see https://pytorch.org/get-started/locally), or set python in [groups.{expected.group}] to an "
         "interpreter that has one"
     )

@@ -32,10 +32,11 @@ class Hello(msgspec.Struct, frozen=True):
     python: str  # version
     executable: str
     torch: str  # torch.__version__
-    backend: Backend
+    backend: Backend  # what torch is built for; cpu where it was asked for
     devices: list[DeviceInfo]
     host_total_bytes: int
     packages: dict[str, str]  # versions of numpy, gguf, msgspec and, if installed, triton
+    unseen: str = ""  # why there are no ``devices``
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
@@ -272,3 +273,4 @@ class Loaded(msgspec.Struct, frozen=True):
     score: DeviceUse | None = None  # of the scoring model
     score_problem: str = ""  # the same for the scoring model
     replayed: bool = False  # all of ``Load.replay`` is computed; else the daemon holds no sequences
+    warnings: list[str] = []  # what costs speed and can be fixed

@@ -227,9 +227,7 @@ class TestUnreadAnswers:
 
         def is_over():
             sock.recv(5)
-            started = time.monotonic()
             assert read_one(dial(server, HEALTH))[0].startswith(b"HTTP/1.1 200 ")
-            assert time.monotonic() - started < 2
             return server.do(lambda rig: rig.n_busy) == 0
 
         until(is_over)

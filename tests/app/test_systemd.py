@@ -195,8 +195,8 @@ def test_sockets_of_systemd_are_adopted_by_the_process_they_are_meant_for() -> N
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_the_units_are_valid_and_confined(tmp_path: Path) -> None:
     text = (UNITS / "lucevisor@.service").read_text()
-    assert text.count("/opt/lucevisor/bin/lucevisor ") == 2
-    (tmp_path / "lucevisor@demo.service").write_text(text.replace("/opt/lucevisor/bin/lucevisor ", "/bin/true "))
+    assert text.count("/opt/lucevisor/main/bin/lucevisor ") == 2
+    (tmp_path / "lucevisor@demo.service").write_text(text.replace("/opt/lucevisor/main/bin/lucevisor ", "/bin/true "))
     shutil.copy(UNITS / "lucevisor@.socket", tmp_path / "lucevisor@demo.socket")
     units = [str(tmp_path / f"lucevisor@demo.{kind}") for kind in ("service", "socket")]
     done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False)

@@ -112,10 +112,35 @@ def test_chaos_refuses_a_wrong_configuration_as_start_does():
         CliRunner().invoke(cli, ["chaos", "--set", "nope.x=1"], standalone_mode=False, catch_exceptions=False)
 
 
-def test_a_full_disk_behind_the_output_is_told_in_a_line():
-    script = "import sys; sys.argv = ['lucevisor', '--version']; from lucevisor.cli import main; main()"
+def lucevisor(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
+    """Run the command as a shell does, with the interpreter's own buffers."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "lucevisor", *arguments]
+    return subprocess.run(command, env=env, stdout=stdout, stderr=stderr, text=True, check=False)
+
+
+PRINTING = [["--version"], ["--help"], ["cache", "--help"], ["plan", DEMO]]
+
+
+@pytest.mark.parametrize("command", PRINTING, ids=" ".join)
+def test_a_full_disk_behind_the_output_is_told_in_a_line(command):
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = lucevisor(*command, stdout=full)
     assert (done.returncode, done.stderr) == (ExitCode.FAILED, "lucevisor: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", PRINTING, ids=" ".join)
+def test_a_reader_that_has_left_ends_a_command_without_a_word(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = lucevisor(*command, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (ExitCode.FAILED, "")
+
+
+def test_an_error_that_cannot_be_written_keeps_its_exit_code():
+    with Path("/dev/full").open("w") as full:
+        assert lucevisor("nope", stderr=full).returncode == ExitCode.USAGE
+        assert lucevisor("plan", "no/such.toml", stderr=full).returncode == ExitCode.USAGE

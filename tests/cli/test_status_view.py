@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import shlex
 from collections import deque
 
 import pytest
@@ -26,7 +27,7 @@ def group(name, stage, start, stop, **more):
     }  # fmt: skip
     return {
         "name": name, "pid": 4_194_304, "state": "ready", "state_s": 5.0, "reason": "", "loading": None,
-        "restarts": 12, "stages": [stage], "devices": [device],
+        "restarts": 12, "stages": [stage], "devices": [device], "warnings": [],
     } | more  # fmt: skip
 
 
@@ -105,6 +106,12 @@ def test_a_group_that_is_away_says_why_and_how_far_it_is():
         assert "likely to serve in 12.00 s" in text
 
 
+def test_what_makes_a_group_slow_is_told_while_it_serves():
+    slow = group("left", 0, 0, 64, warnings=["no C++ compiler: install g++, or set CXX"])
+    text = printed(status_view(status(groups=[slow])), width=200)
+    assert "group left is slow: no C++ compiler: install g++, or set CXX" in text
+
+
 def test_requests_that_are_held_and_a_rebuild():
     told = status(state="degraded")
     told["engine"] |= {"held": 3, "recovery": {"held_s": 2.5, "rebuilding_tokens": {"done": 100, "of": 200}}}
@@ -166,7 +173,9 @@ def test_the_live_view_says_what_is_waited_for_and_has_no_empty_bars():
 def test_the_curl_lines_fit_80_columns(url):
     lines = first_request(url, keys=True)
     assert max(map(len, lines)) <= 80
-    assert json.loads(lines[-1].removeprefix("  -d '").removesuffix("'"))["messages"]
+    command = shlex.split("\n".join(lines[1:]))
+    body = json.loads(command[command.index("-d") + 1])
+    assert body == {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
 
 
 def test_pages_that_are_out_are_told_with_those_in_host_memory():

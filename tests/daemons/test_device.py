@@ -25,16 +25,30 @@ def test_the_cpu_describes_itself():
     assert device.memory_total(device.CPU) == info.total_bytes
 
 
-@WITHOUT_ACCELERATOR
-@pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="this torch is not a cpu build")
-@pytest.mark.parametrize("backend", [Backend.CUDA, Backend.HIP])
+BUILT_FOR = device.built_backend()
+GPUS = [Backend.CUDA, Backend.HIP]
+
+
+@pytest.mark.parametrize("backend", [backend for backend in GPUS if backend is not BUILT_FOR])
 def test_another_backend_than_torchs_names_the_build(backend):
-    assert device.seen_backend() is Backend.CPU
     for ask in (lambda: device.visible_devices(backend), lambda: device.torch_device(backend, 0)):
-        with pytest.raises(DeviceError, match=f"backend {backend.value}: torch .* is a cpu build") as caught:
+        with pytest.raises(
+            DeviceError, match=f"backend {backend.value}: torch .* is a {BUILT_FOR.value} build"
+        ) as caught:
             ask()
         assert caught.value.configuration
         assert "python" in caught.value.advice
+
+
+@WITHOUT_ACCELERATOR
+@pytest.mark.skipif(BUILT_FOR is Backend.CPU, reason="this torch is a cpu build")
+def test_a_build_for_gpus_that_sees_none_says_why_and_what_hides_them(monkeypatch):
+    name = {Backend.CUDA: "CUDA_VISIBLE_DEVICES", Backend.HIP: "HIP_VISIBLE_DEVICES"}[BUILT_FOR]
+    monkeypatch.setenv(name, "7")
+    with pytest.raises(DeviceError, match=f"{name} is '7'") as caught:
+        device.visible_devices(BUILT_FOR)
+    assert caught.value.configuration
+    assert "Please" not in caught.value.reason
 
 
 @WITHOUT_ACCELERATOR

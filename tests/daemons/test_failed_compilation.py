@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from daemons.check import run_check
 from daemons.ops.cpu import compiler
 from daemons.ops.cpu.library import cpu_kernels
 from daemons.ops.cuda.compiler import CompileError, compile_kernel, nvrtc
@@ -17,6 +18,7 @@ from daemons.weights.packed import CHUNK, TILE_ROWS, PackedWeights, empty_packed
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend, Dtype, LayerRange
+from lucevisor.protocol.checks import Check
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from tests.families.pipeline import pools_of
 
@@ -54,11 +56,19 @@ def test_shards_of_a_daemon_wait_once_for_a_compiler_that_fails(calls):
     shards = [ShardPlan(0, LayerRange(0, 4)), ShardPlan(0, LayerRange(4, spec.n_layers))]
     stage = StagePlan(0, shards, None, None, embedding=True, output=True)
     load = Load([str(DEMO)], Dtype.BFLOAT16, Dtype.BFLOAT16, [stage], [], pools_of(spec), 4, 80)
-    runner, _ = ModelRunner.load(load, Backend.CPU, [], log)
+    runner, loaded = ModelRunner.load(load, Backend.CPU, [], log)
     assert len(runner.stages[0].shards) == 2
-    told = "the cpu computes with torch alone, slower than C++ kernels: "
+    told = "the cpu computes with torch alone, several times slower than with C++ kernels: "
     assert log.warnings == [f"{told}{calls.parent}/broken: fatal error: out of luck"]
+    assert loaded.warnings == log.warnings
     assert calls.read_text() == "call\n"
+
+
+def test_doctor_is_told_what_makes_a_layer_slow(calls):
+    found = run_check(Check([str(DEMO)], 0, Dtype.BFLOAT16), Backend.CPU, [])
+    assert [line.ok for line in found.lines] == [True]
+    [warning] = found.warnings
+    assert warning.endswith("broken: fatal error: out of luck")
 
 
 class BrokenGemv:

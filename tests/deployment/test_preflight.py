@@ -76,6 +76,31 @@ def test_an_interpreter_that_is_missing(python, why):
     assert why in error.why
 
 
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("exit 3", "it ended with code 3: nothing"),
+        ("echo no >&2", "code 0: no"),
+        ("kill -9 $$", "it ended with signal 9"),
+    ],
+)
+def test_a_program_that_is_no_interpreter(tmp_path, script, why):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    error = refused(f"groups.right.python={program}")
+    assert (error.key, error.value) == ("groups.right.python", str(program))
+    assert f"{program} does not work as a Python interpreter: " in error.why
+    assert why in error.why
+
+
+def test_an_interpreter_that_is_too_old(tmp_path):
+    old = tmp_path / "python"
+    old.write_text("""#!/bin/sh\necho 'installed:{"python": "3.10.4", "missing": [], "torch": {}}'\n""")
+    old.chmod(0o700)
+    assert refused(f"groups.right.python={old}").why == f"{old} is Python 3.10.4, older than 3.11"
+
+
 def test_an_interpreter_without_torch(bare_python):
     error = refused(f"groups.right.python={bare_python}")
     assert (error.key, error.value) == ("groups.right.python", str(bare_python))

@@ -30,6 +30,7 @@ class Group(msgspec.Struct):
     restarts: int
     stages: list[int]
     devices: list[Device]
+    warnings: list[str]
     spare: bool
 
 

@@ -70,7 +70,7 @@ def test_restarts_and_kills_leave_nothing(cli: Cli, n: int) -> None:
         for i in range(n):
             what(GROUPS[i % 2])
     assert complete(watched.url, watched.prompt)[0] == watched.right
-    wait_until(lambda: not watched.grown(before), 10, "connections close behind their answers")
+    wait_until(lambda: not watched.grown(before), 60, "connections close behind their answers")
     growth = watched.process.memory_info().rss - rss
     assert growth < 2**20 * (8 + n / 20), f"{growth / n / 2:.0f} bytes each"
     cli.stop()

@@ -137,7 +137,7 @@ def test_a_new_one_that_fails_changes_nothing(cli: Cli, tmp_path: Path) -> None:
         done = cli.run(*start, "--set", "server.port=1", check=False)
         assert (done.returncode, "the configuration says 127.0.0.1:1" in done.stderr) == (2, True), done.stderr
         killed = cli.popen(*start, "--set", "server.port=0")
-        wait_until(lambda: len(list(cli.socket().parent.glob("process-*"))) == 2, 10, "it has begun")
+        wait_until(lambda: len(list(cli.socket().parent.glob("process-*"))) == 2, 60, "it has begun")
         killed.kill()
         killed.wait(10)
     assert clients.wrong == []
@@ -154,7 +154,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_goes_on_warm(cli: Cli, 
     right, _ = complete(url, asked + answer)
     wait_until(lambda: cli.status()["cache"]["saved"] >= 1, 20, "a file was saved")
     os.kill(status["pid"], signal.SIGKILL)
-    wait_until(lambda: not any(alive(pid) for pid in pids(status)), 10, "no daemon is left")
+    wait_until(lambda: not any(alive(pid) for pid in pids(status)), 60, "no daemon is left")
     again = cli.start(DEMO, *cache, take_over=True)  # there is nothing to take over
     tokens, n_cached = complete(again["url"], asked + answer)
     assert n_cached > 64
@@ -171,7 +171,7 @@ def test_a_new_one_uses_what_the_old_one_saved(cli: Cli, tmp_path: Path) -> None
     right, _ = complete(status["url"], asked + answer)
     new = cli.start(DEMO, *cache, take_over=True)
     wait_until(lambda: not any(alive(pid) for pid in pids(status)), 30, "the old one has ended")
-    wait_until(lambda: cli.status()["cache"]["snapshots"] >= 1, 10, "its files are known")
+    wait_until(lambda: cli.status()["cache"]["snapshots"] >= 1, 60, "its files are known")
     tokens, n_cached = complete(new["url"], asked + answer)
     assert n_cached > 64
     assert tokens == right

@@ -21,7 +21,7 @@ def test_a_killed_command_leaves_no_process(user_cli: Cli, command: str) -> None
     below = starter.children(recursive=True)
     process.kill()
     process.wait()
-    wait_until(lambda: not any(alive(each.pid) for each in below), 10, "all have ended")
+    wait_until(lambda: not any(alive(each.pid) for each in below), 60, "all have ended")
 
 
 def test_a_supervisor_whose_starter_is_gone_already_does_not_start(user_cli: Cli) -> None:

@@ -51,9 +51,9 @@ def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp
         assert n_cached == 0
         asked += answer
         right, _ = complete(url, asked)
-        wait_until(lambda: manager.read().count("WATCHDOG=1") > 2, 10, "a watchdog that is fed")
+        wait_until(lambda: manager.read().count("WATCHDOG=1") > 2, 60, "a watchdog that is fed")
         process.send_signal(signal.SIGHUP)
-        wait_until(lambda: manager.read().count("READY=1") == 2, 10, "the end of a reload")
+        wait_until(lambda: manager.read().count("READY=1") == 2, 60, "the end of a reload")
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0, output

@@ -33,7 +33,7 @@ def in_terminal(cli: Cli, *arguments: str, interrupt_after: str = "") -> tuple[i
 
 def test_a_start_in_the_foreground_ends_with_the_address_and_a_request_to_copy(user_cli: Cli) -> None:
     code, lines = in_terminal(
-        user_cli, "start", str(DEMO), "--name", "t", "--set", "server.port=0", interrupt_after="  -d '"
+        user_cli, "start", str(DEMO), "--name", "t", "--set", "server.port=0", interrupt_after='"temperature": 0}'
     )
     text = "\n".join(lines)
     assert code == 0, text

@@ -41,7 +41,7 @@ async def test_a_stop_in_each_phase_of_the_start_is_clean(tmp_path, phase):
             case "importing":
                 await asyncio.sleep(0.3)
             case "hello":
-                await group.wait(State.LOADING, timeout_s=10)
+                await group.wait(State.LOADING, timeout_s=60)
             case "asking what to load":
                 await owner.asked_for_load.wait()
             case "loading":
@@ -49,7 +49,7 @@ async def test_a_stop_in_each_phase_of_the_start_is_clean(tmp_path, phase):
             case "ready":
                 await ready(group)
             case "backoff":
-                await group.wait(State.BACKOFF, timeout_s=10)
+                await group.wait(State.BACKOFF, timeout_s=60)
         began = time.monotonic()
         assert await group.stop(60.0) is State.STOPPED
         assert time.monotonic() - began < 20.0  # in order, not at the deadline

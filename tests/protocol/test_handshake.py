@@ -65,13 +65,23 @@ def test_a_matching_daemon_is_accepted():
         ),
         (
             {"torch": "2.9.1+cu128", "backend": Backend.CUDA},
-            "group 'right' is configured as hip, but torch 2.9.1+cu128 of /opt/rocm-env/bin/python runs cuda",
+            "group 'right' is configured as hip, but torch 2.9.1+cu128 of /opt/rocm-env/bin/python is a CUDA build",
             'or set backend = "cuda" in [groups.right]',
+        ),
+        (
+            {"torch": "2.9.1", "backend": Backend.CPU, "devices": []},
+            "group 'right' is configured as hip, but torch 2.9.1 of /opt/rocm-env/bin/python is a CPU build",
+            "install a ROCm build with /opt/rocm-env/bin/python -m pip install torch",
+        ),
+        (
+            {"devices": [], "unseen": "there is no /dev/kfd"},
+            "torch 2.9.1+rocm6.4 of /opt/rocm-env/bin/python is a ROCm build, but sees no GPU (there is no /dev/kfd)",
+            "rocminfo must list it",
         ),
         (
             {"devices": [device(0)]},
             "right:1 is not visible to its torch; visible: right:0 (Radeon 8060S)",
-            "HIP_VISIBLE_DEVICES in [groups.right] env",
+            "of the environment or in [groups.right] env",
         ),
     ],
 )
@@ -84,8 +94,8 @@ def test_each_problem_comes_with_its_fix(changes, what, advice):
 
 def test_all_problems_are_reported_at_once():
     found = problems(source_hash="x", python="3.9.1", torch="1.13.1", packages={}, devices=[])
-    assert len(found) == 8  # hash, python, three packages, torch, two devices
-    assert "visible: none" in found[-1]
+    assert len(found) == 7  # hash, python, three packages, torch, no device
+    assert "sees no GPU: rocminfo must list it" in found[-1]
 
 
 def test_devices_of_another_backend_are_not_checked():
@@ -95,7 +105,8 @@ def test_devices_of_another_backend_are_not_checked():
 
 def test_advice_for_devices_depends_on_the_backend():
     cuda = Expected("left", Backend.CUDA, HELLO.source_hash, [3])
-    assert "CUDA_VISIBLE_DEVICES in [groups.left] env" in problems(cuda, backend=Backend.CUDA)[0]
+    assert "left:3 is not visible" in problems(cuda, backend=Backend.CUDA)[0]
+    assert "CUDA_VISIBLE_DEVICES, of the environment or in [groups.left] env" in problems(cuda, backend=Backend.CUDA)[0]
 
 
 def test_a_cpu_group_has_every_index():

@@ -67,7 +67,7 @@ def test_a_killed_daemon_is_replaced_on_uvloop(tmp_path):
             await group.start()
             await ready(group)
             os.kill(group.pid, signal.SIGKILL)
-            await group.wait(State.BACKOFF, timeout_s=10)
+            await group.wait(State.BACKOFF, timeout_s=60)
             assert "signal 9 (SIGKILL)" in group.reason
             await ready(group)
             assert await group.stop() is State.STOPPED
@@ -84,7 +84,7 @@ async def test_output_and_log_lines_become_fields(tmp_path):
             await ready(group)
             pid = group.pid
             group.link.send(Step(5, 0))
-            await group.wait(State.BACKOFF, timeout_s=10)
+            await group.wait(State.BACKOFF, timeout_s=60)
             assert group.reason.startswith(
                 "step failed at left: RuntimeError: tiny raises at step (at daemons/worker.py:"
             )
@@ -226,6 +226,6 @@ async def test_a_daemon_told_to_terminate_by_an_operator_ends_in_order_and_is_re
         await ready(group)
         await asyncio.sleep(0.1)  # the tiny daemon reports idle a moment after it sent Loaded
         os.kill(group.pid, signal.SIGTERM)
-        await group.wait(State.BACKOFF, timeout_s=10)
+        await group.wait(State.BACKOFF, timeout_s=60)
         assert "exited with code 0" in group.reason
         await ready(group)

@@ -47,7 +47,7 @@ def test_the_first_heartbeat_comes_at_once_and_the_next_ones_count(ends):
     began = time.monotonic()
     reporter.start()
     first, second = receive(supervisor, Heartbeat, 2)
-    assert 0.4 < time.monotonic() - began < 10.0
+    assert time.monotonic() - began > 0.4
     assert (first.count, first.phase, first.free_bytes) == (0, "start", [10, 20])
     assert second.count == 1
     assert second.busy_s > first.busy_s
@@ -55,22 +55,21 @@ def test_the_first_heartbeat_comes_at_once_and_the_next_ones_count(ends):
 
 
 def test_a_change_of_phase_is_told_at_once_but_steps_are_not(ends, monkeypatch):
-    monkeypatch.setattr(pulse, "HEARTBEAT_S", 2.0)
+    monkeypatch.setattr(pulse, "HEARTBEAT_S", 3600.0)
     reporter, supervisor, _ = ends
     reporter.start()
     receive(supervisor, Heartbeat, 1)
-    began = time.monotonic()
     reporter.phase("load")
     assert receive(supervisor, Heartbeat, 1)[0].phase == "load"
     reporter.phase("idle")
     assert receive(supervisor, Heartbeat, 1)[0].phase == "idle"
-    assert time.monotonic() - began < 1.8
     for step in range(1000):
         reporter.phase("step", step)
         reporter.step_done(3)
         reporter.phase("idle")
+    reporter.phase("load")
     beat = receive(supervisor, Heartbeat, 1)[0]
-    assert (beat.count, beat.n_steps, beat.n_tokens) == (3, 1000, 3000)
+    assert (beat.count, beat.phase, beat.n_steps, beat.n_tokens) == (3, "load", 1000, 3000)
 
 
 def test_progress_and_logs_keep_their_order_and_progress_restarts_the_busy_time(ends):
@@ -79,13 +78,14 @@ def test_progress_and_logs_keep_their_order_and_progress_restarts_the_busy_time(
     time.sleep(1.0)
     reporter.log("warning", "converted", tensor="blk.0", n_bytes=5)
     progress = Progress(stage=0, device=0, done_bytes=1, total_bytes=2, phase="read")
+    began = time.monotonic()
     reporter.progress(progress)
     reporter.start()
     assert supervisor.receive().message == LogLine("warning", "converted", {"tensor": "blk.0", "n_bytes": 5})
     assert supervisor.receive().message == progress
     beat = supervisor.receive().message
     assert beat.phase == "load"
-    assert beat.busy_s < 0.9
+    assert beat.busy_s <= time.monotonic() - began
 
 
 def test_a_supervisor_that_does_not_read_costs_bounded_memory_and_no_time(ends):
