@@ -179,6 +179,8 @@ def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
         ("oneOf", {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}),
         ("not", {"type": "string", "not": {"const": "a"}}),
         ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+        ("minLength", {"type": "string", "minLength": 2**40}),
+        ("maxLength", {"type": "string", "maxLength": -1}),
         ("nowhere", {"$ref": "#/$defs/nowhere"}),
     ],
 )
@@ -244,6 +246,14 @@ def test_random_schemas_are_enforced_and_read_back(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(NAMES))
 def test_3000_random_schemas_are_enforced_and_read_back(kind: str) -> None:
     assert check_random_schemas(kind, range(3000)) >= 1500
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_counts_are_whole_numbers_however_they_are_written(kind: str) -> None:
+    texts = {"type": "string", "minLength": 2.0, "maxLength": 2.0}
+    far = {"type": "string", "enum": ["a"], "maxLength": 2**70}
+    schema = {"type": "object", "properties": {"a": texts, "b": far}, "required": ["a", "b"], "maxProperties": 2.0}
+    assert all([check_walk(kind, schema, seed, markers=True) for seed in range(3)])  # noqa: C419 - each must be right
 
 
 @pytest.mark.parametrize("kind", sorted(NAMES))

@@ -130,7 +130,7 @@ OF_MEMBERS: dict[str, Schema] = {
 def random_schema(rng: random.Random) -> Schema:
     """Parameters of a tool with definitions that refer to each other."""
     names = ["Leaf", "Node", "Tree"][: rng.randint(1, 3)]
-    definitions = {name: _value(rng, 2, names) for name in names}
+    definitions = {name: _object(rng, 2, names) for name in names}  # objects, as a reference to itself says nothing
     return {**_object(rng, 3, names), "$defs": definitions | {"Leaf": _scalar(rng)}}
 
 

@@ -26,6 +26,8 @@ _COMPOSING: Final = frozenset(
 _REFUSED: Final = ("not", "if", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
 _LEAST: Final = frozenset(["minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"])
 _MOST: Final = frozenset(["maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"])
+_COUNTS: Final = frozenset(key for key in _LEAST | _MOST if not key.lower().endswith(("minimum", "maximum")))
+_MOST_COUNTED: Final = 2**31 - 1  # llguidance counts so far
 _BOTH_SCHEMAS: Final = frozenset(["items", "propertyNames", "contains"])
 _BOTH_LISTS: Final = frozenset(["required", "patterns"])
 _OBJECT: Final = frozenset(["properties", "patternProperties", "additionalProperties"])
@@ -58,6 +60,8 @@ class Alternatives:
         own["type"] = sorted(type_names(schema.get("type")))
         if "pattern" in own:
             own["patterns"] = [own.pop("pattern")]
+        for key in _COUNTS & own.keys():
+            self._set_count(own, key, where)
         found = [own]
         if "const" in schema:
             found = self._both(found, [{"type": sorted(ANY_TYPE), "enum": [schema["const"]]}], where)
@@ -77,6 +81,15 @@ class Alternatives:
         if "unevaluatedProperties" in schema:
             found = [{"additionalProperties": schema["unevaluatedProperties"]} | one for one in found]
         return found
+
+    def _set_count(self, own: dict[str, Any], key: str, where: str) -> None:
+        """Make a count an integer that llguidance can read; leave out one that is none, or that no answer reaches."""
+        count = own.pop(key)
+        whole = not isinstance(count, bool) and isinstance(count, int | float) and 0 <= count == count // 1
+        if not whole or (count > _MOST_COUNTED and key in _LEAST):
+            self.refuse(where, key, f"as it is not a whole number from 0 to {_MOST_COUNTED}")
+        elif count <= _MOST_COUNTED:
+            own[key] = int(count)
 
     def refuse(self, where: str, keyword: str, why: str = "") -> None:
         """Raise GrammarError for a keyword that cannot be enforced if the schema is strict."""
