@@ -222,7 +222,7 @@ def test_a_plain_completion_is_constrained_too(client: openai.OpenAI) -> None:
     ("extra", "param", "told"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
-         "response_format", "Invalid type: thing"),
+         "response_format", "\"thing\" is not a type of JSON schema"),
         ({"guided_regex": "[0-9"}, "guided_regex", "unclosed character class"),
         ({"grammar": "root ::= nothing"}, "grammar", "'nothing' not found"),
         ({"guided_json": "{"}, "guided_json", "JSON"),

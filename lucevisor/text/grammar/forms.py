@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.schemas import closed
+from lucevisor.text.grammar.schemas import prepared
 
 Part = dict[str, Any]
 """One grammar of llguidance's notation: {"lark_grammar": ...} or {"json_schema": ...}."""
@@ -31,14 +31,15 @@ def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
 
     ``lenient``: keywords that cannot be enforced are left out, not refused.
 
-    Raises GrammarError for a schema that is too long; so do the other forms.
+    Raises GrammarError for a schema that is malformed, that nothing fits, or that is too long; so do the other forms.
     """
-    options = {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
     try:
         _bounded(json.dumps(schema))
-        return {"json_schema": {**closed(schema), "x-guidance": options}}
+        ready = prepared(schema, lenient=lenient)
     except RecursionError:
         raise GrammarError("it is nested too deep") from None
+    options = {"whitespace_pattern": _WHITESPACE}
+    return {"json_schema": {**(ready if isinstance(ready, dict) else {}), "x-guidance": options}}
 
 
 def any_object() -> Part:
