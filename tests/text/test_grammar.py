@@ -158,9 +158,13 @@ def test_a_token_that_does_not_follow_is_an_error() -> None:
         (forms.choice(["yes", 'say "no"', "ä\n/b"]), ["yes", 'say "no"', "ä\n/b"], ["y", "yesyes", "no"]),
         (forms.grammar('root ::= "a" b+ # tail\nb ::= [x-z] | "-" b'), ["ax", "a-xz"], ["a", "ax-"]),
         (forms.grammar('start: "a" B*\nB: /[xy]/'), ["a", "axy"], ["x"]),
+        (forms.grammar('root ::= start "!"\nstart ::= [\\u00e0-\\u00ff] "\\x41"'), ["éA!"], ["eA!"]),
+        (forms.grammar('root ::= "a"{0} ("bc" | [\\[\\]^-]){2,3}'), ["bcbc", "[]^", "-bc-"], ["abcbc", "[", "[[[["]),
+        (forms.grammar('root ::= [a-z]* "end" | "if" [a-z]?'), ["end", "bendend", "if", "ifx"], ["en", "i"]),
+        (forms.grammar('root ::= "(" ws root? ")" # nested\nws ::= | " "'), ["()", "( (()))"], ["(", "(  )"]),
         (forms.any_object(), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"}']),
     ],
-    ids=["regex", "choice", "gbnf", "lark", "object"],
+    ids=["regex", "choice", "gbnf", "lark", "escapes", "repeats", "overlap", "recursion", "object"],
 )
 @pytest.mark.parametrize("name", ["small", "demo"])
 def test_a_form_allows_its_texts_and_no_others(
@@ -223,6 +227,9 @@ class TestReasoning:
         (lambda: forms.choice(["a" * 200_000]), "more than"),
         (lambda: forms.grammar("root ::= other"), "not found"),
         (lambda: forms.grammar("root = 3"), "::="),
+        (lambda: forms.grammar('root ::= "a" {2'), "line 1: a repetition"),
+        (lambda: forms.grammar('root ::= "\\ud800"'), "no character"),
+        (lambda: forms.grammar('a ::= "b"'), "no rule 'root'"),
         (lambda: forms.grammar("root ::= " + "(" * 50_000), "nested too deep"),
         (lambda: {"lark_grammar": "start: " + "(" * 50_000}, "nested"),
         (lambda: forms.grammar("start: nothing"), "nothing"),
