@@ -144,7 +144,7 @@ def _allows(schema: Mapping[str, Any], text: str) -> tuple[bool, bool]:
     return any(one.compute_bitmask()[:32]), accepting  # without the end
 
 
-class _Bytes:
+class _ByteVocabulary:
     """A vocabulary of all bytes, for llguidance."""
 
     eos_token_id, bos_token_id = 256, None
@@ -157,4 +157,4 @@ class _Bytes:
 
 @functools.cache
 def _byte_tokens() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=256, slices=[])
+    return LLTokenizer(TokenizerWrapper(_ByteVocabulary()), n_vocab=257, eos_token=256, slices=[])

@@ -174,7 +174,7 @@ class _Preparation:
         if composed:
             several = frozenset(name for name, n in survey.names.items() if n > 1)
             inner = _Scope(part=True, shared=scope.shared | several)
-        return _Writer(self, place, kinds, inner, closing, composed=composed or scope.part).written()
+        return _SchemaWriter(self, place, kinds, inner, closing, composed=composed or scope.part).written()
 
     def kinds(self, place: Place) -> frozenset[str]:
         """The types that a schema's own ``type`` allows."""
@@ -298,7 +298,7 @@ def _malformed(place: Place, keyword: str, reason: str) -> GrammarError:
     return GrammarError(f"{keyword} at {place.path} {reason}".lstrip() if keyword else f"{place.path} {reason}")
 
 
-class _Writer:
+class _SchemaWriter:
     """Writes one schema in llguidance's subset, keyword by keyword in its order: properties come in that order."""
 
     def __init__(
@@ -713,7 +713,7 @@ class _Writer:
                 self._drop(key, f"cannot be enforced beside {', '.join(found)}: {_reason(told)}")
         self._out |= found
 
-    _WRITERS: Final[Mapping[str, Callable[[_Writer, str], None]]] = {
+    _WRITERS: Final[Mapping[str, Callable[[_SchemaWriter, str], None]]] = {
         "type": _type, "enum": _values, "const": _values,
         "$ref": _reference, "$dynamicRef": _reference, "$recursiveRef": _reference,
         "allOf": _all_of, "anyOf": _any_of, "oneOf": _one_of, "not": _not, "if": _if,
