@@ -39,6 +39,7 @@ READERS = {
     "detokenize": read_detokenize,
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+LARGE_NUMBERS = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30, "default": -(10**400)}}}
 BODIES = [
     ("chat", {"messages": [{"role": "user", "content": "Hi é 🎉 <|im_end|>"}]}),
     ("chat", {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "tools": [TOOL]}),
@@ -63,6 +64,13 @@ BODIES = [
         },
     ),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    (
+        "chat",
+        {
+            "messages": [{"role": "user", "content": "b"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": LARGE_NUMBERS}}],
+        },
+    ),
     ("chat", {"messages": [], "temprature": 1}),
     ("chat", {"messages": [{"role": "user", "content": "Hi " * 600}]}),
     ("completion", {"prompt": "Once upon", "echo": True, "seed": 1}),

@@ -222,7 +222,7 @@ def test_a_plain_completion_is_constrained_too(client: openai.OpenAI) -> None:
     ("extra", "param", "told"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
-         "response_format", "Invalid type: thing"),
+         "response_format", "\"thing\" is not a type of JSON schema"),
         ({"guided_regex": "[0-9"}, "guided_regex", "unclosed character class"),
         ({"grammar": "root ::= nothing"}, "grammar", "'nothing' not found"),
         ({"guided_json": "{"}, "guided_json", "JSON"),
@@ -230,7 +230,7 @@ def test_a_plain_completion_is_constrained_too(client: openai.OpenAI) -> None:
         ({"regex": "a", "guided_regex": "a"}, "regex", "guided_regex"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "regex"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}],
-          "tool_choice": "required"}, "tool_choice", "Invalid type"),
+          "tool_choice": "required"}, "tool_choice", "is not a type of JSON schema"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"grammar": "start: " + "(" * 20000 + "A" + ")" * 20000 + "\nA: /a/"}, None, ""),
         ({"regex": "((a{1000}){1000}){1000}"}, "regex", ""),

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+from typing import Any
 
 import jsonschema
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.text.grammar import forms
-from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
+from lucevisor.text.grammar.matcher import Grammar, GrammarCompiler, GrammarError, Matcher
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.output_format import THINK, ReasoningTags
 from lucevisor.text.tokenizer import Tokenizer
@@ -38,6 +39,11 @@ def matcher(
     rules = Rules(tokenizer(name))
     whole = rules.grammar(rules.after_reasoning(rules.part(part), tags, inside=inside))
     return compiler(name).compile(whole).matcher()
+
+
+def compiled(part: forms.Part, name: str) -> Grammar:
+    rules = Rules(tokenizer(name))
+    return compiler(name).compile(rules.grammar(rules.part(part)))
 
 
 def allowed(row: bytes | bytearray, name: str = "small") -> list[int]:
@@ -152,9 +158,13 @@ def test_a_token_that_does_not_follow_is_an_error() -> None:
         (forms.choice(["yes", 'say "no"', "ä\n/b"]), ["yes", 'say "no"', "ä\n/b"], ["y", "yesyes", "no"]),
         (forms.grammar('root ::= "a" b+ # tail\nb ::= [x-z] | "-" b'), ["ax", "a-xz"], ["a", "ax-"]),
         (forms.grammar('start: "a" B*\nB: /[xy]/'), ["a", "axy"], ["x"]),
+        (forms.grammar('root ::= start "!"\nstart ::= [\\u00e0-\\u00ff] "\\x41"'), ["éA!"], ["eA!"]),
+        (forms.grammar('root ::= "a"{0} ("bc" | [\\[\\]^-]){2,3}'), ["bcbc", "[]^", "-bc-"], ["abcbc", "[", "[[[["]),
+        (forms.grammar('root ::= [a-z]* "end" | "if" [a-z]?'), ["end", "bendend", "if", "ifx"], ["en", "i"]),
+        (forms.grammar('root ::= "(" ws root? ")" # nested\nws ::= | " "'), ["()", "( (()))"], ["(", "(  )"]),
         (forms.any_object(), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"}']),
     ],
-    ids=["regex", "choice", "gbnf", "lark", "object"],
+    ids=["regex", "choice", "gbnf", "lark", "escapes", "repeats", "overlap", "recursion", "object"],
 )
 @pytest.mark.parametrize("name", ["small", "demo"])
 def test_a_form_allows_its_texts_and_no_others(
@@ -208,8 +218,8 @@ class TestReasoning:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: forms.json_schema({"type": "thing"}), "Invalid type"),
-        (lambda: forms.json_schema({"type": "string", "minLength": 5, "maxLength": 2}), "nsatisfiable"),
+        (lambda: forms.json_schema({"type": "thing"}), '"thing" is not a type'),
+        (lambda: forms.json_schema({"type": "string", "minLength": 5, "maxLength": 2}), "no value fits"),
         (lambda: forms.regex("[0-9"), "unclosed"),
         (lambda: forms.regex("((a{1000}){1000}){1000}"), "too many"),
         (lambda: forms.regex("a" * 200_000), "more than"),
@@ -217,6 +227,9 @@ class TestReasoning:
         (lambda: forms.choice(["a" * 200_000]), "more than"),
         (lambda: forms.grammar("root ::= other"), "not found"),
         (lambda: forms.grammar("root = 3"), "::="),
+        (lambda: forms.grammar('root ::= "a" {2'), "line 1: a repetition"),
+        (lambda: forms.grammar('root ::= "\\ud800"'), "no character"),
+        (lambda: forms.grammar('a ::= "b"'), "no rule 'root'"),
         (lambda: forms.grammar("root ::= " + "(" * 50_000), "nested too deep"),
         (lambda: {"lark_grammar": "start: " + "(" * 50_000}, "nested"),
         (lambda: forms.grammar("start: nothing"), "nothing"),
@@ -254,3 +267,37 @@ def test_the_same_grammar_is_compiled_once_and_its_matchers_are_independent() ->
     one, other = grammar.matcher(), grammar.matcher()
     one.masks(0, tokenizer().encode("a"), [])
     assert first(other, []) == tokenizer().encode("a")
+
+
+def lengths(n: int, least: int, step: int) -> dict[str, dict[str, Any]]:
+    return {f"f{i}": {"type": "string", "maxLength": least + step * i} for i in range(n)}
+
+
+def text_of(rng: random.Random, n: int) -> str:
+    return "".join(rng.choices('abcdefgh ijkl\n\\"é漢😀.,()[]{}0123456789', k=n))
+
+
+def test_a_long_string_with_a_bound_is_followed_to_its_end() -> None:
+    """Its masks take more states than one lexer may have."""
+    one = matcher(forms.json_schema({"type": "string", "maxLength": 10_000}), "demo")
+    text = text_of(random.Random(1), 10_000)
+    ids = tokenizer("demo").encode(json.dumps(text, ensure_ascii=False)[:-1])
+    for i in range(len(ids)):
+        one.masks(i, ids[i : i + 1], [])
+    ends = first(one, ids, "demo")
+    assert {tokenizer("demo").token_bytes(i) for i in ends} == {b'"'}
+
+
+@pytest.mark.parametrize("n", [150, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_what_some_outputs_take_of_a_grammar_is_not_missing_to_others(n: int) -> None:
+    """Strings of 30 bounds: together they have more states than one lexer may have, each alone has not."""
+    bounds, rng = lengths(30, 1_000, 97), random.Random(2)
+    grammar = compiled(forms.json_schema({"type": "object", "properties": bounds}), "demo")
+    running = grammar.matcher()
+    for _ in range(n):
+        name = rng.choice(list(bounds))
+        text = text_of(rng, rng.randrange(bounds[name]["maxLength"]))
+        ids = tokenizer("demo").encode(json.dumps({name: text}, ensure_ascii=False))
+        one = grammar.matcher()
+        assert set(first(one, ids, "demo")) <= tokenizer("demo").eos_ids | set(tokenizer("demo").encode(" \n"))
+    assert {tokenizer("demo").token_bytes(i)[:1] for i in first(running, [], "demo")} == {b"{"}

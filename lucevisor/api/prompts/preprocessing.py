@@ -80,9 +80,13 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The options, and the number of ids of each prompt."""
+    """The options, and the number of ids of each prompt.
+
+    ``tools``: those of the options, as JSON: their numbers may be larger than any other encoding has.
+    """
 
     options: GenerationOptions
+    tools: bytes
     lengths: list[int]
 
 
@@ -319,7 +323,8 @@ class _Worker:
         record = b"".join(parts)
         if outcome == PREPARED:
             reply = msgspec.msgpack.decode(record, type=PreparedReply)
-            return PreparedRequest(reply.options, [await self._ids(length) for length in reply.lengths])
+            options = msgspec.structs.replace(reply.options, tools=msgspec.json.decode(reply.tools))
+            return PreparedRequest(options, [await self._ids(length) for length in reply.lengths])
         if outcome == REFUSED:
             told = msgspec.msgpack.decode(record, type=Refusal)
             raise ApiError(told.status, told.message, code=told.code, param=told.param, headers=told.headers)

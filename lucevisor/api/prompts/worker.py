@@ -43,6 +43,7 @@ from lucevisor.api.prompts.preprocessing import (
     Setup,
 )
 from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.text.grammar.matcher import is_panic
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -89,7 +90,7 @@ def _reply(
     reader: Callable[[dict[str, Any], Ports], PreparedRequest | bytes], body: bytes, ports: Ports
 ) -> tuple[bytes, ...]:
     try:
-        read = reader(decode_object(body), ports)
+        return _encoded(reader(decode_object(body), ports))
     except ApiError as error:
         refusal = Refusal(
             status=error.status, message=error.message, code=error.code, param=error.param, headers=error.headers
@@ -99,9 +100,18 @@ def _reply(
         os._exit(OUT_OF_MEMORY)  # too little may be left to report it
     except Exception:  # last resort: the server logs the bug
         return _framed(DEFECT, traceback.format_exc().encode())
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return _framed(DEFECT, traceback.format_exc().encode())
+
+
+def _encoded(read: PreparedRequest | bytes) -> tuple[bytes, ...]:
     if isinstance(read, bytes):
         return _framed(ANSWER, read)
-    reply = PreparedReply(options=read.options, lengths=[len(ids) for ids in read.prompts])
+    tools = msgspec.json.encode(read.options.tools)
+    options = msgspec.structs.replace(read.options, tools=[])
+    reply = PreparedReply(options=options, tools=tools, lengths=[len(ids) for ids in read.prompts])
     return *_framed(PREPARED, msgspec.msgpack.encode(reply)), *(TokenBuffer.of(ids).packed() for ids in read.prompts)
 
 

@@ -7,20 +7,24 @@ compiling tells whether the grammar in it is valid.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
+from lucevisor.text.grammar import gbnf
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.grammar.schemas import closed
+from lucevisor.text.grammar.schemas import prepared
 
 Part = dict[str, Any]
 """One grammar of llguidance's notation: {"lark_grammar": ...} or {"json_schema": ...}."""
 
 MAX_GRAMMAR_CHARS: Final = 128 * 1024
 """Characters of one schema, grammar or regular expression: reading GBNF takes some 10 us each."""
+
+_LARK: Final = re.compile(r"^\s*(%llguidance\b|start\s*:)", re.MULTILINE)
+_GBNF: Final = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 _WHITESPACE: Final = r"( |\n[ \t]{0,40})"
 """Between the tokens of JSON: nothing or this, so that a model cannot go on with blanks for ever."""
@@ -31,14 +35,15 @@ def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> Part:
 
     ``lenient``: keywords that cannot be enforced are left out, not refused.
 
-    Raises GrammarError for a schema that is too long; so do the other forms.
+    Raises GrammarError for a schema that is malformed, that nothing fits, or that is too long; so do the other forms.
     """
-    options = {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
     try:
         _bounded(json.dumps(schema))
-        return {"json_schema": {**closed(schema), "x-guidance": options}}
+        ready = prepared(schema, lenient=lenient)
     except RecursionError:
         raise GrammarError("it is nested too deep") from None
+    options = {"whitespace_pattern": _WHITESPACE}
+    return {"json_schema": {**(ready if isinstance(ready, dict) else {}), "x-guidance": options}}
 
 
 def any_object() -> Part:
@@ -60,16 +65,8 @@ def choice(options: Sequence[str]) -> Part:
 
 def grammar(text: str) -> Part:
     """A grammar in GBNF (llama.cpp) or in Lark's notation as llguidance extends it.  Raises GrammarError."""
-    if is_lark_syntax(_bounded(text)):
-        return {"lark_grammar": text}
-    try:
-        return {"lark_grammar": gbnf_to_lark(text)}
-    except GbnfToLarkError as error:
-        raise GrammarError(str(error)) from None
-    except RecursionError:
-        raise GrammarError("it is nested too deep") from None
-    except Exception as error:  # the converter raises bare Exceptions
-        raise GrammarError(str(error)) from None
+    is_lark = _LARK.search(_bounded(text)) and not _GBNF.search(text)
+    return {"lark_grammar": text if is_lark else gbnf.lark(text)}
 
 
 def _bounded(text: str) -> str:

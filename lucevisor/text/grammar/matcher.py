@@ -6,10 +6,12 @@ grammar is complete only tokens that end the answer are allowed; work and memory
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -27,6 +29,20 @@ _STEP_ITEMS: Final = 50_000
 _LEXER_STATES: Final = 50_000  # 1 to 2 KiB each
 _GRAMMAR_SYMBOLS: Final = 200_000
 _ROW_ITEMS: Final = 20_000  # of one state of the parser: alternatives that are open at once
+LIMITS: Final = LLParserLimits(
+    initial_lexer_fuel=_INITIAL_FUEL,
+    step_lexer_fuel=_STEP_FUEL,
+    step_max_items=_STEP_ITEMS,
+    max_items_in_row=_ROW_ITEMS,
+    max_lexer_states=_LEXER_STATES,
+    max_grammar_size=_GRAMMAR_SYMBOLS,
+    verbose_errors=False,
+)
+"""The most work and memory that one grammar may take."""
+
+_TOO_MANY_STATES: Final = "too many states"
+_REPLAYS: Final = 8  # of a token, on average: each takes less than the mask before it
+_TOO_MUCH: Final = "it takes too much work"
 _ALL: Final = 0xFF
 _SLOW_S: Final = 0.002  # looking at drafts takes some 10 us
 
@@ -38,12 +54,20 @@ class GrammarError(LucevisorError):
 class Matcher:
     """Follows one output.  For any thread, one at a time."""
 
-    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, n_vocab: int) -> None:
+        self._grammar = grammar
         self._matcher = matcher
+        self._taken = array("I")
+        self._shares = True  # its lexer, with other outputs
+        self._n_replayed = 0
         self._lock = threading.Lock()
         self._slow = False
         self.row_bytes = -(-n_vocab // 8)
-        self.n_tokens = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the output that were taken."""
+        return len(self._taken)
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take the output's ``tokens`` from ``start`` on, but for those taken before; return the mask of what may
@@ -53,20 +77,28 @@ class Matcher:
         the answer, allow everything.  Raises GrammarError.
         """
         with self._lock:
-            self._take(start, tokens)
-            rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
-            n_taken = 0
-            for index in range(1 + len(drafts)):
-                mask = self._matcher.compute_bitmask()
-                self._check()
-                at = index * self.row_bytes
-                rows[at : at + self.row_bytes] = mask[: self.row_bytes]
-                if index == len(drafts) or not self._try(drafts[index]):
-                    break
-                n_taken += 1
-            self._matcher.rollback(n_taken)
+            try:
+                return self._masks(start, tokens, drafts)
+            except GrammarError:
+                if not self._renewed():
+                    raise
+                return self._masks(start, tokens, drafts)
+
+    def _masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
+        self._take(start, tokens)
+        rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
+        n_taken = 0
+        for index in range(1 + len(drafts)):
+            mask = self._matcher.compute_bitmask()
             self._check()
-            return rows
+            at = index * self.row_bytes
+            rows[at : at + self.row_bytes] = mask[: self.row_bytes]
+            if index == len(drafts) or not self._try(drafts[index]):
+                break
+            n_taken += 1
+        self._matcher.rollback(n_taken)
+        self._check()
+        return rows
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """Take tokens as ``masks`` does; return how many ``drafts`` the grammar allows behind them.
@@ -90,8 +122,23 @@ class Matcher:
             raise GrammarError(f"tokens {self.n_tokens} to {start} of the output are missing")
         for token in tokens[self.n_tokens - start :]:
             if not self._matcher.consume_token(token):
-                raise GrammarError(self._matcher.get_error() or f"token {token} does not follow")
-            self.n_tokens += 1
+                raise GrammarError(_sentence(self._matcher.get_error()) or f"token {token} does not follow")
+            self._taken.append(token)
+
+    def _renewed(self) -> bool:
+        """Go on with a lexer of this output's own, where the states of the one it shares with others add up.
+
+        A new one has no states but those of the tokens that it takes again, of which masks need several times more.
+        A full one may refuse a token without saying why, so whatever a shared one says is tried again.
+        """
+        if not self._shares:
+            full = _TOO_MANY_STATES in self._matcher.get_error()
+            if not full or self.n_tokens - self._n_replayed < self._n_replayed / _REPLAYS:
+                return False
+        self._shares = False
+        self._matcher = self._grammar.renewed()
+        self._n_replayed = self.n_tokens
+        return bool(self._matcher.consume_tokens(self._taken.tolist()))
 
     def _try(self, token: int) -> bool:
         """Take a token if it is allowed and more may follow it."""
@@ -101,19 +148,25 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(self._matcher.get_error())
+            raise GrammarError(_sentence(self._matcher.get_error()))
 
 
 class Grammar:
-    """A compiled grammar."""
+    """A compiled grammar.  Copies of a matcher share its lexer, whose states only grow; a full one is replaced."""
 
-    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
-        self._matcher = matcher
+    def __init__(self, compile_: Callable[[], LLMatcher], n_vocab: int) -> None:
+        self._compile = compile_
+        self._matcher = compile_()
         self._n_vocab = n_vocab
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of an output."""
-        return Matcher(self._matcher.deep_copy(), self._n_vocab)
+        return Matcher(self, self._matcher.deep_copy(), self._n_vocab)
+
+    def renewed(self) -> LLMatcher:
+        """Return llguidance's matcher with a lexer that no other output uses; later outputs share another one."""
+        self._matcher = self._compile()
+        return self._compile()
 
 
 class GrammarCompiler:
@@ -124,15 +177,6 @@ class GrammarCompiler:
         self._tokens: LLTokenizer | None = None
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
-        self._limits = LLParserLimits(
-            initial_lexer_fuel=_INITIAL_FUEL,
-            step_lexer_fuel=_STEP_FUEL,
-            step_max_items=_STEP_ITEMS,
-            max_items_in_row=_ROW_ITEMS,
-            max_lexer_states=_LEXER_STATES,
-            max_grammar_size=_GRAMMAR_SYMBOLS,
-            verbose_errors=False,
-        )
 
     def prepare(self) -> None:
         """Take in the vocabulary, which holds the interpreter lock: 1 s and 100 MB for 248,320 tokens, 10 ms for 8,192.
@@ -150,13 +194,36 @@ class GrammarCompiler:
                 return self._kept[grammar]
             if self._tokens is None:
                 self._tokens = _tokens(self._tokenizer)
-            matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
-            compiled = Grammar(matcher, self._tokenizer.n_vocab)
+            compiled = Grammar(functools.partial(_compiled, self._tokens, grammar), self._tokenizer.n_vocab)
             _try_out(compiled)
             self._kept[grammar] = compiled
             if len(self._kept) > MAX_CACHED:
                 self._kept.popitem(last=False)
             return compiled
+
+
+def _compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+    try:
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise GrammarError(_TOO_MUCH) from None
+    if matcher.is_error():
+        raise GrammarError(_sentence(matcher.get_error()))
+    return matcher
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether llguidance gave up within itself; such an error is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def _sentence(told: str) -> str:
+    """llguidance's message for a client."""
+    if "panic" in told or "backtrace" in told:
+        return _TOO_MUCH
+    return told.replace("<non-verbose/>", "").strip()
 
 
 def _try_out(grammar: Grammar) -> None:

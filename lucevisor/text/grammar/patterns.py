@@ -1,0 +1,160 @@
+"""Regular expressions of JSON schemas (ECMA 262) in the notation that llguidance compiles, and questions about them.
+
+Knows both notations and llguidance, no schemas.  Invariant: a translated expression matches the same texts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from lucevisor.text.grammar.matcher import LIMITS, is_panic
+
+_CONTROLS: Final = {"0": r"\x00", "b": r"\x08"}
+_QUANTIFIER: Final = re.compile(r"\{\d+(,\d*)?\}")
+_TOKEN: Final = re.compile(
+    r"\\[pP]\{[^}]*\} | \\c[A-Za-z] | \\x[0-9a-fA-F]{2} | \\u\{[0-9a-fA-F]+\} | \\u[0-9a-fA-F]{4} | \\. | .",
+    re.VERBOSE | re.DOTALL,
+)
+_KNOWN_ESCAPES: Final = frozenset("dDwWsSbBnrtfvpPkxu123456789")
+_CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 262
+
+
+class PatternError(ValueError):
+    """An expression cannot be compiled; the message says why."""
+
+
+def translated(pattern: str) -> str:
+    """Return an ECMA expression in the notation of Rust's crate regex."""
+    pieces, in_class, at = list[str](), False, 0
+    while match := _TOKEN.match(pattern, at):
+        token = match.group()
+        at = match.end()
+        if token[0] == "\\" and len(token) > 1:
+            pieces.append(_escape(token, in_class=in_class))
+        elif in_class:
+            in_class = token != "]"
+            pieces.append(rf"\{token}" if token in "[&~" or (token == "-" and pattern[at : at + 1] == "-") else token)
+        elif token == "[":
+            in_class = True
+            if pattern.startswith("^]", at):  # any character
+                pieces.append(r"[\s\S]")
+                in_class, at = False, at + 2
+            elif pattern.startswith("]", at):  # none
+                pieces.append(r"[^\s\S]")
+                in_class, at = False, at + 1
+            else:
+                pieces.append("[^" if pattern.startswith("^", at) else "[")
+                at += pattern.startswith("^", at)
+        elif token == "{" and not _QUANTIFIER.match(pattern, match.start()):
+            pieces.append(r"\{")
+        elif token == "}" and "{" not in pattern[max(0, at - 24) : at]:
+            pieces.append(r"\}")
+        else:
+            pieces.append(token)
+    return "".join(pieces)
+
+
+def _escape(token: str, *, in_class: bool) -> str:
+    kind = token[1]
+    if kind in "pP" and len(token) > 2:
+        return token
+    if kind == "c" and len(token) == 3:
+        return rf"\x{ord(token[2]) % 32:02x}"
+    if kind in _CONTROLS and (kind == "0" or in_class):
+        return _CONTROLS[kind]
+    if in_class and token in _CLASSES:
+        return _CLASSES[token]
+    if kind in _KNOWN_ESCAPES:
+        return token
+    return re.escape(kind) if kind.isascii() else kind
+
+
+@functools.lru_cache(maxsize=1024)
+def told(schema: str) -> str:
+    """Return what llguidance says against a schema (as JSON), empty if it compiles."""
+    try:
+        grammar = f'{{"grammars":[{{"json_schema":{schema}}}]}}'
+        said: str = LLMatcher.validate_grammar(grammar, limits=LIMITS)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return "it takes too much work"
+    return said
+
+
+def nothing_fits(said: str) -> bool:
+    """Return whether llguidance says that a schema allows no value."""
+    return "nsatisfiable" in said or "Regex is empty" in said
+
+
+def check(pattern: str) -> None:
+    """Raise PatternError if a translated expression cannot be compiled."""
+    said = told(json.dumps({"type": "string", "pattern": pattern}))
+    if said and not nothing_fits(said):
+        raise PatternError(_reason(said))
+
+
+def _reason(said: str) -> str:
+    for found, reason in (
+        ("look-around", "look-ahead and look-behind cannot be enforced"),
+        ("lookarounds", "word boundaries cannot be enforced"),
+        ("backreferences", "back-references cannot be enforced"),
+    ):
+        if found in said:
+            return reason
+    error = re.search(r"error: (.*)", said)
+    return f"the expression cannot be compiled: {error.group(1)}" if error else "the expression takes too much work"
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Return whether a translated expression that compiles matches somewhere in a text."""
+    return _allows({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=False))[1]
+
+
+def is_covered(pattern: str, names: Iterable[str]) -> bool:
+    """Return whether a translated expression matches nothing but some of these names.
+
+    llguidance offers a key for such a pattern, and after the comma nothing may follow.
+    """
+    others = {
+        "type": "object",
+        "properties": dict.fromkeys(names, False),
+        "patternProperties": {pattern: True},
+        "additionalProperties": False,
+        "minProperties": 1,
+    }
+    return not _allows(others, "{")[0]
+
+
+def _allows(schema: Mapping[str, Any], text: str) -> tuple[bool, bool]:
+    """Whether anything may follow a text, and whether it is a whole value."""
+    options = {"whitespace_flexible": False}
+    grammar = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    one = LLMatcher(_byte_tokens(), grammar, log_level=0, limits=LIMITS)
+    encoded = list(text.encode())
+    if one.is_error() or one.try_consume_tokens(encoded) < len(encoded):
+        return False, False
+    accepting = one.is_accepting()
+    return any(one.compute_bitmask()[:32]), accepting  # without the end
+
+
+class _ByteVocabulary:
+    """A vocabulary of all bytes, for llguidance."""
+
+    eos_token_id, bos_token_id = 256, None
+    tokens: Final = [*(bytes([i]) for i in range(256)), b"<end>"]
+    special_token_ids: Final = (256,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@functools.cache
+def _byte_tokens() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_ByteVocabulary()), n_vocab=257, eos_token=256, slices=[])
