@@ -31,7 +31,7 @@ DRAFTS = {"random": '[draft]\nkind = "lookup"\nwidth = 3\n', "demo": f'[draft]\n
 MOST_TOKENS = 500
 # What ends strings, lists, times, recursion (null) and answers: a model that goes on gives a beginning only.
 BIAS = {
-    "random": {'"': 3.0, "}": 3.0, "]": 3.0, "": 3.0},
+    "random": {'"': 1.0, "}": 1.0, "]": 1.0, "": 1.0},
     "demo": {'"': 14.0, "}": 8.0, "]": 8.0, "Z": 6.0, "null": 13.0, "": 10.0},
 }
 NULL = (b"n", b"nu", b"nul", b"null")
