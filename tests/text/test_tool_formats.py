@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lucevisor.text import json_text
 from lucevisor.text.tools import FORMATS
 from lucevisor.text.tools.parameters import read_value
+from lucevisor.text.tools.xml_function import XmlFunction
 
 GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
 SCHEMAS = {
@@ -229,3 +230,14 @@ def test_no_text_raises(body):
     for tool_format in (GEMMA, PAIRS, XML, JSON):
         tool_format.parse(body, TOOLS)
         tool_format.is_inside_value(body)
+
+
+def test_a_pattern_for_names_takes_time_linear_in_the_name() -> None:
+    """A backtracking engine would take hours, in the event loop."""
+    name = "a" * 60 + "b"
+    parameters = {"type": "object", "properties": {name: {}}, "patternProperties": {"^(a+)+$": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = f"<function=f>\n<parameter={name}>\n7\n</parameter>\n</function>"
+    call = XmlFunction().parse(text, tools)
+    assert call is not None
+    assert json.loads(call.arguments) == {name: 7}

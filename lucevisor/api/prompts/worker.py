@@ -43,7 +43,7 @@ from lucevisor.api.prompts.preprocessing import (
     Setup,
 )
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.text.grammar.matcher import is_panic
+from lucevisor.text.llguidance_limits import is_panic
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 

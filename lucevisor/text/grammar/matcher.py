@@ -14,31 +14,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from lucevisor.errors import LucevisorError
+from lucevisor.text.llguidance_limits import LIMITS, is_panic
 from lucevisor.text.tokenizer import Tokenizer
 
 MAX_CACHED: Final = 32
 """Compiled grammars that are kept for the next request with the same one."""
 
 # Fuel is llguidance's measure of work; its documentation gives 14 to 50 thousand a millisecond.
-_INITIAL_FUEL: Final = 1_000_000
-_STEP_FUEL: Final = 200_000
-_STEP_ITEMS: Final = 50_000
-_LEXER_STATES: Final = 50_000  # 1 to 2 KiB each
-_GRAMMAR_SYMBOLS: Final = 200_000
-_ROW_ITEMS: Final = 20_000  # of one state of the parser: alternatives that are open at once
-LIMITS: Final = LLParserLimits(
-    initial_lexer_fuel=_INITIAL_FUEL,
-    step_lexer_fuel=_STEP_FUEL,
-    step_max_items=_STEP_ITEMS,
-    max_items_in_row=_ROW_ITEMS,
-    max_lexer_states=_LEXER_STATES,
-    max_grammar_size=_GRAMMAR_SYMBOLS,
-    verbose_errors=False,
-)
-"""The most work and memory that one grammar may take."""
 
 _TOO_MANY_STATES: Final = "too many states"
 _REPLAYS: Final = 8  # of a token, on average: each takes less than the mask before it
@@ -212,11 +197,6 @@ def _compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
     if matcher.is_error():
         raise GrammarError(_sentence(matcher.get_error()))
     return matcher
-
-
-def is_panic(error: BaseException) -> bool:
-    """Return whether llguidance gave up within itself; such an error is no Exception."""
-    return type(error).__name__ == "PanicException"
 
 
 def _sentence(told: str) -> str:

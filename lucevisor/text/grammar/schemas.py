@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lucevisor.errors import show
-from lucevisor.text.grammar import patterns
+from lucevisor.text import patterns
 from lucevisor.text.grammar.documents import Document, Place
 from lucevisor.text.grammar.matcher import GrammarError
 

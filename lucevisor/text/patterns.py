@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from lucevisor.text.grammar.matcher import LIMITS, is_panic
+from lucevisor.text.llguidance_limits import LIMITS, is_panic
 
 _CONTROLS: Final = {"0": r"\x00", "b": r"\x08"}
 _QUANTIFIER: Final = re.compile(r"\{\d+(,\d*)?\}")
