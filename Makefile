@@ -50,7 +50,7 @@ $(VENV)/.serve: pyproject.toml
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.serve
-	@echo "Adding to $(VENV) what tests and checks need: downloads 0.2 GB"
+	@echo "Adding to $(VENV) what tests and checks need: downloads up to 0.3 GB"
 	$(BIN)/python -m pip install -e '.[daemon,client,dev]'
 	touch $@
 
