@@ -191,11 +191,12 @@ def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> N
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    answer = client.responses.create(model=model, input="Yes?", text={"format": form}, max_output_tokens=60)  # type: ignore[call-overload]
+    answer = client.responses.create(model=model, input="Yes?", text={"format": form}, temperature=0, max_output_tokens=300)  # type: ignore[call-overload]
     jsonschema.validate(json.loads(answer.output_text), schema)
     body = {
         "model": model,
-        "max_tokens": 120,
+        "max_tokens": 400,
+        "temperature": 0,
         "messages": [{"role": "user", "content": "Weather?"}],
         "tools": [{"name": "get_weather", "input_schema": weather(strict=True)["function"]["parameters"]}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
