@@ -26,7 +26,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
-from records import conditions, save
+from records import conditions, save, write_json
 from services import ROOT, running
 
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -159,6 +159,7 @@ def main():
     parser.add_argument("--both", action="append", default=[], metavar="KEY=VALUE", help="of both services")
     parser.add_argument("--name", default=f"cpu-{platform.machine()}")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--json", type=Path, help="write to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = uvloop.run(measure(options, Path(folder)))  # as `lucevisor start` runs
@@ -167,6 +168,8 @@ def main():
     print(json.dumps(settings | found, indent=1))
     if options.save:
         save(f"demo-drafts-{options.name}", {**settings, **conditions(), **found})
+    if options.json is not None:
+        write_json(options.json, {**settings, **conditions(), **found})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import aiohttp
-from records import machine, save
+from records import machine, save, write_json
 from services import DEMO, groups_toml, supervisor
 
 N_SHORT, N_LONG = 4, 2
@@ -155,6 +155,7 @@ def main():
     parser.add_argument("--threads", type=int, default=0, help="of a cpu group; default: its share of the cores")
     parser.add_argument("--name", default="")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--json", type=Path, help="write to this file")
     options = parser.parse_args()
     options.model = options.model.resolve()
     before = machine()
@@ -173,6 +174,8 @@ def main():
     print(json.dumps(found, indent=1))
     if options.save:
         save(f"fairness-{options.name or options.backend}", {"conditions": conditions, **found})
+    if options.json is not None:
+        write_json(options.json, {"conditions": conditions, **found})
 
 
 if __name__ == "__main__":

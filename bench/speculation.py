@@ -7,8 +7,7 @@ the drafts, whose own tokens mean nothing, by ones of which as many are right as
 verify steps run as always.  In one run of the service, for each drafter:
 - plain decoding of one stream, and steps of 1, 4, 8 and 16 rows: medians of the stages' compute time;
 - a draft: median of the draft stage's compute time; what a round takes beside its step and its drafts;
-- tokens/s of one stream at each acceptance length, over those without, and also where a step is sent once its drafts
-  are known ("seen"), as where their probabilities say how many are verified;
+- tokens/s of one stream at each acceptance length, over those without;
 - tokens/s of --streams streams with the adaptive width, drafts right and drafts useless, over those without.
 "none" is the service without a drafter, which the others are compared with; where it is not asked for, it is plain
 decoding beside the drafter.  Every kind is measured --repeats times in turns; medians.  A device named twice gets two
@@ -195,10 +194,6 @@ async def measure(service, options):
                 with knob.verify(width, accepted):
                     found = await rate(service, f"accepted-{accepted}-{turn}", 1, options.tokens)
                     rates[f"accepted_{accepted}"].append(found)
-                    knob.fixed.uses_probabilities = True
-                    found = await rate(service, f"seen-{accepted}-{turn}", 1, options.tokens)
-                    rates[f"seen_{accepted}"].append(found)
-                    knob.fixed.uses_probabilities = False
         if options.streams > 1:
             knob.plain()
             rates["streams_plain"].append(await rate(service, f"many-{turn}", options.streams, options.tokens // 2))
@@ -223,7 +218,7 @@ async def measure(service, options):
 def compare(row, without):
     """Add what a drafter gains over the service without, or over plain decoding beside it."""
     rates, plain = row["tokens_per_s"], without["tokens_per_s"]
-    row["speed_up"] = {k: v / plain["plain"] for k, v in rates.items() if k.startswith(("accepted", "seen"))}
+    row["speed_up"] = {k: v / plain["plain"] for k, v in rates.items() if k.startswith("accepted")}
     row["idle_ratio"] = rates["plain"] / plain["plain"]
     if "streams_plain" in plain:
         row["streams_ratio"] = {k: v / plain["streams_plain"] for k, v in rates.items() if k.startswith("streams")}

@@ -191,7 +191,13 @@ def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> N
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    answer = client.responses.create(model=model, input="Yes?", text={"format": form}, temperature=0, max_output_tokens=300)  # type: ignore[call-overload]
+    answer = client.responses.create(
+        model=model,
+        input="Yes?",
+        text={"format": form},
+        temperature=0,
+        max_output_tokens=300,  # type: ignore[arg-type]
+    )
     jsonschema.validate(json.loads(answer.output_text), schema)
     body = {
         "model": model,
