@@ -15,8 +15,9 @@ from typing import Any, Final
 from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.rules import ANYTHING, Rules, quoted
 from lucevisor.text.grammar.texts import text_terminal
+from lucevisor.text.patterns import matches
 from lucevisor.text.references import with_definitions
-from lucevisor.text.tools.parameters import ANY_TYPE, matches
+from lucevisor.text.tools.parameters import ANY_TYPE
 
 _BLANKS: Final = r"[ \t\r\n]*"
 _INTEGER: Final = "-?(0|[1-9][0-9]*)"

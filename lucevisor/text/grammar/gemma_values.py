@@ -16,8 +16,9 @@ from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.members import members, sequence
 from lucevisor.text.grammar.rules import ANYTHING, Rules
 from lucevisor.text.grammar.texts import text_terminal
+from lucevisor.text.patterns import matches
 from lucevisor.text.references import Schema
-from lucevisor.text.tools.parameters import ANY_TYPE, matches
+from lucevisor.text.tools.parameters import ANY_TYPE
 
 MAX_DEPTH: Final = 24
 """Schemas within schemas, references aside."""

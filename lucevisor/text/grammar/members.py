@@ -15,7 +15,7 @@ from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules, quoted
 from lucevisor.text.grammar.texts import searched, text_terminal
-from lucevisor.text.tools.parameters import matches
+from lucevisor.text.patterns import matches
 
 MAX_COUNTED: Final = 4096
 """Rules for the numbers of members that an object may have."""
@@ -87,6 +87,7 @@ def _others(
     for pattern, one in patterns.items():
         if (term := searched(pattern)) is None:
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
+            rest = True
             continue
         if one is not False:
             found.append((f"{_NAME} & {term}{but}", one))
