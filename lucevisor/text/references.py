@@ -141,9 +141,15 @@ def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
     return _Flattener(schema, lenient).whole()
 
 
-def resolved(schema: Any, definitions: Schema) -> Any:
+def resolved_name(schema: Schema) -> str:
+    """Return the name of the definition that the reference of a flattened schema leads to."""
+    name: str = schema["$ref"].removeprefix(_PREFIX)
+    return name
+
+
+def resolved(schema: Schema, definitions: Schema) -> Any:
     """Return what the reference of a flattened schema leads to."""
-    return definitions[schema["$ref"].removeprefix(_PREFIX)]
+    return definitions[resolved_name(schema)]
 
 
 def with_definitions(schema: Schema, definitions: Schema) -> dict[str, Any]:

@@ -266,6 +266,7 @@ def test_one_bad_tool_leaves_the_others_as_they_are(kind: str) -> None:
         {"type": "object", "properties": {"to": {"type": "string", "maxLength": "x"}}},
         {"type": "object", "properties": {"to": False}, "required": ["to"], "additionalProperties": False},
         {"type": "string"},
+        {"type": "object", "properties": {"to": {"$ref": "#"}}, "required": ["to"]},
     ):
         tools = [{"type": "function", "function": {"name": "bad", "parameters": bad}}, good]
         found = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(6)]

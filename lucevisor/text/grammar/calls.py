@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.bare_values import Ending, bare_value
+from lucevisor.text.grammar.endless import is_endless
 from lucevisor.text.grammar.gemma_values import gemma_object
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.members import members, sequence
@@ -91,6 +92,8 @@ def _checked(rules: Rules, write: _Writer, function: Function) -> str:
     mark = rules.mark()
     try:
         schema = _of_objects(flattened(function.schema, lenient=not function.strict), strict=function.strict)
+        if is_endless(schema):
+            raise GrammarError("no arguments fit them, as a reference leads back to itself without end")
         written = write(rules, Function(function.name, schema, function.strict))
         rules.check(mark)
         return written

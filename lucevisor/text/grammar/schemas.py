@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from lucevisor.errors import show
 from lucevisor.text import patterns
+from lucevisor.text.grammar.endless import is_endless
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.references import REFERENCES, Document, Place, UnresolvedReferenceError
 
@@ -60,6 +61,8 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     is no JSON schema.
     """
     ready = _Preparation(schema, lenient).whole()
+    if isinstance(ready, dict) and is_endless(ready):
+        raise GrammarError("no value fits it, as a reference leads back to itself without end")
     told = _told(ready)
     if told and lenient:
         ready, told = _relaxed(ready, told)
