@@ -21,9 +21,11 @@ REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 VALUES: Final = frozenset(["enum", "const", "default", "example", "examples"])
 """Keywords whose values are no schemas, whatever they look like."""
 
+NAMED: Final = frozenset(["properties", "patternProperties", "dependentSchemas", "dependencies"])
+"""Keywords whose values are schemas by name."""
+
 _PREFIX: Final = "#/$defs/"
 _DEFINITIONS: Final = frozenset(["$defs", "definitions"])
-_NAMED: Final = frozenset(["properties", "patternProperties", "dependentSchemas", "dependencies"])  # schemas by name
 _ANCHORS: Final = ("$anchor", "$dynamicAnchor")
 _LEFT_OUT: Final = frozenset(["$schema", "$id", "$recursiveAnchor", *_ANCHORS, *_DEFINITIONS])
 _OLD_DRAFTS: Final = ("draft-03", "draft-04", "draft-06", "draft-07")
@@ -118,7 +120,7 @@ class Document:
                 self._add(place)
             for key in place.schema:
                 if named or key not in VALUES:
-                    left.append((self.child(place, key), not named and key in _NAMED | _DEFINITIONS))
+                    left.append((self.child(place, key), not named and key in NAMED | _DEFINITIONS))
 
     def _add(self, place: Place) -> None:
         self._resources.setdefault(place.base, place)
@@ -174,7 +176,7 @@ def _references(schema: Any) -> Iterator[str]:
         for key, value in schema.items():
             if key == "$ref":
                 yield value
-            elif key in _NAMED and isinstance(value, Mapping):
+            elif key in NAMED and isinstance(value, Mapping):
                 yield from _references(list(value.values()))
             elif key not in VALUES and key not in _DEFINITIONS:
                 yield from _references(value)
@@ -208,7 +210,7 @@ class _Flattener:
             if key in REFERENCES:
                 if (name := self._definition(place, key)) is not None:
                     more.append({"$ref": _PREFIX + name})
-            elif key in _NAMED and isinstance(given[key], Mapping):
+            elif key in NAMED and isinstance(given[key], Mapping):
                 result[key] = {name: self._flat(self._document.child(place, key, name)) for name in given[key]}
             elif key in VALUES:
                 result[key] = given[key]

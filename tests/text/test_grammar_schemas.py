@@ -244,6 +244,14 @@ INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
             [[], [True, []]],
         ),
         (
+            {
+                "properties": {"a": {"$ref": "#/$defs/n"}, "b": BOOLEAN},
+                "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+            },
+            [{}, {"b": True}],
+            [{"a": {}}],
+        ),
+        (
             {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
             [None, {"a": {"a": None}}],
             [{}],

@@ -152,6 +152,7 @@ class Alternatives:
 
     def _disjoint(self, one: Mapping[str, Any], other: Mapping[str, Any], where: str, depth: int) -> bool:
         """Whether no value fits both alternatives, as far as is easily told."""
+        one, other = _fitting(dict(one)), _fitting(dict(other))
         kinds = set(one["type"]) & set(other["type"])
         if not kinds or self._merged(one, other, where).get("enum") == []:
             return True

@@ -1,6 +1,6 @@
 """Schemas that refer to themselves so that each of their values would have no end.
 
-Knows flattened schemas: each reference is ``#/$defs/NAME``.  Whatever follows such a grammar would never come to an end.
+Knows flattened schemas: each reference is ``#/$defs/NAME``.  What follows a grammar of such a schema never ends.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
-from lucevisor.text.references import resolved_name
+from lucevisor.text.references import NAMED, VALUES, resolved_name
 
 
-def is_endless(schema: Mapping[str, Any]) -> bool:
-    """Return whether every value of a flattened schema has itself within itself."""
-    waiting = list(schema.get("$defs", {}).items())
-    if not waiting:
-        return False
-    ending = set[str]()
-    n_before = -1
+def without_endless(schema: Mapping[str, Any]) -> dict[str, Any] | bool:
+    """Return a flattened schema with False for each reference to a schema that has no value with an end."""
+    definitions = schema.get("$defs", {})
+    waiting, ending, n_before = list(definitions.items()), set[str](), -1
     while waiting and len(ending) > n_before:
         n_before = len(ending)
         # Definitions are listed in the order in which they were met, or are used: both ways, few rounds are enough.
@@ -26,7 +23,27 @@ def is_endless(schema: Mapping[str, Any]) -> bool:
             if _ends(definition, ending):
                 ending.add(name)
         waiting = [(name, one) for name, one in reversed(waiting) if name not in ending]
-    return not _ends(schema, ending)
+    if not waiting:
+        return dict(schema)
+    kept = {name: one for name, one in definitions.items() if name in ending}
+    found: dict[str, Any] | bool = _limited({**schema, "$defs": kept}, ending)
+    return found
+
+
+def _limited(schema: Any, names: Set[str]) -> Any:
+    """The schema with False for each reference to a definition of another name."""
+    if isinstance(schema, list):
+        return [_limited(one, names) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if "$ref" in schema and resolved_name(schema) not in names:
+        return False
+    return {
+        key: {name: _limited(inner, names) for name, inner in value.items()}
+        if key in NAMED | {"$defs"} and isinstance(value, Mapping)
+        else value if key in VALUES else _limited(value, names)
+        for key, value in schema.items()
+    }  # fmt: skip
 
 
 def _ends(schema: object, ending: Set[str]) -> bool:

@@ -33,7 +33,7 @@ def gemma_object(rules: Rules, schema: Schema, *, strict: bool) -> str:
     """An expression for an object.  Raises GrammarError for a strict schema that cannot be enforced."""
     found = _ValueWriter(rules, schema.get("$defs", {}), strict).value(schema, "parameters", 0)
     if found is None:
-        raise GrammarError("they allow no arguments")
+        raise GrammarError("they allow no arguments, as required properties are forbidden")
     return found
 
 

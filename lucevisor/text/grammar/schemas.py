@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from lucevisor.errors import show
 from lucevisor.text import patterns
-from lucevisor.text.grammar.endless import is_endless
+from lucevisor.text.grammar.endless import without_endless
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.references import REFERENCES, Document, Place, UnresolvedReferenceError
 
@@ -54,6 +54,10 @@ Ready = dict[str, Any] | bool
 """A schema of llguidance's subset."""
 
 
+class UnsatisfiableError(GrammarError):
+    """No value fits a schema."""
+
+
 def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     """Return a schema that llguidance enforces whole.
 
@@ -61,11 +65,13 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     is no JSON schema.
     """
     ready = _Preparation(schema, lenient).whole()
-    if isinstance(ready, dict) and is_endless(ready):
-        raise GrammarError("no value fits it, as a reference leads back to itself without end")
+    if isinstance(ready, dict):
+        ready = without_endless(ready)
     told = _told(ready)
     if told and lenient:
         ready, told = _relaxed(ready, told)
+    if patterns.nothing_fits(told):
+        raise UnsatisfiableError("no value fits it")
     if told:
         raise GrammarError(_reason(told))
     return ready
