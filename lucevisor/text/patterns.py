@@ -18,17 +18,95 @@ from lucevisor.text.llguidance_limits import LIMITS, is_panic
 _CONTROLS: Final = {"0": r"\x00", "b": r"\x08"}
 _QUANTIFIER: Final = re.compile(r"\{\d+(,\d*)?\}")
 _TOKEN: Final = re.compile(
-    r"\\[pP]\{[^}]*\} | \\c[A-Za-z] | \\x[0-9a-fA-F]{2} | \\u\{[0-9a-fA-F]+\} | \\u[0-9a-fA-F]{4} | \\. | .",
+    r"\\[pP]\{[^}]{0,64}\} | \\c[A-Za-z] | \\x[0-9a-fA-F]{2} | \\u\{[0-9a-fA-F]{1,9}\} | \\u[0-9a-fA-F]{4} | \\. | .",
     re.VERBOSE | re.DOTALL,
 )
 _KNOWN_ESCAPES: Final = frozenset("dDwWsSbBnrtfvpPkxu123456789")
 _CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 262
 
 
+MAX_FORCED: Final = 100_000
+"""Characters that some part of an expression matches at least: llguidance follows texts without a choice at once."""
+
+# Each alternative ends within a bound or at the end of the text, so that reading takes linear time.
+_PART: Final = re.compile(
+    r"""(?P<open>\((?:\?(?:P?<[^>=!]{0,64}>|[a-zA-Z-]{0,9}:|<?[=!])|\?[a-zA-Z-]{1,9}(?=\)))?)
+    | (?P<close>\)) | (?P<or>\|) | (?P<none>[\^$])
+    | (?:(?P<some>[*?])|(?P<more>\+)|\{(?P<times>\d+)(?:,\d*)?\})\??
+    | \[\^?\]?(?:\\.|[^\]])*+\]?
+    | \\(?:[pPxu]\{[^}]{0,64}\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.) | .""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
 class PatternError(ValueError):
     """An expression cannot be compiled; the message says why."""
 
 
+class Length:
+    """The least number of characters of texts that an expression matches, told part by part."""
+
+    def __init__(self) -> None:
+        self._outer = list[tuple[int, int]]()  # the shortest alternative so far and the length of the one begun
+        self._shortest, self._begun, self._last = MAX_FORCED, 0, 0
+        self.largest = 0
+        """That of the part that has the largest one, up to ``MAX_FORCED``."""
+
+    @property
+    def whole(self) -> int:
+        """That of the expression, or of the innermost group that is open, up to ``MAX_FORCED``."""
+        return min(self._shortest, self._begun + self._last)
+
+    def add(self, length: int) -> None:
+        """A part that matches so many characters at least."""
+        self._begun = min(self._begun + self._last, MAX_FORCED)
+        self._last = length
+        self.largest = max(self.largest, min(self._begun + length, MAX_FORCED))
+
+    def repeat(self, least: int) -> None:
+        """The last part so many times."""
+        self._last = min(self._last * least, MAX_FORCED)
+        self.largest = max(self.largest, min(self._begun + self._last, MAX_FORCED))
+
+    def choose(self) -> None:
+        """An alternative to the parts so far of this group."""
+        self._shortest, self._begun, self._last = self.whole, 0, 0
+
+    def open(self) -> None:
+        """A group begins."""
+        self._outer.append((self._shortest, min(self._begun + self._last, MAX_FORCED)))
+        self._shortest, self._begun, self._last = MAX_FORCED, 0, 0
+
+    def close(self) -> None:
+        """A group ends."""
+        if self._outer:
+            length = self.whole
+            (self._shortest, self._begun), self._last = self._outer.pop(), 0
+            self.add(length)
+
+
+def check_length(expression: str) -> None:
+    """Raise PatternError for an expression, in Rust's notation, of which a part matches only very long texts."""
+    length = Length()
+    for part in _PART.finditer(expression):
+        kind = part.lastgroup
+        if kind == "open":
+            length.open()
+        elif kind == "close":
+            length.close()
+        elif kind == "or":
+            length.choose()
+        elif kind in ("some", "more"):
+            length.repeat(kind == "more")
+        elif kind == "times":
+            length.repeat(min(int(part["times"][:9]), MAX_FORCED))
+        elif kind is None:
+            length.add(1)
+    if length.largest >= MAX_FORCED:
+        raise PatternError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
+
+
+@functools.lru_cache(maxsize=1024)
 def translated(pattern: str) -> str:
     """Return an ECMA expression in the notation of Rust's crate regex."""
     pieces, in_class, at = list[str](), False, 0
@@ -93,11 +171,14 @@ def nothing_fits(said: str) -> bool:
     return "nsatisfiable" in said or "Regex is empty" in said
 
 
-def check(pattern: str) -> None:
-    """Raise PatternError if a translated expression cannot be compiled."""
-    said = told(json.dumps({"type": "string", "pattern": pattern}))
+def checked(pattern: str) -> str:
+    """Return an ECMA expression translated.  Raises PatternError if it cannot be compiled."""
+    expression = translated(pattern)
+    check_length(expression)
+    said = told(json.dumps({"type": "string", "pattern": expression}))
     if said and not nothing_fits(said):
         raise PatternError(_reason(said))
+    return expression
 
 
 def _reason(said: str) -> str:
@@ -113,8 +194,14 @@ def _reason(said: str) -> str:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether a translated expression that compiles matches somewhere in a text."""
-    return _allows({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=False))[1]
+    """Return whether an ECMA expression matches somewhere in a text, in time linear in both; none that does not
+    compile does.
+    """
+    try:
+        schema = {"type": "string", "pattern": checked(pattern)}
+    except PatternError:
+        return False
+    return _allows(schema, json.dumps(text, ensure_ascii=False))[1]
 
 
 def is_covered(pattern: str, names: Iterable[str]) -> bool:

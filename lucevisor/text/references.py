@@ -1,13 +1,15 @@
-"""References of a JSON schema: each is resolved once, against the whole schema.
+"""References of a JSON schema: what each leads to within the whole schema, by pointer, identifier and anchor.
 
-Knows the keywords that hold schemas, identifiers and references, not what a schema allows.  Invariant: the result of
-``flattened`` says the same as the schema, and each reference in it is ``#/$defs/NAME``, with a definition at its root.
+Knows the keywords that hold schemas, identifiers and references, not what a schema allows; fetches nothing.
+Invariants: a place keeps the base URI that references within it are relative to; the result of ``flattened`` says the
+same as the schema, and each reference in it is ``#/$defs/NAME``, with a definition at its root.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -15,31 +17,141 @@ from lucevisor.errors import LucevisorError
 
 Schema = Mapping[str, Any]
 
+REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
+VALUES: Final = frozenset(["enum", "const", "default", "example", "examples"])
+"""Keywords whose values are no schemas, whatever they look like."""
+
+NAMED: Final = frozenset(["properties", "patternProperties", "dependentSchemas", "dependencies"])
+"""Keywords whose values are schemas by name."""
+
 _PREFIX: Final = "#/$defs/"
-_REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
-_VALUES: Final = frozenset(["enum", "const", "default", "example", "examples"])  # no schemas, whatever they look like
-_NAMED: Final = frozenset(["properties", "patternProperties", "dependentSchemas", "dependencies"])  # schemas by name
 _DEFINITIONS: Final = frozenset(["$defs", "definitions"])
 _ANCHORS: Final = ("$anchor", "$dynamicAnchor")
-_IDENTIFIERS: Final = frozenset(["$id", "$recursiveAnchor", *_ANCHORS])
+_LEFT_OUT: Final = frozenset(["$schema", "$id", "$recursiveAnchor", *_ANCHORS, *_DEFINITIONS])
+_OLD_DRAFTS: Final = ("draft-03", "draft-04", "draft-06", "draft-07")
 
 
 class UnresolvedReferenceError(LucevisorError):
     """A reference leads nowhere within its schema."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A schema within a document.  ``path``: a pointer to it, for messages."""
+
+    schema: Any
+    base: str
+    path: str
+
+
+class Document:
+    """A root schema, and what may be referred to in it."""
+
+    def __init__(self, root: Schema) -> None:
+        dialect = root.get("$schema")
+        self.ref_stands_alone = isinstance(dialect, str) and any(draft in dialect for draft in _OLD_DRAFTS)
+        """Whether the dialect ignores keywords beside ``$ref``."""
+        self._id_key = "id" if isinstance(dialect, str) and "draft-04" in dialect else "$id"
+        self.root = Place(root, self._base(root, ""), "#")
+        self._resources: dict[str, Place] = {}  # the root, and every schema with an identifier of its own
+        self._anchors: dict[tuple[str, str], Place] = {}
+        self._n_dynamic: dict[str, int] = {}
+        self._index()
+
+    def child(self, place: Place, *steps: str | int) -> Place:
+        """Return what lies under these keys; raises LookupError."""
+        value, base, path = place.schema, place.base, place.path
+        for step in steps:
+            value = value[step]
+            base = self._base(value, base) if isinstance(value, Mapping) else base
+            path += "/" + str(step).replace("~", "~0").replace("/", "~1")
+        return Place(value, base, path)
+
+    def target(self, place: Place, key: str) -> Place:
+        """Return what the reference that a schema has under a key leads to.
+
+        Raises UnresolvedReferenceError, also where that depends on how the schema was reached.
+        """
+        reference = place.schema[key]
+        try:
+            if key == "$recursiveRef" and len({id(one.schema) for one in self._resources.values()}) > 1:
+                raise LookupError(reference)
+            if key == "$dynamicRef" and self._n_dynamic.get(reference.partition("#")[2], 0) > 1:
+                raise LookupError(reference)
+            found = self._resolve(reference, place.base)
+        except (LookupError, TypeError, ValueError, AttributeError):  # a reference may be anything that JSON can be
+            found = None
+        if found is None or not isinstance(found.schema, Mapping | bool):
+            raise UnresolvedReferenceError(f"the reference {reference!r} leads nowhere")
+        return found
+
+    def _resolve(self, reference: str, base: str) -> Place:
+        uri, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            return self._anchors[uri, fragment]
+        place = self._resources[uri]
+        for step in fragment.split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(place.schema, Mapping | list):
+                raise LookupError(reference)
+            place = self.child(place, int(key) if isinstance(place.schema, list) and key.isdigit() else key)
+        return place
+
+    def _base(self, schema: Schema, base: str) -> str:
+        own = schema.get(self._id_key)
+        if not isinstance(own, str) or own.startswith("#") or (self.ref_stands_alone and "$ref" in schema):
+            return base
+        try:
+            return urldefrag(urljoin(base, own)).url
+        except ValueError:  # it is no URI
+            return base
+
+    def _index(self) -> None:
+        self._resources[""] = self._resources[self.root.base] = self.root
+        left: list[tuple[Place, bool]] = [(self.root, False)]
+        while left:
+            place, named = left.pop()
+            if isinstance(place.schema, list):
+                left += [(self.child(place, i), False) for i in range(len(place.schema))]
+            if not isinstance(place.schema, Mapping):
+                continue
+            if not named:
+                self._add(place)
+            for key in place.schema:
+                if named or key not in VALUES:
+                    left.append((self.child(place, key), not named and key in NAMED | _DEFINITIONS))
+
+    def _add(self, place: Place) -> None:
+        self._resources.setdefault(place.base, place)
+        own = place.schema.get(self._id_key)
+        if isinstance(own, str) and own.startswith("#"):
+            self._anchors.setdefault((place.base, own[1:]), place)
+        for key in _ANCHORS:
+            anchor = place.schema.get(key)
+            if isinstance(anchor, str):
+                self._anchors.setdefault((place.base, anchor), place)
+                self._n_dynamic[anchor] = self._n_dynamic.get(anchor, 0) + (key == "$dynamicAnchor")
+
+
 def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
     """Return the schema with its references resolved, and with the definitions that they reach.
 
-    A reference is a JSON pointer to any part of the schema, an anchor, or an identifier that a part of it has.  One
-    that leads nowhere is left out if ``lenient``, so that it allows anything.  Raises UnresolvedReferenceError.
+    A reference that leads nowhere is left out if ``lenient``, so that it allows anything.  Raises
+    UnresolvedReferenceError.
     """
     return _Flattener(schema, lenient).whole()
 
 
-def resolved(schema: Any, definitions: Schema) -> Any:
+def resolved_name(schema: Schema) -> str:
+    """Return the name of the definition that the reference of a flattened schema leads to."""
+    name: str = schema["$ref"].removeprefix(_PREFIX)
+    return name
+
+
+def resolved(schema: Schema, definitions: Schema) -> Any:
     """Return what the reference of a flattened schema leads to."""
-    return definitions[schema["$ref"].removeprefix(_PREFIX)]
+    return definitions[resolved_name(schema)]
 
 
 def with_definitions(schema: Schema, definitions: Schema) -> dict[str, Any]:
@@ -64,9 +176,9 @@ def _references(schema: Any) -> Iterator[str]:
         for key, value in schema.items():
             if key == "$ref":
                 yield value
-            elif key in _NAMED and isinstance(value, Mapping):
+            elif key in NAMED and isinstance(value, Mapping):
                 yield from _references(list(value.values()))
-            elif key not in _VALUES and key not in _DEFINITIONS:
+            elif key not in VALUES and key not in _DEFINITIONS:
                 yield from _references(value)
 
 
@@ -74,55 +186,36 @@ class _Flattener:
     """Flattens one schema."""
 
     def __init__(self, root: Schema, lenient: bool) -> None:
-        self._root, self._lenient = root, lenient
-        self._places: dict[str, tuple[Any, str]] = {"": (root, "")}  # schemas by URI, each with its own base
-        self._index(root, "")
-        self._names: dict[tuple[int, str], str] = {}  # of definitions, by their schema
+        self._document, self._lenient = Document(root), lenient
+        self._names: dict[tuple[int, str], str] = {}  # of definitions, by their schema and its base
         self._definitions: dict[str, Any] = {}
 
     def whole(self) -> dict[str, Any]:
-        result: dict[str, Any] = self._flat(self._root, "")
-        if "$schema" in self._root:
-            result["$schema"] = self._root["$schema"]
+        root = self._document.root
+        result: dict[str, Any] = self._flat(root)
+        if "$schema" in root.schema:
+            result["$schema"] = root.schema["$schema"]
         return {**result, "$defs": self._definitions} if self._definitions else result
 
-    def _index(self, schema: Any, base: str) -> None:
-        """Note the places that identifiers and anchors name."""
-        if isinstance(schema, list):
-            for one in schema:
-                self._index(one, base)
-        if not isinstance(schema, Mapping):
-            return
-        base = self._own_base(schema, base)
-        if isinstance(schema.get("$id"), str):
-            self._places.setdefault(base, (schema, base))
-        for key in _ANCHORS:
-            if isinstance(schema.get(key), str):
-                self._places.setdefault(f"{base}#{schema[key]}", (schema, base))
-        for key, value in schema.items():
-            if key in _NAMED | _DEFINITIONS and isinstance(value, Mapping):
-                self._index(list(value.values()), base)
-            elif key not in _VALUES:
-                self._index(value, base)
-
-    def _flat(self, schema: Any, base: str) -> Any:
-        if isinstance(schema, list):
-            return [self._flat(one, base) for one in schema]
-        if not isinstance(schema, Mapping):
-            return schema
-        base = self._own_base(schema, base)
+    def _flat(self, place: Place) -> Any:
+        given = place.schema
+        if isinstance(given, list):
+            return [self._flat(self._document.child(place, i)) for i in range(len(given))]
+        if not isinstance(given, Mapping):
+            return given
+        alone = self._document.ref_stands_alone and "$ref" in given
         result: dict[str, Any] = {}
         more = list[dict[str, Any]]()
-        for key, value in schema.items():
-            if key in _REFERENCES:
-                if (name := self._definition(value, base)) is not None:
+        for key in ["$ref"] if alone else given:
+            if key in REFERENCES:
+                if (name := self._definition(place, key)) is not None:
                     more.append({"$ref": _PREFIX + name})
-            elif key in _NAMED and isinstance(value, Mapping):
-                result[key] = {name: self._flat(one, base) for name, one in value.items()}
-            elif key in _VALUES:
-                result[key] = value
-            elif key not in _DEFINITIONS and key not in _IDENTIFIERS and key != "$schema":
-                result[key] = self._flat(value, base)
+            elif key in NAMED and isinstance(given[key], Mapping):
+                result[key] = {name: self._flat(self._document.child(place, key, name)) for name in given[key]}
+            elif key in VALUES:
+                result[key] = given[key]
+            elif key not in _LEFT_OUT:
+                result[key] = self._flat(self._document.child(place, key))
         if len(more) == 1:
             return more[0] | result
         if more:
@@ -130,52 +223,23 @@ class _Flattener:
             result["allOf"] = [*(others if isinstance(others, list) else ()), *more]
         return result
 
-    def _definition(self, reference: object, base: str) -> str | None:
+    def _definition(self, place: Place, key: str) -> str | None:
         """The name of the definition that a reference leads to; None: nowhere."""
-        found = self._find(reference, base) if isinstance(reference, str) else None
-        if found is None or not isinstance(found[0], Mapping | bool):
-            if self._lenient:
-                return None
-            raise UnresolvedReferenceError(f"the reference {reference!r} leads nowhere")
-        target, target_base = found
+        try:
+            target = self._document.target(place, key)
+        except UnresolvedReferenceError:
+            if not self._lenient:
+                raise
+            return None
         # There is one True and one False, and they need no more than one definition each.
-        place = (id(target), target_base)
-        if place not in self._names:
-            stem = re.sub(r"[^A-Za-z0-9_.-]", "_", unquote(str(reference)).rpartition("/")[2]).strip("_") or "root"
+        known = (id(target.schema), target.base)
+        if known not in self._names:
+            last = unquote(place.schema[key]).rpartition("/")[2]
+            stem = re.sub(r"[^A-Za-z0-9_.-]", "_", last).strip("_") or "root"
             name, number = stem, 1
             while name in self._definitions:
                 name, number = f"{stem}_{number}", number + 1
-            self._names[place] = name
+            self._names[known] = name
             self._definitions[name] = None  # its name is taken; it may refer to itself
-            self._definitions[name] = self._flat(target, target_base)
-        return self._names[place]
-
-    def _find(self, reference: str, base: str) -> tuple[Any, str] | None:
-        """The schema that a reference leads to, and the base of the references in it."""
-        try:
-            uri, fragment = urldefrag(urljoin(base, reference))
-        except ValueError:  # it is no URI
-            return None
-        fragment = unquote(fragment)
-        if fragment and not fragment.startswith("/"):
-            return self._places.get(f"{uri}#{fragment}")
-        found = self._places.get(uri)
-        if found is None:
-            return None
-        target, base = found
-        for step in fragment.split("/")[1:]:
-            if isinstance(target, Mapping):
-                base = self._own_base(target, base)
-                target = target.get(step.replace("~1", "/").replace("~0", "~"))
-            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                target = target[int(step)]
-            else:
-                return None
-        return target, base
-
-    def _own_base(self, schema: Schema, base: str) -> str:
-        """The base of the references in a schema, which may have an identifier of its own."""
-        try:
-            return urldefrag(urljoin(base, schema["$id"])).url if isinstance(schema.get("$id"), str) else base
-        except ValueError:
-            return base
+            self._definitions[name] = self._flat(target)
+        return self._names[known]

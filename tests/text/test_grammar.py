@@ -221,7 +221,14 @@ class TestReasoning:
         (lambda: forms.json_schema({"type": "thing"}), '"thing" is not a type'),
         (lambda: forms.json_schema({"type": "string", "minLength": 5, "maxLength": 2}), "no value fits"),
         (lambda: forms.regex("[0-9"), "unclosed"),
-        (lambda: forms.regex("((a{1000}){1000}){1000}"), "too many"),
+        (lambda: forms.regex("((a{1000}){1000}){1000}"), "100000 characters or more"),
+        (lambda: forms.regex("b|(?:((?<n>a{1000}){1000}){1,}){0,2}"), "100000 characters or more"),
+        (lambda: forms.grammar('root ::= (("a"{1000}){1000}){1000}'), "100000 characters or more"),
+        (
+            lambda: forms.grammar('root ::= "x" root | a{999}\na ::= b{99}\nb ::= [ac]{9}'),
+            "100000 characters or more",
+        ),
+        (lambda: forms.json_schema({"pattern": "^x?((a{1000}){1000}){1000}$"}), "pattern at #"),
         (lambda: forms.regex("a" * 200_000), "more than"),
         (lambda: forms.json_schema({"enum": [str(i) for i in range(100_000)]}), "more than"),
         (lambda: forms.choice(["a" * 200_000]), "more than"),
@@ -238,6 +245,20 @@ class TestReasoning:
 def test_what_is_malformed_or_too_big_is_said(make: object, told: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(told)):
         matcher(make())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        forms.regex("a{99999}"),
+        forms.regex("[^]{4]{1,262144}(x{1000})?"),
+        forms.regex("(?x)((a{0,1000}){1000}){1000}"),
+        forms.grammar('root ::= "a"{9999} (("b"? [c-d]*){1000}){1000}'),
+        forms.json_schema({"pattern": "^(.{1,262144}|x{9999})$"}),
+    ],
+)
+def test_long_texts_are_allowed(part: forms.Part) -> None:
+    matcher(part, "demo")
 
 
 def test_an_unknown_keyword_is_left_out_only_where_asked() -> None:

@@ -175,6 +175,7 @@ def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
     ("keyword", "schema"),
     [
         ("pattern", {"type": "string", "pattern": "^(?!a)b$"}),
+        ("pattern", {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"}),
         ("format", {"type": "string", "format": "phone"}),
         ("oneOf", {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}),
         ("not", {"type": "string", "not": {"const": "a"}}),
@@ -265,6 +266,7 @@ def test_one_bad_tool_leaves_the_others_as_they_are(kind: str) -> None:
         {"type": "object", "properties": {"to": {"type": "string", "maxLength": "x"}}},
         {"type": "object", "properties": {"to": False}, "required": ["to"], "additionalProperties": False},
         {"type": "string"},
+        {"type": "object", "properties": {"to": {"$ref": "#"}}, "required": ["to"]},
     ):
         tools = [{"type": "function", "function": {"name": "bad", "parameters": bad}}, good]
         found = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(6)]

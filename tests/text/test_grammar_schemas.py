@@ -239,6 +239,24 @@ INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[1]], [[1, 2]]),
         ({"enum": ["c", None], "type": ["string", "null"]}, ["c", None], ["n"]),
         (
+            {"type": "array", "minItems": 1, "prefixItems": [BOOLEAN], "items": {"$ref": "#"}},
+            [[True], [True, [False]]],
+            [[], [True, []]],
+        ),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/n"}, "b": BOOLEAN},
+                "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+            },
+            [{}, {"b": True}],
+            [{"a": {}}],
+        ),
+        (
+            {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            [None, {"a": {"a": None}}],
+            [{}],
+        ),
+        (
             {
                 "oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}],
                 "$defs": {
@@ -289,6 +307,17 @@ def test_a_pattern_that_properties_cover_offers_no_key_that_cannot_follow(patter
         ({"anyOf": {}}, "anyOf at #"),
         ({"type": "string", "enum": []}, "no value fits"),
         ({"type": "object", "required": ["z"], "additionalProperties": False}, "no value fits"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no value fits"),
+        (
+            {
+                "anyOf": [{"$ref": "#/$defs/a"}, False],
+                "$defs": {
+                    "a": {"type": "array", "minItems": 2, "prefixItems": [True], "items": {"$ref": "#/$defs/b"}},
+                    "b": {"allOf": [{"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/a"}}}]},
+                },
+            },
+            "no value fits",
+        ),
         (functools.reduce(lambda inner, _: {"items": inner}, range(500), {}), "nested"),
         (
             {"$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(300)}, "$ref": "#/$defs/a0"},

@@ -12,7 +12,7 @@ STATE: Schema = {"type": "string", "enum": ["open", "done"]}
 # Names with what ends a name or a value in one of the formats.
 NAMES = [
     *("room name", "a:b", "a>b", "a=b", 'q"q', "ünï 🙂", "a,b", " lead", "trail ", "a{b", "a[b", "'s'", "<x>", "a/b"),
-    *("\\n", ">x", "type", "properties", "$ref"),
+    *("\\n", ">x", "type", "properties", "$ref", "", "a}b", "a]b", "tab\there", "<|x|>", "a=b:c,d>e"),
 ]
 
 
@@ -102,6 +102,58 @@ SCHEMAS: dict[str, Schema] = {
     "anyOf beside type": obj(
         {"x": {**some({"a": STATE, "b": FLAG}), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}
     ),
+    "a property whose values have no end": obj(
+        {"a": {"type": "array", "items": {"$ref": "#/$defs/N"}, "minItems": 1}, "b": FLAG},
+        ["b"],
+        **{"$defs": {"N": obj({"n": {"$ref": "#/$defs/N"}})}},
+    ),
+    "a reference to an element": obj(
+        {"l": {"type": "array", "items": STATE, "maxItems": 2}, "x": {"$ref": "#/properties/l/items"}}
+    ),
+    "references with escapes": obj(
+        {"a/b": STATE, "c~d": FLAG, "x": {"$ref": "#/properties/a~1b"}, "y": {"$ref": "#/properties/c~0d"}}
+    ),
+    "the root by its identifier": {
+        "$id": "http://x.y/z.json",
+        **obj({"v": FLAG, "kid": {"anyOf": [{"$ref": "z.json"}, {"type": "null"}]}}),
+    },
+    "definitions of both kinds": obj(
+        {"a": {"$ref": "#/definitions/C"}, "b": {"$ref": "#/$defs/C"}},
+        **{"$defs": {"C": FLAG}, "definitions": {"C": STATE}},
+    ),
+    "nullable constants": obj(
+        {
+            "x": {"type": ["integer", "null"], "enum": [1, 2, None]},
+            "y": {"oneOf": [{"type": "null"}, {"enum": ["null", "3"]}]},
+        }
+    ),
+    "a nullable pattern or date": obj(
+        {
+            "x": {"type": ["string", "null"], "pattern": "^[0-9]{2}$"},
+            "y": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+        }
+    ),
+    "an undeclared one of a type": obj({"a": FLAG}, ["a", "z"], additionalProperties={"enum": [7, "7"]}),
+    "arrays of one": obj(
+        {
+            "o": {"type": "array", "items": obj({"a": FLAG}), "minItems": 1, "maxItems": 1},
+            "n": {"type": "array", "maxItems": 1, "items": {"type": "array", "maxItems": 1, "items": {"type": "null"}}},
+        }
+    ),
+    "texts that look like numbers": obj(
+        {
+            "v": {"type": "string", "pattern": r"^\d\.\d0$"},
+            "w": {"const": "1e5"},
+            "l": {"type": "array", "items": {"enum": ["3.10", "007"]}, "minItems": 1, "maxItems": 2},
+        }
+    ),
+    "64 bits": obj(
+        {
+            "i": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            "u": {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**64},
+            "f": {"type": "number", "minimum": -1.8e308, "maximum": 1.7e308},
+        }
+    ),
     "a property that is forbidden": {"type": "object", "properties": {"a": False}, "additionalProperties": FLAG},
 }
 # What llguidance's JSON does not enforce, and the other formats do.
@@ -109,6 +161,9 @@ OF_MEMBERS: dict[str, Schema] = {
     "patterns that overlap": some({}, patternProperties={"^x": {"type": "integer"}, "y$": FLAG}),
     "minProperties": some({"a": FLAG, "b": FLAG, "c": FLAG}, minProperties=2),
     "maxProperties": some({"a": FLAG, "b": FLAG, "c": FLAG}, maxProperties=1, additionalProperties={"type": "null"}),
+    "exactly one": some({"a": FLAG, "b": STATE}, minProperties=1, maxProperties=1),
+    "properties that need each other": some({"a": FLAG, "b": FLAG}, dependentRequired={"a": ["b"], "b": ["a"]}),
+    "dependencies": some({"a": FLAG, "b": FLAG, "c": FLAG}, required=["a"], dependencies={"a": ["b"], "b": ["c"]}),
     "dependentRequired": some({"a": FLAG, "b": FLAG}, dependentRequired={"a": ["b"]}),
     "dependentSchemas": some(
         {"a": FLAG, "b": {}}, dependentSchemas={"a": {"properties": {"b": {"const": "x"}}, "required": ["b"]}}

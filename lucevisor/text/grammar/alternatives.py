@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.patterns import MAX_FORCED, PatternError, checked, matches
 from lucevisor.text.references import Schema, resolved
-from lucevisor.text.tools.parameters import ANY_TYPE, matches, type_names, type_of
+from lucevisor.text.tools.parameters import ANY_TYPE, type_names, type_of
 
 MAX_ALTERNATIVES: Final = 64
 
@@ -59,7 +60,7 @@ class Alternatives:
         own = {key: value for key, value in schema.items() if key not in _COMPOSING and key not in _REFUSED}
         own["type"] = sorted(type_names(schema.get("type")))
         if "pattern" in own:
-            own["patterns"] = [own.pop("pattern")]
+            self._set_pattern(own, where)
         for key in _COUNTS & own.keys():
             self._set_count(own, key, where)
         found = [own]
@@ -82,12 +83,21 @@ class Alternatives:
             found = [{"additionalProperties": schema["unevaluatedProperties"]} | one for one in found]
         return found
 
+    def _set_pattern(self, own: dict[str, Any], where: str) -> None:
+        pattern = own.pop("pattern")
+        try:
+            checked(pattern)
+            own["patterns"] = [pattern]
+        except (PatternError, TypeError) as error:
+            self.refuse(where, f"the pattern {json.dumps(pattern)}", f"({error})")
+
     def _set_count(self, own: dict[str, Any], key: str, where: str) -> None:
         """Make a count an integer that llguidance can read; leave out one that is none, or that no answer reaches."""
         count = own.pop(key)
         whole = not isinstance(count, bool) and isinstance(count, int | float) and 0 <= count == count // 1
-        if not whole or (count > _MOST_COUNTED and key in _LEAST):
-            self.refuse(where, key, f"as it is not a whole number from 0 to {_MOST_COUNTED}")
+        most = MAX_FORCED if key == "minLength" else _MOST_COUNTED
+        if not whole or (count > most and key in _LEAST):
+            self.refuse(where, key, f"as it is not a whole number from 0 to {most}")
         elif count <= _MOST_COUNTED:
             own[key] = int(count)
 
@@ -142,6 +152,7 @@ class Alternatives:
 
     def _disjoint(self, one: Mapping[str, Any], other: Mapping[str, Any], where: str, depth: int) -> bool:
         """Whether no value fits both alternatives, as far as is easily told."""
+        one, other = _fitting(dict(one)), _fitting(dict(other))
         kinds = set(one["type"]) & set(other["type"])
         if not kinds or self._merged(one, other, where).get("enum") == []:
             return True

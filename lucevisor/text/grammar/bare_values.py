@@ -14,9 +14,11 @@ from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.rules import ANYTHING, Rules, quoted
+from lucevisor.text.grammar.schemas import UnsatisfiableError
 from lucevisor.text.grammar.texts import text_terminal
+from lucevisor.text.patterns import matches
 from lucevisor.text.references import with_definitions
-from lucevisor.text.tools.parameters import ANY_TYPE, matches
+from lucevisor.text.tools.parameters import ANY_TYPE
 
 _BLANKS: Final = r"[ \t\r\n]*"
 _INTEGER: Final = "-?(0|[1-9][0-9]*)"
@@ -57,9 +59,12 @@ def bare_value(rules: Rules, schema: Any, ending: Ending, alternatives: Alternat
     return values.written(rules, kinds)
 
 
-def _json(rules: Rules, schema: Mapping[str, Any], ending: Ending, alternatives: Alternatives) -> str:
+def _json(rules: Rules, schema: Mapping[str, Any], ending: Ending, alternatives: Alternatives) -> str | None:
     whole = with_definitions(schema, alternatives.definitions)
-    return f"{rules.json(whole, lenient=not alternatives.strict)} {rules.text(ending.tag)}"
+    try:
+        return f"{rules.json(whole, lenient=not alternatives.strict)} {rules.text(ending.tag)}"
+    except UnsatisfiableError:
+        return None
 
 
 class _Values:
@@ -116,7 +121,8 @@ class _Values:
             options.append(f"({rules.one_of(self._constants)}) {rules.text(tag)}")
         if self._json:
             one = self._json[0] if len(self._json) == 1 else {"anyOf": self._json}
-            options.append(_json(rules, one, self._ending, self._alternatives))
+            if (written := _json(rules, one, self._ending, self._alternatives)) is not None:
+                options.append(written)
         return f"({' | '.join(options)})" if options else None
 
     def _free_text(self, kinds: frozenset[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.bare_values import Ending, bare_value
+from lucevisor.text.grammar.endless import without_endless
 from lucevisor.text.grammar.gemma_values import gemma_object
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.members import members, sequence
@@ -90,7 +91,10 @@ def _checked(rules: Rules, write: _Writer, function: Function) -> str:
     """A call whose parts compile.  Raises GrammarError, with nothing added to the rules."""
     mark = rules.mark()
     try:
-        schema = _of_objects(flattened(function.schema, lenient=not function.strict), strict=function.strict)
+        found = without_endless(flattened(function.schema, lenient=not function.strict))
+        if isinstance(found, bool):
+            raise GrammarError("no value fits them")
+        schema = _of_objects(found, strict=function.strict)
         written = write(rules, Function(function.name, schema, function.strict))
         rules.check(mark)
         return written
@@ -201,7 +205,7 @@ def _parameters(
     ]
     possible = [one for one in found if one is not None]
     if not possible:
-        raise GrammarError("they allow no arguments")
+        raise GrammarError("they allow no arguments, as required properties are forbidden")
     return f"({' | '.join(possible)})"
 
 

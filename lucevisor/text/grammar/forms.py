@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from lucevisor.text.grammar import gbnf
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.schemas import prepared
+from lucevisor.text.patterns import PatternError, check_length
 
 Part = dict[str, Any]
 """One grammar of llguidance's notation: {"lark_grammar": ...} or {"json_schema": ...}."""
@@ -53,7 +54,11 @@ def any_object() -> Part:
 
 def regex(pattern: str) -> Part:
     """Text that a regular expression (syntax of Rust's crate regex) matches from beginning to end."""
-    found: Part = json.loads(LLMatcher.grammar_from_regex(_bounded(pattern)))["grammars"][0]
+    try:
+        check_length(_bounded(pattern))
+    except PatternError as error:
+        raise GrammarError(str(error)) from None
+    found: Part = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
     return found
 
 

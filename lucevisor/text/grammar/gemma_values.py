@@ -16,8 +16,9 @@ from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.members import members, sequence
 from lucevisor.text.grammar.rules import ANYTHING, Rules
 from lucevisor.text.grammar.texts import text_terminal
+from lucevisor.text.patterns import matches
 from lucevisor.text.references import Schema
-from lucevisor.text.tools.parameters import ANY_TYPE, matches
+from lucevisor.text.tools.parameters import ANY_TYPE
 
 MAX_DEPTH: Final = 24
 """Schemas within schemas, references aside."""
@@ -32,7 +33,7 @@ def gemma_object(rules: Rules, schema: Schema, *, strict: bool) -> str:
     """An expression for an object.  Raises GrammarError for a strict schema that cannot be enforced."""
     found = _ValueWriter(rules, schema.get("$defs", {}), strict).value(schema, "parameters", 0)
     if found is None:
-        raise GrammarError("they allow no arguments")
+        raise GrammarError("they allow no arguments, as required properties are forbidden")
     return found
 
 

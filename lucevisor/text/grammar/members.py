@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules, quoted
 from lucevisor.text.grammar.texts import searched, text_terminal
-from lucevisor.text.tools.parameters import matches
+from lucevisor.text.patterns import matches
 
 MAX_COUNTED: Final = 4096
 """Rules for the numbers of members that an object may have."""
@@ -38,8 +37,10 @@ class Members:
     most: int | None
 
 
-def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> Members:
-    """Return the members of the objects that an alternative of a schema describes."""
+def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> Members | None:
+    """Return the members of the objects that an alternative of a schema describes; None if one that must be there is
+    forbidden.
+    """
     properties, patterns = dict(schema.get("properties") or {}), dict(schema.get("patternProperties") or {})
     rest = schema.get("additionalProperties")
     needed = [name for name in schema.get("required") or () if isinstance(name, str)]
@@ -52,9 +53,8 @@ def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -
             found = [True if rest is None else rest]
         if found and properties[name] is not False:
             properties[name] = {"allOf": [properties[name], *found]}
-    impossible = [name for name in needed if properties.get(name, False) is False]
-    if impossible and alternatives.strict:
-        raise GrammarError(f"{where}: {impossible[0]!r} is required, but no property of that name is allowed")
+    if any(properties.get(name, False) is False for name in needed):
+        return None
     others = _others(schema, properties, patterns, rest, alternatives, where)
     names = schema.get("propertyNames")
     if names is not None:
@@ -87,6 +87,7 @@ def _others(
     for pattern, one in patterns.items():
         if (term := searched(pattern)) is None:
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
+            rest = True
             continue
         if one is not False:
             found.append((f"{_NAME} & {term}{but}", one))
@@ -128,7 +129,7 @@ def _fits(schema: Mapping[str, Any], name: str) -> bool:
 
 def sequence(
     rules: Rules,
-    found: Members,
+    found: Members | None,
     named: Callable[[str, Any, str], str | None],
     other: Callable[[str, Any], str | None],
     comma: str = "",
@@ -137,7 +138,7 @@ def sequence(
 
     ``named`` and ``other`` write a member, or return None if its schema allows no value.
     """
-    return _Sequence(rules, found, named, other, comma).whole()
+    return None if found is None else _Sequence(rules, found, named, other, comma).whole()
 
 
 class _Sequence:

@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from lucevisor.errors import show
 from lucevisor.text import patterns
-from lucevisor.text.grammar.documents import Document, Place
+from lucevisor.text.grammar.endless import without_endless
 from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.references import REFERENCES, Document, Place, UnresolvedReferenceError
 
 MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
@@ -40,9 +41,8 @@ _ARRAY: Final = ("items", "prefixItems", "additionalItems", "minItems", "maxItem
                  "minContains", "maxContains", "unevaluatedItems")  # fmt: skip
 _STRING: Final = ("pattern", "format", "minLength", "maxLength")
 _NUMBER: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _LISTS: Final = ("allOf", "anyOf", "oneOf")
-_APPLICATORS: Final = (*_REFERENCES, *_LISTS, "if", "not", "dependentSchemas", "dependencies")
+_APPLICATORS: Final = (*REFERENCES, *_LISTS, "if", "not", "dependentSchemas", "dependencies")
 _TYPE_OF_GROUP: Final = ((_OBJECT, "object"), (_ARRAY, "array"), (_STRING, "string"), (_NUMBER, "number"))
 _GROUPS: Final = {key: group for group, _ in _TYPE_OF_GROUP for key in group}
 _CONSTRAINTS: Final = frozenset([*_GROUPS, *_APPLICATORS, "type", "enum", "const", "dependentRequired"])
@@ -54,6 +54,10 @@ Ready = dict[str, Any] | bool
 """A schema of llguidance's subset."""
 
 
+class UnsatisfiableError(GrammarError):
+    """No value fits a schema."""
+
+
 def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     """Return a schema that llguidance enforces whole.
 
@@ -61,9 +65,13 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     is no JSON schema.
     """
     ready = _Preparation(schema, lenient).whole()
+    if isinstance(ready, dict):
+        ready = without_endless(ready)
     told = _told(ready)
     if told and lenient:
         ready, told = _relaxed(ready, told)
+    if patterns.nothing_fits(told):
+        raise UnsatisfiableError("no value fits it")
     if told:
         raise GrammarError(_reason(told))
     return ready
@@ -159,8 +167,8 @@ class _Preparation:
 
     def _is_active(self, place: Place) -> bool:
         try:
-            return id(self.resolved(place, "$ref").schema) in self._active
-        except LookupError:
+            return id(self.document.target(place, "$ref").schema) in self._active
+        except UnresolvedReferenceError:
             return False
 
     def _schema(self, place: Place, scope: _Scope) -> Ready:
@@ -194,24 +202,13 @@ class _Preparation:
 
     # -- references
 
-    def resolved(self, place: Place, key: str) -> Place:
-        reference = place.schema[key]
-        if not isinstance(reference, str):
-            raise _malformed(place, key, "is not text")
-        if key == "$recursiveRef" and self.document.n_resources > 1:
-            raise LookupError(reference)
-        if key == "$dynamicRef" and not self.document.is_static(reference.partition("#")[2]):
-            raise LookupError(reference)
-        try:
-            return self.document.resolve(reference, place.base)
-        except (LookupError, TypeError, ValueError):
-            raise LookupError(reference) from None
-
     def reference(self, place: Place, key: str, scope: _Scope) -> Ready:
         """The reference to a definition, which is prepared here the first time; True for one that is dropped."""
+        if not isinstance(place.schema[key], str):
+            raise _malformed(place, key, "is not text")
         try:
-            target = self.resolved(place, key)
-        except LookupError:
+            target = self.document.target(place, key)
+        except UnresolvedReferenceError:
             self.unsupported(place, key, f"leads nowhere: {show(place.schema[key])} is not in this schema")
             return True
         if isinstance(target.schema, bool):
@@ -236,11 +233,11 @@ class _Preparation:
             return self._surveys[id(given)]
         self._surveys[id(given)] = _Survey(Counter())  # while this one is made: circles end
         found = self._own_survey(place)
-        for key in _REFERENCES:
+        for key in REFERENCES:
             if key in given:
                 try:
-                    found.add(self.survey(self.resolved(place, key)))
-                except LookupError:
+                    found.add(self.survey(self.document.target(place, key)))
+                except UnresolvedReferenceError:
                     found.is_open = True
         for key in _LISTS:
             branches = _Survey(Counter())
@@ -284,7 +281,7 @@ def _is_choice(given: Mapping[str, Any]) -> bool:
     """Whether a schema only says that a value fits another, or one of several."""
     chosen = [key for key in _APPLICATORS if key in given]
     alone = len(chosen) == 1 and (
-        chosen[0] in (*_REFERENCES, "anyOf", "oneOf")
+        chosen[0] in (*REFERENCES, "anyOf", "oneOf")
         or (chosen[0] == "allOf" and isinstance(given["allOf"], list) and len(given["allOf"]) == 1)
     )
     return alone and not any(key in given for key in (*_OBJECT, "dependentRequired"))
@@ -529,14 +526,13 @@ class _SchemaWriter:
         key, found, lost = "patternProperties", dict[str, Ready](), False
         for pattern in self._mapping(key):
             ready = self._inner(key, pattern, scope=_Scope(part=self._composed))
-            text = patterns.translated(pattern)
             try:
-                patterns.check(text)
+                text = patterns.checked(pattern)
             except patterns.PatternError as error:
                 self._drop(f"{key}/{pattern}", str(error))
                 lost = True
                 continue
-            matched = [name for name in properties if patterns.matches(text, name)]
+            matched = [name for name in properties if patterns.matches(pattern, name)]
             same = next((other for other, schema in found.items() if schema == ready), None)
             together = f"(?:{same})|(?:{text})" if same else text
             others = [other for other in found if other != same]
@@ -576,13 +572,12 @@ class _SchemaWriter:
             kept = {name: one if name in allowed else False for name, one in properties.items()}
             return kept | {name: rest for name in allowed if name not in kept}, {}, False
         elif isinstance(pattern := known.get("pattern"), str):
-            text = patterns.translated(pattern)
             try:
-                patterns.check(text)
+                text = patterns.checked(pattern)
             except patterns.PatternError as error:
                 self._drop(f"{key}/pattern", str(error))
                 return properties, found, additional
-            kept = {name: one if patterns.matches(text, name) else False for name, one in properties.items()}
+            kept = {name: one if patterns.matches(pattern, name) else False for name, one in properties.items()}
             if patterns.is_covered(text, kept):
                 return kept, {}, False
             return kept, {text: rest}, False
@@ -669,10 +664,8 @@ class _SchemaWriter:
         elif name is not None:
             self._drop("format", f"{show(name)} is not known; these are: {', '.join(sorted(_FORMATS))}")
         if "pattern" in self._given:
-            text = patterns.translated(self._given["pattern"])
             try:
-                patterns.check(text)
-                found["pattern"] = text
+                found["pattern"] = patterns.checked(self._given["pattern"])
             except patterns.PatternError as error:
                 self._drop("pattern", f"cannot be enforced: {error}")
         self._checked({"type": "string"}, found, ("format", "pattern", "minLength", "maxLength"))
@@ -777,8 +770,8 @@ class _Facts:
         seen.add(id(given))
         yield place
         if isinstance(given.get("$ref"), str):
-            with contextlib.suppress(LookupError):
-                yield from self._applying(self._whole.resolved(place, "$ref"), seen)
+            with contextlib.suppress(UnresolvedReferenceError):
+                yield from self._applying(self._whole.document.target(place, "$ref"), seen)
         for i, _ in enumerate(given["allOf"] if isinstance(given.get("allOf"), list) else ()):
             yield from self._applying(self._whole.document.child(place, "allOf", i), seen)
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, regex_to_lark
 
+from lucevisor.text import patterns
 from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.rules import ANYTHING, repeated
 
@@ -72,8 +73,13 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
 
 def searched(pattern: str) -> str | None:
     """A terminal for the texts in which a pattern of a schema is found; None if llguidance cannot read it."""
+    try:
+        expression = patterns.translated(pattern)
+        patterns.check_length(expression)
+    except patterns.PatternError:
+        return None
     found = []
-    for branch in _branches(pattern):
+    for branch in _branches(expression):
         begins, ends = branch.startswith("^"), branch.endswith("$") and not _escaped_end(branch)
         body = branch[1 if begins else 0 : -1 if ends else None]
         found.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")

@@ -6,14 +6,13 @@ stays text; nothing a model wrote is dropped.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Final
 
 from lucevisor.text import json_text
-from lucevisor.text import patterns as patterns_of_schemas
 from lucevisor.text.json_text import Number
+from lucevisor.text.patterns import matches
 from lucevisor.text.references import Schema, flattened, resolved
 from lucevisor.text.tools.call import Tools, function_of
 
@@ -192,7 +191,7 @@ def _members(schema: object, name: str, definitions: Schema, inside: frozenset[s
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
     own = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
     if isinstance(patterns, Mapping):
-        own += [one for pattern, one in patterns.items() if _compiles_and_matches(pattern, name)]
+        own += [one for pattern, one in patterns.items() if matches(pattern, name)]
     if not own and isinstance(others := schema.get("additionalProperties"), Mapping):
         own = [others]
     yield from own
@@ -203,24 +202,6 @@ def _members(schema: object, name: str, definitions: Schema, inside: frozenset[s
         found = [list(_members(option, name, definitions, inside)) for option in options]
         if any(found):
             yield {"anyOf": [{"allOf": parts} for parts in found if parts]}
-
-
-def _compiles_and_matches(pattern: str, name: str) -> bool:
-    """As `matches`, in time linear in the name: this runs in the event loop, with a client's pattern."""
-    try:
-        expression = patterns_of_schemas.translated(pattern)
-        patterns_of_schemas.check(expression)
-    except patterns_of_schemas.PatternError:
-        return False
-    return patterns_of_schemas.matches(expression, name)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern of a schema matches a name; one that cannot be read matches none."""
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return False
 
 
 def _is_json(text: str) -> bool:

@@ -13,10 +13,10 @@ from lucevisor.text.tools.call import ToolCall, Tools, make_call
 from lucevisor.text.tools.parameters import Parameters, first_readable
 
 _HEAD: Final = re.compile(r"\s*<function=([^>\n]+)>")
-_OPEN: Final = re.compile(r"<parameter=([^\n]+?)>")
+_OPEN: Final = re.compile(r"<parameter=([^\n]*?)>")
 _BLANKS: Final = re.compile(r"\s*")
 # A value ends at the closing tag that another parameter or the end follows, so that a value may quote the tag itself.
-_CLOSE: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=[^\n]+?>|</function>\s*\Z|\Z))")
+_CLOSE: Final = re.compile(r"</parameter>(?=\s*(?:<parameter=[^\n]*?>|</function>\s*\Z|\Z))")
 _UNCLOSED: Final = re.compile(r"(<parameter=[^>\n]+>(?:(?!</parameter>).)*?)(?=\s*</function>\s*\Z)", re.DOTALL)
 _TAIL: Final = re.compile(r"\s*(?:</function>\s*)?\Z")
 
