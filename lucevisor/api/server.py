@@ -82,6 +82,7 @@ def create_app(ports: Ports) -> web.Application:
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/props", info.props),
+            web.get("/slots", info.slots),
             web.get("/health", info.health),
             web.get("/ready", info.ready),
             web.get("/metrics", info.metrics),

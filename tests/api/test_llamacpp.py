@@ -140,6 +140,15 @@ async def test_a_gap_is_filled(start):
     _, answer = await client.ask("/api/generate", ollama)
     assert answer["response"] == "a"
     assert client.rig.stage.opened[2].prompt[-1] == FIM["<|fim_middle|>"]
+    openai = {"prompt": "def f(", "suffix": "):", "max_tokens": 3, "echo": True}
+    _, answer = await client.ask("/v1/completions", openai)
+    assert answer["choices"][0]["text"] == "def f(a"
+    assert answer["usage"]["prompt_tokens"] == len(client.rig.stage.opened[3].prompt)
+    assert client.rig.stage.opened[3].prompt == client.rig.stage.opened[2].prompt
+    for more in ({"prompt": ["a", "b"]}, {"prompt": [1, 2]}):
+        assert (await client.ask("/v1/completions", {**openai, **more}))[1]["error"]["param"] == "suffix"
+    status, answer = await client.ask("/v1/completions", {**openai, "logprobs": 1})
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
     _, shown = await client.ask("/api/show", {"model": MODEL})
     assert "insert" in shown["capabilities"]
 
@@ -150,6 +159,10 @@ async def test_a_model_without_tokens_for_gaps(client):
     assert "no fill-in-the-middle tokens" in answer["error"]["message"]
     status, answer = await client.ask("/api/generate", {"prompt": "a", "suffix": "b"})
     assert (status, answer["error"].partition(":")[0]) == (400, "suffix")
+    status, answer = await client.ask("/v1/completions", {"prompt": "a", "suffix": "b"})
+    assert (status, answer["error"]["param"]) == (400, "suffix")
+    client.rig.stage.script = say("x")
+    assert (await client.ask("/v1/completions", {"prompt": "a", "suffix": ""}))[0] == 200
 
 
 async def test_paths_without_v1(client):

@@ -6,7 +6,6 @@ Ollama's are: llama.cpp ignores what it does not know, and its clients send what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,10 +14,10 @@ from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.checks import check_length
-from lucevisor.api.prompts.completions import read_completion
+from lucevisor.api.prompts.completions import infill_ids, read_completion
 from lucevisor.api.prompts.decoding import ParameterRules, ignored, to_record
 from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, CompletionBody, Flag
-from lucevisor.text.infill import InfillTokens, OtherFile
+from lucevisor.text.infill import OtherFile
 
 RULES: Final = ParameterRules(
     harmless={
@@ -75,18 +74,6 @@ def read_llama_completion(fields: dict[str, Any], ports: Ports) -> PreparedReque
 def read_infill(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
     return _read(InfillBody, fields, ports)
-
-
-def infill_ids(before: str, after: str, files: Sequence[OtherFile], param: str, ports: Ports) -> list[int]:
-    """Return the prompt for a gap; raises ApiError naming `param` if the vocabulary has no tokens for that."""
-    tokens = InfillTokens.of(ports.tokenizer)
-    if tokens is None:
-        raise bad_parameter(
-            param, "the model's vocabulary has no fill-in-the-middle tokens; serve a model that has", "no_infill"
-        )
-    for text in (before, after, *(file.text for file in files)):
-        check_length(text, param, ports)
-    return tokens.prompt(before, after, files, ports.tokenizer)
 
 
 def _read(kind: type[LlamaCompletionBody] | type[InfillBody], fields: dict[str, Any], ports: Ports) -> PreparedRequest:

@@ -16,10 +16,9 @@ from lucevisor.api.output.ollama import created_at
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.checks import check_ids, check_model, check_tokens
-from lucevisor.api.prompts.completions import read_completion
+from lucevisor.api.prompts.completions import infill_ids, read_completion
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
-from lucevisor.api.prompts.llamacpp import infill_ids
 from lucevisor.api.prompts.ollama_schemas import (
     IDLE_OPTIONS,
     OPTIONS,

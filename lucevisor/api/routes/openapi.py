@@ -48,6 +48,7 @@ _READS: Final = {
     "/api/ps": "List the loaded model, as Ollama's API does.",
     "/api/version": "Return the release of Ollama whose fields /api/ has.",
     "/props": "Return the server's properties.",
+    "/slots": "List the slots for sequences, as llama.cpp's server does.",
     "/health": "Return 200 while the server is alive.",
     "/ready": "Return whether the pipeline is ready, and what is not.",
     "/metrics": "Return the metrics for Prometheus.",
@@ -57,6 +58,7 @@ _READS: Final = {
 }
 _QUERIES: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "/v1/responses/{id}": {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    "/slots": {"fail_on_no_slot": {}},
     "/v1/responses/{id}/input_items": {
         "limit": {"type": "integer", "minimum": 1, "maximum": 100},
         "order": {"enum": ["asc", "desc"]},
@@ -153,17 +155,18 @@ def _simple(path: str, method: str, summary: str) -> dict[str, Any]:
     """Return an operation without a body."""
     name = path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_") or "page"
     queries = _QUERIES.get(path, {}) if method == "get" else {}
-    statuses = (*(("400",) if queries else ()), "401", *(("404",) if "{id}" in path else ()))
+    ids = "{id}" in path
+    statuses = (*(("400",) if queries and ids else ()), "401", *(("404",) if ids else ("503",) if queries else ()))
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": name if method == "get" else f"{method}_{name}",
         "responses": {"200": {"description": "The answer."}, **_error_responses(path, statuses)},
     }
-    if "{id}" in path:
-        operation["parameters"] = [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
-            *({"name": name, "in": "query", "schema": schema} for name, schema in queries.items()),
-        ]
+    parameters: list[dict[str, Any]] = [{"name": name, "in": "query", "schema": queries[name]} for name in queries]
+    if ids:
+        parameters.insert(0, {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 
