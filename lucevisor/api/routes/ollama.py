@@ -119,8 +119,8 @@ async def version(_: web.Request) -> web.Response:
 def _model(ports: Ports) -> dict[str, object]:
     card = ports.model
     return {
-        "name": card.name,
-        "model": card.name,
+        "name": card.tagged,
+        "model": card.tagged,
         "modified_at": created_at(card.created_s),
         "size": card.size_bytes,
         "digest": _digest(card),
