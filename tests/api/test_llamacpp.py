@@ -165,8 +165,23 @@ async def test_a_model_without_tokens_for_gaps(client):
     assert (await client.ask("/v1/completions", {"prompt": "a", "suffix": ""}))[0] == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_token_at_all(client, stream):
+    client.rig.stage.script = say("Hello!")
+    body = {"prompt": "Hi", "n_predict": 0, "n_cmpl": 2}
+    if stream:
+        answers = [json.loads(one) for one in await client.events(PLAIN, body)]
+    else:
+        _, answers = await client.ask(PLAIN, body)
+    assert [(one["content"], one["tokens_predicted"], one["stop_type"]) for one in answers] == [("", 0, "limit")] * 2
+    assert {(one["tokens_evaluated"], one["generation_settings"]["n_predict"]) for one in answers} == {(1, 0)}
+
+
 async def test_paths_without_v1(client):
     client.rig.stage.script = say("Hello!")
+    _, answer = await client.ask("/responses", {"input": "Hi"})
+    assert answer["output"][-1]["content"][0]["text"] == "Hello!"
+    assert await client.ask("/v1/health") == await client.ask("/health")
     _, answer = await client.ask("/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
     assert answer["choices"][0]["message"]["content"] == "Hello!"
     assert (await client.ask("/completions", {"prompt": "Hi"}))[1]["content"] == "Hello!"

@@ -35,7 +35,7 @@ RULES: Final = ParameterRules(
     },
     refused={},
     neutral={"dynatemp_range": NEUTRAL["dynatemp_range"]},
-    aliases=ALIASES,
+    aliases={**ALIASES, "n_cmpl": "n"},
     open=True,
 )
 _LIMITS: Final = ("n_predict", "max_tokens")
@@ -85,7 +85,8 @@ def _read(kind: type[LlamaCompletionBody] | type[InfillBody], fields: dict[str, 
         prompt: Any = infill_ids(body.input_prefix + body.prompt, body.input_suffix, files, "input_suffix", ports)
     else:
         prompt = _prompt(body.prompt, ports)
-    kept = {name: value for name, value in fields.items() if RULES.aliases.get(name, name) in _OWN}
+    own = {RULES.aliases.get(name, name): value for name, value in fields.items()}
+    kept = {name: value for name, value in own.items() if name in _OWN}
     prepared = read_completion({**kept, "prompt": prompt, "return_token_ids": body.return_tokens}, ports)
     options = msgspec.structs.replace(prepared.options, ignored=ignored(kind, fields, RULES))
     return PreparedRequest(options, prepared.prompts)

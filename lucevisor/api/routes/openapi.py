@@ -30,6 +30,7 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/api/generate": (OllamaGenerateBody, "Continue a prompt, as Ollama's API does."),
     "/api/show": (ShowBody, "Describe the served model, as Ollama's API does."),
     "/chat/completions": (ChatBody, "Create a chat completion, as /v1/chat/completions does."),
+    "/responses": (ResponsesBody, "Create a response, as /v1/responses does."),
     "/completion": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
     "/completions": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
     "/infill": (InfillBody, "Fill a gap in a text, as llama.cpp's server does."),
@@ -50,6 +51,7 @@ _READS: Final = {
     "/props": "Return the server's properties.",
     "/slots": "List the slots for sequences, as llama.cpp's server does.",
     "/health": "Return 200 while the server is alive.",
+    "/v1/health": "Return 200 while the server is alive, as /health does.",
     "/ready": "Return whether the pipeline is ready, and what is not.",
     "/metrics": "Return the metrics for Prometheus.",
     "/openapi.json": "Return this document.",
@@ -69,7 +71,7 @@ _ADMIN: Final = frozenset({"/admin/restart"})
 _STREAMED: Final = frozenset(
     [
         *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
-        *("/chat/completions", "/completion", "/completions", "/infill"),
+        *("/chat/completions", "/responses", "/completion", "/completions", "/infill"),
     ]
 )
 _LINES: Final = frozenset({"/api/chat", "/api/generate"})
