@@ -17,7 +17,7 @@ from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
+OPEN_PATHS: Final = frozenset({"/health", "/v1/health", "/ready", "/"})
 """Paths that need no key: load balancers have none, and the status page shows nothing until it is given one."""
 ADMIN_PATHS: Final = "/admin/"
 """Below it an admin key is needed."""

@@ -84,6 +84,11 @@ class ModelCard:
     n_parameters: int = 0
     facts: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def tagged(self) -> str:
+        """The name as Ollama writes it, with a tag; its clients add this one to any name without."""
+        return self.name if ":" in self.name else f"{self.name}:latest"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:

@@ -74,7 +74,9 @@ def create_app(ports: Ports) -> web.Application:
             web.get("/api/ps", ollama.running),
             web.get("/api/version", ollama.version),
             web.post("/chat/completions", chat_completions),  # llama.cpp has these without /v1, too
+            web.post("/responses", responses.create_response),
             web.get("/models", info.models),
+            web.get("/v1/health", info.health),  # and this one with it
             web.post("/completion", llamacpp.completion),
             web.post("/completions", llamacpp.completion),
             web.post("/infill", llamacpp.infill),
@@ -82,6 +84,7 @@ def create_app(ports: Ports) -> web.Application:
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/props", info.props),
+            web.get("/slots", info.slots),
             web.get("/health", info.health),
             web.get("/ready", info.ready),
             web.get("/metrics", info.metrics),

@@ -38,6 +38,28 @@ async def test_props(client):
     assert "<|im_end|>" in props["eos_tokens"]
 
 
+def n_asked(client):
+    now = client.rig.engine.statistics()
+    return now.running + now.queued
+
+
+async def test_slots(client):
+    free = {"n_ctx": 512, "is_processing": False}
+    assert await client.ask("/slots?fail_on_no_slot=1") == (200, [{"id": i, **free} for i in range(4)])
+    client.rig.stage.held = True
+    asked = [asyncio.create_task(client.chat(max_tokens=1)) for _ in range(3)]
+    await until(lambda: n_asked(client) == 3)
+    _, slots = await client.ask("/slots?fail_on_no_slot=0")
+    assert [slot["is_processing"] for slot in slots] == [True, True, True, False]
+    asked.append(asyncio.create_task(client.chat(max_tokens=1)))
+    await until(lambda: n_asked(client) == 4)
+    status, answer = await client.ask("/slots?fail_on_no_slot=0")
+    assert (status, answer["error"]["code"]) == (503, "no_slot")
+    assert (await client.ask("/slots"))[0] == 200
+    client.rig.stage.release()
+    assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+
 async def test_health_and_ready(client):
     assert await client.ask("/ready") == (200, {"status": "ready"})
     client.rig.waiting_for = [NotReadyPart("group left", "loading", "reads weights")]

@@ -140,6 +140,15 @@ async def test_a_gap_is_filled(start):
     _, answer = await client.ask("/api/generate", ollama)
     assert answer["response"] == "a"
     assert client.rig.stage.opened[2].prompt[-1] == FIM["<|fim_middle|>"]
+    openai = {"prompt": "def f(", "suffix": "):", "max_tokens": 3, "echo": True}
+    _, answer = await client.ask("/v1/completions", openai)
+    assert answer["choices"][0]["text"] == "def f(a"
+    assert answer["usage"]["prompt_tokens"] == len(client.rig.stage.opened[3].prompt)
+    assert client.rig.stage.opened[3].prompt == client.rig.stage.opened[2].prompt
+    for more in ({"prompt": ["a", "b"]}, {"prompt": [1, 2]}):
+        assert (await client.ask("/v1/completions", {**openai, **more}))[1]["error"]["param"] == "suffix"
+    status, answer = await client.ask("/v1/completions", {**openai, "logprobs": 1})
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
     _, shown = await client.ask("/api/show", {"model": MODEL})
     assert "insert" in shown["capabilities"]
 
@@ -150,10 +159,29 @@ async def test_a_model_without_tokens_for_gaps(client):
     assert "no fill-in-the-middle tokens" in answer["error"]["message"]
     status, answer = await client.ask("/api/generate", {"prompt": "a", "suffix": "b"})
     assert (status, answer["error"].partition(":")[0]) == (400, "suffix")
+    status, answer = await client.ask("/v1/completions", {"prompt": "a", "suffix": "b"})
+    assert (status, answer["error"]["param"]) == (400, "suffix")
+    client.rig.stage.script = say("x")
+    assert (await client.ask("/v1/completions", {"prompt": "a", "suffix": ""}))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_token_at_all(client, stream):
+    client.rig.stage.script = say("Hello!")
+    body = {"prompt": "Hi", "n_predict": 0, "n_cmpl": 2}
+    if stream:
+        answers = [json.loads(one) for one in await client.events(PLAIN, body)]
+    else:
+        _, answers = await client.ask(PLAIN, body)
+    assert [(one["content"], one["tokens_predicted"], one["stop_type"]) for one in answers] == [("", 0, "limit")] * 2
+    assert {(one["tokens_evaluated"], one["generation_settings"]["n_predict"]) for one in answers} == {(1, 0)}
 
 
 async def test_paths_without_v1(client):
     client.rig.stage.script = say("Hello!")
+    _, answer = await client.ask("/responses", {"input": "Hi"})
+    assert answer["output"][-1]["content"][0]["text"] == "Hello!"
+    assert await client.ask("/v1/health") == await client.ask("/health")
     _, answer = await client.ask("/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
     assert answer["choices"][0]["message"]["content"] == "Hello!"
     assert (await client.ask("/completions", {"prompt": "Hi"}))[1]["content"] == "Hello!"

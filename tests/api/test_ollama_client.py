@@ -171,16 +171,29 @@ def test_without_a_prompt_the_model_is_only_asked_for(client, ask, reason):
 
 def test_what_is_there(client):
     [model] = client.list().models
-    assert (model.model, model.details.format, model.details.family) == (MODEL, "gguf", "qwen35")
+    assert (model.model, model.details.format, model.details.family) == (MODEL + ":latest", "gguf", "qwen35")
     assert model.details.parameter_size == "22.40M"
     assert re.fullmatch("[0-9a-f]{64}", model.digest)  # Ollama's command line cuts it at 12
     [running] = client.ps().models
-    assert (running.model, running.digest) == (MODEL, model.digest)
+    assert (running.model, running.digest) == (model.model, model.digest)
     shown = client.show(MODEL)
     assert {"completion", "tools", "thinking"} == set(shown.capabilities)
     assert "{%" in shown.template
     told = {"general.basename": "lucevisor-demo", "general.parameter_count": 22_400_000, "qwen35.context_length": 512}
     assert told.items() <= shown.modelinfo.items()
+
+
+def test_the_name_in_the_lists_is_one_in_all_apis(client, server):
+    """Open WebUI adds the tag and looks for that name in the list; editors send it to /v1."""
+    [model] = client.list().models
+    body = {"model": model.model, "max_tokens": 1, "messages": HI, "prompt": "x", "input": "x"}
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize"):
+        names = {"prompt"} if path in ("/v1/completions", "/tokenize") else {"messages", "max_tokens"}
+        names = {"model", *({"input"} if path == "/v1/responses" else names)}
+        answer = httpx.post(server.url + path, json={name: body[name] for name in names}, timeout=30)
+        assert answer.status_code == 200, answer.text
+    assert httpx.get(f"{server.url}/v1/models/{model.model}").json()["id"] == MODEL
+    assert httpx.get(f"{server.url}/v1/models/{MODEL}:other").status_code == 404
 
 
 def test_ollamas_own_clients_find_it_running_and_browsers_the_status_page(server):

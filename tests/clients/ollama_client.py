@@ -61,7 +61,7 @@ def generate() -> None:
 
 
 def lists() -> None:
-    assert client.list().models[0].model == client.ps().models[0].model == MODEL
+    assert client.list().models[0].model == client.ps().models[0].model == f"{MODEL}:latest"
     assert "completion" in client.show(MODEL).capabilities
 
 

@@ -18,8 +18,8 @@ _QUICK_CHARS: Final = 16 * 1024
 
 
 def check_model(name: str | None, ports: Ports) -> None:
-    """Raise a 404 unless the requested model is the served one; None is the served one."""
-    if name is not None and name != ports.model.name:
+    """Raise a 404 unless the requested model is the served one, as None and Ollama's name of it are."""
+    if name not in (None, ports.model.name, ports.model.tagged):
         raise ApiError(
             404,
             f"the model {show(name)} does not exist here; this server has {show(ports.model.name)}",

@@ -5,6 +5,7 @@ Invariant: prompts sent as token ids reach the engine unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from lucevisor.api.prompts.constraint import output_grammar, requested_form
 from lucevisor.api.prompts.decoding import OPENAI, ignored, to_record
 from lucevisor.api.prompts.sampling import n_top_logprobs, random_seed, sampling_params
 from lucevisor.api.prompts.schemas import MAX_ECHO_CHARS, MAX_PROMPT_SCORES, CompletionBody
+from lucevisor.text.infill import InfillTokens, OtherFile
 from lucevisor.text.tokenizer import Tokenizer
 
 RULES: Final = replace(OPENAI, aliases={**OPENAI.aliases, "prompt_token_ids": "prompt"})
@@ -41,7 +43,7 @@ def read_completion(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
             "stream", "true is not available with echo and logprobs; leave one of them out", "unsupported_value"
         )
     n = check_choices(body.n, count_prompts(body.prompt))
-    prompts = read_prompts(body.prompt, ports)
+    prompts = _read_gap(body, ports) if body.suffix else read_prompts(body.prompt, ports)
     if score_prompt:
         _check_scores(prompts, n, n_top)
     grammar, prompt_only = output_grammar(requested_form(body), ports), body.max_tokens == 0
@@ -117,6 +119,29 @@ def read_prompts(prompt: str | list[str | int | list[int]], ports: Ports) -> lis
             raise bad_parameter(where, "is a token id beside prompts; send ids of one prompt in an array of their own")
         prompts.append(_from_text(item, where, ports) if isinstance(item, str) else _from_ids(item, where, ports))
     return prompts
+
+
+def _read_gap(body: CompletionBody, ports: Ports) -> list[Prompt]:
+    """Return the prompt for the gap between `prompt` and `suffix`; an echo is of `prompt` alone."""
+    if not isinstance(body.prompt, str):
+        raise bad_parameter("suffix", "is the end of one text; send prompt as one text, or leave suffix out")
+    if body.echo and body.logprobs:
+        raise bad_parameter("logprobs", "is not available with echo and suffix; leave one of them out")
+    ids = infill_ids(body.prompt, body.suffix or "", (), "suffix", ports)
+    check_tokens(len(ids), "prompt", ports)
+    return [Prompt(ids, body.prompt)]
+
+
+def infill_ids(before: str, after: str, files: Sequence[OtherFile], param: str, ports: Ports) -> list[int]:
+    """Return the prompt for a gap; raises ApiError naming `param` if the vocabulary has no tokens for that."""
+    tokens = InfillTokens.of(ports.tokenizer)
+    if tokens is None:
+        raise bad_parameter(
+            param, "the model's vocabulary has no fill-in-the-middle tokens; serve a model that has", "no_infill"
+        )
+    for text in (before, after, *(file.text for file in files)):
+        check_length(text, param, ports)
+    return tokens.prompt(before, after, files, ports.tokenizer)
 
 
 def _from_text(text: str, where: str, ports: Ports) -> Prompt:

@@ -6,7 +6,6 @@ Ollama's are: llama.cpp ignores what it does not know, and its clients send what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,10 +14,10 @@ from lucevisor.api.errors import bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.checks import check_length
-from lucevisor.api.prompts.completions import read_completion
+from lucevisor.api.prompts.completions import infill_ids, read_completion
 from lucevisor.api.prompts.decoding import ParameterRules, ignored, to_record
 from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, CompletionBody, Flag
-from lucevisor.text.infill import InfillTokens, OtherFile
+from lucevisor.text.infill import OtherFile
 
 RULES: Final = ParameterRules(
     harmless={
@@ -36,7 +35,7 @@ RULES: Final = ParameterRules(
     },
     refused={},
     neutral={"dynatemp_range": NEUTRAL["dynatemp_range"]},
-    aliases=ALIASES,
+    aliases={**ALIASES, "n_cmpl": "n"},
     open=True,
 )
 _LIMITS: Final = ("n_predict", "max_tokens")
@@ -77,18 +76,6 @@ def read_infill(fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     return _read(InfillBody, fields, ports)
 
 
-def infill_ids(before: str, after: str, files: Sequence[OtherFile], param: str, ports: Ports) -> list[int]:
-    """Return the prompt for a gap; raises ApiError naming `param` if the vocabulary has no tokens for that."""
-    tokens = InfillTokens.of(ports.tokenizer)
-    if tokens is None:
-        raise bad_parameter(
-            param, "the model's vocabulary has no fill-in-the-middle tokens; serve a model that has", "no_infill"
-        )
-    for text in (before, after, *(file.text for file in files)):
-        check_length(text, param, ports)
-    return tokens.prompt(before, after, files, ports.tokenizer)
-
-
 def _read(kind: type[LlamaCompletionBody] | type[InfillBody], fields: dict[str, Any], ports: Ports) -> PreparedRequest:
     unlimited = [name for name in _LIMITS if isinstance(n := fields.get(name), int) and n < 0]
     fields = {name: value for name, value in fields.items() if name not in unlimited}
@@ -98,7 +85,8 @@ def _read(kind: type[LlamaCompletionBody] | type[InfillBody], fields: dict[str, 
         prompt: Any = infill_ids(body.input_prefix + body.prompt, body.input_suffix, files, "input_suffix", ports)
     else:
         prompt = _prompt(body.prompt, ports)
-    kept = {name: value for name, value in fields.items() if RULES.aliases.get(name, name) in _OWN}
+    own = {RULES.aliases.get(name, name): value for name, value in fields.items()}
+    kept = {name: value for name, value in own.items() if name in _OWN}
     prepared = read_completion({**kept, "prompt": prompt, "return_token_ids": body.return_tokens}, ports)
     options = msgspec.structs.replace(prepared.options, ignored=ignored(kind, fields, RULES))
     return PreparedRequest(options, prepared.prompts)

@@ -16,10 +16,9 @@ from lucevisor.api.output.ollama import created_at
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.checks import check_ids, check_model, check_tokens
-from lucevisor.api.prompts.completions import read_completion
+from lucevisor.api.prompts.completions import infill_ids, read_completion
 from lucevisor.api.prompts.decoding import convert, ignored, to_record
 from lucevisor.api.prompts.draft import ChatDraft
-from lucevisor.api.prompts.llamacpp import infill_ids
 from lucevisor.api.prompts.ollama_schemas import (
     IDLE_OPTIONS,
     OPTIONS,
@@ -30,9 +29,6 @@ from lucevisor.api.prompts.ollama_schemas import (
     ShowBody,
 )
 from lucevisor.errors import show
-
-TAG: Final = ":latest"
-"""What Ollama's clients may add to a model's name."""
 
 _EFFORTS: Final = ("low", "medium", "high", "max")
 _NAMES: Final = {
@@ -65,15 +61,10 @@ class OllamaMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-def untagged(name: str | None) -> str | None:
-    """Return a model's name without the tag that means the only version."""
-    return None if name is None else name.removesuffix(TAG)
-
-
 def read_ollama_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest | bytes:
     """Prepare the request in a decoded body, or answer one without messages; raises ApiError."""
     body = to_record(OllamaChatBody, fields, RULES)
-    check_model(untagged(body.model), ports)
+    check_model(body.model, ports)
     if not body.messages:
         return _loaded(fields, ports, {"message": {"role": "assistant", "content": ""}})
     chat = ChatDraft(fields=_common(body, ports))
@@ -89,7 +80,7 @@ def read_ollama_chat(fields: dict[str, Any], ports: Ports) -> PreparedRequest | 
 def read_ollama_generate(fields: dict[str, Any], ports: Ports) -> PreparedRequest | bytes:
     """Prepare the request in a decoded body, or answer one without a prompt; raises ApiError."""
     body = to_record(OllamaGenerateBody, fields, RULES)
-    check_model(untagged(body.model), ports)
+    check_model(body.model, ports)
     if not body.prompt:
         return _loaded(fields, ports, {"response": ""})
     if body.raw or body.suffix or ports.template is None:
@@ -108,7 +99,7 @@ def read_ollama_generate(fields: dict[str, Any], ports: Ports) -> PreparedReques
 def read_show(fields: dict[str, Any], ports: Ports) -> bytes:
     """Check a decoded body of /api/show; the answer does not depend on it.  Raises ApiError."""
     body = to_record(ShowBody, fields, RULES)
-    check_model(untagged(body.model or body.name), ports)
+    check_model(body.model or body.name, ports)
     return b""
 
 

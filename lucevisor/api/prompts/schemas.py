@@ -88,7 +88,7 @@ REFUSED: Final[dict[str, str]] = {
     "messages": "is a parameter of /v1/chat/completions; send prompt, or use that path",
     "moderation": NOT_HERE,
     "prompt": "is a parameter of /v1/completions; send messages, or use that path",
-    "suffix": "is not supported: the model continues text, it does not fill gaps; leave it out",
+    "suffix": "is a parameter of /v1/completions; use that path, or leave it out",
     "web_search_options": "is not supported: this server does not search the web; leave it out",
 }
 """Known parameters that would change the answer and are not supported (null is accepted), or are another endpoint's."""
@@ -264,6 +264,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     echo: Flag = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | bool | None = None
 

@@ -10,7 +10,7 @@ from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.completion import CompletionFormatter
 from lucevisor.api.output.processor import OutputOptions
 from lucevisor.api.ports import Ports
-from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.completions import read_completion
 from lucevisor.api.prompts.prepare import prepare
 
@@ -20,6 +20,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prepared = await prepare(request, "completion", read_completion)
     assert isinstance(prepared, PreparedRequest)
     return await respond(request, plan_completion(prepared, request.app[PORTS], ResponseId.now("cmpl-")))
+
+
+def plain_output(options: GenerationOptions) -> OutputOptions:
+    """Return how the output of a plain completion is read: it is text without reasoning or calls."""
+    return OutputOptions(
+        stops=options.stops,
+        include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
+        prompt_only=options.prompt_only,
+    )
 
 
 def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseId) -> GenerationPlan:
@@ -35,13 +45,7 @@ def plan_completion(prepared: PreparedRequest, ports: Ports, response: ResponseI
         prompts=prepared.prompts,
         scored=options.score_prompt,
     )
-    output = OutputOptions(
-        stops=options.stops,
-        include_stop=options.include_stop,
-        min_tokens=options.min_tokens,
-        prompt_only=options.prompt_only,
-    )
-    jobs = make_jobs(prepared, output, ports, response)
+    jobs = make_jobs(prepared, plain_output(options), ports, response)
     return GenerationPlan(
         jobs=jobs,
         formatter=formatter,

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.context import METRICS, PORTS
+from lucevisor.api.errors import unavailable
 from lucevisor.api.ports import Ports
 from lucevisor.api.prompts.checks import check_model
 from lucevisor.text.output_format import OutputFormat
@@ -54,6 +55,18 @@ async def props(request: web.Request) -> web.Response:
             "build_info": f"lucevisor {__version__}",
         }
     )
+
+
+async def slots(request: web.Request) -> web.Response:
+    """GET /slots, as llama.cpp's server: one for each sequence, the busy ones first, as they have no fixed places."""
+    ports = request.app[PORTS]
+    busy = 0
+    if ports.engine is not None:
+        now = ports.engine.statistics()
+        busy = now.running + now.queued
+    if "fail_on_no_slot" in request.query and busy >= ports.max_sequences:
+        raise unavailable("no slot is available; try again later", ports.retry_after_s(), "no_slot")
+    return _json([{"id": i, "n_ctx": ports.max_context, "is_processing": i < busy} for i in range(ports.max_sequences)])
 
 
 async def health(_: web.Request) -> web.Response:

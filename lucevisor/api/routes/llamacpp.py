@@ -8,10 +8,10 @@ from lucevisor.api.context import PORTS
 from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.llamacpp import LlamaCppFormatter
-from lucevisor.api.output.processor import OutputOptions
 from lucevisor.api.prepared import BodyKind, GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.llamacpp import read_infill, read_llama_completion
 from lucevisor.api.prompts.prepare import Reader, prepare
+from lucevisor.api.routes.completions import plain_output
 
 
 async def completion(request: web.Request) -> web.StreamResponse:
@@ -37,7 +37,7 @@ async def _generated(request: web.Request, kind: BodyKind, reader: Reader) -> we
         token_ids=options.token_ids,
     )
     plan = GenerationPlan(
-        jobs=make_jobs(prepared, OutputOptions(stops=options.stops), ports, ResponseId.now("cmpl-")),
+        jobs=make_jobs(prepared, plain_output(options), ports, ResponseId.now("cmpl-")),
         formatter=formatter,
         stream=options.stream,
         prompt_param="prompt" if kind == "llama_completion" else "input_suffix",
@@ -51,7 +51,7 @@ def _settings(options: GenerationOptions) -> dict[str, object]:
     """Return what was sampled with, by llama.cpp's names."""
     sampling = options.sampling
     names = ("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
-    n_predict = -1 if options.max_tokens is None else options.max_tokens
+    n_predict = 0 if options.prompt_only else -1 if options.max_tokens is None else options.max_tokens
     return {
         **{name: getattr(sampling, name) for name in names},
         "repeat_penalty": sampling.repetition_penalty,

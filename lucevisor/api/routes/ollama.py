@@ -13,12 +13,12 @@ from lucevisor.api.context import PORTS
 from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.ollama import OllamaFormatter, created_at
-from lucevisor.api.output.processor import OutputOptions
 from lucevisor.api.ports import ModelCard, Ports
 from lucevisor.api.prepared import BodyKind, PreparedRequest
 from lucevisor.api.prompts.ollama import read_ollama_chat, read_ollama_generate, read_show
 from lucevisor.api.prompts.prepare import Reader, prepare
 from lucevisor.api.routes.chat import chat_output
+from lucevisor.api.routes.completions import plain_output
 from lucevisor.api.routes.info import abilities
 from lucevisor.api.routes.page import page
 from lucevisor.text.infill import InfillTokens
@@ -60,7 +60,7 @@ async def _generated(request: web.Request, kind: BodyKind, reader: Reader) -> we
         logprobs=options.logprobs,
         context=None if kind == "ollama_chat" or options.plain else list(prepared.prompts[0]),
     )
-    output = OutputOptions(stops=options.stops) if options.plain else chat_output(options, ports)
+    output = plain_output(options) if options.plain else chat_output(options, ports)
     plan = GenerationPlan(
         jobs=make_jobs(prepared, output, ports, response),
         formatter=formatter,
@@ -119,8 +119,8 @@ async def version(_: web.Request) -> web.Response:
 def _model(ports: Ports) -> dict[str, object]:
     card = ports.model
     return {
-        "name": card.name,
-        "model": card.name,
+        "name": card.tagged,
+        "model": card.tagged,
         "modified_at": created_at(card.created_s),
         "size": card.size_bytes,
         "digest": _digest(card),

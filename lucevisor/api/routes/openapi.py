@@ -30,6 +30,7 @@ _BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/api/generate": (OllamaGenerateBody, "Continue a prompt, as Ollama's API does."),
     "/api/show": (ShowBody, "Describe the served model, as Ollama's API does."),
     "/chat/completions": (ChatBody, "Create a chat completion, as /v1/chat/completions does."),
+    "/responses": (ResponsesBody, "Create a response, as /v1/responses does."),
     "/completion": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
     "/completions": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
     "/infill": (InfillBody, "Fill a gap in a text, as llama.cpp's server does."),
@@ -48,7 +49,9 @@ _READS: Final = {
     "/api/ps": "List the loaded model, as Ollama's API does.",
     "/api/version": "Return the release of Ollama whose fields /api/ has.",
     "/props": "Return the server's properties.",
+    "/slots": "List the slots for sequences, as llama.cpp's server does.",
     "/health": "Return 200 while the server is alive.",
+    "/v1/health": "Return 200 while the server is alive, as /health does.",
     "/ready": "Return whether the pipeline is ready, and what is not.",
     "/metrics": "Return the metrics for Prometheus.",
     "/openapi.json": "Return this document.",
@@ -57,6 +60,7 @@ _READS: Final = {
 }
 _QUERIES: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "/v1/responses/{id}": {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    "/slots": {"fail_on_no_slot": {}},
     "/v1/responses/{id}/input_items": {
         "limit": {"type": "integer", "minimum": 1, "maximum": 100},
         "order": {"enum": ["asc", "desc"]},
@@ -67,7 +71,7 @@ _ADMIN: Final = frozenset({"/admin/restart"})
 _STREAMED: Final = frozenset(
     [
         *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
-        *("/chat/completions", "/completion", "/completions", "/infill"),
+        *("/chat/completions", "/responses", "/completion", "/completions", "/infill"),
     ]
 )
 _LINES: Final = frozenset({"/api/chat", "/api/generate"})
@@ -153,17 +157,18 @@ def _simple(path: str, method: str, summary: str) -> dict[str, Any]:
     """Return an operation without a body."""
     name = path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_") or "page"
     queries = _QUERIES.get(path, {}) if method == "get" else {}
-    statuses = (*(("400",) if queries else ()), "401", *(("404",) if "{id}" in path else ()))
+    ids = "{id}" in path
+    statuses = (*(("400",) if queries and ids else ()), "401", *(("404",) if ids else ("503",) if queries else ()))
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": name if method == "get" else f"{method}_{name}",
         "responses": {"200": {"description": "The answer."}, **_error_responses(path, statuses)},
     }
-    if "{id}" in path:
-        operation["parameters"] = [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
-            *({"name": name, "in": "query", "schema": schema} for name, schema in queries.items()),
-        ]
+    parameters: list[dict[str, Any]] = [{"name": name, "in": "query", "schema": queries[name]} for name in queries]
+    if ids:
+        parameters.insert(0, {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 
