@@ -24,6 +24,7 @@ from daemons.ops.experts import ConcatExperts, ExpertWeights
 from daemons.ops.linear import ConcatLinear, Linear, Table
 from daemons.ops.selection import KernelSelector
 from daemons.weights.dequant import dequantise, four_bit
+from daemons.weights.finite import any_invalid, any_not_finite, checks_blocks
 from daemons.weights.packed import PackedWeights, empty_packed
 from daemons.weights.reading import HostMemory, ProgressMeter, StagingBuffers, TensorChunk, row_count
 from lucevisor.model.gguf_files import GgufFiles
@@ -57,7 +58,7 @@ class Rows:
 
 @dataclass(slots=True)
 class WeightLoader:
-    """Builds the callables and vectors of one shard.  Close it when the shard is built."""
+    """Builds the callables and vectors of one shard.  Call ``check_numbers`` when the shard is built, then close it."""
 
     files: GgufFiles
     layouts: Sequence[TensorLayout]
@@ -73,6 +74,7 @@ class WeightLoader:
     _layouts: dict[tuple[str, TensorRole], TensorLayout] = field(init=False)
     _shared: dict[str, tuple[GgmlType, Tensor | PackedWeights]] = field(init=False)
     _host: HostMemory | None = field(init=False)
+    _invalid: dict[str, list[Tensor]] = field(default_factory=dict)  # findings that are on the device, by tensor
 
     def __post_init__(self) -> None:
         self._layouts = {(r.name, r.role): r for r in self.layouts}
@@ -84,6 +86,25 @@ class WeightLoader:
 
     def close(self) -> None:
         self.staging.close()
+
+    def check_numbers(self) -> None:
+        """Raise LoadError naming a tensor with NaN or infinite numbers; a cpu's raises when it is read."""
+        found, self._invalid = self._invalid, {}
+        flags = torch.stack([torch.stack(flags).any() for flags in found.values()]).tolist() if found else []
+        for name, invalid in zip(found, flags, strict=True):
+            if invalid:
+                raise self._not_finite(name)
+
+    def _check(self, chunk: TensorChunk, flag: Tensor) -> None:
+        if self.staging.accelerated:
+            self._invalid.setdefault(chunk.tensor.name, []).append(flag)
+        elif flag:
+            raise self._not_finite(chunk.tensor.name)
+
+    def _not_finite(self, name: str) -> LoadError:
+        where = f"{self.files.paths[self.files.tensors[name].part]}: tensor {name!r}"
+        advice = "download or convert the file again"
+        return LoadError(where, "it has numbers that are NaN or infinite", advice, configuration=True)
 
     # ---- the interface of blocks
 
@@ -289,6 +310,8 @@ class WeightLoader:
             where = f"{self.files.paths[tensor.part]}: tensor {tensor.name!r}"
             reason = f"its type {tensor.kind.name} is not supported ({error})"
             raise LoadError(where, reason, "use a file with another quant type", configuration=True) from error
+        if not checks_blocks(tensor.kind):
+            self._check(chunk, any_not_finite(found))
         return found if found.shape[1] == chunk.width else found.narrow(1, _leading(chunk), chunk.width)
 
     def _tensor_chunks(self, rows: list[Rows]) -> list[TensorChunk]:
@@ -322,7 +345,11 @@ class WeightLoader:
         borders = [*range(0, _total(chunks), size), _total(chunks)]
         for start, stop in pairwise(borders):
             part = list(_split_rows(chunks, start, stop))
-            yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, self.staging.load(part), strict=True)]
+            read = self.staging.load(part)
+            for chunk, raw in zip(part, read, strict=True):
+                if checks_blocks(chunk.tensor.kind):
+                    self._check(chunk, any_invalid(chunk.tensor.kind, raw))
+            yield start, [(p, _narrow(p, raw)) for p, raw in zip(part, read, strict=True)]
             self.progress.add(sum(p.n_bytes for p in part))
 
     def _n_batches(self) -> int:

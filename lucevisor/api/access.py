@@ -42,7 +42,7 @@ def check_access(request: web.Request, settings: ApiSettings, keys: ApiKeys, adm
         return _check_key(request, admin_keys, "admin")
     # Without required keys, a client could send many different ones and take many shares.
     if not keys.required or request.path in OPEN_PATHS:
-        return Caller()
+        return Caller.of_address(request.remote or "")
     return _check_key(request, keys, "API", also=admin_keys)
 
 

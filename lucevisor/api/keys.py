@@ -6,8 +6,11 @@ with every key, so its time reveals nothing about them.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import hmac
+import ipaddress
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,13 +23,30 @@ _SALT: Final = secrets.token_bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: an opaque id for fair shares and stored responses, and the name of the key, if it has one.
-
-    Both are empty where no key is required.
+    """Who sent a request: an opaque id of the key, for stored responses, and the key's name, if it has one; both are
+    empty where no key is required.  ``share``: who gets a fair share, an opaque id of the key or else of the address.
     """
 
     id: str = ""
     name: str = ""
+    share: str = ""
+
+    @classmethod
+    def of_key(cls, text: str, name: str) -> Caller:
+        """Return who has a key."""
+        opaque = _opaque(text)
+        return cls(opaque, name, opaque)
+
+    @classmethod
+    @functools.lru_cache(1024)
+    def of_address(cls, address: str) -> Caller:
+        """Return who sends from an address; of IPv6 the network of 64 bits counts, which one client has to itself."""
+        with contextlib.suppress(ValueError):
+            ip = ipaddress.ip_address(address.partition("%")[0])
+            if ip.version == 6:
+                mapped = ip.ipv4_mapped
+                address = str(mapped or ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
+        return cls(share=_opaque(f"address {address}"))
 
 
 class ApiKeys:
@@ -52,7 +72,7 @@ class ApiKeys:
         for digest, name in self._known:
             if hmac.compare_digest(shown, digest):
                 found = name
-        return None if found is None else Caller(_opaque(f"name {found}" if found else f"key {token}"), found)
+        return None if found is None else Caller.of_key(f"name {found}" if found else f"key {token}", found)
 
 
 def _opaque(text: str) -> str:

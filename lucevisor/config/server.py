@@ -39,7 +39,12 @@ class ServerConfig:
     tls_key_file: Annotated[str, Key(FilePath(), "Private key of `tls_cert_file` in PEM, without a password.")] = ""
     allow_open: Annotated[bool, Key(Flag(), "Serve other machines without an API key.")] = False
     max_queue: Annotated[
-        int, Key(Whole(1, 2**20), "Requests that may wait in the queue; further ones get 429.", "requests")
+        int,
+        Key(
+            Whole(1, 2**20),
+            "Requests that may wait in the queue, shared equally by the clients that wait; further ones get 429.",
+            "requests",
+        ),
     ] = 256
     max_connections: Annotated[
         int,

@@ -107,7 +107,7 @@ class Engine:
 
         Raises NotReady without a pipeline or a hold, or while draining, QueueFull, InvalidRequest, ContextOverflow.
         """
-        self._check_taking()
+        self._check_taking(request)
         return self._submit(request, None, hold=self.on_submit(request))
 
     def resume(self, request_id: str) -> None:
@@ -122,12 +122,12 @@ class Engine:
         (``rows.max_rows_per_step``).  Raises what submit raises, RowsMissing if the pipeline failed, ProtocolError if a
         payload is not what its result says.
         """
-        self._check_taking()
         self._n_ids_runs += 1
         request_id = f"ids-{self._n_ids_runs}"
         request = GenerationRequest(
             request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
         )
+        self._check_taking(request)
         collector = self._rows.open(request_id, RowCollector(len(request.prompt), hidden=want_hidden))
         try:
             with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
@@ -347,11 +347,14 @@ class Engine:
     def _planning(self) -> bool:
         return not self.freezer.paused and not self._stages.active
 
-    def _check_taking(self) -> None:
+    def _check_taking(self, request: GenerationRequest) -> None:
         if self._refusal or not (self.ready or self.recovery.holding):
             raise NotReady(self._refusal or self._unavailable)
-        if self._scheduler.n_queued >= self._settings.max_queue:
-            raise QueueFull(self._scheduler.n_queued, self._retry.seconds(self._scheduler.wait_s, self._clock()))
+        client, max_queue = request.client_id, self._settings.max_queue
+        if not self._scheduler.accepts(request, max_queue):
+            retry_s = self._retry.seconds(client, self._scheduler.wait_s, self._clock())
+            queue = self._scheduler.queue
+            raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
 
     def _submit(
         self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False,

@@ -53,7 +53,7 @@ class GenerationRequest:
     Give long prompts as a :class:`TokenBuffer`: anything else is packed on the event loop.  ``request_id`` is unique
     among unfinished requests.  The engine lowers ``max_tokens`` to what context and pages
     allow.  ``turn_boundaries``: positions of the prompt where a chat turn ends, ascending; prefix slots checkpoint
-    there.  ``key_id`` identifies its API key (never the key itself); keys get fair shares.  ``constraint``: what the
+    there.  ``client_id``: an opaque id of its API key or address; clients get fair shares.  ``constraint``: what the
     output must be; of this request alone.  ``score_prompt``: tell the log-probabilities of the prompt's tokens, too,
     with the FinishedEvent.
     """
@@ -64,7 +64,7 @@ class GenerationRequest:
     sampling: Sampling
     stop_ids: frozenset[int] = frozenset()
     turn_boundaries: tuple[int, ...] = ()
-    key_id: str = ""
+    client_id: str = ""
     constraint: Constraint | None = None
     score_prompt: bool = False
 
@@ -187,14 +187,16 @@ class ContextOverflow(SubmitError):
 
 
 class QueueFull(SubmitError):
-    """The queue is full.  ``retry_after_s``: when the waiting requests are likely to have started."""
+    """A client's share of the queue is full.  ``retry_after_s``: when its requests are likely to have started."""
 
     code = "queue_full"
 
-    def __init__(self, n_queued: int, retry_after_s: int) -> None:
+    def __init__(self, n_waiting: int, n_clients: int, max_queue: int, retry_after_s: int) -> None:
         self.retry_after_s = retry_after_s
+        among = f", shared by {n_clients} clients" if n_clients > 1 else ""
         super().__init__(
-            f"{n_queued} requests are waiting, the most that may (server.max_queue); try again in {retry_after_s} s"
+            f"{n_waiting} of your requests are waiting, the most that may (server.max_queue is {max_queue}{among}); "
+            f"try again in {retry_after_s} s"
         )
 
 

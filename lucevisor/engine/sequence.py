@@ -164,6 +164,8 @@ class RequestRecord:
     prefix: PrefixUse = field(default_factory=PrefixUse)
     size: int = 0  # tokens to prefill, as estimated when it was queued
     n_passed: int = 0  # tokens of later requests that started before it
+    goes_next: bool = False  # it starts before all others that wait
+    n_served: int = 0  # the most tokens that it had computed when it was preempted
     loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
     recovered: bool = False  # it went on after a loss
@@ -191,6 +193,11 @@ class RequestRecord:
     def n_generated(self) -> int:
         """Tokens generated so far, the stop id included."""
         return self.n_tokens - len(self.request.prompt)
+
+    @property
+    def stint(self) -> int:
+        """Tokens computed since it has its sequence; what is computed again does not count."""
+        return 0 if self.live is None else self.live.n_computed - max(self.live.began_at, self.n_served)
 
     @property
     def computes_prompt(self) -> bool:

@@ -11,7 +11,7 @@ from lucevisor.engine.request import ContextOverflow, InvalidRequest, NotReady, 
 @pytest.mark.parametrize(
     ("error", "status", "code", "param", "retry"),
     [
-        (QueueFull(8, 7), 429, "queue_full", None, "7"),
+        (QueueFull(8, 2, 16, 7), 429, "queue_full", None, "7"),
         (NotReady("group left is away"), 503, "not_ready", None, "5"),
         (ContextOverflow(9, 8, 64), 400, "context_length_exceeded", "messages", None),
         (InvalidRequest("prompt", "is empty"), 400, "invalid_request", "messages", None),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lucevisor.api.keys import ApiKeys
+from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.config import ApiKey
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest
@@ -34,9 +34,9 @@ async def test_requests_are_told_apart_by_the_key_they_came_with(start, submitte
     for headers in ({"Authorization": "Bearer alpha"}, {"x-api-key": "beta"}, {"x-api-key": "gamma"}):
         status, _ = await client.ask("/v1/completions", body, headers=headers)
         assert status == 200
-    ids = [request.key_id for request in submitted]
+    ids = [request.client_id for request in submitted]
     assert ids == [id_ for key in ("alpha", "beta", "delta") for id_ in [keys.caller(key).id] * 2]
-    assert not any("alpha" in request.key_id for request in submitted)
+    assert not any("alpha" in request.client_id for request in submitted)
 
 
 async def test_without_keys_in_force_what_is_shown_makes_no_difference(start, submitted):
@@ -45,7 +45,27 @@ async def test_without_keys_in_force_what_is_shown_makes_no_difference(start, su
         "/v1/completions", {"prompt": "Hi", "max_tokens": 1}, headers={"Authorization": "Bearer x"}
     )
     assert status == 200
-    assert [request.key_id for request in submitted] == [""]
+    status, _ = await client.ask("/v1/completions", {"prompt": "Hi", "max_tokens": 1})
+    assert status == 200
+    assert {request.client_id for request in submitted} == {Caller.of_address("127.0.0.1").share}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("192.0.2.1", "::ffff:192.0.2.1", True),
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("", "127.0.0.1", False),  # a Unix socket
+    ],
+)
+def test_addresses_are_told_apart_as_far_as_one_client_cannot_choose_them(one, other, same):
+    shares = [Caller.of_address(address).share for address in (one, other)]
+    assert (shares[0] == shares[1]) == same
+    assert not any(address and address in share for address, share in zip((one, other), shares, strict=True))
+    assert Caller.of_address(one).id == ""
 
 
 @pytest.mark.parametrize(("ready_in_s", "told"), [(None, "5"), (0.0, "1"), (17.2, "18"), (1e6, "600")])

@@ -68,7 +68,7 @@ def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
     toy.attach()
     for name in "abc":
         toy.engine.submit(request(name, n=1))
-    with pytest.raises(QueueFull, match=r"2 requests are waiting.* try again in 5 s") as caught:
+    with pytest.raises(QueueFull, match=r"2 of your requests are waiting.* try again in 5 s") as caught:
         toy.engine.submit(request("d"))
     assert caught.value.retry_after_s == 5  # nothing is known yet
     toy.now += 2.0

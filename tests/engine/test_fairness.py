@@ -13,10 +13,13 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.scheduling.batching import MAX_SKIPPED_STEPS
 from lucevisor.engine.scheduling.chunking import MAX_SLOWDOWN, MAX_WAIT_SHARE, PROMISED_SLOWDOWN
 from lucevisor.engine.scheduling.queue import PATIENCE
-from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.combinations import combinations
 from tests.engine.timed_pipeline import TimedPipeline, demo_limits, gpu_limits, gpu_rows_s, h200_rows_s, p95
+from tests.engine.toy_engine import request
 
 LONG = 4000
 
@@ -207,9 +210,10 @@ def crowds(draw: st.DrawFn) -> tuple[EngineLimits, int, list[tuple[float, int, i
 
 
 def played(bounds: EngineLimits, n_stages: int, asked: list[tuple[float, int, int]]) -> TimedPipeline:
+    """All of them ask for so many tokens that none starts in another's place."""
     pipeline = TimedPipeline(bounds, n_stages)
     for i, (when, n_prompt, n) in enumerate(asked):
-        pipeline.at(when, lambda i=i, n_prompt=n_prompt, n=n: pipeline.submit(f"r{i}", n_prompt, n))  # type: ignore[misc]
+        pipeline.at(when, lambda i=i, n_prompt=n_prompt, n=n: pipeline.submit(f"r{i}", n_prompt, 4000, n_answer=n))  # type: ignore[misc]
     pipeline.run()
     assert all(trace.ended_at is not None for trace in pipeline.traces.values())
     return pipeline
@@ -252,7 +256,7 @@ def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
 def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:
     pipeline = TimedPipeline(demo_limits(max_sequences=2, pools=PoolSizes(1024, 0, 2)))
     for i in range(6):
-        pipeline.client(f"short{i}", 60, 4, 0.0, 0.001 * i)
+        pipeline.client(f"short{i}", 60, 4000, 0.0, 0.001 * i, n_answer=4)
     pipeline.at(1.0, lambda: pipeline.submit("long", 1000, 1))
     pipeline.run(until=60)
     trace = pipeline.traces["long"]
@@ -262,7 +266,114 @@ def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:
     assert sum(max(PAGE_TOKENS, s.n_prompt) for s in later) < 3 * 1000 + PAGE_TOKENS  # within its bound
 
 
-# ---- keys
+# ---- sequences
+
+
+def slotted(**changes: object) -> TimedPipeline:
+    """A pipeline whose preempted requests go on from prefix slots."""
+    prefix = PrefixSettings(max_slots=500, memory_bytes=1 << 40, min_tokens=64, unit_bytes={Space.FULL: 1})
+    bounds = demo_limits(pools=PoolSizes(8192, 0, 0), spaces=frozenset({Space.FULL}), prefix=prefix)
+    return TimedPipeline(bounds, swaps=True, max_queue=256, **changes)  # type: ignore[arg-type]
+
+
+def short_beside(pipeline: TimedPipeline, n_long: int, retry_s: float) -> tuple[float, float]:
+    """p95 of the first token of four short clients, alone and beside so many long ones of the same key."""
+    alone = slotted()
+    for one in (alone, pipeline):
+        for i in range(4):
+            one.client(f"short{i}", 64, 16, 3.0, 5 + 0.7 * i)
+    alone.run(until=60)
+    for i in range(n_long):
+        pipeline.client(f"long{i}", 120, 400, retry_s, 0.01 * i)
+    pipeline.run(until=60)
+    return p95(alone.first_token_s("short")), p95(pipeline.first_token_s("short"))
+
+
+def test_short_requests_beside_200_long_ones_do_not_wait_for_a_sequence() -> None:
+    pipeline = slotted()
+    alone_s, beside_s = short_beside(pipeline, 200, 0.1)
+    assert beside_s <= max(3 * alone_s, 0.5)
+    assert len(pipeline.first_token_s("short")) > 40
+    assert not pipeline.refused
+    long_only = slotted()
+    for i in range(200):
+        long_only.client(f"long{i}", 120, 400, 0.1, 0.01 * i)
+    long_only.run(until=60)
+    assert n_decoded(pipeline, "long") > 0.75 * n_decoded(long_only, "long")
+
+
+def test_a_queue_that_400_long_clients_keep_full_takes_short_requests() -> None:
+    pipeline = slotted()
+    alone_s, beside_s = short_beside(pipeline, 400, 0.2)  # they ignore Retry-After
+    assert pipeline.refused[""] > 1000
+    n_asked = sum(name.startswith("short") for name in pipeline.traces)
+    assert len(pipeline.first_token_s("short")) >= n_asked - 4  # none of them was refused; some are under way
+    assert beside_s <= max(3 * alone_s, 0.5)
+
+
+def test_a_flood_of_short_requests_leaves_a_long_one_half_of_its_service() -> None:
+    """They would all start in its place."""
+    pipeline = slotted()
+    pipeline.submit("long", 120, 400)
+    for i in range(40):
+        pipeline.client(f"short{i}", 60, 8, 0.0, 0.5)
+    pipeline.run(until=60)
+    assert pipeline.traces["long"].ended_at is not None
+    assert 0 < pipeline.scheduler.preemption.n_preempted <= (120 + 400) / (60 + 8)
+
+
+def n_decoded(pipeline: TimedPipeline, prefix: str) -> int:
+    return sum(trace.n_drawn for name, trace in pipeline.traces.items() if name.startswith(prefix))
+
+
+# ---- clients
+
+
+def test_320_clients_of_one_key_refuse_and_delay_nothing_of_another_key() -> None:
+    alone, pipeline = slotted(), slotted()
+    for one in (alone, pipeline):
+        for i in range(2):
+            one.client(f"other{i}", 64, 200, 1.0, 5 + 0.7 * i, key="other")
+    for i in range(320):
+        pipeline.client(f"many{i}", 120, 200, 0.2, 0.01 * i, key="many")
+    alone.run(until=60)
+    pipeline.run(until=60)
+    assert pipeline.refused["many"] > 1000
+    assert not pipeline.refused["other"]
+    assert len(pipeline.first_token_s("other")) > 10
+    assert p95(pipeline.first_token_s("other")) <= 3 * p95(alone.first_token_s("other"))
+
+
+def test_the_wait_is_that_of_the_clients_own_requests() -> None:
+    pipeline = slotted()
+    for i in range(128):
+        pipeline.submit(f"many{i}", 120, 200, key="many")
+    pipeline.run(until=5.0)
+    for i in range(4):
+        pipeline.submit(f"other{i}", 120, 200, key="other")
+    many_s, other_s = (pipeline.scheduler.wait_s(key) for key in ("many", "other"))
+    pipeline.run()
+    assert many_s is not None
+    assert other_s is not None
+    real_s = {
+        key: max(trace.started_at or 0.0 for name, trace in pipeline.traces.items() if name.startswith(key)) - 5.0
+        for key in ("many", "other")
+    }
+    assert real_s["many"] / 2 < many_s < 2 * real_s["many"]
+    assert other_s < many_s / 4
+    assert real_s["other"] <= 2 * other_s
+
+
+def test_clients_share_the_queue() -> None:
+    scheduler = Scheduler(demo_limits())
+    for client in ("a", "b", "c"):
+        for i in range(20):
+            asked = request(f"{client}{i}", range(100), 400, client_id=client)
+            if scheduler.accepts(asked, 12):
+                scheduler.submit(asked, 0.0)
+    assert {client: scheduler.queue.n_waiting(client) for client in "abcd"} == {"a": 12, "b": 6, "c": 4, "d": 0}
+    assert not scheduler.accepts(request("more", range(100), 400, client_id="a"), 12)
+    assert scheduler.accepts(request("more", range(100), 400, client_id="d"), 12)
 
 
 def test_one_request_of_a_key_does_not_wait_behind_200_of_another() -> None:

@@ -104,7 +104,7 @@ def preempted(stop_ids: frozenset[int] = frozenset(), waiting: str = "") -> tupl
         scheduler.submit(request(name, range(n_prompt), n=90, stop_ids=stop_ids), 0.0)
     flight = plans(scheduler)
     for name in waiting:
-        scheduler.submit(request(name), 0.0)
+        scheduler.submit(request(name, n=900), 0.0)  # too long to start in another's place
     while not scheduler.preemption.n_preempted:
         scheduler.apply(answer(flight.pop(0)), 0.0)
         flight += plans(scheduler)

@@ -32,7 +32,7 @@ def test_a_prompt_too_long_for_the_pages_names_the_pages() -> None:
         assert part in error.message
 
 
-@pytest.mark.parametrize("error", [QueueFull(7, 3), NotReady("group left is away")])
+@pytest.mark.parametrize("error", [QueueFull(7, 2, 14, 3), NotReady("group left is away")])
 def test_refusals_are_our_own_errors_with_a_code(error: SubmitError) -> None:
     assert isinstance(error, LucevisorError)
     assert error.code in ("queue_full", "not_ready")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lucevisor.engine.scheduling.shares import KeyShares
+from lucevisor.engine.scheduling.shares import ClientShares
 
 
-def shares(*keys: str) -> KeyShares:
-    found = KeyShares(credit=1000)
+def shares(*keys: str) -> ClientShares:
+    found = ClientShares(credit=1000)
     for key in keys:
         found.enter(key)
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import quantiles
@@ -18,7 +18,11 @@ from statistics import quantiles
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.engine.step import StepPlan
+from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.prefix_records import Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, Step, StepResult
@@ -96,6 +100,25 @@ class RequestTrace:
         return self.first_at - self.submitted_at
 
 
+class KeptSlots:
+    """Swap space of a scheduler with pages enough: a preempted request's slot stays where it is."""
+
+    n_writing = 0
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
+        self._index.unpin(slot)
+        return SwappedPrefix(slot.n_tokens, slot.paged_out)
+
+    def read(self, record: RequestRecord, swapped: SwappedPrefix, reservation: Reservation) -> None:
+        raise AssertionError(f"the slot of {record.request.request_id} has gone")
+
+    def drop(self, swapped: SwappedPrefix) -> None:
+        pass
+
+
 @dataclass
 class TimedPipeline:
     """``at(when, action)`` runs an action at a time; ``run(until)`` lets time pass."""
@@ -107,15 +130,20 @@ class TimedPipeline:
     depth_s: float = 0.0
     rows_s: Callable[[int], float] | None = None
     outside_s: float = 0.0  # of the time to the first token: HTTP and tokenising
+    max_queue: int = 10**6
+    swaps: bool = False  # preempted requests go on from prefix slots
     jitter: float = 0.0  # a stage takes up to this share more or less
     shares: tuple[float, ...] = ()  # of the time above, by stage; 1 each by default
     now: float = 0.0
     traces: dict[str, RequestTrace] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)  # by client
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits, self.n_stages)
         self.scheduler.attach(self.n_stages, rings=True)  # as daemons of one stage each
+        if self.swaps:
+            self.scheduler.preemption.swap = KeptSlots(self.scheduler.reuse.index)
         self._free_at = [0.0] * self.n_stages
         self._ends_at: dict[int, float] = {}  # by step
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()
@@ -137,20 +165,29 @@ class TimedPipeline:
         """Ask for at most ``n`` tokens; the model stops after ``n_answer``."""
         first = next(self._number)  # no two prompts alike
         prompt = [first, *range(n_prompt - 1)]
+        asked = request(name, prompt, n, client_id=key, stop_ids=frozenset({STOP}))
+        if not self.scheduler.accepts(asked, self.max_queue):
+            self.refused[key] += 1
+            if on_end is not None:
+                on_end()
+            return
         self.traces[name] = RequestTrace(name, n_prompt, self.now, n_answer or n)
         if on_end is not None:
             self._on_end[name] = on_end
-        self.scheduler.submit(request(name, prompt, n, key_id=key, stop_ids=frozenset({STOP})), self.now)
+        self.scheduler.submit(asked, self.now)
 
     def at(self, when: float, action: Callable[[], object]) -> None:
         heapq.heappush(self._actions, (when, next(self._number), action))
 
-    def client(self, name: str, n_prompt: int, n: int, pause_s: float, start_s: float, key: str = "") -> None:
+    def client(
+        self, name: str, n_prompt: int, n: int, pause_s: float, start_s: float, key: str = "",
+        n_answer: int | None = None,
+    ) -> None:  # fmt: skip
         """Ask, read the answer, pause for about so long, ask again, for ever."""
         numbers, rng = itertools.count(), random.Random(name)
 
         def ask() -> None:
-            self.submit(f"{name}-{next(numbers)}", n_prompt, n, key=key, on_end=again)
+            self.submit(f"{name}-{next(numbers)}", n_prompt, n, n_answer=n_answer, key=key, on_end=again)
 
         def again() -> None:
             self.at(self.now + pause_s * rng.uniform(0.5, 1.5), ask)

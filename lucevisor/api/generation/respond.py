@@ -71,7 +71,7 @@ async def _submit(ports: Ports, plan: GenerationPlan, context: RequestContext) -
     context.handles = handles = list[HandlePort]()
     try:
         for job in plan.jobs:
-            handles.append(ports.engine.submit(replace(job.request, key_id=context.caller.id)))
+            handles.append(ports.engine.submit(replace(job.request, client_id=context.caller.share)))
             if len(job.request.prompt) >= _LONG_PROMPT:
                 await asyncio.sleep(0)
     except BaseException as error:

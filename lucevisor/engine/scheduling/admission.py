@@ -1,7 +1,8 @@
 """Admission: which waiting requests start now, and with what is cached of them.
 
-Pure.  The order is the queue's; whether there is room is decided by running.py.  Invariant: the first request that does
-not fit holds up those behind it, so none is starved by smaller ones.
+Pure.  The order is the queue's; whether there is room is decided by running.py.  The first request that does not fit
+holds up those behind it, so none is starved by smaller ones; which of them starts in the place of a running request is
+decided by preemption.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lucevisor.engine.scheduling.batching import has_long
 from lucevisor.engine.scheduling.chunking import SharedChunks
 from lucevisor.engine.scheduling.preemption import Preemption
 from lucevisor.engine.scheduling.queue import RequestQueue
-from lucevisor.engine.scheduling.shares import KeyShares
+from lucevisor.engine.scheduling.shares import ClientShares
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.protocol.steps import Operation
@@ -30,7 +31,7 @@ class Admission:
         queue: RequestQueue,
         running: RunningRequests,
         reuse: PrefixReuse,
-        shares: KeyShares,
+        shares: ClientShares,
         preemption: Preemption,
         refills: Refills,
     ) -> None:
@@ -43,7 +44,21 @@ class Admission:
         self._shares = shares
 
     def admit(self, now: float, last_step: int, chunks: SharedChunks) -> list[Operation]:
-        """Start all requests there is room for; return the operations that open their sequences."""
+        """Start all requests there is room for, and those for which others give way; return the operations that close
+        and open their sequences."""
+        operations = self._admit(now, last_step, chunks)
+        while self.open and len(self._queue):
+            place = self._preemption.next_place(self._queue.in_order(self._running))
+            if place is None:
+                break
+            record, victim = place
+            operations += self._preemption.preempt(victim, now)
+            record.goes_next = True
+            self._queue.reordered()
+            operations += self._admit(now, last_step, chunks)
+        return operations
+
+    def _admit(self, now: float, last_step: int, chunks: SharedChunks) -> list[Operation]:
         operations: list[Operation] = []
         waiting = deque(() if self._running.full else self._queue.in_order(self._running))
         while waiting:
@@ -71,7 +86,7 @@ class Admission:
             if opened is None:
                 break
             operations += opened
-            if self._shares.contested:  # its prompt now counts for its key
+            if self._shares.contested:  # its prompt now counts for its client
                 waiting = deque(self._queue.sorted(waiting, self._running))
         return operations
 
@@ -83,6 +98,7 @@ class Admission:
         if operations is None or record.live is None:
             return None
         self._queue.start(record)
+        record.goes_next = False
         self._preemption.forget(record)
         record.move(RequestState.PREFILL)
         if record.started_at is None:

@@ -20,7 +20,7 @@ from lucevisor.engine.scheduling.backlog import Backlog
 from lucevisor.engine.scheduling.chunking import SharedChunks
 from lucevisor.engine.scheduling.drafts import Drafting
 from lucevisor.engine.scheduling.run_ahead import choose_ahead, n_microbatches
-from lucevisor.engine.scheduling.shares import KeyShares
+from lucevisor.engine.scheduling.shares import ClientShares
 from lucevisor.engine.scheduling.unseen import told_together
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.step import ScheduledSlice, ScheduledStep
@@ -36,7 +36,7 @@ class StepBudget:
 
     ``shared``: others wait or decode beside long prompts or are expected, so ``chunks`` limits what a step carries of
     one, by ``others``: whether they are there now.  ``may_follow`` says whether its chunk from a position may be sent
-    now.  ``level``: how far ahead of the other keys a key is, in coarse units.  ``runs_ahead``: whether decodes may be
+    now.  ``level``: how far ahead of the other clients one is, in coarse units.  ``runs_ahead``: whether decodes may be
     planned before their tokens are known.
     """
 
@@ -72,7 +72,7 @@ def step_budget(
     n_stages: int,
     chunks: SharedChunks,
     backlog: Backlog,
-    shares: KeyShares,
+    shares: ClientShares,
     now: float,
     running: Collection[RequestRecord],
     *,
@@ -84,8 +84,10 @@ def step_budget(
     shared = others or (any_prompts and chunks.expects_short(now))
     follow = partial(chunks.may_follow, backlog, now, others=others)
 
-    def level(key: str) -> int:  # keys closer together than a chunk count as equal: the shortest prompt goes first
-        return shares.lead(key) // chunks.full
+    def level(
+        client: str,
+    ) -> int:  # closer together than a chunk they count as equal
+        return shares.lead(client) // chunks.full
 
     return StepBudget(step_id, n_stages, chunks, shared, others, follow, level, runs_ahead)
 
@@ -191,7 +193,7 @@ def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, in
     assert live is not None
     overdue = budget.n_skipped(record) >= MAX_SKIPPED_STEPS
     n_left = len(record.tokens) - live.n_scheduled
-    return not overdue, live.last_step if overdue else 0, budget.level(record.request.key_id), n_left, record.arrival
+    return not overdue, live.last_step if overdue else 0, budget.level(record.request.client_id), n_left, record.arrival
 
 
 def _n_decodes(

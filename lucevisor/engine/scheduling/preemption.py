@@ -1,5 +1,11 @@
-"""What becomes of a running request whose pages others need: it waits again, and what it computed goes to host memory.
+"""Which running request gives way to others, and what becomes of it: it waits again, and what it computed goes to host
+memory.
 
+Pages: the youngest request gives way to an older one that cannot go on.  Sequences: a waiting request may start in the
+place of a running one of the client with the most sequences, if those are two more than its own client's, which was
+served no more; or in the place of one that was served, since it got its sequence, at least as many tokens as the
+waiting one asks for in all, prompt and ``max_tokens``.  So a short request waits for no long one, a client has its
+share of the sequences, and a request that is preempted again and again still gets half of the service.
 Pure.  What was computed is published as a prefix slot, pinned until the owner of host memory has its bytes; its pages
 are free then.  When the request may start again they are read back as another slot, from which it goes on.  Without
 room there, or where pages are out already, it is computed again.
@@ -8,12 +14,15 @@ Invariant: a request has bytes in host memory only while it waits.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.request import RequestState
+from lucevisor.engine.request import GenerationRequest, RequestState
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.scheduling.queue import RequestQueue
+from lucevisor.engine.scheduling.shares import ClientShares
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
@@ -37,11 +46,52 @@ class SwapSpace(Protocol):
         """Free the copy: nobody needs it any more."""
 
 
+class Places:
+    """The sequences that running requests hold, as of now.  ``swaps``: what they computed goes to host memory."""
+
+    def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, *, swaps: bool) -> None:
+        self._shares, self._swaps = shares, swaps
+        self._held: Counter[str] = Counter()
+        self._by_service: list[RequestRecord] = []  # the longest served first
+        for record in running:
+            self._held[record.request.client_id] += 1
+            if not record.uncached:
+                self._by_service.append(record)
+        self._by_service.sort(key=lambda record: (-record.stint, record.arrival))
+        self._most = max(self._held.values(), default=0)
+
+    def victim(self, record: RequestRecord) -> RequestRecord | None:
+        """Return the running request that gives way to a waiting one; None if it has to wait."""
+        client = record.request.client_id
+        if self._most >= self._held[client] + 2:
+            richest = (one for one in self._by_service if self._held[one.request.client_id] == self._most)
+            found = next(richest, None)
+            if found is not None and self._shares.lead(client) <= self._shares.lead(found.request.client_id):
+                return found
+        if record.started_at is not None:
+            return None
+        return next(self.shorter(record.request, record.size + record.max_tokens), None)
+
+    def shorter(self, request: GenerationRequest, n_tokens: int) -> Iterator[RequestRecord]:
+        """Return the running requests that give way to one for ``n_tokens`` because it is shorter than their service.
+
+        Each has its client's own sequence, or that of a client with more sequences.
+        """
+        own = self._held[request.client_id]
+        for record in self._by_service:
+            if record.stint < n_tokens:
+                return
+            cost = 0 if self._swaps or record.live is None else record.live.n_computed  # to compute it again
+            may = record.request.client_id == request.client_id or self._held[record.request.client_id] > own
+            if may and record.stint >= cost:
+                yield record
+
+
 class Preemption:
     """Preempts running requests and starts them again.  ``swap`` None: all is computed again."""
 
-    def __init__(self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse) -> None:
-        self._running, self._queue, self._reuse = running, queue, reuse
+    def __init__(self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, shares: ClientShares) -> None:
+        self._running, self._queue, self._reuse, self._shares = running, queue, reuse, shares
         self.swap: SwapSpace | None = None
         self.n_preempted = 0
         self.n_swapped = 0  # of them, those whose bytes went to host memory
@@ -51,10 +101,28 @@ class Preemption:
         """Whether pages of preempted requests are free soon, so that no other one is to give its own."""
         return self.swap is not None and self.swap.n_writing > 0
 
-    def preempt(self, now: float) -> list[Operation]:
-        """Take the youngest request's pages, now or as soon as they are copied."""
-        record = self._running.youngest
+    def places(self) -> Places:
+        """Return who holds a sequence now."""
+        return Places(self._running, self._shares, swaps=self.swap is not None)
+
+    def next_place(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
+        """Return the first waiting request that may start in the place of a running one, and that one."""
+        places = self.places()
+        for record in waiting:
+            if record.goes_next and self.pages_come:
+                return None
+            victim = None if record.probe is not None or record.n_in_flight else places.victim(record)
+            if victim is not None and not self._reuse.must_wait(record, self._running):
+                return record, victim
+            if record.goes_next:
+                return None
+        return None
+
+    def preempt(self, record: RequestRecord, now: float) -> list[Operation]:
+        """Take a running request's pages, now or as soon as they are copied."""
         operations = self._swap_out(record, now)
+        if record.live is not None:
+            record.n_served = max(record.n_served, record.live.n_computed)
         self.n_preempted += 1
         return operations + self.requeue(record)
 

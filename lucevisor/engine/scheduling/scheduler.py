@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 
 from lucevisor.engine.request import (
@@ -77,8 +78,24 @@ class Scheduler(SchedulerState):
         self.reuse.submitted(record)
         record.prefix.held = hold
         self._records[request.request_id] = record
-        self._shares.enter(request.key_id)
+        self._shares.enter(request.client_id)
         self._queue.add(record)
+
+    def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
+        """Whether a request may wait: clients share the queue equally.
+
+        Beyond that one is accepted for each running request in whose place it may start, so that a full queue refuses
+        no short request for the sake of long ones.
+        """
+        n_over = self._queue.n_waiting(request.client_id) - self.queue_share(request.client_id, max_queue)
+        if n_over < 0:
+            return True
+        found = self.preemption.places().shorter(request, len(request.prompt) + request.max_tokens)
+        return len([*islice(found, n_over + 1)]) > n_over
+
+    def queue_share(self, client: str, max_queue: int) -> int:
+        """Return how many requests of a client may wait."""
+        return max(1, max_queue // self._queue.n_clients(client))
 
     def resume(self, request_id: str) -> None:
         """Let a held request start.  Does nothing if it is over already."""
@@ -86,7 +103,7 @@ class Scheduler(SchedulerState):
         if record is not None:
             record.prefix.held = False
             self.reuse.resize(record)
-            self._queue.resized()
+            self._queue.reordered()
 
     def cancel(self, request_id: str, now: float, error: RequestError | None = None) -> Events:
         """End a request, as failed if there is an ``error``, and free its ids.  Does nothing if it is over already."""
@@ -98,6 +115,7 @@ class Scheduler(SchedulerState):
         self.refills.forget()
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
+            record.goes_next = True
             self._operations += self.preemption.requeue(record)
         events = self.fail([*self.running, *(one for one in self._queue if one.probe is not None)], error, now)
         self.drafting.detach()  # it goes with the pipeline
@@ -297,7 +315,7 @@ class Scheduler(SchedulerState):
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     self.starving = True
                     break  # a snapshot is being written or read: its pages come back by themselves
-                self._operations += self.preemption.preempt(now)
+                self._operations += self.preemption.preempt(self.running.youngest, now)
         return secured
 
     def _fit(self, one: ScheduledSlice) -> ScheduledSlice:
@@ -314,7 +332,7 @@ class Scheduler(SchedulerState):
         waited = self.drafting.active and not follows and any(one.live.awaiting or one.live.drafted for one in chosen)
         slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live), p_min) for one in chosen]
         self._shares.charge(
-            (one.record.request.key_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
+            (one.record.request.client_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
         )
         n_decoding = sum([one.record.state is RequestState.DECODE for one in chosen])
         plain = all([is_plain(piece) for piece in slices])  # noqa: C419 - a list is quicker
@@ -361,7 +379,7 @@ class Scheduler(SchedulerState):
                 live.accept(i)
             self._accept(events, record, sampled, now, drafted=drafted)
         if part.slice.n_drafts and record.live is live:
-            self._shares.charge([(record.request.key_id, len(drawn) - 1)])
+            self._shares.charge([(record.request.client_id, len(drawn) - 1)])
             self._operations += self.running.settle(live)
 
     def _accept(self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> None:
@@ -395,6 +413,6 @@ class Scheduler(SchedulerState):
         self.reuse.ended(record)
         self._waits.finished(record, reason)
         self.preemption.forget(record)
-        self._shares.leave(record.request.key_id)
+        self._shares.leave(record.request.client_id)
         del self._records[record.request.request_id]
         return record.request.request_id, record.finished_event(reason, now, error, stop_id)

@@ -19,7 +19,7 @@ from lucevisor.engine.scheduling.chunking import SharedChunks
 from lucevisor.engine.scheduling.drafts import Drafting
 from lucevisor.engine.scheduling.preemption import Preemption
 from lucevisor.engine.scheduling.queue import RequestQueue
-from lucevisor.engine.scheduling.shares import KeyShares
+from lucevisor.engine.scheduling.shares import ClientShares
 from lucevisor.engine.scheduling.waits import WaitEstimate
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.engine.step import ScheduledStep
@@ -45,9 +45,9 @@ class SchedulerState:
         self.running = RunningRequests(limits, self.pools, self.reuse)
         self.drafting = Drafting(limits, self.pools, self.running, n_stages)
         self._records: dict[str, RequestRecord] = {}
-        self._shares = KeyShares(credit=4 * limits.prefill_chunk)
+        self._shares = ClientShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
-        self.preemption = Preemption(self.running, self._queue, self.reuse)
+        self.preemption = Preemption(self.running, self._queue, self.reuse, self._shares)
         self.refills = Refills(limits, self.pools, self.reuse.index, self.running.sequence_ids)
         self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption, self.refills)
         self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
@@ -99,6 +99,11 @@ class SchedulerState:
         waiting = self.drafting.outstanding
         return min(self.last_applied, waiting[0].step_id - 1) if waiting else self.last_applied
 
-    def wait_s(self) -> float | None:
-        """Return the seconds until a new request would start; None before enough was measured."""
-        return self._waits.wait_s(self.running, self._queue.in_order(self.running))
+    @property
+    def queue(self) -> RequestQueue:
+        """The requests that wait."""
+        return self._queue
+
+    def wait_s(self, client: str = "") -> float | None:
+        """Return the seconds until a further request of a client would start; None before enough was measured."""
+        return self._waits.wait_s(self.running, self._queue.rivals(client, self.running))

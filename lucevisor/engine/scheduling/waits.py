@@ -43,19 +43,24 @@ class _Rate:
 
 
 class RetryAfter:
-    """Retry-After of a refused request, from an estimate of the wait; reused for a while, so that refusing is cheap."""
+    """Retry-After of a client's refused requests, from an estimate of the wait; reused for a while, so that refusing is
+    cheap.
+    """
 
     def __init__(self) -> None:
         self._estimated_at = -math.inf
-        self._seconds = 0
+        self._seconds: dict[str, int] = {}  # by client
 
-    def seconds(self, wait_s: Callable[[], float | None], now: float) -> int:
-        """Return when those that wait now will have started, in whole seconds."""
+    def seconds(self, client: str, wait_s: Callable[[str], float | None], now: float) -> int:
+        """Return when the client's requests that wait now will have started, in whole seconds."""
         if now - self._estimated_at >= _RETRY_VALID_S:
-            estimate, (least, most) = wait_s(), _RETRY_S
-            self._seconds = _RETRY_UNKNOWN_S if estimate is None else min(most, max(least, math.ceil(estimate)))
+            self._seconds.clear()
             self._estimated_at = now
-        return self._seconds
+        if client not in self._seconds:
+            estimate, (least, most) = wait_s(client), _RETRY_S
+            retry_s = _RETRY_UNKNOWN_S if estimate is None else min(most, max(least, math.ceil(estimate)))
+            self._seconds[client] = retry_s
+        return self._seconds[client]
 
 
 class WaitEstimate:
