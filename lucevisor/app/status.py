@@ -157,6 +157,7 @@ def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> 
         "state": group.state.name.lower(),
         "state_s": round(progress.state_s(group.name), 3),
         "reason": group.reason,
+        "retry_in_s": None if group.retry_in_s is None else round(group.retry_in_s, 3),
         "loading": progress.loading(group.name),
         "restarts": group.restarts,
         "quarantined": group.quarantined,
