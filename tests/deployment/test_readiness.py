@@ -46,6 +46,8 @@ def test_a_failed_group_is_waited_for_until_its_next_try_and_unknown_without_one
     found.changed("left", State.FAILED, 100.0)
     assert found.wait_s({"left": 60.0}, 100.0) == 70.0
     assert found.wait_s({"left": None}, 100.0) is None
+    found.changed("right", State.STARTING, 100.0)
+    assert found.wait_s({"left": 60.0, "right": None}, 100.0) == 70.0
     never_ready = Readiness()
     never_ready.changed("left", State.FAILED, 5.0)
     assert never_ready.wait_s({"left": 60.0}, 5.0) == 60.0
