@@ -6,6 +6,7 @@ name, and the demo and model cards as `lucevisor/_etc` (`[tool.hatch.build.targe
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -15,3 +16,11 @@ def locate(part: Literal["daemons", "etc"]) -> Path:
     own = Path(__file__).resolve().parent
     installed = own / f"_{part}"
     return installed if installed.is_dir() else own.parent / part
+
+
+def module_command() -> list[str]:
+    """Return the command line that runs this package; nothing is imported from the current directory, unless this
+    package was.
+    """
+    of_directory = Path(__file__).resolve().parent.parent == Path.cwd()
+    return [sys.executable, *([] if of_directory else ["-P"]), "-m", "lucevisor"]

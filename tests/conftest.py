@@ -46,6 +46,7 @@ if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/kfd")):
 os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))  # it would move along
 os.environ["LUCEVISOR_VALIDATE"] = "1"  # engines check their accounts when idle
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lucevisor-cache-")
+os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]  # logs of supervisors
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

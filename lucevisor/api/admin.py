@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
@@ -21,7 +21,6 @@ import structlog
 from aiohttp import web
 
 from lucevisor.api.errors import ApiError
-from lucevisor.api.log_query import LogQuery
 from lucevisor.errors import ConfigError, LucevisorError, OrderError, show
 
 log = structlog.get_logger("lucevisor.admin")
@@ -70,8 +69,6 @@ class AdminPort(Protocol):
         """Read the configuration again, with further KEY=VALUE overrides, and go on with it; return the keys that
         changed.  Raises LucevisorError, after which all is as it was.
         """
-
-    def follow_log(self, query: LogQuery) -> AsyncIterator[str]: ...
 
 
 class Restart(msgspec.Struct, forbid_unknown_fields=True):
@@ -179,8 +176,8 @@ def _seconds(request: web.Request, name: str) -> float:
 
 
 def create_admin_app(port: AdminPort) -> web.Application:
-    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, /restart, /reload, GET /logs with the fields of LogQuery,
-    GET /cache, POST /cache/verify, /cache/prune, /cache/rm."""
+    """Routes: GET /status, GET /ready?timeout_s=, POST /stop, /restart, /reload, GET /cache, POST /cache/verify,
+    /cache/prune, /cache/rm."""
 
     async def status(_: web.Request) -> web.Response:
         return _json(port.status())
@@ -202,18 +199,6 @@ def create_admin_app(port: AdminPort) -> web.Application:
         changed = await port.reload(command.set)
         return _json({**port.status(), "changed": changed})
 
-    async def logs(request: web.Request) -> web.StreamResponse:
-        try:
-            query = msgspec.convert(dict(request.query), LogQuery, strict=False)
-        except msgspec.ValidationError as e:
-            raise ApiError(400, f"the query is invalid: {e}") from None
-        response = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
-        await response.prepare(request)
-        async for line in port.follow_log(query):
-            await response.write(line.encode())
-        await response.write_eof()
-        return response
-
     app = web.Application(middlewares=[_own_user_only], client_max_size=MAX_COMMAND_BYTES)
     app.add_routes(
         [
@@ -222,7 +207,6 @@ def create_admin_app(port: AdminPort) -> web.Application:
             web.post("/stop", stop),
             web.post("/restart", restart),
             web.post("/reload", reload),
-            web.get("/logs", logs),
             *_cache_routes(port),
         ]
     )

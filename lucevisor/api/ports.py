@@ -203,7 +203,7 @@ class ApiSettings:
 
 
 _MAX_PROMPT: Final = 2**20
-RETRY_AFTER_S: Final = (1, 600)
+RETRY_AFTER_S: Final = (1, 3600)
 """Bounds of Retry-After."""
 
 

@@ -60,7 +60,7 @@ class CacheOperations:
         found = await asyncio.to_thread(operations.files, store.store.directory) if store is not None else []
         return {
             "dir": str(store.store.directory.absolute()) if store is not None else "",
-            "disk": store.store.disk_bytes if store is not None else self._service.config.cache.disk,
+            "disk": store.store.budget if store is not None else self._service.config.cache.disk,
             "slots": [_slot(engine, slot) for slot in slots] if engine is not None else [],
             "files": found,
         }

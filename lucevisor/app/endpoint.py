@@ -32,7 +32,11 @@ class Endpoint:
         self._sockets: list[socket.socket] = []
 
     async def open_admin(self) -> None:
-        """Listen on the admin socket.  Raises ConfigError when the run directory cannot be used."""
+        """Listen on the admin socket, also when it was removed.  Raises ConfigError when the run directory cannot be
+        used.
+        """
+        if self._admin is not None:
+            await self._admin.cleanup()
         try:
             self._admin = await serve_admin(create_admin_app(self._port), self._admin_socket)
         except OSError as error:

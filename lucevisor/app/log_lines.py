@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from lucevisor.api.log_query import LogQuery
-
 _SHORT: Final = ("method", "path", "status", "duration_s", "prompt_tokens", "generated_tokens", "first_token_s")
 _ZERO_UNLESS: Final = ("cached_tokens", "accepted_tokens", "rejected_tokens", "queue_s")
 _ALWAYS: Final = ("event", "level", "timestamp")
 _SEVERITY: Final = logging.getLevelNamesMapping()
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """``last``: how many of the newest lines, None: all; ``since_s``: Unix time, 0: any."""
+
+    group: str | None = None
+    follow: bool = False
+    last: int | None = None
+    since_s: float = 0.0
+    level: str = "debug"
 
 
 def wanted(line: str, query: LogQuery) -> bool:

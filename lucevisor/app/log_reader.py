@@ -1,47 +1,42 @@
-"""Follows the log file of a running supervisor across rotations.
+"""Follows the log file of a supervisor across rotations.
 
-Invariants: every line comes whole and once, oldest first, as long as the reader keeps up
-with the rotation; files are read in its own threads, so a disk that hangs stalls neither the event loop nor others.
+Invariant: every line comes whole and once, oldest first, as long as the reader keeps up with the rotation.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from lucevisor.api.log_query import LogQuery
-from lucevisor.app.log_lines import wanted
+from lucevisor.app.log_lines import LogQuery, wanted
 from lucevisor.app.logs import N_OLD_FILES
 
 _POLL_S: Final = 0.2  # between looks for later lines
 _READ_BYTES: Final = 64 * 2**10
 _LINE_BYTES: Final = 16 * 2**20  # longer lines are not ours and are skipped
 
-_threads = ThreadPoolExecutor(4, thread_name_prefix="log-reader")
 
-
-async def follow(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[str]:
+def follow(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterator[str]:
     """Yield the wanted lines of the log at ``path``, oldest first; with ``query.follow`` later ones until ``ended``."""
     reader = LogReader(path)
     newest: deque[str] | None = None if query.last is None else deque(maxlen=query.last)
     try:
         while True:
-            lines = await reader.lines()
+            was_over = query.follow and ended()  # before the read: nothing is written after it
+            lines = reader.lines()
             found = [line for line in lines if wanted(line, query)]
             if newest is not None:
                 newest.extend(found)  # until all that is there has been read
                 found, newest = ([], newest) if lines else (list(newest), None)
-            for line in found:
-                yield line
+            yield from found
             if not lines:
-                if not query.follow or ended():
+                if not query.follow or was_over:
                     return
-                await asyncio.sleep(_POLL_S)
+                time.sleep(_POLL_S)
     finally:
         reader.close()
 
@@ -54,16 +49,13 @@ class LogReader:
         self._file: BinaryIO | None = None
         self._offset = 0  # of the first line that was not returned
 
-    async def lines(self) -> list[str]:
-        """Return some of the next lines; an empty list when there are none yet."""
-        return await asyncio.get_running_loop().run_in_executor(_threads, self._lines)
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _lines(self) -> list[str]:
+    def lines(self) -> list[str]:
+        """Return some of the next lines; an empty list when there are none yet."""
         while True:
             if self._file is None and not self._open_next(-1):
                 return []

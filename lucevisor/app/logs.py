@@ -1,4 +1,4 @@
-"""Log sinks and log rotation: JSON lines in a rotating file of the run directory, console or JSON lines on stderr.
+"""Log sinks and log rotation: JSON lines in a rotating file that outlives the process, console or JSON lines on stderr.
 
 Each sink has a bounded queue and a writer thread, so no caller waits for a disk, a terminal or a pipe, and no failed
 write reaches a caller.  A record that cannot be queued or written is dropped and counted; the next one that is written
@@ -155,6 +155,7 @@ class _RotatingFile(RotatingFileHandler):
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=N_OLD_FILES)
 
     def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return open(self.baseFilename, "ab", buffering=0)
 
     def write(self, data: bytes) -> None:
@@ -199,7 +200,7 @@ class _Logs:
     """The open sinks, each with its queue and writer thread."""
 
     def __init__(self, handlers: list[_SinkHandler], file: _RotatingFile | None) -> None:
-        self._file = file
+        self.file = file
         self.parts = {handler.sink: (_Queue(handler.drops), handler) for handler in handlers}
         self._writers = [_Writer(entry.records, handler) for entry, handler in self.parts.values()]
         for entry, _ in self.parts.values():
@@ -212,8 +213,8 @@ class _Logs:
             logging.getLogger().removeHandler(entry)
         for writer in self._writers:
             writer.finish(CLOSING_S)
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 _open: _Logs | None = None
@@ -282,6 +283,11 @@ def print_line(line: str) -> None:
     record = logging.LogRecord("lucevisor", logging.INFO, "", 0, line, None, None)
     record.plain = True
     part[0].enqueue(record)
+
+
+def path() -> Path | None:
+    """Return the file that is logged to."""
+    return Path(_open.file.baseFilename) if _open is not None and _open.file is not None else None
 
 
 def dropped() -> Mapping[str, int]:

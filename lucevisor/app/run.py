@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,6 @@ import uvloop
 
 from lucevisor.api.context import ACTIVE
 from lucevisor.api.listening import adopt, listen
-from lucevisor.api.log_query import LogQuery
 from lucevisor.api.ports import NotReadyPart, Ports, SnapshotMetrics
 from lucevisor.api.server import create_app
 from lucevisor.api.traces import no_trace
@@ -30,12 +28,11 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
-from lucevisor.app.log_reader import follow
 from lucevisor.app.model_files import open_model, open_tokenizer
 from lucevisor.app.progress import KeptProgress
 from lucevisor.app.reload import apply, keys_at_once, read_again, tls_of
 from lucevisor.app.run_options import RunOptions, refuse_faults
-from lucevisor.app.rundir import RunDirectory
+from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.signals import EarlySignals, Hangup
 from lucevisor.app.status import Address, status
 from lucevisor.app.succession import Succession, refuse_without_room
@@ -55,6 +52,9 @@ from lucevisor.supervision.states import State
 FETCH_S = 6 * 3600.0
 """What systemd grants the download of a model file."""
 
+RUN_DIRECTORY_S = 1.0
+"""Seconds between two looks whether the run directory is whole."""
+
 log = structlog.get_logger("lucevisor")
 
 
@@ -65,17 +65,14 @@ class Display(Observer, Protocol):
 
 
 def run(config: Config, name: str, observer: Display, options: RunOptions) -> ExitCode:
-    """Serve until stopped; log to the run directory.  Raises LucevisorError for what keeps it from starting at all."""
+    """Serve until stopped.  Raises LucevisorError for what keeps it from starting at all."""
     early = EarlySignals()
     run_dir = RunDirectory(name)
     if options.take_over_s is None or not run_dir.join():
         options = replace(options, take_over_s=None)
         run_dir.claim()
     try:
-        try:
-            logs.configure(config.log.format, config.log.level, run_dir.log, to_terminal=options.to_terminal)
-        except OSError as error:
-            raise unusable(run_dir.path, error) from error
+        _open_log(config, run_dir, options)
         if options.limits is None:
             refuse_faults(config)
         else:
@@ -92,6 +89,22 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
     finally:
         logs.close()
         run_dir.close()
+
+
+def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> None:
+    """Log to the state directory; to the run directory, which goes with this process, where that is impossible."""
+    problem = ""
+    try:
+        directory = log_path(run_dir.name)
+        logs.configure(config.log.format, config.log.level, directory, to_terminal=options.to_terminal)
+    except (OSError, ConfigError) as error:
+        problem = str(error)
+    if problem:
+        try:
+            logs.configure(config.log.format, config.log.level, run_dir.path, to_terminal=options.to_terminal)
+        except OSError as error:
+            raise unusable(run_dir.path, error) from error
+        log.warning("the log ends with this process", directory=str(run_dir.path), reason=problem)
 
 
 def _fetching(what: str) -> None:
@@ -162,6 +175,7 @@ class Supervisor:
             log.warning("chat template writes a marker in a way that makes it ordinary text", marker=marker)
         self._report.use(Notifier(), watchdog_s())
         report = asyncio.create_task(self._report.run(), name="systemd")
+        watch = asyncio.create_task(self._watch_run_directory(), name="watch run directory")
         try:
             started = asyncio.ensure_future(self._start())
             asked = asyncio.ensure_future(self._stop_asked.wait())
@@ -170,6 +184,7 @@ class Supervisor:
                 started.result()
             await asked
         finally:
+            watch.cancel()
             await self._succession.close()
             await self.service.stop()
             await self._endpoint.close()
@@ -206,6 +221,26 @@ class Supervisor:
             self._progress.ready(self.service)
         elif not self._stop_asked.is_set():
             raise refuse_without_room(self.service)
+
+    async def _watch_run_directory(self) -> None:
+        """Make the run directory whole again when something of it was removed, so that commands find this process."""
+        told = ""
+        while True:
+            await asyncio.sleep(RUN_DIRECTORY_S)
+            if not self.url or self._succession.pending or self.run_dir.whole:
+                continue
+            try:
+                self.run_dir.renew()
+                await self._endpoint.open_admin()
+                await self._succession.offer_again()
+            except (OSError, LucevisorError) as error:
+                if str(error) != told:
+                    log.error("the run directory was removed and cannot be made again: no command finds this process",
+                              path=str(self.run_dir.path), pid=os.getpid(), reason=str(error))  # fmt: skip
+                told = str(error)
+            else:
+                told = ""
+                log.warning("the run directory was removed and is made again", path=str(self.run_dir.path))
 
     def _prepare(self) -> None:
         if self._ports.preprocessor is not None:
@@ -299,10 +334,6 @@ class Supervisor:
             await self._orders.restart(group, now=now)
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
-
-    def follow_log(self, query: LogQuery) -> AsyncIterator[str]:
-        """The lines of this run's log that are wanted, oldest first; with ``follow`` also later ones."""
-        return follow(self.run_dir.log / logs.FILE, query, self._stop_asked.is_set)
 
     # ---- for clients
 

@@ -1,6 +1,7 @@
-"""The run directory of a supervisor: ``$XDG_RUNTIME_DIR/lucevisor/NAME`` (or ``/run/lucevisor/NAME``), mode 0700.
+"""The run directory of a supervisor, mode 0700: ``lucevisor/NAME`` below ``$XDG_RUNTIME_DIR``, ``/run`` (root),
+``/run/user/UID``, or ``lucevisor-UID/NAME`` below ``$TMPDIR``; and the directory of its log, which stays.
 
-Holds ``lock``, ``pid``, ``admin.sock``, ``handover.sock``, ``log/`` and ``process-PID/`` with the daemons' packages.  A
+Holds ``lock``, ``pid``, ``admin.sock``, ``handover.sock`` and ``process-PID/`` with the daemons' packages.  A
 lock held on ``lock`` means "running"; anything else may be stale.  A pid is trusted only together with its boot id and
 start time.  A supervisor that takes over from another one joins it here until it is given the lock.
 """
@@ -8,10 +9,12 @@ start time.  A supervisor that takes over from another one joins it here until i
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import shutil
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,9 @@ _CLAIM_S = 0.5  # `is_locked` of others holds the lock for moments
 _REMOVED_S = 5.0  # how much longer to try while other starts and stops remove the directory
 
 _OWN = "process-"
+
+MAX_SOCKET_BYTES = 107
+"""The longest path of a Unix socket."""
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 
@@ -40,18 +46,36 @@ class Running:
 
 
 def runtime_root() -> Path:
-    """Return the directory of all run directories.  Raises ConfigError when the machine has none."""
+    """Return the directory of all run directories."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base:
         return Path(base) / "lucevisor"
     if os.geteuid() == 0:
         return Path("/run/lucevisor")
     user = Path(f"/run/user/{os.geteuid()}")
-    if user.is_dir():
-        return user / "lucevisor"
-    raise ConfigError(
-        "XDG_RUNTIME_DIR", "", "is not set and /run/user/UID is not there", "set it to a directory only you can enter"
-    )
+    return user / "lucevisor" if user.is_dir() else Path(tempfile.gettempdir()) / f"lucevisor-{os.geteuid()}"
+
+
+def run_path(name: str) -> Path:
+    """Return the run directory of a name.  Raises ConfigError when it cannot be one."""
+    path = runtime_root() / check_name(name)
+    if (n_bytes := len(os.fsencode(path / "handover.sock"))) > MAX_SOCKET_BYTES:
+        variable = "XDG_RUNTIME_DIR" if os.environ.get("XDG_RUNTIME_DIR") else "run directory"
+        why = f"is too long: a socket in it has {n_bytes} bytes of {MAX_SOCKET_BYTES}"
+        raise ConfigError(variable, str(path), why, "set XDG_RUNTIME_DIR to a shorter path, or use a shorter --name")
+    return path
+
+
+def log_path(name: str) -> Path:
+    """Return the directory that keeps the log of a name: ``lucevisor/NAME`` below ``$XDG_STATE_HOME`` or
+    ``~/.local/state``.  Raises ConfigError when there is no home.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        root = Path(base) if base else Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise ConfigError("XDG_STATE_HOME", "", f"is not set: {error}", "set it to a directory of yours") from error
+    return root / "lucevisor" / check_name(name)
 
 
 _USABLE = "letters, digits, '.', '_' and '-', at most 64, first a letter or digit"
@@ -78,8 +102,8 @@ class RunDirectory:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = check_name(name)
-        self.path = runtime_root() / name
+        self.name = name
+        self.path = run_path(name)
         self._lock: int | None = None
         self._joined = False
 
@@ -90,10 +114,6 @@ class RunDirectory:
     @property
     def handover(self) -> Path:
         return self.path / "handover.sock"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log"
 
     @property
     def own(self) -> Path:
@@ -111,8 +131,6 @@ class RunDirectory:
 
         Raises AlreadyRunningError naming the other supervisor, ConfigError when the directory cannot be used.
         """
-        if len(os.fsencode(self.socket)) > 100:
-            raise LucevisorError(f"{self.socket}: too long for a socket: use a shorter --name or XDG_RUNTIME_DIR")
         try:
             self._lock = self._take_lock()
             for stale in (self.socket, self.handover, self.path / "pid"):
@@ -153,8 +171,34 @@ class RunDirectory:
         os.close(self.lock)
         self._lock = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of it was removed; also while another process holds the name."""
+        if self._lock is None:
+            return True
+        try:
+            held = os.path.samestat(os.fstat(self._lock), (self.path / "lock").stat())
+        except OSError:
+            return False
+        return held and all(path.exists() for path in (self.path / "pid", self.own, self.socket, self.handover))
+
+    def renew(self) -> None:
+        """Make it again after it was removed, as systemd does with /run/user/UID at the last logout; without sockets.
+
+        Raises AlreadyRunningError when another supervisor took the name meanwhile, OSError, LucevisorError.
+        """
+        lock = self._try_lock()  # a new file; the one that this process holds has no name any more
+        if lock is None:
+            lock = self.lock
+            if not os.path.samestat(os.fstat(lock), (self.path / "lock").stat()):
+                raise AlreadyRunningError(f"another supervisor took the name {self.name!r} (pid {read_pid(self.path)})")
+        elif self._lock is not None:
+            os.close(self._lock)
+        self._lock = lock
+        self.own.mkdir(mode=0o700, exist_ok=True)
+        self._write_pid()
+
     def _make_own(self) -> None:
-        self.log.mkdir(exist_ok=True)
         shutil.rmtree(self.own, ignore_errors=True)
         self.own.mkdir(mode=0o700)
 
@@ -216,7 +260,7 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             others = [entry for entry in self.path.glob(f"{_OWN}*") if _is_of_another(entry)]
             for entry in self.path.iterdir():
-                if entry in others or (others and entry == self.log):
+                if entry in others:
                     continue  # of one that was about to take over
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry, ignore_errors=True)
@@ -280,6 +324,8 @@ def running() -> list[Running]:
     try:
         if not root.is_dir():
             return []
+        if os.geteuid() not in (0, root.stat().st_uid):  # below $TMPDIR anybody may have made it
+            raise unusable(root, PermissionError(errno.EPERM, "it belongs to another user"))
         return [
             Running(p.name, p / "admin.sock", read_pid(p))
             for p in sorted(root.iterdir())

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lucevisor.app import logs
 from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status
 from lucevisor.app.progress import KeptProgress
@@ -45,6 +46,7 @@ def status(
         "pid": os.getpid(),
         "url": address.url,
         "tls_cert_file": address.tls_cert_file,
+        "log": str(logs.path() or ""),
         "state": service.state,
         "reason": service.reason(),
         "ready_in_s": None if service.state == "ready" else service.ready_in_s(),
@@ -137,7 +139,7 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
         "evictions": now.n_evictions,
         "tokens": {"memory": 0, "disk": 0} | now.tokens,
         "dir": str(service.snapshots.store.store.directory.absolute()) if service.snapshots is not None else "",
-        "disk": service.config.cache.disk,
+        "disk": service.snapshots.store.store.budget if service.snapshots is not None else service.config.cache.disk,
         "snapshots": disk.n_files if disk is not None else 0,
         "snapshot_bytes": disk.file_bytes if disk is not None else 0,
         "saved": disk.n_saved if disk is not None else 0,
@@ -157,6 +159,7 @@ def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> 
         "state": group.state.name.lower(),
         "state_s": round(progress.state_s(group.name), 3),
         "reason": group.reason,
+        "retry_in_s": None if group.retry_in_s is None else round(group.retry_in_s, 3),
         "loading": progress.loading(group.name),
         "restarts": group.restarts,
         "quarantined": group.quarantined,

@@ -50,6 +50,11 @@ class Succession:
         except OSError as error:
             raise unusable(self._run_dir.path, error) from error
 
+    async def offer_again(self) -> None:
+        """Listen again after the run directory was removed."""
+        await self._server.close()
+        self.offer_it()
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()

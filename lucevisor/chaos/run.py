@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from lucevisor.chaos.traffic import Counts, Traffic
 from lucevisor.config import merge_overrides
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol import fault_hooks
+from lucevisor.source_tree import module_command
 
 NAME: Final = "chaos"
 START_S: Final = 600.0
@@ -107,12 +107,13 @@ class Chaos:
     def _start(self, directory: Path) -> subprocess.Popen[bytes]:
         (directory / "hooks").mkdir()
         limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_most_s": 0.5}
-        command = [sys.executable, "-m", "lucevisor", "start", str(self._config), "--name", NAME, "--detached"]
+        command = [*module_command(), "start", str(self._config), "--name", NAME, "--detached"]
         command += ["--starter", str(os.getpid())]
         command += ["--allow-faults", ",".join(f"{name}={value}" for name, value in limits.items())]
         for override in merge_overrides([*EXACT, f"cache.dir={directory / 'cache'}"], self._overrides):
             command += ["--set", override]
-        env = os.environ | {"XDG_RUNTIME_DIR": str(directory), fault_hooks.VARIABLE: str(directory / "hooks")}
+        env = os.environ | dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(directory))
+        env |= {fault_hooks.VARIABLE: str(directory / "hooks")}
         with (directory / "output").open("wb") as output:
             return subprocess.Popen(command, env=env, stdout=output, stderr=output)
 

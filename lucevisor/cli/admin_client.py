@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lucevisor.app.rundir import read_pid
+from lucevisor.app.rundir import MAX_SOCKET_BYTES, read_pid
 from lucevisor.errors import LucevisorError, NotRunningError, OrderError
 
 
@@ -19,6 +19,8 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
+        if len(os.fsencode(self._path)) > MAX_SOCKET_BYTES:
+            raise LucevisorError(f"{self._path}: too long for a socket, which has {MAX_SOCKET_BYTES} bytes at most")
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
@@ -54,18 +56,6 @@ class AdminClient:
         if response.status != 200:
             raise LucevisorError(str(answer.get("error", answer)))
         return dict(answer)
-
-    def lines(self, target: str) -> Iterator[str]:
-        """Yield the lines of a streamed response as they arrive."""
-        connection = _UnixConnection(self._path, 1e6)
-        try:
-            connection.request("GET", target)
-            for line in connection.getresponse():
-                yield line.decode()
-        except (ConnectionError, FileNotFoundError, NotADirectoryError) as e:
-            raise self._no_answer(e) from e
-        finally:
-            connection.close()
 
     def _no_answer(self, error: Exception) -> NotRunningError:
         if isinstance(error, FileNotFoundError) and (pid := read_pid(self._path.parent)) > 0:

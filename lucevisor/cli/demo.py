@@ -49,7 +49,7 @@ def demo(config: Path | None, overrides: tuple[str, ...], max_tokens: int) -> in
     from lucevisor.cli.start import start
 
     with tempfile.TemporaryDirectory(prefix="lucevisor-demo-") as directory:
-        os.environ["XDG_RUNTIME_DIR"] = directory  # leave nothing behind, and disturb no running supervisor
+        os.environ |= dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME"), directory)  # leave nothing behind
         arguments = [str(config or demo_config()), "--name", "demo", "--daemon", "--set", "server.port=0"]
         arguments += ["--starter", str(os.getpid())]
         for override in overrides:

@@ -1,4 +1,4 @@
-"""``lucevisor logs``: rendered on a terminal, JSON lines elsewhere."""
+"""``lucevisor logs``: rendered on a terminal, JSON lines elsewhere.  Reads the file, so it works after the end, too."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import click
 
-from lucevisor.api.log_query import MAX_LINES
-from lucevisor.app.rundir import find
+from lucevisor.app.log_lines import ConsoleLine, LogQuery, record_of
+from lucevisor.app.log_reader import follow as follow_log
+from lucevisor.app.logs import FILE
+from lucevisor.app.rundir import check_name, find, is_locked, log_path, run_path, running
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
-from lucevisor.errors import ExitCode
+from lucevisor.errors import ExitCode, NotRunningError
 
+MAX_LINES = 1_000_000
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -39,40 +41,68 @@ class Since(click.ParamType[float]):
 
 @click.command()
 @click.argument("group", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the supervisor ends.")
 @click.option("-n", "--lines", "last", type=click.IntRange(0, MAX_LINES), help="Of those there are, the last so many.")
 @click.option("--since", "since_s", type=Since(), help="Only later ones: 90s, 10m, 2h, 1d, or 2026-11-22T21:00.")
 @click.option(
     "--level", type=click.Choice(["debug", "info", "warning", "error"]), default="debug", show_default=True,
     help="Only this level and above.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON lines on a terminal too.")
+@click.option("--json", "form", flag_value="json", help="Print JSON lines on a terminal too.")
+@click.option("--text", "form", flag_value="text", help="Print text elsewhere too.")
 @target_options
 def logs(
-    group: str | None, follow: bool, last: int | None, since_s: float | None, level: str, as_json: bool,
+    group: str | None, follow: bool, last: int | None, since_s: float | None, level: str, form: str | None,
     name: str | None, socket: Path | None,
 ) -> int:  # fmt: skip
-    """Print the log, or only that of GROUP.  Elsewhere than on a terminal the lines are JSON."""
-    client = AdminClient(find(name, socket).socket)
-    if group is not None:
-        _check_group(client, group)
-    query = {"group": group, "follow": int(follow), "last": last, "since_s": since_s, "level": level}
-    target = "/logs?" + urlencode({key: value for key, value in query.items() if value is not None})
-    render = None
-    if sys.stdout.isatty() and not as_json:
-        from lucevisor.app.log_lines import ConsoleLine
+    """Print the log, or only that of GROUP; without a running supervisor that of NAME, or of the last one that ended.
 
-        render = ConsoleLine(colors=True).line
+    Elsewhere than on a terminal the lines are JSON.
+    """
+    path, run_directory, groups = _find_log(name, socket)
+    if group is not None and groups:
+        _check_group(group, groups)
+    is_terminal = sys.stdout.isatty()
+    as_text = form == "text" or (is_terminal and form is None)
+    render = ConsoleLine(colors=is_terminal).line if as_text else None
+    query = LogQuery(group, follow, last, since_s or 0.0, level)
     try:
-        for line in client.lines(target):
+        for line in follow_log(path, query, lambda: not is_locked(run_directory)):
             click.echo(render(line) if render is not None else line, nl=render is not None)
     except KeyboardInterrupt:
         pass
     return ExitCode.DONE
 
 
-def _check_group(client: AdminClient, group: str) -> None:
-    names = [one["name"] for one in client.call("GET", "/status")["groups"]]
+def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[str]]:
+    """Return the log file, the run directory and the groups of the supervisor that is meant; groups only if it runs."""
+    try:
+        target = find(name, socket)
+        status = AdminClient(target.socket).call("GET", "/status")
+        return Path(status["log"]), target.socket.parent, [group["name"] for group in status["groups"]]
+    except NotRunningError:
+        if socket is not None or (name is None and running()):
+            raise
+        path = log_path(check_name(name)) / FILE if name is not None else _newest()
+        if path is None or not path.is_file():
+            raise
+    return path, run_path(path.parent.name), _groups_of(path)
+
+
+def _newest() -> Path | None:
+    """Return the log file that was written last."""
+    files = log_path("any").parent.glob(f"*/{FILE}")
+    return max(files, key=lambda file: file.stat().st_mtime, default=None)
+
+
+def _groups_of(path: Path) -> list[str]:
+    """Return the groups that a log file names."""
+    query = LogQuery()
+    records = (record_of(line) for line in follow_log(path, query, lambda: True))
+    return sorted({str(record["group"]) for record in records if record is not None and "group" in record})
+
+
+def _check_group(group: str, names: list[str]) -> None:
     if group not in names:
         near = difflib.get_close_matches(group, names, 1, 0.0)
         raise click.UsageError(f"there is no group {group!r}: the groups are {', '.join(names)}; nearest: {near[0]}")

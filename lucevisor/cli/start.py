@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import click
 
-from lucevisor.app.rundir import check_name, default_name, is_locked, runtime_root
+from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, config_argument
 from lucevisor.cli.progress import SilentDisplay, StartDisplay
@@ -19,13 +18,14 @@ from lucevisor.cli.watch import Watch
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
 from lucevisor.protocol.parent import end_with_parent
+from lucevisor.source_tree import module_command
 
 
 @click.command()
 @config_argument
 @click.option("--name", help="Name for status, stop and the others (default: the file's stem).")
 @click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
-@click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to the run directory only.")
+@click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to its file only.")
 @click.option("--starter", "starter_pid", type=int, hidden=True, help="For `demo`, `chaos`: ends with this process.")
 @click.option("--allow-faults", metavar="NAME=SECONDS,...", hidden=True, help="For `chaos`: fault hooks, deadlines.")
 @click.option(
@@ -65,7 +65,7 @@ def start(
     if daemon:
         more = ["--take-over", "--drain", str(drain_s)] if take_over else []
         more += ["--starter", str(starter_pid)] if starter_pid is not None else []
-        if is_locked(runtime_root() / chosen) and not take_over:
+        if is_locked(run_path(chosen)) and not take_over:
             raise LucevisorError(
                 f"a supervisor named {chosen!r} runs already: stop it, give this one another --name, or use --take-over"
             )
@@ -86,8 +86,8 @@ def start(
 
 def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float, more: Sequence[str]) -> int:
     """Start a foreground supervisor in a session of its own and wait until it serves."""
-    directory = runtime_root() / name
-    command = [sys.executable, "-m", "lucevisor", "start", str(config.resolve()), "--name", name, "--detached", *more]
+    directory = run_path(name)
+    command = [*module_command(), "start", str(config.resolve()), "--name", name, "--detached", *more]
     for override in overrides:
         command += ["--set", override]
     # Once it serves, it writes to its log only, so a pipe without a reader does no harm.

@@ -122,7 +122,8 @@ def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
         if group["state"] == "ready":
             continue
         age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
-        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}")
+        again = f"; tries again in {format_seconds(group['retry_in_s'])}" if group["retry_in_s"] else ""
+        yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}{again}")
         loading = group["loading"]
         if loading is not None and not loading["total_bytes"]:
             yield Text(f"  {loading['phase']}")

@@ -11,7 +11,7 @@ from lucevisor.config.strict import AUTO, Choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Logging to standard error and the run directory."""
+    """Logging to standard error and to a file that outlives the supervisor."""
 
     format: Annotated[
         Literal["auto", "console", "json"],

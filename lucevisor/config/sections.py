@@ -40,7 +40,7 @@ Normalise = Literal["off", "fix", "move"]
 NORMALISE: tuple[Normalise, ...] = ("off", "fix", "move")
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
 
-_RESTART_LIMIT = RestartLimit(5, 60)
+_RESTART_LIMIT = RestartLimit(10, 60)
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
 
 
@@ -322,7 +322,8 @@ class RecoveryConfig:
         RestartLimit,
         Key(
             Restarts(),
-            "Most restarts of one group in a period; after one more the group is FAILED until `lucevisor restart`.",
+            "Most restarts of one group in a period; after one more the group is FAILED and tried again after 1 "
+            "minute, then 2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED.",
         ),
     ] = _RESTART_LIMIT
 

@@ -40,7 +40,7 @@ from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
-from lucevisor.engine.settings import EngineSettings
+from lucevisor.engine.settings import MAX_LOSSES, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.placement.result import Placement
@@ -106,7 +106,7 @@ class Service:
         except OSError as error:
             raise unusable(run_dir, error) from error
         self._limits = limits or SupervisionLimits()
-        self._readiness = Readiness(self._limits)
+        self._readiness = Readiness()
         self._deployments: list[Deployment] = []  # those with processes
         self.deployment = self._make_deployment(config)
 
@@ -308,7 +308,10 @@ class Service:
 
     def ready_in_s(self) -> float | None:
         """Return in how many seconds requests are likely to be served, or None when that is unknown."""
-        return None if self._stopping is not None else self._readiness.wait_s(self.deployment.needed, time.monotonic())
+        if self._stopping is not None:
+            return None
+        retries = {name: self.groups[name].retry_in_s for name in self.deployment.needed}
+        return self._readiness.wait_s(retries, time.monotonic())
 
     # ---- hooks of the deployment
 
@@ -319,7 +322,9 @@ class Service:
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
             hold_s=self.config.recovery.hold_s,
-            max_losses=max(1, self.config.recovery.restart_limit.count - 1),  # before its group would be given up
+            max_losses=max(
+                1, min(MAX_LOSSES, self.config.recovery.restart_limit.count - 1)
+            ),  # before its group is given up
             rows=rows,
             journal_pages=rows.n_pages if rows is not None else 0,
             on_pipeline_failed=self._on_pipeline_failed,
@@ -346,7 +351,7 @@ class Service:
 
     def _on_state(self, group: str, state: State, reason: str) -> None:
         self._readiness.changed(group, state, time.monotonic())
-        if state is State.BACKOFF:
+        if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
             self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from lucevisor.engine.journal import RowStore
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 
+MAX_LOSSES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -28,7 +30,7 @@ class EngineSettings:
 
     max_queue: int
     hold_s: float = 0.0
-    max_losses: int = 4
+    max_losses: int = MAX_LOSSES
     rows: RowStore | None = None
     journal_pages: int = 0
     rate_window_s: float = 10.0

@@ -31,6 +31,9 @@ class AsyncSnapshotStore:
     async def scan(self) -> list[SnapshotEntry]:
         return await self._run(self.store.scan)
 
+    async def renew(self) -> None:
+        await self._run(self.store.renew)
+
     async def begin(self, slot: SlotRecord) -> PendingSnapshot:
         return await self._run_or_undo(lambda w: self.store.abort(w, "the save was cancelled"), self.store.begin, slot)
 

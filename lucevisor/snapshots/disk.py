@@ -206,6 +206,12 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def free_bytes(directory: Path) -> int:
+    """Return the bytes that this user may still write to the directory's file system."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
 def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
     """Remove what :func:`victims` selects and return it.  Hold the directory's lock."""
     gone = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lucevisor import awake
 from lucevisor.config import CacheConfig
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.errors import ConfigError
 from lucevisor.kv.prefix_records import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
@@ -34,6 +35,7 @@ from lucevisor.protocol.transfers import SlotPlace
 from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.layout import DraftModel, Fault, NextToken, SlotRecord, StateModel
 from lucevisor.snapshots.policy import (
+    Backoff,
     Candidate,
     SavePolicy,
     SaveTrigger,
@@ -48,7 +50,7 @@ from lucevisor.snapshots.sizes import FileSizes
 from lucevisor.snapshots.speeds import SpeedMeter
 from lucevisor.snapshots.store import OpenSnapshot, SnapshotRefused, SnapshotStore
 from lucevisor.snapshots.transfers import Transfer
-from lucevisor.snapshots.writer import PendingSnapshot, SaveFailed
+from lucevisor.snapshots.writer import DISK_FAILURES, PendingSnapshot, SaveFailed
 
 TRANSFER_S = 60.0
 """Timeout of a save or restore: its disk hangs."""
@@ -96,7 +98,8 @@ class SnapshotManager:
     def __init__(self, engine: Engine, store: AsyncSnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
         self.store, self.shards = store, shards
         self.meter = SpeedMeter()
-        self._engine, self._policy = engine, policy
+        self._engine, self._limits = engine, policy
+        self._backoff = Backoff()
         self._sizes = FileSizes(store.store.model)
         self._restoring: dict[tuple[str, int], _Restoring] = {}
         self._candidates: dict[int, PrefixSlot] = {}
@@ -118,6 +121,7 @@ class SnapshotManager:
         Call before the shards lose their state.  No save starts after the deadline.
         """
         end, n_saved = time.monotonic() + deadline_s, 0
+        await self._renew()
         speeds = self._speeds()
         prefixes = self._engine.prefixes
         kept = [slot for slot in prefixes.slots if slot.origin != "preempted" and not prefixes.partial(slot)]
@@ -131,6 +135,8 @@ class SnapshotManager:
                 break
             if slot.alive and not reject_save_reason(self._candidate(slot), SaveTrigger.SHUTDOWN, self._policy, speeds):
                 n_saved += await self._save(slot, SaveTrigger.SHUTDOWN, left)
+            if self._backoff.left_s(time.monotonic()):  # others would fail as well
+                break
         return n_saved
 
     async def close(self) -> None:
@@ -271,6 +277,8 @@ class SnapshotManager:
 
     def _on_slot(self, slot: PrefixSlot) -> None:
         if slot.origin not in ("disk", "preempted"):
+            if self._backoff.left_s(time.monotonic()):  # nothing takes candidates away now
+                self._candidates = {n: known for n, known in self._candidates.items() if known.alive}
             self._candidates[slot.number] = slot
             self._wake.set()
 
@@ -295,11 +303,27 @@ class SnapshotManager:
             self._wake.clear()
             while self._candidates:
                 await self._engine.slots.wait_for_capacity()
+                if pause_s := self._backoff.left_s(time.monotonic()):
+                    await asyncio.sleep(pause_s)
+                    continue
+                await self._renew()
                 slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
                 del self._candidates[slot.number]
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
                     saving = self._spawn(self._save(slot, SaveTrigger.TURN, TRANSFER_S), "save a turn")
                     await asyncio.wait({saving})  # an exception is logged and does not end this loop
+
+    async def _renew(self) -> None:
+        """Make the directory again if it was removed."""
+        try:
+            await self.store.renew()
+        except ConfigError as error:
+            log.warning("snapshot directory cannot be used", reason=str(error))
+            self._backoff.failed(time.monotonic())
+
+    @property
+    def _policy(self) -> SavePolicy:
+        return replace(self._limits, disk_bytes=self.store.store.budget)
 
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
@@ -309,6 +333,8 @@ class SnapshotManager:
 
     def _reject_reason(self, slot: PrefixSlot, trigger: SaveTrigger) -> str:
         reason = reject_save_reason(self._candidate(slot), trigger, self._policy, self._speeds())
+        if trigger is SaveTrigger.EVICTION and self._backoff.left_s(time.monotonic()):
+            reason = "saves pause, as the last one failed"
         if self._engine.prefixes.partial(slot):
             reason = "a stage has lost some of it"
         if reason:
@@ -340,7 +366,10 @@ class SnapshotManager:
                     return False
                 unsealed = None  # finish completes even if this task is cancelled
                 await self.store.finish(pending, transfer.n_bytes)
-            except SaveFailed:  # logged and counted by the store
+                self._backoff.succeeded()
+            except SaveFailed as failed:  # logged and counted by the store
+                if failed.label in DISK_FAILURES:
+                    self._backoff.failed(time.monotonic())
                 return False
             except asyncio.CancelledError:
                 if unsealed is not None:  # daemons may still write into the unlinked file

@@ -38,7 +38,16 @@ from lucevisor.snapshots.layout import (
     check_fits,
     holds_draft,
 )
-from lucevisor.snapshots.policy import CacheFile, FileKind, SnapshotEntry, SnapshotMatch, read_name
+from lucevisor.snapshots.policy import (
+    LOCK_FILE,
+    CacheFile,
+    FileKind,
+    RemovedFiles,
+    SnapshotEntry,
+    SnapshotMatch,
+    read_name,
+    victims,
+)
 from lucevisor.snapshots.writer import PendingSnapshot, SnapshotWriter
 
 log = structlog.get_logger("snapshots")
@@ -108,8 +117,8 @@ class StoreStatistics:
 class SnapshotStore:
     """The snapshots of ``model`` in ``directory``; those of other models only count towards the disk budget.
 
-    ``disk_bytes``: limit for all our files, other models included.  ``at`` is called before each step of the write
-    protocol.  Raises ConfigError naming ``cache.dir``.
+    ``disk_bytes``: limit for all our files, other models included; ``budget``: the same, or what the disk really has
+    room for.  ``at`` is called before each step of the write protocol.  Raises ConfigError naming ``cache.dir``.
     """
 
     def __init__(
@@ -125,16 +134,26 @@ class SnapshotStore:
         self.statistics = StoreStatistics()
         self._clock, self._at = clock, at
         self._index = SnapshotIndex()
+        self._history = RemovedFiles()
         self._guard = Lock()  # for index and statistics; never held during I/O
         n_threads = min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
         self._writer = SnapshotWriter(directory, model, at, self.statistics.failures)
+        self.budget = disk_bytes
+        self._scanned = False
         disk.make_directory(directory)
 
     def close(self) -> None:
         """End the threads; the caller closes open files."""
         self._writer.close()
         self._pool.shutdown()
+
+    def renew(self) -> None:
+        """Make the directory again if it or all that was in it was removed.  Raises ConfigError."""
+        if self._scanned and not (self.directory / LOCK_FILE).exists():
+            log.warning("snapshot directory was emptied or removed", directory=str(self.directory))
+            disk.make_directory(self.directory)
+            self.scan()
 
     # ---- index
 
@@ -151,7 +170,7 @@ class SnapshotStore:
         """
         started, began_s = time.monotonic(), self._clock()
         with self._directory_lock():
-            files = disk.list_files(self.directory)
+            files, _ = self.look()
             for one in files:
                 if one.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / one.file):
                     log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
@@ -168,6 +187,7 @@ class SnapshotStore:
                 if entry.file not in listed and entry.used_s >= began_s:
                     index.put(entry)
             self._index = index
+        self._scanned = True
         others = [f.file for f in files if f.kind is FileKind.SNAPSHOT and f.file not in found]
         n_older = sum(map(self._is_older, others))
         if n_older:
@@ -209,7 +229,9 @@ class SnapshotStore:
 
     def begin(self, slot: SlotRecord) -> PendingSnapshot:
         """Lay out and allocate a file.  Raises SaveFailed, leaving nothing behind."""
-        return self._writer.begin(slot, self.disk_bytes)
+        with suppress(ConfigError):  # the save fails, and says why
+            self.renew()
+        return self._writer.begin(slot, self.disk_bytes, self)
 
     def finish(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
         """Seal and publish a file after the daemons wrote ``n_bytes``, then prune.
@@ -345,12 +367,48 @@ class SnapshotStore:
         budget = self.disk_bytes if disk_bytes is None else disk_bytes
         with disk.locked(self.directory):
             gone = disk.prune_directory(self.directory, budget, keep)
+        self.forget(gone)
+        return gone
+
+    def forget(self, gone: Sequence[CacheFile]) -> None:
+        """Take files that were removed to make room out of the index."""
         for one in gone:
             log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
         with self._guard:
+            self._history.removed(gone)
             for one in gone:
                 self._index.remove(one.file)
-        return gone
+
+    def look(self) -> tuple[list[CacheFile], int]:
+        """Return all our files and the bytes that the disk has left; sets ``budget``.  Hold the directory's lock."""
+        files, free = disk.list_files(self.directory), disk.free_bytes(self.directory)
+        self.budget = min(self.disk_bytes, sum(f.n_bytes for f in files) + free)
+        return files, free
+
+    def keep_out(self, file: str, n_bytes: int) -> str:
+        """Return why ``file`` is not worth those that it would push out; empty if it is."""
+        try:
+            with disk.locked(self.directory):
+                files, free = self.look()
+        except OSError:  # the save fails, and says why
+            return ""
+        own = sum(f.n_bytes for f in files if f.file == file)  # it replaces this one
+        n_used = sum(f.n_bytes for f in files)
+        excess = n_bytes - min(free, self.disk_bytes - n_used + own)
+        with self._guard:
+            return self._history.keep_out(file, victims(files, n_used - excess), self._clock())
+
+    def make_room(self, n_bytes: int) -> bool:
+        """Remove the least recently used snapshots for ``n_bytes`` on the disk; at least one, as it is full."""
+        with disk.locked(self.directory):
+            files, free = self.look()
+            snapshots = [f for f in files if f.kind is FileKind.SNAPSHOT]
+            if not snapshots or free + sum(f.n_bytes for f in snapshots) < n_bytes:
+                return False
+            n_kept = sum(f.n_bytes for f in files) - max(1, n_bytes - free)
+            gone = disk.prune_directory(self.directory, n_kept)
+        self.forget(gone)
+        return bool(gone)
 
     @contextmanager
     def _directory_lock(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
@@ -43,14 +44,26 @@ NICE = 10
 
 FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
 """The labels of saves that failed; Fault has those of refused files."""
+DISK_FAILURES = ("disk_full", "io", "locked")
+"""Those after which another save would most likely fail as well."""
 
 
 class SaveFailed(LucevisorError):
-    """A slot could not be saved.  ``label``: one of FAILED_SAVES."""
+    """A slot could not be saved.  ``label``: one of FAILED_SAVES, or "keep_out", which is no failure of the disk."""
 
     def __init__(self, label: str, file: str, reason: str) -> None:
         super().__init__(f"snapshot {file} was not saved: {reason}; earlier snapshots are unchanged")
         self.label, self.file, self.reason = label, file, reason
+
+
+class Room(Protocol):
+    """Makes room for files on the disk.  Raises OSError."""
+
+    def keep_out(self, file: str, n_bytes: int) -> str:
+        """Return why a file is not worth the others that it would push out; empty if it is."""
+
+    def make_room(self, n_bytes: int) -> bool:
+        """Remove snapshots for ``n_bytes`` more; False, removing none, if all together are not enough."""
 
 
 @dataclass(slots=True)
@@ -94,13 +107,17 @@ class SnapshotWriter:
         """End the threads."""
         self._pool.shutdown()
 
-    def begin(self, slot: SlotRecord, most_bytes: int) -> PendingSnapshot:
+    def begin(self, slot: SlotRecord, most_bytes: int, room: Room) -> PendingSnapshot:
         """Lay out and allocate a file of at most ``most_bytes``.  Raises SaveFailed, leaving nothing behind."""
         snapshot = lay_out(self.model, slot)
         file = file_name(snapshot)
         if snapshot.file_bytes > most_bytes:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {most_bytes}"
             raise self._failed("too_large", file, reason)
+        keep_out = room.keep_out(file, snapshot.file_bytes)
+        if keep_out:
+            log.debug("snapshot not saved", file=file, label="keep_out", reason=keep_out)
+            raise SaveFailed("keep_out", file, keep_out)
         path = self.directory / f"{file.removesuffix('.safetensors')}.{secrets.token_hex(8)}{PARTIAL}"
         pending = PendingSnapshot(file, path, -1, snapshot, time.monotonic())
         with self._saving(pending):
@@ -110,7 +127,7 @@ class SnapshotWriter:
                 pending.fd = os.open(path, flags, 0o600)
                 disk.try_lock(pending.fd)
             self._at("allocate")
-            os.posix_fallocate(pending.fd, 0, snapshot.file_bytes)
+            _allocate(pending, room)
             self._at("data")
         return pending
 
@@ -182,6 +199,19 @@ class SnapshotWriter:
             except OSError as error:  # a later scan removes it
                 log.warning("partial snapshot not removed", file=pending.path.name, reason=describe_error(error))
         _close(pending)
+
+
+def _allocate(pending: PendingSnapshot, room: Room) -> None:
+    """Take the file's bytes on the disk, removing others if need be.  Raises OSError."""
+    n_bytes = pending.snapshot.file_bytes
+    while True:
+        try:
+            os.posix_fallocate(pending.fd, 0, n_bytes)
+            return
+        except OSError as error:
+            taken = os.fstat(pending.fd).st_blocks * 512
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not room.make_room(n_bytes - taken):
+                raise
 
 
 def _label(error: Exception) -> str:

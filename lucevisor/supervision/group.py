@@ -102,6 +102,11 @@ class GroupSupervisor:
         return self._machine.lacking
 
     @property
+    def retry_in_s(self) -> float | None:
+        """In how many seconds a group in BACKOFF or FAILED is started again; None when nothing is due."""
+        return self._machine.retry_in_s(self._clock())
+
+    @property
     def pid(self) -> int | None:
         """The pid of the present process."""
         return self._machine.pid or None

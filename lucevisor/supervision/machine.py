@@ -3,7 +3,7 @@
 Knows no processes, sockets, clocks or randomness: `now` and random numbers are arguments. Invariants: at most one child
 exists at a time; no instruction names a child that has exited; READY follows only hello and loaded of the same child;
 every stop ends in STOPPED after the exit, or in FAILED with `quarantined` set when SIGKILL does not end the process;
-then no second child is started until the first has exited.
+then no second child is started until the first has exited; any other FAILED is tried again after a growing pause.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ class Machine:
         self._out: list[ev.Instruction] = []
         self._now = 0.0
 
+    def retry_in_s(self, now: float) -> float | None:
+        """Return in how many seconds a group in BACKOFF or FAILED is started again; None when nothing is due."""
+        due = self._timers.due(Timer.BACKOFF)
+        return None if due is None else max(0.0, due - now)
+
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event at `now` (seconds of a monotonic clock that stands still while this process is stopped) and
         return the instructions, in order.
@@ -135,7 +140,7 @@ class Machine:
             self._start("start asked")
         elif self.state is State.FAILED:
             self._out.append(
-                ev.Refuse(f"group {self.name} failed: {self.reason}; `lucevisor restart {self.name}` tries again")
+                ev.Refuse(f"group {self.name} failed: {self.reason}; `lucevisor restart {self.name}` tries at once")
             )
         elif self._stop_runs():
             self._out.append(ev.Refuse(f"group {self.name} is being stopped; start it when it is stopped"))
@@ -270,8 +275,9 @@ class Machine:
         if self._after_exit is _AfterExit.STOP:
             self._transition(State.STOPPED, "stop asked")
         elif was_quarantined:
-            self.reason = f"{how}, long after SIGKILL; `lucevisor restart {self.name}` tries again"
+            self.reason = f"{how}, long after SIGKILL; `lucevisor restart {self.name}` tries at once"
             self._out.append(ev.Publish(self.state, self.reason))
+            self._pause_failed()
         elif self._after_exit is _AfterExit.START:
             self.restarts += 1
             self._start("restart asked")
@@ -282,14 +288,21 @@ class Machine:
         self.failure = reason
         if configuration:
             self._transition(State.FAILED, reason)
+            self._pause_failed()
         elif (delay_s := self.limits.lack_pause_s if lack else self.policy.delay_s(self._now)) is None:
             self._transition(
                 State.FAILED, f"{reason}; restart limit {self.limits.n_restarts}/{self.limits.window_s:g}s reached"
             )
+            self._pause_failed()
         else:
             self.lacking = lack
             self._transition(State.BACKOFF, reason)
             self._arm(Timer.BACKOFF, delay_s)
+
+    def _pause_failed(self) -> None:
+        """Arm the next try of a group that is given up: what kept it from starting may be gone by then."""
+        if (pause_s := self.policy.failed_pause_s()) is not None:
+            self._arm(Timer.BACKOFF, pause_s)
 
     # ---- timers and escalation
 
@@ -304,7 +317,7 @@ class Machine:
                 if not self.lacking:
                     self.restarts += 1
                     self.policy.restarted(self._now)
-                self._start("backoff over")
+                self._start("backoff over" if self.state is State.BACKOFF else "tried again after it was given up")
             case Timer.DRAIN:
                 self._leave("drain deadline", _Escalation.MESSAGE)
             case Timer.ESCALATION:

@@ -1,8 +1,8 @@
 """How long to wait, how often to retry, when to give up.
 
 Knows no states and no processes; `now` is any clock that only goes forward, in seconds, and randomness is an
-argument. Invariant: between two calls of `reset`, no window of `RestartLimit.window_s` seconds holds more than
-`RestartLimit.n_restarts` restarts.
+argument. Invariant: between two calls of `reset`, no window of `SupervisionLimits.window_s` seconds holds more than
+`SupervisionLimits.n_restarts` restarts, apart from those after the pauses of a group that was given up.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 AT_ONCE: Final = 4
-"""Failures in a row after which a process that had served is still replaced without backoff: one less than the restarts
-after which a group is given up.
-"""
+"""Failures in a row after which a process that had served is still replaced without backoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,11 @@ class SupervisionLimits:
     stable_s: float = 60.0  # READY for this long resets the backoff
     lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
     spare_delay_s: float = 1.0  # from READY until spares are started, which takes a core
-    n_restarts: int = 5  # after failures, within any `window_s`; 0: a group that failed stays failed
+    n_restarts: int = 10  # after failures, within any `window_s`; 0: a group that failed stays failed
     window_s: float = 60.0
+    n_first_starts: int = 5  # restarts of a group that was never READY
+    failed_first_s: float = 60.0  # pause of a group that was given up; doubles each time in a row
+    failed_most_s: float = 3600.0
 
     def silence_s(self, phase: str, *, loading: bool) -> float:
         """Return how long a daemon may be silent after a heartbeat that reported `phase`.
@@ -66,30 +67,49 @@ class RestartPolicy:
     _in_a_row: int = 0  # failures since the last stable period
     _unready: int = 0  # starts in a row that never became ready
     _ready_at: float | None = None
+    _served: bool = False  # it was READY once
+    _given_up: int = 0  # times in a row
 
     def became_ready(self, now: float) -> None:
         """Record that a start succeeded."""
         self._ready_at = now
         self._unready = 0
+        self._served = True
 
     def delay_s(self, now: float) -> float | None:
         """Return the seconds to wait before the next start after a failure at `now`, or None to give up.
 
         Zero where a process had served, the first four times in a row: requests wait for the next one. Else
         exponential backoff, with jitter between half of the step and all of it. A start that never succeeds is given up
-        after `n_restarts` tries in a row, however slowly it fails.
+        after `n_restarts` tries in a row, however slowly it fails; sooner if none ever succeeded.
         """
+        was_ready = self._ready_at is not None
         ready_s = 0.0 if self._ready_at is None else now - self._ready_at
-        self._unready += self._ready_at is None
+        self._unready += not was_ready
         self._ready_at = None
-        self._in_a_row = 1 if ready_s >= self.limits.stable_s else self._in_a_row + 1
+        if ready_s >= self.limits.stable_s:
+            self._in_a_row = self._given_up = 0
+        self._in_a_row += 1
         step_s = min(self.limits.backoff_most_s, self.limits.backoff_first_s * 2.0 ** min(self._in_a_row - 1, 60))
         at_once = ready_s >= self.limits.served_s and self._in_a_row <= AT_ONCE
         delay_s = 0.0 if at_once else step_s * (0.5 + 0.5 * self.rng())
         self._restarts = [at for at in self._restarts if at > now + delay_s - self.limits.window_s]
-        if len(self._restarts) >= self.limits.n_restarts or self._unready > self.limits.n_restarts:
+        n_restarts = self.limits.n_restarts
+        n_starts = n_restarts if self._served else min(n_restarts, self.limits.n_first_starts)
+        one_try = self._given_up > 0 and not was_ready
+        if one_try or len(self._restarts) >= n_restarts or self._unready > n_starts:
             return None
         return delay_s
+
+    def failed_pause_s(self) -> float | None:
+        """Return the seconds after which a group that is given up is tried again, or None for never.
+
+        One try follows each pause. If that does not become ready, the next pause is twice as long.
+        """
+        if not self.limits.n_restarts:
+            return None
+        self._given_up += 1
+        return min(self.limits.failed_most_s, self.limits.failed_first_s * 2.0 ** min(self._given_up - 1, 60))
 
     def restarted(self, now: float) -> None:
         """Count a restart after a failure, when it happens."""
@@ -100,4 +120,5 @@ class RestartPolicy:
         self._restarts.clear()
         self._in_a_row = 0
         self._unready = 0
+        self._given_up = 0
         self._ready_at = None

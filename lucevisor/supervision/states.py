@@ -22,7 +22,7 @@ class State(StrEnum):
     DRAINING = "draining"  # it finishes the steps it has and gets no new ones
     STOPPING = "stopping"  # it is asked or forced to exit
     BACKOFF = "backoff"  # it is gone; the next start is delayed
-    FAILED = "failed"  # given up until a restart is asked for
+    FAILED = "failed"  # given up until a long pause is over or a restart is asked for
 
 
 WITH_CHILD = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINING, State.STOPPING})
@@ -65,7 +65,7 @@ TRANSITIONS: dict[State, dict[State, str]] = {
         State.STOPPED: "stop asked",
     },
     State.FAILED: {
-        State.STARTING: "restart asked",
+        State.STARTING: "pause over; restart asked",
         State.STOPPED: "stop asked",
     },
 }

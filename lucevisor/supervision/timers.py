@@ -20,6 +20,10 @@ class Timers:
         self._due: dict[Timer, float] = {}
         self._looked: set[Timer] = set()
 
+    def due(self, timer: Timer) -> float | None:
+        """Return when `timer` is over; None when it does not run."""
+        return self._due.get(timer)
+
     def due_after(self, timer: Timer, at: float) -> bool:
         """Whether `timer` runs, and longer than until `at`."""
         return timer in self._due and at < self._due[timer]

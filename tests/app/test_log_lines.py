@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.api.log_query import LogQuery
-from lucevisor.app.log_lines import ConsoleLine, short_request, wanted
+from lucevisor.app.log_lines import ConsoleLine, LogQuery, short_request, wanted
 
 REQUEST = {
     "method": "POST", "path": "/v1/chat/completions", "status": 200, "duration_s": 4.123456, "prompt_tokens": 19,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from lucevisor.app import rundir
 from lucevisor.app.rundir import AlreadyRunningError, RunDirectory, is_locked, running
+from lucevisor.cli.admin_client import AdminClient
 from lucevisor.errors import ConfigError, LucevisorError
 from tests.another_user import as_nobody, needs_root, open_directory
 
@@ -36,14 +39,14 @@ while time.monotonic() < end:
         continue
     n += 1
     assert read_pid(one.path) == os.getpid(), "another process' pid file"
-    (one.log / "mine").write_text("x")
+    (one.own / "mine").write_text("x")
     try:
         holder = os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         raise SystemExit("two processes hold the name")
     time.sleep(0.001)
     assert read_pid(one.path) == os.getpid(), "the pid file was removed by another process"
-    assert (one.log / "mine").exists()
+    assert (one.own / "mine").exists()
     os.close(holder)
     os.unlink(sys.argv[1])
     one.close()
@@ -186,7 +189,6 @@ def test_a_supervisor_that_stops_leaves_what_belongs_to_its_successor(runtime, o
     other.stdin.flush()
     assert other.stdout.readline() == "closed\n"
     assert (new.own / "mine").exists()
-    assert new.log.exists()
     new.claim()
     assert (new.own / "mine").exists()
     new.close()
@@ -202,10 +204,76 @@ def test_what_killed_supervisors_left_is_removed_by_the_next(runtime):
     one.close()
 
 
+def test_what_was_removed_is_made_again_and_found(runtime):
+    one = RunDirectory("t")
+    one.claim()
+    for socket in (one.socket, one.handover):
+        socket.touch()
+    assert one.whole
+    shutil.rmtree(runtime / "lucevisor")
+    assert not one.whole
+    assert running() == []
+    one.renew()
+    assert [(r.name, r.pid) for r in running()] == [("t", os.getpid())]
+    assert one.own.is_dir()
+    with pytest.raises(AlreadyRunningError):
+        RunDirectory("t").claim()
+    (one.path / "pid").unlink()
+    one.renew()  # the lock file is there, and this process holds it
+    assert [r.pid for r in running()] == [os.getpid()]
+    one.close()
+    assert not one.path.exists()
+
+
+def test_a_name_that_another_took_meanwhile_is_not_taken_back():
+    one, other = RunDirectory("t"), RunDirectory("t")
+    one.claim()
+    shutil.rmtree(one.path)
+    other.claim()
+    assert not one.whole
+    with pytest.raises(AlreadyRunningError, match="another supervisor took the name 't'"):
+        one.renew()
+    other.close()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_named(runtime, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime / ("x" * 107)))
+    with pytest.raises(
+        ConfigError, match=r"^XDG_RUNTIME_DIR = .*is too long: a socket in it has \d+ bytes of 107; set"
+    ):
+        RunDirectory("t")
+    with pytest.raises(LucevisorError, match="too long for a socket, which has 107 bytes at most"):
+        AdminClient(runtime / ("x" * 107)).call("GET", "/status")
+
+
+@needs_root
+def test_without_a_runtime_directory_there_is_one_below_the_temporary_directory(monkeypatch):
+    with open_directory() as directory:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        monkeypatch.setattr(tempfile, "tempdir", str(directory))
+        directory.chmod(0o1777)
+        with as_nobody():
+            one = RunDirectory("t")
+            assert one.path == directory / f"lucevisor-{os.geteuid()}" / "t"
+            one.claim()
+            assert [r.name for r in running()] == ["t"]
+            one.close()
+        one.path.parent.rmdir()
+        one.path.parent.mkdir()  # by root: another user's
+        with as_nobody():
+            with pytest.raises(ConfigError, match="belongs to another user"):
+                running()
+            with pytest.raises(ConfigError, match="cannot be used: Permission denied"):
+                RunDirectory("t").claim()
+
+
 @needs_root
 def test_the_directory_of_another_user_is_named(monkeypatch):
     with open_directory() as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
         (directory / "lucevisor").mkdir(mode=0o700)
-        with as_nobody(), pytest.raises(ConfigError, match=f"{directory}/lucevisor.*cannot be used: Permission denied"):
+        with (
+            as_nobody(),
+            pytest.raises(ConfigError, match=f"{directory}/lucevisor.*: it belongs to another user"),
+        ):
             running()

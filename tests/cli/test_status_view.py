@@ -27,7 +27,7 @@ def group(name, stage, start, stop, **more):
     }  # fmt: skip
     return {
         "name": name, "pid": 4_194_304, "state": "ready", "state_s": 5.0, "reason": "", "loading": None,
-        "restarts": 12, "stages": [stage], "devices": [device], "warnings": [],
+        "restarts": 12, "retry_in_s": None, "stages": [stage], "devices": [device], "warnings": [],
     } | more  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def test_the_smallest_file_gets_every_default(file, tmp_path):
     assert config.placement.devices == (DeviceRef("left", 0), DeviceRef("right", 0))
     assert config.placement.split == Auto()
     assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
-    assert config.recovery.restart_limit == RestartLimit(5, 60)
+    assert config.recovery.restart_limit == RestartLimit(10, 60)
     assert config.set_keys == {"model.path", "groups.left.backend", "groups.right.backend", "placement.target_devices"}
     assert config.notices == ()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from lucevisor.deployment.readiness import MIN_WAIT_S, Readiness
-from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 
 
 def ready_after(start_s: float, *groups: str) -> Readiness:
-    found = Readiness(SupervisionLimits(backoff_first_s=0.5, backoff_most_s=8.0))
+    found = Readiness()
     for group in groups:
         found.changed(group, State.STARTING, 0.0)
         found.changed(group, State.LOADING, 1.0)
@@ -16,39 +15,48 @@ def ready_after(start_s: float, *groups: str) -> Readiness:
     return found
 
 
+BOTH = {"left": None, "right": None}
+
+
 def test_a_first_start_is_not_known() -> None:
-    found = Readiness(SupervisionLimits())
+    found = Readiness()
     found.changed("left", State.STARTING, 0.0)
-    assert found.wait_s(["left"], 5.0) is None
+    assert found.wait_s({"left": None}, 5.0) is None
 
 
 def test_a_start_takes_as_long_as_the_last_one() -> None:
     found = ready_after(30.0, "left", "right")
-    assert found.wait_s(["left", "right"], 40.0) == 0.0
+    assert found.wait_s(BOTH, 40.0) == 0.0
     found.changed("left", State.STARTING, 100.0)
-    assert found.wait_s(["left", "right"], 110.0) == 20.0
+    assert found.wait_s(BOTH, 110.0) == 20.0
     found.changed("left", State.LOADING, 105.0)
-    assert found.wait_s(["left", "right"], 120.0) == 10.0
-    assert found.wait_s(["left", "right"], 500.0) == MIN_WAIT_S
+    assert found.wait_s(BOTH, 120.0) == 10.0
+    assert found.wait_s(BOTH, 500.0) == MIN_WAIT_S
 
 
-def test_a_back_off_comes_on_top_and_doubles() -> None:
+def test_a_back_off_comes_on_top() -> None:
     found = ready_after(10.0, "left")
-    for n, delay_s in enumerate((0.5, 1.0, 2.0, 4.0, 8.0, 8.0)):
-        now = 100.0 + 50 * n
-        found.changed("left", State.BACKOFF, now)
-        assert found.wait_s(["left"], now) == delay_s + 10.0
-        assert found.wait_s(["left"], now + 20) == 10.0
-        found.changed("left", State.STARTING, now + 20)
-    found.changed("left", State.READY, 500.0)
-    found.changed("left", State.BACKOFF, 600.0)
-    assert found.wait_s(["left"], 600.0) == 0.5 + 500.0 - 370.0
+    found.changed("left", State.BACKOFF, 100.0)
+    assert found.wait_s({"left": 0.5}, 100.0) == 10.5
+    assert found.wait_s({"left": None}, 120.0) == 10.0
+
+
+def test_a_failed_group_is_waited_for_until_its_next_try_and_unknown_without_one() -> None:
+    found = ready_after(10.0, "left")
+    found.changed("left", State.FAILED, 100.0)
+    assert found.wait_s({"left": 60.0}, 100.0) == 70.0
+    assert found.wait_s({"left": None}, 100.0) is None
+    found.changed("right", State.STARTING, 100.0)
+    assert found.wait_s({"left": 60.0, "right": None}, 100.0) == 70.0
+    never_ready = Readiness()
+    never_ready.changed("left", State.FAILED, 5.0)
+    assert never_ready.wait_s({"left": 60.0}, 5.0) == 60.0
 
 
 def test_the_slowest_group_counts_and_one_that_failed_is_not_waited_for() -> None:
     found = ready_after(10.0, "left", "right")
     found.changed("left", State.STARTING, 100.0)
     found.changed("right", State.STOPPING, 104.0)
-    assert found.wait_s(["left", "right"], 104.0) == 10.0
+    assert found.wait_s(BOTH, 104.0) == 10.0
     found.changed("right", State.FAILED, 105.0)
-    assert found.wait_s(["left", "right"], 105.0) is None
+    assert found.wait_s(BOTH, 105.0) is None

@@ -41,7 +41,9 @@ class Cli:
 
     def __init__(self, forker: Forker | None = None) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="lv"))
-        self.env = os.environ | {"XDG_RUNTIME_DIR": str(self.runtime), "NO_COLOR": "1"}
+        self.env = os.environ | {
+            "XDG_RUNTIME_DIR": str(self.runtime), "XDG_STATE_HOME": str(self.runtime / "state"), "NO_COLOR": "1"
+        }  # fmt: skip
         self._forker = forker
         self._started: list[subprocess.Popen[str]] = []
         self._forked: list[int] = []
@@ -101,6 +103,9 @@ class Cli:
 
     def socket(self, name: str = "t") -> Path:
         return self.runtime / "lucevisor" / name / "admin.sock"
+
+    def log(self, name: str = "t") -> Path:
+        return self.runtime / "state" / "lucevisor" / name / "supervisor.jsonl"
 
     def status(self, name: str = "t") -> dict[str, Any]:
         """What ``status --json`` prints; asked without a process, since tests ask again and again."""

@@ -87,7 +87,7 @@ class Box:
         return next(g for g in self.status()["groups"] if g["name"] == name)
 
     def records(self) -> list[dict[str, Any]]:
-        lines = (self.disk / "lucevisor/t/log/supervisor.jsonl").read_text().splitlines()
+        lines = (self.disk / "state/lucevisor/t/supervisor.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]  # every line is whole
 
 

@@ -101,7 +101,7 @@ def test_sighup_changes_keys_certificate_and_level_under_a_stream(cli: Cli, tmp_
     (tmp_path / "keys").write_text("second bob\n")
     config.write_text(config.read_text() + '[log]\nlevel = "debug"\n')
     os.kill(status["pid"], signal.SIGHUP)
-    log = cli.runtime / "lucevisor" / "t" / "log" / "supervisor.jsonl"
+    log = cli.log()
     wait_until(lambda: "configuration reloaded" in log.read_text(), 60, "reloaded")
     with pytest.raises(OSError, match=r"certificate|CERTIFICATE"):
         ask("first", old)

@@ -169,6 +169,15 @@ async def test_a_service_with_a_stopped_daemon_is_not_ready_and_says_why(tmp_pat
         assert await service.wait_ready(60.0), service.reason()
 
 
+async def test_groups_that_failed_try_again_by_themselves_and_serve(tmp_path):
+    config = config_of(tmp_path, left="poor", right="poor")
+    async with serving(config, tmp_path, failed_first_s=0.5) as service:
+        await service.until(lambda: all(group.state is State.FAILED for group in service.groups.values()))
+        assert 0.0 <= service.ready_in_s() <= 0.5
+        await service.until(lambda: service.state == "ready")
+        assert [group.restarts for group in service.groups.values()] == [1, 1]
+
+
 async def test_a_plan_that_did_not_fit_is_made_again_at_a_restart(tmp_path):
     """What filled a device may be gone by then."""
     async with serving(config_of(tmp_path, left="poor", right="poor"), tmp_path) as service:

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.snapshots.layout import Fault
 from lucevisor.snapshots.store import SnapshotRefused
 from lucevisor.snapshots.writer import STEPS, SaveFailed
@@ -192,18 +194,53 @@ def small_disk(directory, n_bytes):
         subprocess.run(["umount", str(directory)], check=True)
 
 
-def test_a_full_disk(tmp_path):
-    with small_disk(tmp_path / "disk", 256 << 10) as directory:
-        store = made_store(directory)
-        entry, data = saved_before(store)
-        n = 0
-        with suppress(SaveFailed):
-            for n in range(100):  # how far it came
-                save(store, made_slot(1000, start=n))
-        assert 0 < n < 99
-        must_fail(store, made_slot(1000, start=n), "disk_full", "ENOSPC 28: No space left on device")
-        assert restore(store, entry) == data
-        assert len(store.scan()) == n + 1
+def test_a_full_disk_makes_room_of_the_oldest_snapshots(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 20) as directory:
+        now = [1000.0]
+        store = made_store(directory, clock=lambda: now[0])
+        store.scan()
+        for n in range(30):
+            entry = save(store, made_slot(1000, start=n))
+            os.utime(directory / entry.file, (n, n))
+            store.scan()
+        kept = [e.snapshot.packed_tokens for e in store.entries]
+        assert 1 < len(kept) < 29
+        assert kept == [TokenBuffer.of(made_slot(1000, start=n).tokens).packed() for n in range(30 - len(kept), 30)]
+        assert len(restore(store, entry)) == len(entry.snapshot.tensors)
+        assert store.budget < 1 << 20
+        must_fail(store, made_slot(12_000), "disk_full", "ENOSPC 28: No space left on device")
+        assert len(store.scan()) == len(kept)  # none was removed for what has no room at all
+        store.close()
+
+
+def test_files_that_take_turns_on_a_full_disk_do_not_push_each_other_out(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 20) as directory:
+        now = [0.0]
+        store = made_store(directory, clock=lambda: now[0])
+        store.scan()
+
+        def ask(n: int) -> bool:
+            """Use the file of a prompt, or compute it and save that if it is worth it."""
+            now[0] += 1.0
+            slot = made_slot(1000, start=n)
+            found = store.find(slot.tokens, len(slot.tokens))
+            if found is not None:
+                store.close_snapshot(store.open_for_restore(found.entry))
+                return True
+            with suppress(SaveFailed):
+                entry = save(store, slot)
+                os.utime(directory / entry.file, (now[0], now[0]))
+                store.scan()
+            return False
+
+        for _ in range(2):
+            hits = [ask(n) for n in range(30)]
+        n_room = len(store.entries)
+        assert sum(hits) == n_room > 4
+        assert sum(ask(n) for n in reversed(range(30))) == n_room
+        assert not ask(0)  # wanted again within a second: it comes back for the oldest
+        assert ask(0)
+        assert store.statistics.failures == {}
         store.close()
 
 
@@ -220,18 +257,21 @@ def test_a_file_size_limit(tmp_path):
     store.close()
 
 
-def test_a_directory_that_went_away(tmp_path):
+def test_a_directory_that_went_away_is_made_again(tmp_path):
     store = made_store(tmp_path / "cache")
+    store.scan()
     entry = save(store)
-    for path in (tmp_path / "cache").iterdir():
-        path.unlink()
-    (tmp_path / "cache").rmdir()
-    with capture_logs() as logs, pytest.raises(SaveFailed, match="ENOENT"):
-        save(store)
-    assert len(logs) == 1
+    shutil.rmtree(tmp_path / "cache")
     with pytest.raises(SnapshotRefused) as caught:
         store.open_for_restore(entry)
     assert caught.value.fault is Fault.GONE
+    again = save(store)
+    assert [e.file for e in store.entries] == [again.file]
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("in the way")
+    with capture_logs() as logs, pytest.raises(SaveFailed, match="ENOTDIR") as caught:
+        save(store)
+    assert (caught.value.label, logs[-1]["event"]) == ("io", "snapshot not saved")
     store.close()
 
 

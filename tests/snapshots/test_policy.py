@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from lucevisor.model.values import Dtype
 from lucevisor.snapshots.file_format import lay_out
 from lucevisor.snapshots.policy import (
+    Backoff,
     CacheFile,
     Candidate,
     FileKind,
+    RemovedFiles,
     SavePolicy,
     SaveTrigger,
     SnapshotSpeeds,
@@ -74,7 +76,7 @@ SPEEDS = SnapshotSpeeds(prefill_tokens_per_s=1000.0, read_bytes_per_s=1e9, write
     ("candidate", "trigger", "text"),
     [
         (Candidate(0, 255, 1000), SaveTrigger.EVICTION, "255 tokens are fewer than cache.min_tokens = 256"),
-        (Candidate(0, 4096, 2 << 30), SaveTrigger.EVICTION, "more than cache.disk"),
+        (Candidate(0, 4096, 2 << 30), SaveTrigger.EVICTION, "of cache.disk or of the disk"),
         (Candidate(0, 4096, 1000, n_saved_tokens=4000), SaveTrigger.EVICTION, "4000 of its 4096 tokens are on disk"),
         (Candidate(0, 4096, 1000, n_saved_tokens=3500), SaveTrigger.TURN, "a file needs 1024 new ones"),
         (Candidate(0, 300, 900_000_000), SaveTrigger.EVICTION, "takes 0.300 s, reading them 0.900 s"),
@@ -162,3 +164,26 @@ def test_victims(files, budget, data):
     assert over <= 0 or not left  # within the budget, or nothing more to give
     assert not gone or over + gone[-1].n_bytes > 0  # and the last one was needed
     assert not gone or all(f.used_s >= gone[-1].used_s for f in left)
+
+
+def test_pauses_after_failures_grow_to_an_hour_and_end_with_a_success():
+    backoff, now, pauses = Backoff(), 5.0, []
+    assert backoff.left_s(now) == 0.0
+    for _ in range(8):
+        backoff.failed(now)
+        pauses.append(backoff.left_s(now))
+        now += pauses[-1]
+        assert backoff.left_s(now) == 0.0
+    assert pauses == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
+    backoff.failed(now)
+    backoff.succeeded()
+    assert backoff.left_s(now) == 0.0
+
+
+def test_a_removed_file_comes_back_when_it_is_wanted_sooner_than_what_it_would_push_out():
+    removed, oldest = RemovedFiles(), [CacheFile("b", 10, used_s=50.0)]
+    assert removed.keep_out("a", oldest, 100.0) == ""  # a new one: the oldest goes
+    removed.removed([CacheFile("a", 10, used_s=20.0)])
+    assert removed.keep_out("a", [], 100.0) == ""  # there is room
+    assert removed.keep_out("a", oldest, 100.0) == "it was not wanted for 80 s, what it would push out for 50 s"
+    assert removed.keep_out("a", oldest, 110.0) == ""  # 10 s after it was wanted last

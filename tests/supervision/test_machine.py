@@ -8,6 +8,7 @@ from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import ProcessSignal, Timer
 from lucevisor.supervision.machine import InvalidGroupTransition
+from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import TRANSITIONS, State
 from tests.supervision.driven_machine import LIMITS, DrivenMachine, of, signals
 
@@ -213,10 +214,79 @@ def test_slow_failures_outside_the_window_go_on_restarting_but_starts_that_never
     "event",
     [ev.Exited(1, code=EXIT_CONFIGURATION, hint="no torch"), ev.SpawnFailed(1, "no such file", configuration=True)],
 )
-def test_a_configuration_error_is_not_retried(event):
+def test_a_configuration_error_fails_at_once_and_is_tried_again_after_a_long_pause(event):
     driven = DrivenMachine()
     driven.send(ev.StartAsked())
     driven.send(event)
+    assert driven.state is State.FAILED
+    assert driven.machine.retry_in_s(driven.now) == LIMITS.failed_first_s
+    assert of(ev.Spawn, driven.fire(Timer.BACKOFF)) == [ev.Spawn(2)]
+
+
+def fail(driven: DrivenMachine) -> float:
+    """End the present start of a failed group; return the pause that follows."""
+    driven.send(ev.Spawned(driven.machine.child, 5000))
+    driven.send(ev.Exited(driven.machine.child, code=1))
+    assert driven.state is State.FAILED
+    return driven.due[Timer.BACKOFF] - driven.now
+
+
+def test_a_failed_group_tries_again_after_pauses_that_grow_to_an_hour_until_it_is_stable():
+    driven = DrivenMachine().to(State.READY)
+    for child in (1, 2, 3):
+        driven.send(ev.Exited(child, signal=11))
+        if driven.state is State.BACKOFF:
+            driven.fire(Timer.BACKOFF)
+            driven.to(State.READY, child + 1)
+    assert driven.state is State.FAILED
+    pauses = [driven.due[Timer.BACKOFF] - driven.now]
+    for _ in range(7):
+        driven.fire(Timer.BACKOFF)
+        pauses.append(fail(driven))
+    assert pauses == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
+    assert of(ev.Spawn, driven.send(ev.RestartAsked(4.0)))  # an operator's restart does not wait
+    driven.to(State.READY, driven.machine.child)
+    driven.now += LIMITS.stable_s
+    driven.send(ev.Exited(driven.machine.child, signal=11))
+    assert driven.state is State.BACKOFF
+
+
+def test_default_limits_survive_a_kill_every_three_seconds_for_a_minute():
+    for start_s in (0.3, 1.0, 2.5, 4.0):  # a spare takes over, or a process starts on a machine with little to spare
+        driven = DrivenMachine(SupervisionLimits()).to(State.READY)
+        for second in range(3, 61, 3):
+            kill_at = 100.0 + second
+            while driven.due.get(Timer.BACKOFF, kill_at) < kill_at:
+                driven.fire(Timer.BACKOFF)
+                driven.send(ev.Spawned(driven.machine.child, 2000))
+                driven.now += start_s
+                if driven.now < kill_at:
+                    driven.send(ev.HelloReceived(driven.machine.child))
+                    driven.send(ev.LoadSent(driven.machine.child))
+                    driven.send(ev.LoadedReceived(driven.machine.child))
+            driven.now = max(driven.now, kill_at)
+            if driven.machine.pid:
+                driven.send(ev.Exited(driven.machine.child, signal=9))
+            assert driven.state is not State.FAILED, (start_s, second)
+        assert driven.machine.restarts >= 4
+
+
+def test_a_group_that_was_never_ready_is_given_up_sooner():
+    limits = SupervisionLimits()
+    driven = DrivenMachine(limits)
+    driven.send(ev.StartAsked())
+    while driven.state is not State.FAILED:
+        driven.send(ev.Spawned(driven.machine.child, 2000))
+        driven.send(ev.Exited(driven.machine.child, code=1))
+        if driven.state is State.BACKOFF:
+            driven.fire(Timer.BACKOFF)
+    assert driven.machine.restarts == limits.n_first_starts
+    assert driven.machine.retry_in_s(driven.now) == 60.0
+
+
+def test_no_restarts_allowed_means_that_a_failed_group_stays_failed():
+    driven = DrivenMachine(SupervisionLimits(n_restarts=0)).to(State.READY)
+    driven.send(ev.Exited(1, signal=11))
     assert driven.state is State.FAILED
     assert Timer.BACKOFF not in driven.due
 

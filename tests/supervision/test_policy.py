@@ -41,7 +41,7 @@ def test_what_has_served_is_replaced_at_once_four_times_in_a_row():
 
 @given(rng=st.floats(0.0, 1.0, exclude_max=True), n=st.integers(1, 9))
 def test_jitter_stays_between_half_and_the_whole_step(rng, n):
-    limits = SupervisionLimits(n_restarts=100)
+    limits = SupervisionLimits(n_restarts=100, n_first_starts=100)
     policy = RestartPolicy(limits, lambda: rng)
     delay_s = 0.0
     for _ in range(n):

@@ -1,0 +1,155 @@
+"""A box that nobody watches: what was removed is made again, logs outlive the supervisor, kills are survived."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from lucevisor.errors import ExitCode
+from tests.e2e.process import DEMO, ROOT, Cli, wait_until
+from tests.e2e.test_full_disk import Clients, mounted
+
+
+@pytest.mark.timeout(300)
+def test_run_directory_and_cache_are_made_again_under_load_and_the_log_outlives_the_supervisor(cli: Cli) -> None:
+    cache = cli.runtime / "cache"
+    status = cli.start(DEMO, f"cache.dir={cache}", "cache.min_tokens=1")
+    assert status["log"] == str(cli.log())
+    clients = Clients(status["url"], 2)
+    numbers = itertools.count()
+
+    def saves(n_before: int) -> bool:
+        ask_long(status["url"], next(numbers))
+        return bool(cli.status()["cache"]["saved"] > n_before)
+
+    try:
+        wait_until(lambda: saves(0), 60, "a snapshot")
+        shutil.rmtree(cli.runtime / "lucevisor")
+        shutil.rmtree(cache)
+        wait_until(lambda: cli.run("status", check=False).returncode == ExitCode.DONE, 60, "status finds it")
+        saved = cli.status()["cache"]["saved"]
+        wait_until(lambda: saves(saved), 60, "saves work again")
+        assert list(cache.glob("*.safetensors"))
+        os.kill(cli.status()["groups"][0]["pid"], signal.SIGKILL)
+        wait_until(lambda: cli.status()["groups"][0]["restarts"] == 1 and cli.ready(), 60, "ready again")
+    finally:
+        clients.finish()
+    assert {how for _, _, how, _ in clients.ended} == {"done"}
+    cli.run("stop")
+    assert not (cli.runtime / "lucevisor" / "t").exists()
+    for command in (("logs", "--text"), ("logs", "--name", "t", "--text", "--level", "warning")):
+        text = cli.run(*command).stdout
+        assert re.search(r"^\d\d:\d\d:\d\d\.\d{3} \[warning *\] the run directory was removed", text, re.MULTILINE)
+    assert '"event": "stopped"' in cli.run("logs", "-n", "1").stdout
+    assert "group left" in cli.run("logs", "left", "--text").stdout
+    assert cli.run("logs", "--name", "u", check=False).returncode == ExitCode.NOT_RUNNING
+
+
+@pytest.mark.timeout(200)
+def test_a_start_in_the_background_imports_nothing_from_the_current_directory(cli: Cli, tmp_path: Path) -> None:
+    for name in ("structlog", "uvloop", "daemons", "json", "lucevisor"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')\n")
+    command = [sys.executable, "-P", "-m", "lucevisor", "start", str(DEMO), "--name", "t", "--daemon"]
+    cli.env |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": "/dev/null"}
+    done = subprocess.run(
+        [*command, "--set", "server.port=0"], cwd=tmp_path, env=cli.env, text=True, capture_output=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run_directory = cli.runtime / "lucevisor" / "t"
+    assert cli.status()["log"] == str(run_directory / "supervisor.jsonl")  # where nothing can be kept
+    assert "the log ends with this process" in cli.run("logs", "--level", "warning").stdout
+    cli.stop()
+    assert not run_directory.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_default_limits_survive_a_kill_every_three_seconds_for_a_minute_under_load(cli: Cli) -> None:
+    status = cli.start(DEMO, "engine.dtype=float32")
+    clients = Clients(status["url"], 4)
+    try:
+        end = time.monotonic() + 60.0
+        n_kills = 0
+        while time.monotonic() < end:
+            time.sleep(3.0)
+            status = cli.status()
+            assert status["state"] != "failed", status["reason"]
+            if pid := status["groups"][n_kills % 2]["pid"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    n_kills += 1
+        wait_until(lambda: cli.status()["state"] == "ready", 90, "ready by itself")
+        n_done = len(clients.ended)
+        wait_until(lambda: len(clients.ended) > n_done + 8, 90, "requests are served")
+    finally:
+        clients.finish()
+    assert n_kills > 5
+    assert {how for _, _, how, _ in clients.ended} == {"done"}
+    cli.stop()
+
+
+def ask_long(url: str, n: int) -> tuple[int, int]:
+    """Send a long prompt; return its tokens, and how many of them were not computed."""
+    prompt = f"# {n}\n" + f"def function_{n}(path):\n    return path\n" * 60
+    body = json.dumps({"prompt": prompt, "temperature": 0, "max_tokens": 1}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=90) as reply:
+        usage = json.load(reply)["usage"]
+    return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def mounted_cache(cli: Cli, n_kib: int, *sets: str) -> tuple[subprocess.Popen[str], str]:
+    """Start a supervisor with a small file system for its cache; return it and its URL."""
+    cache = cli.runtime / "cache"
+    cache.mkdir()
+    tried = subprocess.run(mounted(cache, 64, "true"), capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no file system can be mounted here: {tried.stderr.strip()}")
+    arguments = [part for one in ("server.port=0", f"cache.dir={cache}", *sets) for part in ("--set", one)]
+    command = [sys.executable, "-m", "lucevisor", "start", str(DEMO), "--name", "t", "--detached", *arguments]
+    process = cli.popen_raw(mounted(cache, n_kib, *command))
+    wait_until(lambda: cli.socket().exists() and cli.ready(), 90, "ready")
+    return process, str(cli.status()["url"])
+
+
+@pytest.mark.parametrize("second", ["in the same order", "backwards"])
+@pytest.mark.timeout(400)
+def test_a_disk_of_12_mib_holds_the_reuse_that_has_room_there(cli: Cli, second: str) -> None:
+    n_kib, n_prompts = 12 * 1024, 30
+    process, url = mounted_cache(cli, n_kib, "cache.prefix_slots=2", "cache.min_tokens=1", "engine.dtype=float32")
+
+    def ask(n: int) -> int:
+        """Return how many tokens of a prompt were not computed, once its slot is saved or not worth a file."""
+        n_prompt, n_cached = ask_long(url, n)
+        time.sleep(0.3)
+        prompt_tokens.add(n_prompt)
+        return n_cached
+
+    prompt_tokens: set[int] = set()
+    order = list(range(n_prompts))
+    assert sum(map(ask, order)) < n_prompts * 8
+    cached = [ask(n) for n in (order if second == "in the same order" else reversed(order))]
+    now = cli.status()["cache"]
+    file_bytes = now["snapshot_bytes"] / now["snapshots"]
+    n_room = n_kib * 1024 / file_bytes
+    assert now["disk"] <= n_kib * 1024
+    assert 4 < n_room < n_prompts * 0.8
+    print(f"{now['snapshots']} files of {file_bytes:.0f} bytes; {n_room:.1f} have room; cached {cached}; {now}")
+    assert sum(cached) >= 0.9 * int(n_room) * min(prompt_tokens)
+    warnings = cli.run("logs", "--level", "warning").stdout.splitlines()
+    assert len(warnings) <= 2, warnings
+    cli.run("stop")
+    process.communicate(timeout=30)
