@@ -34,14 +34,16 @@ from tests.e2e.service import GOLDEN, write_config
 from tests.families.golden import opened
 
 
-def test_demo_answers_restarts_a_shard_and_leaves_nothing(user_cli: Cli) -> None:
+def test_demo_answers_survives_a_kill_in_mid_answer_and_leaves_nothing(user_cli: Cli) -> None:
     done = user_cli.run("demo", "--max-tokens", "60", timeout_s=100)
     assert done.stdout.count("Q: ") == 4
     assert "join" in done.stdout.split("A: ")[1].lower()
     assert "left:0 [0," in done.stdout
     assert "tokens/s" in done.stdout
-    assert "restarted group right" in done.stdout
-    assert "the same answer as before the restart" in done.stdout
+    assert re.search(r"\[pid \d+ of group right is killed\]", done.stdout)
+    assert re.search(r"the stream paused for \d+\.\d\d s, and no token was lost", done.stdout)
+    assert re.search(r"group right has another process: pid \d+, restarts 1", done.stdout)
+    assert "the same answer as without the kill" in done.stdout
     assert done.stdout.rstrip().endswith("stopped")
 
 

@@ -101,9 +101,9 @@ def test_default_limits_survive_a_kill_every_three_seconds_for_a_minute_under_lo
     cli.stop()
 
 
-def ask_long(url: str, n: int) -> tuple[int, int]:
+def ask_long(url: str, n: int, n_lines: int = 60) -> tuple[int, int]:
     """Send a long prompt; return its tokens, and how many of them were not computed."""
-    prompt = f"# {n}\n" + f"def function_{n}(path):\n    return path\n" * 60
+    prompt = f"# {n}\n" + f"def function_{n}(path):\n    return path\n" * n_lines
     body = json.dumps({"prompt": prompt, "temperature": 0, "max_tokens": 1}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=90) as reply:
@@ -133,7 +133,7 @@ def test_a_disk_of_12_mib_holds_the_reuse_that_has_room_there(cli: Cli, second: 
 
     def ask(n: int) -> int:
         """Return how many tokens of a prompt were not computed, once its slot is saved or not worth a file."""
-        n_prompt, n_cached = ask_long(url, n)
+        n_prompt, n_cached = ask_long(url, n, 8)
         time.sleep(0.3)
         prompt_tokens.add(n_prompt)
         return n_cached

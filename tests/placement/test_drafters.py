@@ -311,8 +311,9 @@ def test_verifying_takes_updates_and_windows_beside_the_states(head_27b, tmp_pat
     assert more == 12 * DRAFT_27B
     assert 0.05 * spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_27B
     reason = "updates for verifying 12 drafts, 7.13 MiB each: all of 4 sequences"
-    assert reason in p.reasons
-    assert "updates for 12 drafts" in text(p)
+    assert reason in p.details
+    assert "updates for 12 drafts" in text(p, verbose=True)
+    assert "updates for" not in text(p)
     assert as_json(p)["pages"]["draft_states"] == 12
 
 
