@@ -59,7 +59,7 @@ class SaveFailed(LucevisorError):
 class Room(Protocol):
     """Makes room for files on the disk.  Raises OSError."""
 
-    def keep_out(self, file: str, n_bytes: int) -> str:
+    def keep_out(self, file: str, snapshot: SnapshotHeader) -> str:
         """Return why a file is not worth the others that it would push out; empty if it is."""
 
     def make_room(self, n_bytes: int) -> bool:
@@ -114,7 +114,7 @@ class SnapshotWriter:
         if snapshot.file_bytes > most_bytes:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {most_bytes}"
             raise self._failed("too_large", file, reason)
-        keep_out = room.keep_out(file, snapshot.file_bytes)
+        keep_out = room.keep_out(file, snapshot)
         if keep_out:
             log.debug("snapshot not saved", file=file, label="keep_out", reason=keep_out)
             raise SaveFailed("keep_out", file, keep_out)
