@@ -126,7 +126,7 @@ def test_overrides_say_what_they_hide():
 
 def test_a_failed_group_says_when_it_is_tried_again():
     away = group("right", 1, 32, 64, state="failed", reason="it was killed", retry_in_s=90.0, devices=[])
-    assert "group right is failed for 5.00 s: it was killed; tries again in 90.0 s" in printed(
+    assert "group right is failed for 5.00 s: it was killed; tries again in 90.00 s" in printed(
         status_view(status(groups=[away])), width=200
     )
 

@@ -98,7 +98,8 @@ def test_the_page_shows_the_box_and_streams_a_chat(box: tuple[Cli, str, int], op
 def test_answers_are_markdown_and_can_be_copied(box: tuple[Cli, str, int], open_page: Any) -> None:
     page = open_page(box[1], permissions=["clipboard-read", "clipboard-write"])
     page.wait_for_selector("#state.ready")
-    text = "# Title\n\nUse `a*b*c`, **bold**, *it*, *args and **kwargs\n- one\n\n| a |\n|---|\n| 1 |\n\n```py\nx = 1\n```\n"
+    text = "# Title\n\nUse `a*b*c`, **bold**, *it*, *args and **kwargs\n- one\n\n| a |\n|---|\n| 1 |\n\n"
+    text += "```py\nx = 1\n```\n"
     text += "[here](https://e.example/) [no](javascript:alert(1))"
 
     def answer(route: Any) -> None:

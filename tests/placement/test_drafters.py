@@ -353,7 +353,7 @@ def test_verifying_takes_its_share_and_never_the_pages_of_others(head_27b, tmp_p
     assert n_drafts * DRAFT_27B <= DRAFT_SHARE * usable
     assert device.needed_bytes <= usable
     if n_drafts < 7 * max_sequences:
-        assert any(f"verifying {n_drafts} drafts, 7.13 MiB each: as many" in reason for reason in drafting.reasons)
+        assert any(f"verifying {n_drafts} drafts, 7.13 MiB each: as many" in reason for reason in drafting.details)
     if gib >= 22 and (gib, max_sequences) != (32, 64):
         assert n_drafts == 7 * max_sequences
 
