@@ -124,7 +124,7 @@ def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
         if group["state"] == "ready":
             continue
         age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
-        again = f"; tries again in {format_seconds(group['retry_in_s'])}" if group["retry_in_s"] else ""
+        again = f"; tries again in {format_seconds(group['retry_in_s'])}" if group.get("retry_in_s") else ""
         yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}{again}")
         loading = group["loading"]
         if loading is not None and not loading["total_bytes"]:
