@@ -189,7 +189,7 @@ def conditions(service: Service) -> dict[str, Any]:
         "quant": service.model.spec.quant,
         "dtype": service.placement.dtype.value,
         "kv_dtype": service.placement.kv_dtype.value,
-        "layers": [f"{device.name} {device.layers}" for device in service.placement.devices],
+        "layers": [f"{device.device} {device.layers}" for device in service.placement.devices],
         "groups": groups,
         "n_cores": len(usable_cores()),
         "load_average": os.getloadavg()[0],

@@ -296,6 +296,10 @@ def test_bench_measures_a_configuration_beside_a_llama_bench(cli: Cli, tmp_path:
         *("--against", str(peer), "--json", str(record), "--tune"),
     )
     lines = done.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("lucevisor-demo-22m (Q4_K), "))
+    heading, lines = lines[start : start + 4], lines[:start] + lines[start + 4 :]
+    assert [line.partition(": ")[0] for line in heading[1:]] == ["group left", "group right", "layers"]
+    assert re.search(r"cpu:0 .*, \d+ threads?, torch \d", heading[1])
     rows = [line.split("  ")[0] for line in lines if ": " not in line]
     tuned = [line for line in lines if ": " in line and "nothing to tune" not in line]  # there is, on a cpu with AMX
     assert rows == ["test", "pp70", "tg6", "tg6 @ d65", "tg6 x2"]
