@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import structlog
 import uvloop
 
+from lucevisor import __version__
 from lucevisor.api.context import ACTIVE
 from lucevisor.api.listening import adopt, listen
 from lucevisor.api.ports import NotReadyPart, Ports, SnapshotMetrics
@@ -28,6 +29,7 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
+from lucevisor.app.log_lines import STARTED
 from lucevisor.app.model_files import open_model, open_tokenizer
 from lucevisor.app.progress import KeptProgress
 from lucevisor.app.reload import Overrides, apply, keys_at_once, read_again, tls_of
@@ -73,6 +75,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         run_dir.claim()
     try:
         _open_log(config, run_dir, options)
+        log.info(STARTED, version=__version__, name=name, config=str(config.file), pid=os.getpid())
         if options.limits is None:
             refuse_faults(config)
         else:
