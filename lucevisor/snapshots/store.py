@@ -399,17 +399,20 @@ class SnapshotStore:
             tokens = TokenBuffer.from_packed(snapshot.packed_tokens)
             return self._history.keep_out(tokens, victims(files, n_used - excess), self._clock())
 
-    def make_room(self, n_bytes: int) -> bool:
-        """Remove the least recently used snapshots for ``n_bytes`` on the disk; at least one, as it is full."""
+    def make_room(self, n_bytes: int, *, full: bool = False) -> bool:
+        """Remove the least recently used snapshots if ``n_bytes`` have no room on the disk, at least one if it is
+        ``full``; False, removing none, if all are not enough.
+        """
         with disk.locked(self.directory):
             files, free = self.look()
-            snapshots = [f for f in files if f.kind is FileKind.SNAPSHOT]
-            if not snapshots or free + sum(f.n_bytes for f in snapshots) < n_bytes:
+            lacking = max(n_bytes - free, 1 if full else 0)
+            if lacking <= 0:
+                return True
+            if sum(f.n_bytes for f in files if f.kind is FileKind.SNAPSHOT) < lacking:
                 return False
-            n_kept = sum(f.n_bytes for f in files) - max(1, n_bytes - free)
-            gone = disk.prune_directory(self.directory, n_kept)
+            gone = disk.prune_directory(self.directory, sum(f.n_bytes for f in files) - lacking)
         self.forget(gone)
-        return bool(gone)
+        return True
 
     @contextmanager
     def _directory_lock(self) -> Iterator[None]:
