@@ -93,7 +93,9 @@ def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftSta
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
             warm_up(stage, partial(_tell, reporter, number, device), compiles=compiles)
             what = "kernels are ready" if compiles else "verify slices are recorded"
-            reporter.log("info", what, stage=number, seconds=round(time.monotonic() - started, 2))
+            reporter.log(
+                "info" if compiles else "debug", what, stage=number, seconds=round(time.monotonic() - started, 2)
+            )
     if draft is not None and draft.graphs is not None:
         tell = partial(_tell, reporter, draft.plan.stage, draft.plan.device)
         warm_up_draft(draft, tell, compiles=draft.device.type != "cpu")

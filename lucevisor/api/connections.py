@@ -26,6 +26,7 @@ from lucevisor.api.read_rate import ReadRate
 _CHECK_S: Final = 1.0
 _PROBE_S: Final = 0.1
 _GRACE_S: Final = 1.0  # in which a body may pause although others want its connection
+_END_OF_HEAD: Final = b"\r\n\r\n"
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 log = structlog.get_logger("lucevisor.api")
@@ -120,9 +121,12 @@ class HttpConnection(web.RequestHandler):
         "_body_due_s",
         "_due_s",
         "_half_closed",
+        "_last_bytes",
         "_link",
         "_n_body_bytes",
+        "_n_body_left",
         "_n_head_bytes",
+        "_parsed_body",
         "_pool",
         "_rate",
         "_speaks_11",
@@ -139,6 +143,9 @@ class HttpConnection(web.RequestHandler):
         self._unread: StreamReader | None = None  # of a request that was answered before its body was read
         self._body_due_s = 0.0
         self._n_body_bytes = 0  # since the rate was last looked at
+        self._n_body_left = 0  # of a body with Content-Length that is being parsed
+        self._parsed_body: StreamReader | None = None  # of the head that was parsed last
+        self._last_bytes = b""  # of the head that is being parsed, in case its end comes in two pieces
         self._rate = ReadRate()
         self._half_closed = self._answering = self._speaks_11 = False
 
@@ -161,9 +168,37 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Parse in pieces that end where a head or a body ends: of what follows a request with `Upgrade` in the same
+        piece, aiohttp's parser loses all.
+        """
+        end = self._end_of_part(data)
+        while end < len(data):
+            self._parse(data[:end])
+            data = data[end:]
+            end = self._end_of_part(data)
+        self._parse(data)
+
+    def _end_of_part(self, data: bytes) -> int:
+        """Return how many bytes of ``data`` belong to the present head or body, as far as that is known."""
+        if self._n_body_left:
+            return self._n_body_left
+        kept = self._last_bytes
+        found = (kept + data).find(_END_OF_HEAD)
+        return len(data) if found < 0 else found + len(_END_OF_HEAD) - len(kept)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse a piece of a head or a body."""
         n_before = self._request_count
         of_a_body = self._unread is not None and not self._unread.is_eof()
         super().data_received(data)
+        if self._n_body_left:
+            self._n_body_left -= len(data)
+        else:
+            self._last_bytes = (self._last_bytes + data)[1 - len(_END_OF_HEAD) :]
+            if self._request_count > n_before and self._messages:
+                self._on_message(*self._messages[-1])
+        if self._upgraded and not self._request_in_progress and not self._messages:
+            self._decline_upgrade()
         now = self._pool.loop.time()
         if self._request_count > n_before:
             self._on_request(now)
@@ -175,6 +210,24 @@ class HttpConnection(web.RequestHandler):
             self._n_head_bytes += len(data)
             if self._n_head_bytes > self._pool.settings.max_head_bytes:
                 self._refuse(head_too_large(self._pool.settings.max_head_bytes))
+
+    def _on_message(self, message: Any, body: StreamReader) -> None:
+        """Note what a head says of its body.  An error in the body of an earlier one ends that body."""
+        before, self._parsed_body, self._last_bytes = self._parsed_body, body, b""
+        if (error := getattr(message, "exc", None)) is not None and before is not None and not before.is_eof():
+            self._messages.pop()
+            before.set_exception(web.RequestPayloadError(_first_line(str(error))))
+            self._parsed_body = None
+        elif not body.is_eof():
+            self._n_body_left = int(message.headers.get("Content-Length", 0))
+
+    def _decline_upgrade(self) -> None:
+        """Go on with HTTP behind a request that was answered before its body ended; aiohttp would wait for ever."""
+        self._upgraded, tail, self._message_tail = False, self._message_tail, b""
+        if self._parser is not None:
+            self._parser.set_upgraded(False)
+        if tail:
+            super().data_received(tail)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]  # asyncio allows None
         """Keep the connection for the response if the client shut down its side after a complete request.

@@ -19,6 +19,7 @@ from lucevisor import __version__
 from lucevisor.app.bench_cases import SHORT_PROMPT, Case
 from lucevisor.app.llama_bench import LlamaBench
 from lucevisor.deployment.affinity import take_all, usable_cores
+from lucevisor.deployment.group_settings import group_threads
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.errors import LucevisorError
@@ -145,13 +146,17 @@ async def bench(
     n_rounds: int,
     against: LlamaBench | None,
     keep: Callable[[dict[str, Any]], None],
+    show: Callable[[str], None],
 ) -> list[Figures]:
-    """Start the service, measure, stop it; ``keep`` gets the record after each round, should a later one fail."""
+    """Start the service, measure, stop it; ``keep`` gets the record after each round, should a later one fail, and
+    ``show`` what is measured, once it is known.
+    """
     try:
         await service.start()
         if not await service.wait_ready(None):
             raise LucevisorError(service.reason() or "the model did not become ready")
         record, figures = conditions(service), []
+        show(heading(record))
         if against is not None:
             record["against"] = [str(against.program), *against.arguments]
         async for figures in measure(service, wanted, n_rounds, against):
@@ -169,15 +174,34 @@ def conditions(service: Service) -> dict[str, Any]:
         hello, loaded = group.hello, group.loaded
         if hello is not None and loaded is not None:
             devices = {f"{hello.backend.value}:{d.index}": d.name for d in hello.devices}
-            groups[group.name] = {"torch": hello.torch, "devices": devices, "kernels": loaded.kernels}
+            groups[group.name] = {
+                "torch": hello.torch,
+                "devices": devices,
+                "threads": group_threads(service.config, group.name),
+                "kernels": loaded.kernels,
+            }
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "model": service.model.spec.name,
         "file": service.model.files[0].name,
-        "layers": [f"{device.name} {device.layers}" for device in service.placement.devices],
+        "quant": service.model.spec.quant,
+        "dtype": service.placement.dtype.value,
+        "kv_dtype": service.placement.kv_dtype.value,
+        "layers": [f"{device.device} {device.layers}" for device in service.placement.devices],
         "groups": groups,
         "n_cores": len(usable_cores()),
         "load_average": os.getloadavg()[0],
     }
+
+
+def heading(record: dict[str, Any]) -> str:
+    """Return model, formats, devices and threads in lines, as llama-bench has them in columns."""
+    lines = [f"{record['model']} ({record['quant']}), {record['dtype']}, KV {record['kv_dtype']}"]
+    for name, group in record["groups"].items():
+        devices = ", ".join(f"{device} {product}" for device, product in group["devices"].items())
+        n = group["threads"]
+        threads = f", {n} thread{'s' if n > 1 else ''}" if n else ""
+        lines.append(f"group {name}: {devices}{threads}, torch {group['torch']}")
+    return "\n".join([*lines, f"layers: {', '.join(record['layers'])}"])

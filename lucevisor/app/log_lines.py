@@ -14,6 +14,9 @@ from typing import Any, Final
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+STARTED: Final = "supervisor starts"
+"""The first record of a run."""
+
 _SHORT: Final = ("method", "path", "status", "duration_s", "prompt_tokens", "generated_tokens", "first_token_s")
 _ZERO_UNLESS: Final = ("cached_tokens", "accepted_tokens", "rejected_tokens", "queue_s")
 _ALWAYS: Final = ("event", "level", "timestamp")
@@ -42,7 +45,7 @@ def wanted(line: str, query: LogQuery) -> bool:
         return False
     if _SEVERITY.get(str(record.get("level", "info")).upper(), logging.INFO) < _SEVERITY[query.level.upper()]:
         return False
-    return query.since_s == 0 or _seconds(record) >= query.since_s
+    return query.since_s == 0 or seconds_of(record) >= query.since_s
 
 
 def record_of(line: str) -> dict[str, Any] | None:
@@ -54,7 +57,8 @@ def record_of(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _seconds(record: dict[str, Any]) -> float:
+def seconds_of(record: dict[str, Any]) -> float:
+    """Return when a record was made, in Unix time; 0 when it does not say."""
     try:
         return datetime.fromisoformat(str(record.get("timestamp"))).timestamp()
     except ValueError:

@@ -33,6 +33,10 @@ FILE_BYTES: Final = 8 * 2**20
 N_OLD_FILES: Final = 3
 """A file that reaches FILE_BYTES becomes FILE.1, and that FILE.2; the oldest of N_OLD_FILES is removed."""
 
+REFUSALS_PER_S: Final = 10.0
+REFUSALS_BURST: Final = 100.0
+"""So many records of refused requests are written; the next one says how many were not."""
+
 N_QUEUED: Final = 4096
 CLOSING_S: Final = 1.0
 """How long `close` waits for each writer."""
@@ -196,6 +200,33 @@ class _Stderr:
             self._stream.flush()
 
 
+class RefusalLimit:
+    """A processor that bounds the rate of records about requests that were refused or malformed, which anybody can
+    send without end; all are counted in the metrics.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tokens, self._filled_s = REFUSALS_BURST, clock()
+        self._n_left_out = 0
+
+    def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        status = event.get("status")
+        refused = isinstance(status, int) and 400 <= status < 500
+        if event.get("event") != "malformed request" and not (refused and event.get("event") == "request"):
+            return event
+        now = self._clock()
+        self._tokens = min(REFUSALS_BURST, self._tokens + (now - self._filled_s) * REFUSALS_PER_S)
+        self._filled_s = now
+        if self._tokens < 1.0:
+            self._n_left_out += 1
+            raise structlog.DropEvent
+        self._tokens -= 1.0
+        if self._n_left_out:
+            event["left_out"], self._n_left_out = self._n_left_out, 0
+        return event
+
+
 class _Logs:
     """The open sinks, each with its queue and writer thread."""
 
@@ -242,6 +273,7 @@ def configure(
     ours.setLevel(logging.DEBUG)  # structlog filters by level before a record is made
     structlog.configure(
         processors=[
+            RefusalLimit(),
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -23,6 +23,7 @@ from lucevisor.config import (
     merge_overrides,
     read_api_keys,
     server_context,
+    values_in_file,
 )
 
 _KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
@@ -41,11 +42,41 @@ class Reloaded:
     waiting: Sequence[str]
 
 
-def read_again(config: Config, overrides: Sequence[str] = ()) -> Config:
-    """Return what the file of ``config`` says now, with its overrides and further ones, which replace those of the same
-    key.  Raises ConfigError.
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which replace those of the same key
+    until the next one.
     """
-    return load(config.file, merge_overrides(config.overrides, overrides))
+
+    file: Path
+    of_start: Sequence[str]
+    of_reload: Sequence[str] = ()
+
+    @property
+    def in_force(self) -> list[str]:
+        return merge_overrides(self.of_start, self.of_reload)
+
+    def described(self) -> list[dict[str, object]]:
+        """Return key, value and source of each, with what the file says, which it hides; None: the file does not set
+        it.  Values of the environment may be secrets, and are left out.  Raises ConfigError.
+        """
+        pairs = [override.partition("=")[::2] for override in self.in_force]
+        of_reload = {override.partition("=")[0] for override in self.of_reload}
+        hidden = values_in_file(self.file, [key for key, _ in pairs])
+        return [
+            {
+                "key": key,
+                "value": None if ".env." in key else value,
+                "source": "reload" if key in of_reload else "start",
+                "hides": None if ".env." in key else hidden[key],
+            }
+            for key, value in pairs
+        ]
+
+
+def read_again(overrides: Overrides) -> Config:
+    """Return what the file says now, with the overrides.  Raises ConfigError."""
+    return load(overrides.file, overrides.in_force)
 
 
 def keys_at_once(found: Config, tls: ssl.SSLContext | None) -> set[str]:

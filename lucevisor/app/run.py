@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import structlog
 import uvloop
 
+from lucevisor import __version__
 from lucevisor.api.context import ACTIVE
 from lucevisor.api.listening import adopt, listen
 from lucevisor.api.ports import NotReadyPart, Ports, SnapshotMetrics
@@ -28,9 +29,10 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.group_metrics import group_metrics
+from lucevisor.app.log_lines import STARTED
 from lucevisor.app.model_files import open_model, open_tokenizer
 from lucevisor.app.progress import KeptProgress
-from lucevisor.app.reload import apply, keys_at_once, read_again, tls_of
+from lucevisor.app.reload import Overrides, apply, keys_at_once, read_again, tls_of
 from lucevisor.app.run_options import RunOptions, refuse_faults
 from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.signals import EarlySignals, Hangup
@@ -73,6 +75,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         run_dir.claim()
     try:
         _open_log(config, run_dir, options)
+        log.info(STARTED, version=__version__, name=name, config=str(config.file), pid=os.getpid())
         if options.limits is None:
             refuse_faults(config)
         else:
@@ -136,6 +139,8 @@ class Supervisor:
         options: RunOptions,
     ) -> None:
         self.config, self.model, self.run_dir = config, model, run_dir
+        self._overrides = Overrides(config.file, config.overrides)
+        self._described = self._overrides.described()
         self._tls = tls_of(config.server)
         self._traces = traces.configured()
         self._tokenizer = open_tokenizer(config, model.spec)
@@ -268,7 +273,8 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
         address = Address(self.url, self.config.server.tls_cert_file)
-        return status(self.service, self.run_dir.name, address, self._progress, requests, self._ports.compressor)
+        compressor, name = self._ports.compressor, self.run_dir.name
+        return status(self.service, name, address, self._progress, requests, compressor, self._described)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -285,7 +291,12 @@ class Supervisor:
     def _reread(self) -> None:
         """Read the configuration again; apply what needs no new deployment, and log what was."""
         try:
-            done = apply(self.config, read_again(self.config), self._ports, self._tls)
+            overrides = Overrides(self.config.file, self._overrides.of_start)
+            done = apply(self.config, read_again(overrides), self._ports, self._tls)
+            # What `lucevisor reload --set` moved stays until the next one; what is applied at once is the file's again.
+            left = [o for o in self._overrides.of_reload if o.partition("=")[0] in done.waiting]
+            self._overrides = replace(overrides, of_reload=left)
+            self._described = self._overrides.described()
         except ConfigError as error:
             log.error("configuration not reloaded: all stays as it is", reason=str(error))
             return
@@ -314,11 +325,12 @@ class Supervisor:
 
     async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
-            found = await asyncio.to_thread(read_again, self.config, overrides)
+            later = replace(self._overrides, of_reload=overrides)
+            found, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
             await asyncio.to_thread(check_before_start, found, self.model)
             changed = await self._orders.reload(found, keys_at_once(found, self._tls))
             apply(self.config, found, self._ports, self._tls)
-        self.config = found
+        self.config, self._overrides, self._described = found, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,11 @@ def status(
     progress: KeptProgress,
     requests: list[dict[str, object]],
     compressor: Compressor | None = None,
+    overrides: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, Any]:
-    """Return the whole status; never blocks.  ``ready_in_s``: the likely end of what keeps it from serving, or None."""
+    """Return the whole status; never blocks.  ``ready_in_s``: the likely end of what keeps it from serving, or None.
+    ``overrides``: keys of the configuration that are set elsewhere, and what the file says.
+    """
     spec = service.model.spec
     statistics = service.engine.statistics() if service.engine is not None else None
     return {
@@ -47,6 +50,7 @@ def status(
         "url": address.url,
         "tls_cert_file": address.tls_cert_file,
         "log": str(logs.path() or ""),
+        "overrides": list(overrides),
         "state": service.state,
         "reason": service.reason(),
         "ready_in_s": None if service.state == "ready" else service.ready_in_s(),

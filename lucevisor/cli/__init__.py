@@ -35,7 +35,7 @@ COMMANDS = {
     "cache": ("lucevisor.cli.cache", "List, verify, prune and remove snapshots on disk."),
     "chat": ("lucevisor.cli.chat", "Talk to a running supervisor."),
     "chaos": ("lucevisor.cli.chaos", "Inject random faults beside real traffic, and check every answer."),
-    "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask questions, restart one, ask again."),
+    "demo": ("lucevisor.cli.demo", "Start the bundled model over two daemons, ask questions, kill one in mid-answer."),
 }
 
 

@@ -114,7 +114,7 @@ def bench(
 
         async def everything() -> str:
             service = Service(loaded, model, Path(directory), SilentDisplay())
-            return table(await run(service, wanted, rounds, peer, keep))
+            return table(await run(service, wanted, rounds, peer, keep, click.echo))
 
         click.echo(runner.run(everything()))
     return ExitCode.DONE

@@ -6,13 +6,14 @@ import difflib
 import re
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lucevisor.app.log_lines import ConsoleLine, LogQuery, record_of
+from lucevisor.app.log_lines import STARTED, ConsoleLine, LogQuery, record_of, seconds_of
 from lucevisor.app.log_reader import follow as follow_log
 from lucevisor.app.logs import FILE
 from lucevisor.app.rundir import check_name, find, is_locked, log_path, run_path, running
@@ -57,7 +58,7 @@ def logs(
 ) -> int:  # fmt: skip
     """Print the log, or only that of GROUP; without a running supervisor that of NAME, or of the last one that ended.
 
-    Elsewhere than on a terminal the lines are JSON.
+    It begins with the last start, or with --since.  Elsewhere than on a terminal the lines are JSON.
     """
     path, run_directory, groups = _find_log(name, socket)
     if group is not None and groups:
@@ -65,7 +66,7 @@ def logs(
     is_terminal = sys.stdout.isatty()
     as_text = form == "text" or (is_terminal and form is None)
     render = ConsoleLine(colors=is_terminal).line if as_text else None
-    query = LogQuery(group, follow, last, since_s or 0.0, level)
+    query = LogQuery(group, follow, last, _last_start(path) if since_s is None else since_s, level)
     try:
         for line in follow_log(path, query, lambda: not is_locked(run_directory)):
             click.echo(render(line) if render is not None else line, nl=render is not None)
@@ -89,6 +90,16 @@ def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[s
     return path, run_path(path.parent.name), _groups_of(path)
 
 
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a log file."""
+    return filter(None, map(record_of, follow_log(path, LogQuery(), lambda: True)))
+
+
+def _last_start(path: Path) -> float:
+    """Return when the last run began; 0 when that is too long ago for the log."""
+    return max((seconds_of(record) for record in _records(path) if record.get("event") == STARTED), default=0.0)
+
+
 def _newest() -> Path | None:
     """Return the log file that was written last."""
     files = log_path("any").parent.glob(f"*/{FILE}")
@@ -97,9 +108,7 @@ def _newest() -> Path | None:
 
 def _groups_of(path: Path) -> list[str]:
     """Return the groups that a log file names."""
-    query = LogQuery()
-    records = (record_of(line) for line in follow_log(path, query, lambda: True))
-    return sorted({str(record["group"]) for record in records if record is not None and "group" in record})
+    return sorted({str(record["group"]) for record in _records(path) if "group" in record})
 
 
 def _check_group(group: str, names: list[str]) -> None:

@@ -46,7 +46,8 @@ def stop(name: str | None, socket: Path | None, timeout_s: float) -> int:
 @target_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--kernels", is_flag=True, help="Show what each device selected, by operation and quant type.")
-def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool) -> int:
+@click.option("-v", "--verbose", is_flag=True, help="Show how drafts are verified, too.")
+def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool, verbose: bool) -> int:
     """Show groups, devices, memory and speed."""
     answer = AdminClient(find(name, socket).socket).call("GET", "/status")
     if as_json:
@@ -58,7 +59,8 @@ def status(name: str | None, socket: Path | None, as_json: bool, kernels: bool) 
 
         console = Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
         folds = console.is_terminal
-        console.print(kernel_table(answer) if kernels else status_view(answer, folds=folds), soft_wrap=not folds)
+        view = kernel_table(answer) if kernels else status_view(answer, folds=folds, verbose=verbose)
+        console.print(view, soft_wrap=not folds)
     return ExitCode.DONE
 
 
@@ -86,7 +88,11 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
 
 @click.command()
 @click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key, beside those given to start."
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a key until the next reload, beside those given to start.",
 )
 @target_options
 def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) -> int:

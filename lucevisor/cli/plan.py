@@ -17,8 +17,9 @@ from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, ExitCode
 @config_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--no-probe", is_flag=True, help="Do not query the groups' interpreters for devices.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what is reserved for drafts, too.")
 @click.option("--measure", is_flag=True, help="Measure the devices' speed for an automatic split, and store it.")
-def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool) -> int:
+def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool, measure: bool, verbose: bool) -> int:
     """Show shards, bytes of weights and state per device, what does not fit and by how much.  Loads no weights, but a
     few layers with --measure."""
     from lucevisor.app import logs
@@ -50,7 +51,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
         request = wanted(model.spec, loaded, found)
         speeds = None if request is None else read(request, model.spec)
     result = make_plan(model.spec, loaded, found, speeds, model.draft_spec, model.score_spec)
-    click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result))
+    click.echo(json.dumps(plan_json(result), indent=2) if as_json else text(result, verbose=verbose))
     for notice in loaded.notices:
         click.echo(f"notice: {notice}", err=True)
     return ExitCode.FAILED if isinstance(result, Infeasible) else ExitCode.DONE

@@ -24,6 +24,7 @@ from lucevisor.source_tree import module_command
 @click.command()
 @config_argument
 @click.option("--name", help="Name for status, stop and the others (default: the file's stem).")
+@click.option("-v", "--verbose", is_flag=True, help="Log details, too: --set log.level=debug.")
 @click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
 @click.option("--detached", is_flag=True, hidden=True, help="What --daemon starts: logs to its file only.")
 @click.option("--starter", "starter_pid", type=int, hidden=True, help="For `demo`, `chaos`: ends with this process.")
@@ -51,6 +52,7 @@ def start(
     config: Path,
     overrides: tuple[str, ...],
     name: str | None,
+    verbose: bool,
     daemon: bool,
     detached: bool,
     starter_pid: int | None,
@@ -60,6 +62,8 @@ def start(
     timeout_s: float,
 ) -> int:
     """Start CONFIG: one daemon per group, one model over all devices, one endpoint."""
+    if verbose:
+        overrides = (*overrides, "log.level=debug")
     loaded = load(config, overrides)
     chosen = check_name(name) if name is not None else default_name(config)
     if daemon:

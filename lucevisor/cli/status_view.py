@@ -5,6 +5,7 @@ Knows the fields of the status, no socket.  Invariant: names and reasons are tex
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,16 +31,17 @@ def styled_state(state: str) -> Text:
     return Text(state, STYLES.get(state, CHANGING))
 
 
-def status_view(status: Status, *, folds: bool = True) -> RenderableType:
+def status_view(status: Status, *, folds: bool = True, verbose: bool = False) -> RenderableType:
     """Return everything that `lucevisor status` prints; ``folds``: long lines are folded, not left whole."""
     engine = status["engine"]
     work = f"running {engine['running']}, queued {engine['queued']}, held {engine['held']}; "
     lines = [
         f"{work}{engine['tokens_per_s']} tokens/s",
         page_line(engine["pages"]),
-        *draft_lines(status["draft"]),
+        *draft_lines(status["draft"], verbose=verbose),
         *pflash_lines(status["pflash"]),
         *cache_lines(status["cache"]),
+        *override_lines(status["overrides"]),
     ]
     texts = map(indented if folds else Text, filter(None, lines))
     return Group(*headline(status), shard_table(status), *problem_lines(status), *warning_lines(status), *texts)
@@ -122,7 +124,7 @@ def group_lines(groups: Sequence[Status]) -> Iterator[Text]:
         if group["state"] == "ready":
             continue
         age, why = format_seconds(group["state_s"]), f": {group['reason']}" if group["reason"] else ""
-        again = f"; tries again in {format_seconds(group['retry_in_s'])}" if group["retry_in_s"] else ""
+        again = f"; tries again in {format_seconds(group['retry_in_s'])}" if group.get("retry_in_s") else ""
         yield Text.assemble(f"group {group['name']} is ", styled_state(group["state"]), f" for {age}{why}{again}")
         loading = group["loading"]
         if loading is not None and not loading["total_bytes"]:
@@ -165,7 +167,7 @@ def bar(*parts: tuple[float, str], width: int) -> Text:
     return text.append("─" * (width - done), "dim")
 
 
-def draft_lines(d: dict[str, Any]) -> list[str]:
+def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
     """The drafter and, once drafts were verified, what became of them; each line fits 80 columns, names aside."""
     lines = []
     if d["state"] != "none":
@@ -174,6 +176,10 @@ def draft_lines(d: dict[str, Any]) -> list[str]:
     if d.get("paused"):
         lines.append(f"  paused: {d['paused']}")
     if not d.get("verify_slices"):
+        return lines
+    share = d["accepted"] / d["verified"] if d["verified"] else 0.0
+    lines.append(f"  {share:.0%} of {d['verified']} drafts were right; {d['tokens_per_step']:.2f} tokens a step")
+    if not verbose:
         return lines
     n_looked_up = d["lookups"]["slices"]
     positions = " ".join(f"{share:.2f}" for share in d["acceptance_by_position"][:SHOWN_POSITIONS])
@@ -193,6 +199,16 @@ def draft_lines(d: dict[str, Any]) -> list[str]:
         f"  drafting took {format_seconds(d['draft_s'])}, verifying {format_seconds(d['verify_s'])}, "
         f"the drafter's context {format_seconds(d['upkeep_s'])}",
     ]
+
+
+def override_lines(overrides: Sequence[Status]) -> list[str]:
+    """Keys that are set elsewhere than in the file, and what the file says."""
+    lines = []
+    for one in overrides:
+        hides = "which the file does not set" if one["hides"] is None else f"the file has {json.dumps(one['hides'])}"
+        value = "not shown" if one["value"] is None else one["value"]
+        lines.append(f"{one['key']} = {value} by {one['source']} --set; {hides}")
+    return lines
 
 
 def pflash_lines(p: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from lucevisor.config.changes import changed_keys, merge_overrides
 from lucevisor.config.draft import DraftConfig
 from lucevisor.config.effects import not_yet_effective
 from lucevisor.config.kvflash import KvFlashConfig
-from lucevisor.config.load import load
+from lucevisor.config.load import load, values_in_file
 from lucevisor.config.log import LogConfig
 from lucevisor.config.pflash import PFlashConfig
 from lucevisor.config.schema import Config
@@ -72,4 +72,5 @@ __all__ = [
     "not_yet_effective",
     "read_api_keys",
     "server_context",
+    "values_in_file",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +46,18 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
             file=str(path),
         ) from None
     return from_tree(tree, file, overrides, shown_as=str(path))
+
+
+def values_in_file(path: Path, keys: Iterable[str]) -> dict[str, object]:
+    """Return what the file at `path` says for each of `keys`; None where it does not set it.  Raises ConfigError."""
+    tree = _read_tree(path)
+    return {key: _lookup(tree, key.split(".")) for key in keys}
+
+
+def _lookup(tree: object, parts: Sequence[str]) -> object:
+    if not parts:
+        return tree
+    return _lookup(tree.get(parts[0]), parts[1:]) if isinstance(tree, Mapping) else None
 
 
 def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] = (), *, shown_as: str = "") -> Config:

@@ -169,6 +169,7 @@ class RequestRecord:
     loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
     recovered: bool = False  # it went on after a loss
+    paused_at: float | None = None  # when the pause began in which it is, since its last token
     lost_at: int = 0  # how many tokens it had at the last loss
     drafts: RequestDrafts = field(init=False)
     started_at: float | None = None

@@ -75,15 +75,17 @@ def table(result: Result) -> str:
     )
 
 
-def text(result: Result) -> str:
-    """Return the output of ``lucevisor plan``: model, table, sizes, reasons, notices, advice."""
+def text(result: Result, *, verbose: bool = False) -> str:
+    """Return the output of ``lucevisor plan``: model, table, sizes, reasons, notices, advice; ``verbose``: details,
+    too.
+    """
     p = placement_of(result)
     where = f"{_counted(len(p.devices), 'device')}, {_counted(len(p.stages), 'stage')}"
     parts = [
         f"{p.model} ({p.architecture}, {p.n_layers} layers, {p.quant}) on {where}",
         table(result),
-        _sizes(p),
-        _listed("Why", p.reasons),
+        _sizes(p, verbose=verbose),
+        _listed("Why", (*p.reasons, *(p.details if verbose else ()))),
         _listed("Note", p.notices),
     ]
     if isinstance(result, Infeasible):
@@ -91,14 +93,14 @@ def text(result: Result) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _sizes(p: Placement) -> str:
+def _sizes(p: Placement, *, verbose: bool) -> str:
     pools = [_counted(p.pools.full_pages, "page")]
     if p.pools.window_pages:
         pools.append(_counted(p.pools.window_pages, "window page"))
     if p.pools.states:
         in_host = f" ({p.pools.host_states} of them in host memory)" if p.pools.host_states else ""
         pools.append(_counted(p.pools.states, "recurrent state") + in_host)
-    if p.pools.draft_states:
+    if p.pools.draft_states and verbose:
         pools.append(f"updates for {_counted(p.pools.draft_states, 'draft')}")
     sequences = f"{_counted(p.max_sequences, 'sequence')} of {p.max_context} tokens"
     if p.pool_pages is not None:
@@ -163,7 +165,7 @@ def as_json(result: Result) -> dict[str, object]:
             for stage in p.stages
         ],
         "devices": [_device_json(d) for d in p.devices],
-        "reasons": list(p.reasons),
+        "reasons": [*p.reasons, *p.details],
         "notices": list(p.notices),
         "advice": list(result.advice) if isinstance(result, Infeasible) else [],
     }

@@ -31,7 +31,7 @@ from lucevisor.placement.drafting import (
 from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
 from lucevisor.placement.flash_pool import choose_pool
 from lucevisor.placement.ranges import BoundaryMove, SplitError, from_ranges, from_weights, snap_to_legal
-from lucevisor.placement.reasons import Decisions, notices_of, reasons_of
+from lucevisor.placement.reasons import Decisions, details_of, notices_of, reasons_of
 from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
 from lucevisor.placement.scoring import ScorerSizing, placed_scorer, scorer_inputs
 from lucevisor.placement.sizer import SizingInputs
@@ -95,6 +95,7 @@ def _plan(
         swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
         options=model_options(config),
         reasons=reasons_of(decisions),
+        details=tuple(details_of(decisions)),
         notices=notices_of(decisions),
     )
     if sizing.fits:

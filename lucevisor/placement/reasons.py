@@ -232,7 +232,7 @@ def _chunk(decisions: Decisions) -> Iterator[str]:
 
 
 def _states(decisions: Decisions) -> Iterator[str]:
-    pools, n, n_drafts = decisions.sizing.pools, decisions.inputs.max_sequences, decisions.sizing.n_draft_states
+    pools, n = decisions.sizing.pools, decisions.inputs.max_sequences
     if pools.host_states:
         kept = f"{pools.host_states - SPARE_STATES} for prefix slots, and {SPARE_STATES} spare"
         on_devices = f"one on the devices for each of {n} sequences"
@@ -242,6 +242,18 @@ def _states(decisions: Decisions) -> Iterator[str]:
         n_kept = pools.states - n - n_spare
         kept = f", {n_kept} for prefix slots" if n_kept else ""
         yield f"recurrent states {pools.states}: one for each of {n} sequences{kept}, and {n_spare} spare"
+    if pools.window_pages:
+        window = decisions.inputs.spec.window
+        kept = " and prefix slots" if decisions.sizing.n_slots else ""
+        yield f"window pages {pools.window_pages}: what {n} sequences{kept} hold at a window of {window} tokens"
+    n_slots, wanted = decisions.sizing.n_slots, decisions.inputs.n_slots
+    if n_slots < wanted:
+        yield f"prefix slots: memory is reserved for {n_slots}; {wanted}, as cache.memory allows, do not fit"
+
+
+def details_of(decisions: Decisions) -> Iterator[str]:
+    """Yield a sentence per choice that only those need who tune drafting."""
+    pools, n, n_drafts = decisions.sizing.pools, decisions.inputs.max_sequences, decisions.sizing.n_draft_states
     wanted_drafts = n * decisions.sizing.max_drafts
     if pools.states and wanted_drafts:
         layers, kv_dtype = LayerRange(0, decisions.inputs.spec.n_layers), decisions.inputs.kv_dtype
@@ -251,13 +263,6 @@ def _states(decisions: Decisions) -> Iterator[str]:
             yield f"updates for verifying {n_drafts} drafts, {each}: as many as fit {limit}"
         else:
             yield f"updates for verifying {n_drafts} drafts, {each}: all of {n} sequences"
-    if pools.window_pages:
-        window = decisions.inputs.spec.window
-        kept = " and prefix slots" if decisions.sizing.n_slots else ""
-        yield f"window pages {pools.window_pages}: what {n} sequences{kept} hold at a window of {window} tokens"
-    n_slots, wanted = decisions.sizing.n_slots, decisions.inputs.n_slots
-    if n_slots < wanted:
-        yield f"prefix slots: memory is reserved for {n_slots}; {wanted}, as cache.memory allows, do not fit"
 
 
 def _weights(decisions: Decisions) -> Iterator[str]:

@@ -207,9 +207,12 @@ def sync_directory(directory: Path) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that this user may still write to the directory's file system."""
+    """Return the bytes that snapshots may still take of the directory's file system: a twentieth of it, 1 GiB at most,
+    is left to logs and others.
+    """
     found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    left_free = min(found.f_blocks * found.f_frsize // 20, 1 << 30)
+    return max(0, found.f_bavail * found.f_frsize - left_free)
 
 
 def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:

@@ -103,6 +103,7 @@ class SnapshotManager:
         self._sizes = FileSizes(store.store.model)
         self._restoring: dict[tuple[str, int], _Restoring] = {}
         self._candidates: dict[int, PrefixSlot] = {}
+        self._kept_out: set[int] = set()  # slots not worth the files that theirs would push out
         self._wake = asyncio.Event()
         self._saving = asyncio.Lock()  # one file at a time
         self._tasks: set[asyncio.Task[object]] = set()
@@ -285,6 +286,9 @@ class SnapshotManager:
     def _on_evict(self, slot: PrefixSlot) -> None:
         """Delay an eviction to save the slot, if it is worth a file and no other save is running.  Of a preempted
         request memory is needed at once, and its answer is not at an end."""
+        if slot.number in self._kept_out:  # asked again it would look as if it were wanted again
+            self._kept_out.discard(slot.number)
+            return
         if slot.origin == "preempted" or self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
             return
         self._engine.prefixes.pin(slot)
@@ -370,6 +374,8 @@ class SnapshotManager:
             except SaveFailed as failed:  # logged and counted by the store
                 if failed.label in DISK_FAILURES:
                     self._backoff.failed(time.monotonic())
+                elif failed.label == "keep_out":
+                    self._kept_out.add(slot.number)
                 return False
             except asyncio.CancelledError:
                 if unsealed is not None:  # daemons may still write into the unlinked file

@@ -18,9 +18,6 @@ LOCK_FILE = "lucevisor.lock"
 PARTIAL = ".partial"
 REFUSED = ".refused"
 
-N_REMOVED = 4096
-"""Names of removed files that are remembered."""
-
 _NAME = re.compile(
     r"lucevisor-(?P<model>[0-9a-f]{16})-[0-9a-f]{16}"
     r"(?P<kind>\.safetensors|\.[0-9a-f]{16}\.partial|\.safetensors\.refused(\.[0-9]+)?)"
@@ -217,39 +214,6 @@ def victims(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] =
             chosen.append(f)
             excess -= f.n_bytes
     return chosen
-
-
-class RemovedFiles:
-    """When files that were removed for others were wanted last.
-
-    Prompts that come round in turns would push each other out before any is used again.  So a file comes back only if
-    the time since it was wanted is shorter than that of what it would push out.
-    """
-
-    def __init__(self) -> None:
-        self._wanted_s: dict[str, float] = {}  # longest ago removed first
-
-    def removed(self, files: Iterable[CacheFile]) -> None:
-        """Record files that are removed to make room."""
-        for file in files:
-            self._note(file.file, file.used_s)
-
-    def keep_out(self, file: str, victims: Collection[CacheFile], now: float) -> str:
-        """Return why ``file`` must not replace ``victims``; empty if it may."""
-        wanted_s = self._wanted_s.get(file)
-        if wanted_s is None or not victims:
-            return ""
-        newest_s = max(victim.used_s for victim in victims)
-        if wanted_s >= newest_s:
-            return ""
-        self._note(file, now)
-        return f"it was not wanted for {now - wanted_s:.0f} s, what it would push out for {now - newest_s:.0f} s"
-
-    def _note(self, file: str, wanted_s: float) -> None:
-        self._wanted_s.pop(file, None)
-        self._wanted_s[file] = wanted_s
-        if len(self._wanted_s) > N_REMOVED:
-            del self._wanted_s[next(iter(self._wanted_s))]
 
 
 # ---- when to try again

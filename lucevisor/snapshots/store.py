@@ -27,7 +27,7 @@ from lucevisor.model.values import LayerRange
 from lucevisor.protocol.transfers import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
-from lucevisor.snapshots.index import SnapshotIndex
+from lucevisor.snapshots.index import RemovedFiles, SnapshotIndex
 from lucevisor.snapshots.layout import (
     Fault,
     NextToken,
@@ -42,7 +42,6 @@ from lucevisor.snapshots.policy import (
     LOCK_FILE,
     CacheFile,
     FileKind,
-    RemovedFiles,
     SnapshotEntry,
     SnapshotMatch,
     read_name,
@@ -375,9 +374,10 @@ class SnapshotStore:
         for one in gone:
             log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
         with self._guard:
-            self._history.removed(gone)
             for one in gone:
-                self._index.remove(one.file)
+                if (entry := self._index.get(one.file)) is not None:
+                    self._history.removed(entry)
+                    self._index.remove(one.file)
 
     def look(self) -> tuple[list[CacheFile], int]:
         """Return all our files and the bytes that the disk has left; sets ``budget``.  Hold the directory's lock."""
@@ -385,7 +385,7 @@ class SnapshotStore:
         self.budget = min(self.disk_bytes, sum(f.n_bytes for f in files) + free)
         return files, free
 
-    def keep_out(self, file: str, n_bytes: int) -> str:
+    def keep_out(self, file: str, snapshot: SnapshotHeader) -> str:
         """Return why ``file`` is not worth those that it would push out; empty if it is."""
         try:
             with disk.locked(self.directory):
@@ -394,21 +394,25 @@ class SnapshotStore:
             return ""
         own = sum(f.n_bytes for f in files if f.file == file)  # it replaces this one
         n_used = sum(f.n_bytes for f in files)
-        excess = n_bytes - min(free, self.disk_bytes - n_used + own)
+        excess = snapshot.file_bytes - min(free, self.disk_bytes - n_used + own)
         with self._guard:
-            return self._history.keep_out(file, victims(files, n_used - excess), self._clock())
+            tokens = TokenBuffer.from_packed(snapshot.packed_tokens)
+            return self._history.keep_out(tokens, victims(files, n_used - excess), self._clock())
 
-    def make_room(self, n_bytes: int) -> bool:
-        """Remove the least recently used snapshots for ``n_bytes`` on the disk; at least one, as it is full."""
+    def make_room(self, n_bytes: int, *, full: bool = False) -> bool:
+        """Remove the least recently used snapshots if ``n_bytes`` have no room on the disk, at least one if it is
+        ``full``; False, removing none, if all are not enough.
+        """
         with disk.locked(self.directory):
             files, free = self.look()
-            snapshots = [f for f in files if f.kind is FileKind.SNAPSHOT]
-            if not snapshots or free + sum(f.n_bytes for f in snapshots) < n_bytes:
+            lacking = max(n_bytes - free, 1 if full else 0)
+            if lacking <= 0:
+                return True
+            if sum(f.n_bytes for f in files if f.kind is FileKind.SNAPSHOT) < lacking:
                 return False
-            n_kept = sum(f.n_bytes for f in files) - max(1, n_bytes - free)
-            gone = disk.prune_directory(self.directory, n_kept)
+            gone = disk.prune_directory(self.directory, sum(f.n_bytes for f in files) - lacking)
         self.forget(gone)
-        return bool(gone)
+        return True
 
     @contextmanager
     def _directory_lock(self) -> Iterator[None]:

@@ -59,11 +59,13 @@ class SaveFailed(LucevisorError):
 class Room(Protocol):
     """Makes room for files on the disk.  Raises OSError."""
 
-    def keep_out(self, file: str, n_bytes: int) -> str:
+    def keep_out(self, file: str, snapshot: SnapshotHeader) -> str:
         """Return why a file is not worth the others that it would push out; empty if it is."""
 
-    def make_room(self, n_bytes: int) -> bool:
-        """Remove snapshots for ``n_bytes`` more; False, removing none, if all together are not enough."""
+    def make_room(self, n_bytes: int, *, full: bool = False) -> bool:
+        """Remove snapshots if ``n_bytes`` more have no room, at least one if the disk said that it is ``full``; False,
+        removing none, if all together are not enough.
+        """
 
 
 @dataclass(slots=True)
@@ -114,7 +116,7 @@ class SnapshotWriter:
         if snapshot.file_bytes > most_bytes:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {most_bytes}"
             raise self._failed("too_large", file, reason)
-        keep_out = room.keep_out(file, snapshot.file_bytes)
+        keep_out = room.keep_out(file, snapshot)
         if keep_out:
             log.debug("snapshot not saved", file=file, label="keep_out", reason=keep_out)
             raise SaveFailed("keep_out", file, keep_out)
@@ -204,13 +206,15 @@ class SnapshotWriter:
 def _allocate(pending: PendingSnapshot, room: Room) -> None:
     """Take the file's bytes on the disk, removing others if need be.  Raises OSError."""
     n_bytes = pending.snapshot.file_bytes
+    if not room.make_room(n_bytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     while True:
         try:
             os.posix_fallocate(pending.fd, 0, n_bytes)
             return
         except OSError as error:
             taken = os.fstat(pending.fd).st_blocks * 512
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not room.make_room(n_bytes - taken):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not room.make_room(n_bytes - taken, full=True):
                 raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import random
 import resource
 import select
 import socket
@@ -353,6 +354,10 @@ class TestMalformed:
         server = serve()
         with capture_logs() as logs:
             assert read_all(dial(server, target + BROKEN_BODY)).startswith(b"HTTP/1.")
+            sock = dial(server, target + BROKEN_BODY[:-6])
+            time.sleep(0.1)
+            sock.sendall(BROKEN_BODY[-6:])  # alone, as from a client that sends head and body apart
+            assert read_all(sock).startswith(b"HTTP/1.1 200 " if b"health" in target else b"HTTP/1.1 4")
         assert not [entry for entry in logs if entry["log_level"] not in ("info", "debug")]
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -360,6 +365,39 @@ class TestMalformed:
 def expecting(expect, path=CHAT, version="1.1", more=""):
     head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Expect: {expect}\r\n{more}Content-Length: {len(json.dumps(BODY))}\r\n\r\n".encode()
+
+
+UPGRADES = {
+    "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+    "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n",
+}
+
+
+class TestUpgrade:
+    @pytest.mark.parametrize("protocol", UPGRADES)
+    @pytest.mark.parametrize("first", ["GET", "POST", "POST, chunked", "POST, refused before its body"])
+    def test_a_request_behind_one_with_upgrade_is_answered_however_they_are_cut(self, serve, protocol, first):
+        server = serve()
+        more = UPGRADES[protocol]
+        if first == "GET":
+            sent = HEALTH.replace(b"\r\n\r\n", b"\r\n" + more + b"\r\n")
+        else:
+            path = "/v1/nope" if "refused" in first else CHAT
+            head, _, body = post(BODY, path).partition(b"\r\n\r\n")
+            if "chunked" in first:
+                head = head.rpartition(b"\r\n")[0] + b"\r\nTransfer-Encoding: chunked"
+                body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+            sent = head + b"\r\n" + more + b"\r\n" + body
+        behind = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        last = HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        whole = sent + behind + last
+        for cut in {0, 1, len(sent) - 3, len(sent), len(sent) + 5, *random.Random(7).sample(range(len(whole)), 3)}:
+            sock = dial(server, whole[:cut])
+            time.sleep(0.05 if cut else 0.0)
+            sock.sendall(whole[cut:])
+            got = read_all(sock)
+            assert got.count(b"HTTP/1.1 ") == 3, (cut, got)
+            assert b'"object":"list"' in got.replace(b" ", b""), (cut, got)
 
 
 class TestExpect:

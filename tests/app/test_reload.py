@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.app.reload import apply, keys_of, read_again, tls_of
+from lucevisor.app.reload import Overrides, apply, keys_of, read_again, tls_of
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError
 from tests.api.scripted_model import Rig
@@ -37,7 +37,7 @@ class Box:
         )
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
-        found = read_again(replace(self.config, overrides=overrides))
+        found = read_again(Overrides(self.file, overrides))
         done = apply(self.config, found, self.ports, self.tls)
         self.config = done.config
         return list(done.changed), list(done.waiting)
@@ -126,8 +126,17 @@ def test_a_fault_changes_nothing(box: Box, fault: str) -> None:
     assert box.shows() == "old"
 
 
-def test_further_overrides_replace_those_of_the_same_key(box: Box) -> None:
-    started = replace(box.config, overrides=("engine.max_sequences=3", "log.level=error"))
-    found = read_again(started, ["engine.max_sequences=5", "server.max_queue=7"])
-    assert found.overrides == ("log.level=error", "engine.max_sequences=5", "server.max_queue=7")
+def test_overrides_of_a_reload_replace_those_of_the_same_key_until_the_next_one(box: Box) -> None:
+    box.write(more='[log]\nlevel = "debug"\n')
+    started = Overrides(box.file, ("engine.max_sequences=3", "log.level=error", "groups.left.env.KEY=secret"))
+    later = replace(started, of_reload=("engine.max_sequences=5", "server.max_queue=7"))
+    assert later.described() == [
+        {"key": "log.level", "value": "error", "source": "start", "hides": "debug"},
+        {"key": "groups.left.env.KEY", "value": None, "source": "start", "hides": None},
+        {"key": "engine.max_sequences", "value": "5", "source": "reload", "hides": None},
+        {"key": "server.max_queue", "value": "7", "source": "reload", "hides": None},
+    ]
+    again = read_again(replace(later, of_reload=()))
+    assert (again.engine.max_sequences, again.log.level, again.server.max_queue) == (3, "error", 256)
+    found = read_again(later)
     assert (found.engine.max_sequences, found.log.level, found.server.max_queue) == (5, "error", 7)

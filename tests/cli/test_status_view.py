@@ -63,7 +63,7 @@ def status(**more):
             "pages": {"out": 0, "spaces": {"full": use, "recurrent": use}}, "stages": [dict(STAGE), dict(STAGE)],
         },
         "requests": [request("req-0123456789abcdef01234567", None, 0), request("x" * 128, 0.5, 100_000)],
-        "draft": draft, "pflash": pflash, "cache": cache,
+        "draft": draft, "pflash": pflash, "cache": cache, "overrides": [],
     } | more  # fmt: skip
 
 
@@ -110,6 +110,25 @@ def test_what_makes_a_group_slow_is_told_while_it_serves():
     slow = group("left", 0, 0, 64, warnings=["no C++ compiler: install g++, or set CXX"])
     text = printed(status_view(status(groups=[slow])), width=200)
     assert "group left is slow: no C++ compiler: install g++, or set CXX" in text
+
+
+def test_overrides_say_what_they_hide():
+    overrides = [
+        {"key": "server.port", "value": "0", "source": "start", "hides": 8080},
+        {"key": "placement.target_layer_split", "value": "1,3", "source": "reload", "hides": None},
+        {"key": "groups.left.env.KEY", "value": None, "source": "start", "hides": None},
+    ]
+    text = printed(status_view(status(overrides=overrides)), width=200)
+    assert "server.port = 0 by start --set; the file has 8080" in text
+    assert "placement.target_layer_split = 1,3 by reload --set; which the file does not set" in text
+    assert "groups.left.env.KEY = not shown by start --set" in text
+
+
+def test_a_failed_group_says_when_it_is_tried_again():
+    away = group("right", 1, 32, 64, state="failed", reason="it was killed", retry_in_s=90.0, devices=[])
+    assert "group right is failed for 5.00 s: it was killed; tries again in 90.00 s" in printed(
+        status_view(status(groups=[away])), width=200
+    )
 
 
 def test_requests_that_are_held_and_a_rebuild():

@@ -67,6 +67,10 @@ class Terminal:
                     self._stream.feed(data)
         return True
 
+    def type(self, keys: str) -> None:
+        """Press keys."""
+        os.write(self._fd, keys.encode())
+
     @property
     def lines(self) -> list[str]:
         """The lines on the screen, without empty ones at the end."""

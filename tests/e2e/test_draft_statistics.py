@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.request
 from collections import Counter
@@ -107,9 +108,12 @@ def test_usage_metrics_status_and_log_agree_with_the_tokens(demo: Cli) -> None:
 
 def test_status_tells_of_drafts_in_80_columns(demo: Cli) -> None:
     ask(demo, [QUESTION])
-    draft, shown = demo.status()["draft"], [line.rstrip() for line in demo.run("status").stdout.splitlines()]
-    told = shown[next(i for i, line in enumerate(shown) if line.startswith("drafter ")) :][:6]
+    draft, shown = demo.status()["draft"], [line.rstrip() for line in demo.run("status", "-v").stdout.splitlines()]
+    told = shown[next(i for i, line in enumerate(shown) if line.startswith("drafter ")) :][:7]
     assert told[0] == f"drafter {draft['name']} (dflash) on right:0 is attached"
+    assert re.fullmatch(rf"  \d+% of {draft['verified']} drafts were right; \d\.\d\d tokens a step", told[1])
+    assert not re.search(r", width \d", demo.run("status").stdout)
+    del told[1]
     assert told[1].startswith(f"  {draft['acceptance_length']:.2f} tokens a verify slice (")
     assert told[1].endswith(f"width {WIDTH}")
     assert told[2].startswith(f"  accepted {draft['accepted']} of {draft['verified']} verified, ")

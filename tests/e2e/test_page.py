@@ -83,6 +83,9 @@ def test_the_page_shows_the_box_and_streams_a_chat(box: tuple[Cli, str, int], op
     assert page.locator(".shard").count() == 2
     assert "layers 0 to 3" in page.locator(".shard").first.inner_text()
     assert "layers 4 to 7" in page.locator(".shard").last.inner_text()
+    expect(page.locator("#sampling")).to_contain_text("temperature")
+    page.click("#ask summary")
+    page.fill("#system", "Answer in one sentence.")
     page.fill("#temperature", "0")
     assert "join" in ask(page, "What does os.path.join do?").lower()
     assert "tokens/s" in page.locator("#log .small").last.inner_text()
@@ -90,6 +93,34 @@ def test_the_page_shows_the_box_and_streams_a_chat(box: tuple[Cli, str, int], op
     expect(page.locator("#drafts")).to_contain_text("tokens a verify step")
     page.click("#new-chat")
     assert page.locator("#log").inner_text() == ""
+
+
+def test_answers_are_markdown_and_can_be_copied(box: tuple[Cli, str, int], open_page: Any) -> None:
+    page = open_page(box[1], permissions=["clipboard-read", "clipboard-write"])
+    page.wait_for_selector("#state.ready")
+    text = "# Title\n\nUse `a*b*c`, **bold**, *it*, *args and **kwargs\n- one\n\n| a |\n|---|\n| 1 |\n\n"
+    text += "```py\nx = 1\n```\n"
+    text += "[here](https://e.example/) [no](javascript:alert(1))"
+
+    def answer(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data))
+        chunks = [{"choices": [{"delta": {"content": part}}]} for part in (text[:50], text[50:])]
+        usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, usage]) + "data: [DONE]\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    sent: list[dict[str, Any]] = []
+    page.route("**/v1/chat/completions", answer)
+    ask(page, "Hi")
+    assert sent[0]["messages"] == [{"role": "user", "content": "Hi"}]
+    assert "temperature" not in sent[0]  # the model card's
+    shown = page.locator("#log .answer").last
+    for tag, says in (("h3", "Title"), ("code", "a*b*c"), ("strong", "bold"), ("em", "it"), ("li", "one"), ("td", "1")):
+        assert shown.locator(tag).inner_text() == says
+    assert shown.locator("pre").inner_text() == "x = 1"
+    assert [one.get_attribute("href") for one in shown.locator("a").all()] == ["https://e.example/"]
+    page.click("#log .copy")
+    expect(page.locator("#log .copy")).to_have_text("Copied")
 
 
 def test_text_never_becomes_markup(box: tuple[Cli, str, int], open_page: Any) -> None:
@@ -192,6 +223,7 @@ def test_the_page_fits(box: tuple[Cli, str, int], open_page: Any, tmp_path: Path
     phone = width < 900
     if phone:
         page.click("#show-chat")
+    page.click("#ask summary")
     page.fill("#temperature", "0")
     ask(page, "Which function of module math returns the square root?")
     for view in ("box", "chat") if phone else ("page",):

@@ -52,6 +52,11 @@ def test_a_start_a_restart_and_the_log_of_a_supervisor_in_the_background(user_cl
     code, lines = in_terminal(user_cli, "restart", "right")
     assert code == 0
     assert any(re.fullmatch(r"restart: \d+\.\d s, waiting for (group right|the pipeline)", line) for line in lines)
+    with Terminal(user_cli, 80, "top", "--every", "0.2") as terminal:
+        assert terminal.read_until(lambda: "waits for" in terminal.text, PATIENCE_S), terminal.text
+        terminal.type("q")
+        terminal.read_until(lambda: False, PATIENCE_S)
+    assert terminal.code == 0
     code, lines = in_terminal(user_cli, "logs", "-n", "5")
     assert code == 0
     assert len([line for line in lines if re.match(r"\d\d:\d\d:\d\d\.\d{3} \[", line)]) == 5

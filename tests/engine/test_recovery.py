@@ -45,6 +45,24 @@ async def test_a_loss_changes_no_token_of_what_runs_waits_and_comes() -> None:
     assert after.n_tokens > 2 * 90
 
 
+async def test_pauses_in_a_row_are_one_to_a_client() -> None:
+    toy = ready()
+    handle = toy.engine.submit(request("a", n=20))
+    for i in range(30):
+        toy.work(i)
+    for at in (10.0, 12.0, 14.5):  # each is lost again before it gave a token
+        toy.now = at
+        toy.lose()
+        toy.now = at + 1.0
+        toy.attach()
+    toy.now = 17.0
+    toy.run()
+    assert handle.finished is not None
+    after = toy.engine.statistics().recovery
+    assert after.pauses["loss"] == Pauses(3, 3.0)
+    assert after.longest_pause_s == 7.0
+
+
 async def test_an_engine_that_was_never_served_holds_nothing() -> None:
     toy = ToyEngine(limits(), hold_s=60.0)
     toy.engine.detach(LOST)

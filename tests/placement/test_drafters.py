@@ -311,8 +311,9 @@ def test_verifying_takes_updates_and_windows_beside_the_states(head_27b, tmp_pat
     assert more == 12 * DRAFT_27B
     assert 0.05 * spec.unit_bytes(Space.RECURRENT, LayerRange(0, 64), Dtype.BFLOAT16) > DRAFT_27B
     reason = "updates for verifying 12 drafts, 7.13 MiB each: all of 4 sequences"
-    assert reason in p.reasons
-    assert "updates for 12 drafts" in text(p)
+    assert reason in p.details
+    assert "updates for 12 drafts" in text(p, verbose=True)
+    assert "updates for" not in text(p)
     assert as_json(p)["pages"]["draft_states"] == 12
 
 
@@ -352,7 +353,7 @@ def test_verifying_takes_its_share_and_never_the_pages_of_others(head_27b, tmp_p
     assert n_drafts * DRAFT_27B <= DRAFT_SHARE * usable
     assert device.needed_bytes <= usable
     if n_drafts < 7 * max_sequences:
-        assert any(f"verifying {n_drafts} drafts, 7.13 MiB each: as many" in reason for reason in drafting.reasons)
+        assert any(f"verifying {n_drafts} drafts, 7.13 MiB each: as many" in reason for reason in drafting.details)
     if gib >= 22 and (gib, max_sequences) != (32, 64):
         assert n_drafts == 7 * max_sequences
 

@@ -11,7 +11,6 @@ from lucevisor.snapshots.policy import (
     CacheFile,
     Candidate,
     FileKind,
-    RemovedFiles,
     SavePolicy,
     SaveTrigger,
     SnapshotSpeeds,
@@ -178,12 +177,3 @@ def test_pauses_after_failures_grow_to_an_hour_and_end_with_a_success():
     backoff.failed(now)
     backoff.succeeded()
     assert backoff.left_s(now) == 0.0
-
-
-def test_a_removed_file_comes_back_when_it_is_wanted_sooner_than_what_it_would_push_out():
-    removed, oldest = RemovedFiles(), [CacheFile("b", 10, used_s=50.0)]
-    assert removed.keep_out("a", oldest, 100.0) == ""  # a new one: the oldest goes
-    removed.removed([CacheFile("a", 10, used_s=20.0)])
-    assert removed.keep_out("a", [], 100.0) == ""  # there is room
-    assert removed.keep_out("a", oldest, 100.0) == "it was not wanted for 80 s, what it would push out for 50 s"
-    assert removed.keep_out("a", oldest, 110.0) == ""  # 10 s after it was wanted last

@@ -7,9 +7,10 @@ const speeds = [];
 let last = null; // the answer before, with the time it came
 const remembered = new Map(); // devices by group: a group that is away has none, and still has its place
 let asking = false;
+let needsKey = false; // nothing is asked until one is given: a request a second would be refused and logged
 
 async function refresh() {
-  if (asking) return;
+  if (asking || needsKey) return;
   asking = true;
   try {
     const response = await fetch("status", {
@@ -18,7 +19,7 @@ async function refresh() {
     });
     if (!response.ok) {
       lost(await problemOf(response), response.status === 401 ? "key needed" : "refused");
-      if (response.status === 401) showKeys(true);
+      if (response.status === 401) askForKey();
       return;
     }
     draw(await response.json(), performance.now() / 1000);
@@ -27,6 +28,12 @@ async function refresh() {
   } finally {
     asking = false;
   }
+}
+
+function askForKey() {
+  needsKey = true;
+  showKeys(true);
+  byId("api-key").focus();
 }
 
 function lost(text, state) {
@@ -46,6 +53,7 @@ function draw(now, at) {
     else group.devices = remembered.get(group.name) ?? [];
   }
   setState(now.state, now.state);
+  if (!last) showSampling();
   setText("model", `${now.model.name} · ${now.model.architecture} · ${now.model.layers} layers · ${now.model.quant}`);
   document.title = `${now.model.name} – Lucevisor`;
   const colours = stageColours(now);

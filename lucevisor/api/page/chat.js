@@ -3,11 +3,6 @@
 let conversation = []; // "New" begins another; what an answer to the old one still says goes to the old one
 let stopping = null; // the AbortController of the answer that is on its way
 
-// Fenced code becomes <pre>; all else stays as it was written.
-function rendered(text) {
-  return text.split(/^```[^\n]*\n?/m).map((part, i) => (i % 2 ? make("pre", "", part.replace(/\n$/, "")) : part));
-}
-
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -23,14 +18,16 @@ async function* events(response) {
 }
 
 async function answer(messages, entry) {
+  const system = byId("system").value.trim();
+  const temperature = byId("temperature").value;
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: authorised(apiKey(), { "Content-Type": "application/json" }),
     body: JSON.stringify({
-      messages,
+      messages: system ? [{ role: "system", content: system }, ...messages] : messages,
       stream: true,
       stream_options: { include_usage: true },
-      temperature: Number(byId("temperature").value) || 0,
+      ...(temperature === "" ? {} : { temperature: Number(temperature) }), // else the model card's
     }),
     signal: stopping.signal,
   });
@@ -49,9 +46,12 @@ function newEntry() {
   const thought = make("details", "", make("summary", "", "thinking"), "");
   const body = make("div", "answer");
   const foot = make("div", "small");
+  const copy = make("button", "copy", "Copy");
   const parts = { text: "" };
-  thought.hidden = true;
-  byId("log").append(make("div", "", thought, body, foot));
+  thought.hidden = copy.hidden = true;
+  copy.type = "button";
+  copy.addEventListener("click", () => copyText(parts.text, copy));
+  byId("log").append(make("div", "", thought, body, make("div", "row", foot, copy)));
   return {
     parts,
     body,
@@ -61,7 +61,10 @@ function newEntry() {
         thought.hidden = false;
         thought.lastChild.appendData(delta.reasoning_content);
       }
-      if (delta.content) fill(body, ...rendered((parts.text += delta.content)));
+      if (delta.content) {
+        fill(body, ...rendered((parts.text += delta.content)));
+        copy.hidden = false;
+      }
       toEnd();
     },
     finish(usage, seconds) {
@@ -70,6 +73,30 @@ function newEntry() {
       foot.textContent = `${usage.prompt_tokens} → ${n} tokens${speed}`;
     },
   };
+}
+
+async function copyText(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = make("textarea", "hidden", text); // a page over plain HTTP from another machine has no clipboard
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
+// What answers are drawn with where this page says nothing: the model card's sampling.
+async function showSampling() {
+  const response = await fetch("props", { headers: authorised(apiKey()) });
+  if (!response.ok) return;
+  const { params } = (await response.json()).default_generation_settings;
+  const shown = Object.entries(params).filter(([, value]) => typeof value === "number" && value !== 0);
+  byId("temperature").placeholder = params.temperature ?? "";
+  setText("sampling", `Without a value of yours: ${shown.map(([name, value]) => `${name} ${value}`).join(", ")}`);
 }
 
 function toEnd() {

@@ -85,6 +85,7 @@ byId("keys").addEventListener("submit", (event) => {
   sessionStorage.setItem("api-key", byId("api-key").value.trim());
   sessionStorage.setItem("admin-key", byId("admin-key").value.trim());
   showKeys(false);
+  needsKey = false;
   refresh();
 });
 byId("api-key").value = stored("api-key");

@@ -21,7 +21,7 @@ from lucevisor.api.errors import ApiError
 from lucevisor.errors import LucevisorError
 
 _FILES: Final = Path(__file__).parents[1] / "page"
-_SCRIPTS: Final = ("draw.js", "box.js", "chat.js")
+_SCRIPTS: Final = ("draw.js", "box.js", "markdown.js", "chat.js")
 
 
 class RestartBody(msgspec.Struct, forbid_unknown_fields=True):

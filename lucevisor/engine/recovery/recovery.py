@@ -34,7 +34,9 @@ class Pauses:
 class RecoveryStatistics:
     """Since the start.  ``held``: requests that wait for a daemon now, ``held_s``: for how long.
 
-    A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``n_sequences``:
+    A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``longest_pause_s`` is
+    what a client saw: from the loss to the next token of its request, also when more losses came between.
+    ``n_sequences``:
     requests that were running then and went on, once for each pause.  ``n_tokens``: their tokens that all stages
     computed again; ``n_rebuilt``: lost stages alone, prefix slots included; ``n_kept``: those whose state was handed to
     a new daemon.  ``rebuilding``: tokens done in the present rebuild, and of how many.
@@ -96,6 +98,7 @@ class Recovery:
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
             record.recovered = record.recovered or counts
             record.loss, record.lost_at = self._n_begun, n_known
+            record.paused_at = self.since if record.paused_at is None else record.paused_at
             self._totals = replace(self._totals, n_sequences=self._totals.n_sequences + 1)
         return record.n_losses < self._max_losses
 
@@ -112,11 +115,15 @@ class Recovery:
         totals = self._totals
         self._totals = replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
 
-    def statistics(self, n_unfinished: int, now: float, n_refilled: int = 0) -> RecoveryStatistics:
+    def statistics(
+        self, n_unfinished: int, now: float, n_refilled: int = 0, longest_pause_s: float = 0.0
+    ) -> RecoveryStatistics:
         """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``n_refilled``: tokens of prefix
-        slots that lost stages alone computed again.
+        slots that lost stages alone computed again; ``longest_pause_s``: from a loss to the next token of a request.
         """
-        totals = replace(self._totals, n_rebuilt=self._totals.n_rebuilt + n_refilled)
+        longest_pause_s = max(self._totals.longest_pause_s, longest_pause_s)
+        n_rebuilt = self._totals.n_rebuilt + n_refilled
+        totals = replace(self._totals, n_rebuilt=n_rebuilt, longest_pause_s=longest_pause_s)
         if self.since is None:
             return totals
         return replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())

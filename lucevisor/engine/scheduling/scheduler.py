@@ -388,6 +388,9 @@ class Scheduler(SchedulerState):
         self.n_generated_tokens += not record.uncached
         if record.first_token_at is None:
             record.first_token_at = now
+        if record.paused_at is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now - record.paused_at)
+            record.paused_at = None
         if record.state is RequestState.PREFILL:
             record.move(RequestState.DECODE)
         if sampled.token in request.stop_ids:

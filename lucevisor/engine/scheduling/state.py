@@ -39,6 +39,7 @@ class SchedulerState:
         self.starving = False  # the only running request needs pages that pins or reservations hold
         self.failed: Events = []  # events of requests that ended while a step was planned
         self.n_generated_tokens = 0
+        self.longest_pause_s = 0.0  # from a loss to the next token of a request
         self.last_applied = 0  # the last step whose result was applied
         self.pools = limits.make_pools()
         self.reuse = PrefixReuse(limits, self.pools)
