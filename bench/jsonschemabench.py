@@ -19,6 +19,8 @@ import jsonschema
 from json_schema_suite import TOKENIZER, grammar, opened
 from records import machine, save
 
+from lucevisor.text.grammar.matcher import GrammarError
+
 MODES = ("strict", "lenient")
 COLUMNS = ("schemas", "refused", "none fits", "valid", "valid refused", "invalid", "invalid accepted")
 KEYWORDS = frozenset(jsonschema.Draft202012Validator.VALIDATORS) | {"additionalItems", "dependencies", "$recursiveRef"}
@@ -109,12 +111,15 @@ def measure(paths, listed):
                 continue
             for index, test in enumerate(given["tests"]):
                 kind = "valid" if test["valid"] else "invalid"
-                accepted = accepts(found, test["data"])
                 count[kind] += 1
+                try:
+                    accepted = accepts(found, test["data"])
+                    why = why_refused(given["schema"], found, test["data"]) if test["valid"] > accepted else "accepted"
+                except GrammarError as error:
+                    accepted, why = False, str(error)
                 if accepted == test["valid"]:
                     continue
                 count[f"{kind} {'accepted' if accepted else 'refused'}"] += 1
-                why = why_refused(given["schema"], found, test["data"]) if not accepted else "accepted"
                 reasons[mode][why] += 1
                 if why not in ("unnamed", "order") and (mode == "strict" or not accepted):
                     listed.append(f"{mode} {path.name} {index}: {kind} {why}")

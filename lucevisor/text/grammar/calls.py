@@ -88,16 +88,14 @@ def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 
 def _checked(rules: Rules, write: _Writer, function: Function) -> str:
-    """A call whose parts compile.  Raises GrammarError, with nothing added to the rules."""
+    """A call by the schema of its arguments.  Raises GrammarError, with nothing added to the rules."""
     mark = rules.mark()
     try:
         found = without_endless(flattened(function.schema, lenient=not function.strict))
         if isinstance(found, bool):
             raise GrammarError("no value fits them")
         schema = _of_objects(found, strict=function.strict)
-        written = write(rules, Function(function.name, schema, function.strict))
-        rules.check(mark)
-        return written
+        return write(rules, Function(function.name, schema, function.strict))
     except GrammarError:
         rules.drop(mark)
         raise
