@@ -28,6 +28,9 @@ _CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 
 MAX_FORCED: Final = 100_000
 """Characters that some part of an expression matches at least: llguidance follows texts without a choice at once."""
 
+MAX_PATTERNS: Final = 64
+"""Patterns of one object: each is compared with all others, and with all names."""
+
 # Each alternative ends within a bound or at the end of the text, so that reading takes linear time.
 _PART: Final = re.compile(
     r"""(?P<open>\((?:\?(?:P?<[^>=!]{0,64}>|[a-zA-Z-]{0,9}:|<?[=!])|\?[a-zA-Z-]{1,9}(?=\)))?)

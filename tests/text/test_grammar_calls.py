@@ -306,3 +306,22 @@ def test_whatever_is_sent_as_a_schema_compiles_or_is_refused(kind: str, strict: 
     with contextlib.suppress(GrammarError):
         rules = Rules(tokenizer(True))
         compiler(True).compile(rules.grammar(rules.part(json_schema(schema, lenient=not strict))))
+
+
+@pytest.mark.parametrize("key", ["allOf", "anyOf", "oneOf"])
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_definitions_that_are_used_twice_at_every_step_are_looked_at_once(kind: str, key: str) -> None:
+    """Else each step would double the work, of the grammar and of reading a call: 2^60."""
+    steps = {f"d{i}": {key: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    schema = {
+        "properties": {"x": {"$ref": "#/$defs/d0"}},
+        "required": ["x"],
+        "$defs": {**steps, "d60": {"enum": ["3"]}},
+    }
+    assert any([check_walk(kind, schema, seed, markers=True, strict=False) for seed in range(3)])  # noqa: C419
+    if kind in ("xml", "pairs") and key != "oneOf":
+        text = {
+            "xml": "<tool_call><function=f>\n<parameter=x>\n3\n</parameter>\n</function></tool_call>",
+            "pairs": "<tool_call>f<arg_key>x</arg_key><arg_value>3</arg_value></tool_call>",
+        }[kind]
+        assert parsed(text, kind, [{"function": {"name": "f", "parameters": schema}}])[1] == [("f", {"x": "3"})]
