@@ -74,8 +74,7 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
 def searched(pattern: str) -> str | None:
     """A terminal for the texts in which a pattern of a schema is found; None if llguidance cannot read it."""
     try:
-        expression = patterns.translated(pattern)
-        patterns.check_length(expression)
+        expression = patterns.checked(pattern)
     except patterns.PatternError:
         return None
     found = []
