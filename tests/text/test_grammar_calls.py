@@ -176,6 +176,7 @@ def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
     [
         ("pattern", {"type": "string", "pattern": "^(?!a)b$"}),
         ("pattern", {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"}),
+        ("patternProperties", {"type": "object", "patternProperties": {f"^{i}": {"type": "null"} for i in range(65)}}),
         ("format", {"type": "string", "format": "phone"}),
         ("oneOf", {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}),
         ("not", {"type": "string", "not": {"const": "a"}}),
