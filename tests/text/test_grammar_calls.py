@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.grammar.calls import calls_in_text, calls_only, functions
+from lucevisor.text.grammar.calls import calls_in_text, calls_only, freed, functions
 from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
 from lucevisor.text.grammar.rules import Rules
@@ -277,6 +277,19 @@ def test_one_bad_tool_leaves_the_others_as_they_are(kind: str) -> None:
                 names.add(name)
                 assert arguments in ({"x": 1}, {"x": 2}) if name == "good" else isinstance(arguments, dict)
         assert "good" in names
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_tools_that_are_too_much_can_be_freed(kind: str) -> None:
+    """Work is known when the grammar of all is compiled; a strict tool stays as it is."""
+    big = tool("big", {"text": {"type": "string", "minLength": 90_000}}, [], strict=False)
+    small = tool("small", {"x": {"const": 1}}, ["x"])
+    with pytest.raises(GrammarError, match="fuel"):
+        matcher(kind, [big, small])
+    offered = freed(functions([big, small]))
+    assert offered[1:] == functions([small])
+    rules = Rules(tokenizer(True))
+    compiler(True).compile(rules.grammar(calls_only(rules, NAMES[kind], offered)))
 
 
 def test_names_and_values_cannot_break_out_of_the_grammar() -> None:

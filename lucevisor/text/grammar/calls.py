@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
@@ -54,6 +54,11 @@ def functions(tools: Tools, names: Sequence[str] = ()) -> list[Function]:
         schema = function.get("parameters") or _FREE
         found.append(Function(function["name"], schema, bool(function.get("strict"))))
     return [one for one in found if one.name in names or not names]
+
+
+def freed(offered: Sequence[Function]) -> list[Function]:
+    """Return the functions with free arguments for each that is not strict."""
+    return [one if one.strict else replace(one, schema=_FREE) for one in offered]
 
 
 def calls_only(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function], *, n_most: int = MAX_CALLS) -> str:
