@@ -19,6 +19,9 @@ import jsonschema
 from json_schema_suite import TOKENIZER, grammar, opened
 from records import machine, save
 
+from lucevisor.text.grammar.matcher import GrammarError
+
+IDS = {text[0]: i for i in range(TOKENIZER.n_vocab) if len(text := TOKENIZER.token_bytes(i)) == 1}
 MODES = ("strict", "lenient")
 COLUMNS = ("schemas", "refused", "none fits", "valid", "valid refused", "invalid", "invalid accepted")
 KEYWORDS = frozenset(jsonschema.Draft202012Validator.VALIDATORS) | {"additionalItems", "dependencies", "$recursiveRef"}
@@ -26,7 +29,7 @@ VALUES = ("enum", "const", "default", "examples")
 
 
 def accepts(found, instance):
-    ids = TOKENIZER.encode(json.dumps(instance, ensure_ascii=False))
+    ids = [IDS[byte] for byte in json.dumps(instance, ensure_ascii=False).encode()]
     one = found.matcher()
     taken = one.n_valid(0, [], ids)
     while True:  # all at once may take more work than one step may
@@ -87,40 +90,57 @@ def why_refused(schema, found, instance):
     return "other"
 
 
-def measure(paths, listed):
-    counts = {mode: Counter() for mode in MODES}
-    reasons = {mode: Counter() for mode in MODES}
-    refusals = Counter()
+class Tally:
+    """What one mode does to the schemas so far."""
+
+    def __init__(self):
+        self.count, self.reasons, self.refusals, self.listed = Counter(), Counter(), Counter(), []
+
+    def add(self, given, found, name):
+        self.count["schemas"] += 1
+        if isinstance(found, str):
+            none_fits = "no value fits" in found
+            self.count["none fits" if none_fits else "refused"] += 1
+            self.refusals[found.split(" at #")[0].split("/")[0][:60]] += 1
+            if none_fits:
+                self.count["valid refused"] += sum(test["valid"] for test in given["tests"])
+            return
+        for index, test in enumerate(given["tests"]):
+            kind, why = "valid" if test["valid"] else "invalid", "accepted"
+            self.count[kind] += 1
+            try:
+                accepted = accepts(found, test["data"])
+                if test["valid"] and not accepted:
+                    why = why_refused(given["schema"], found, test["data"])
+            except GrammarError as error:
+                accepted, why = False, str(error)
+            if accepted != test["valid"]:
+                self.count[f"{kind} {'accepted' if accepted else 'refused'}"] += 1
+                self.reasons[why] += 1
+                if why not in ("unnamed", "order"):
+                    self.listed.append(f"{name} {index}: {kind} {why}")
+
+
+def measure(paths):
+    tallies = {mode: Tally() for mode in MODES}
     for number, path in enumerate(paths):
         given = json.loads(path.read_text())
-        for mode in MODES:
-            count = counts[mode]
-            found = grammar(given["schema"], lenient=mode == "lenient")
-            count["schemas"] += 1
-            if isinstance(found, str):
-                none_fits = "no value fits" in found
-                count["none fits" if none_fits else "refused"] += 1
-                if mode == "strict":
-                    refusals[found.split(" at #")[0].split("/")[0][:60]] += 1
-                else:
-                    listed.append(f"{mode} {path.name}: refused, {found}")
-                if none_fits:
-                    count["valid refused"] += sum(test["valid"] for test in given["tests"])
-                continue
-            for index, test in enumerate(given["tests"]):
-                kind = "valid" if test["valid"] else "invalid"
-                accepted = accepts(found, test["data"])
-                count[kind] += 1
-                if accepted == test["valid"]:
-                    continue
-                count[f"{kind} {'accepted' if accepted else 'refused'}"] += 1
-                why = why_refused(given["schema"], found, test["data"]) if not accepted else "accepted"
-                reasons[mode][why] += 1
-                if why not in ("unnamed", "order") and (mode == "strict" or not accepted):
-                    listed.append(f"{mode} {path.name} {index}: {kind} {why}")
+        for mode, tally in tallies.items():
+            tally.add(given, grammar(given["schema"], lenient=mode == "lenient"), path.name)
         if number % 500 == 499:
-            print(number + 1, *({**counts[mode]} for mode in MODES), *reasons.values(), flush=True)
-    return {"counts": counts, "reasons": reasons, "refusals of strict schemas": refusals}
+            print(number + 1, "schemas")
+            show(tallies)
+    return tallies
+
+
+def show(tallies):
+    print("| mode |", " | ".join(COLUMNS), "|")
+    print("|---|" + "---:|" * len(COLUMNS))
+    for mode, tally in tallies.items():
+        print(f"| {mode} |", " | ".join(str(tally.count[column]) for column in COLUMNS), "|")
+    for mode, tally in tallies.items():
+        for name, many in (("wrong", tally.reasons), ("refused", tally.refusals)):
+            print(f"{mode}, {name}:", ", ".join(f"{reason} {n}" for reason, n in many.most_common()), flush=True)
 
 
 def main():
@@ -131,20 +151,16 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    listed, paths = [], sorted(options.folder.glob("*.json"))
+    paths = sorted(options.folder.glob("*.json"))
     if options.sample:
         paths = random.Random(options.seed).sample(paths, options.sample)
-    found = measure(paths, listed)
-    print("| mode |", " | ".join(COLUMNS), "|")
-    print("|---|" + "---:|" * len(COLUMNS))
-    for mode, count in found["counts"].items():
-        print(f"| {mode} |", " | ".join(str(count[column]) for column in COLUMNS), "|")
-    for name, many in (*found["reasons"].items(), ("refusals", found["refusals of strict schemas"])):
-        print(f"{name}:", ", ".join(f"{reason} {n}" for reason, n in many.most_common()))
-    for line in listed if options.list else ():
-        print(line)
+    tallies = measure(paths)
+    show(tallies)
+    for mode, tally in tallies.items():
+        for line in tally.listed if options.list else ():
+            print(mode, line)
     if options.save:
-        save("jsonschemabench", {"machine": machine(), **found, "listed": listed})
+        save("jsonschemabench", {"machine": machine(), **{mode: vars(tally) for mode, tally in tallies.items()}})
 
 
 if __name__ == "__main__":

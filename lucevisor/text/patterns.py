@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from lucevisor.text.llguidance_limits import LIMITS, is_panic
 
+_END: Final = 256  # the token behind the 256 bytes
+_SEARCHES: Final = threading.Lock()  # of searches, which are made by workers and by the event loop
 _CONTROLS: Final = {"0": r"\x00", "b": r"\x08"}
 _QUANTIFIER: Final = re.compile(r"\{\d+(,\d*)?\}")
 _TOKEN: Final = re.compile(
@@ -27,6 +30,9 @@ _CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 
 
 MAX_FORCED: Final = 100_000
 """Characters that some part of an expression matches at least: llguidance follows texts without a choice at once."""
+
+MAX_PATTERNS: Final = 64
+"""Patterns of one object: each is compared with all others, and with all names."""
 
 # Each alternative ends within a bound or at the end of the text, so that reading takes linear time.
 _PART: Final = re.compile(
@@ -106,7 +112,6 @@ def check_length(expression: str) -> None:
         raise PatternError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
 
 
-@functools.lru_cache(maxsize=1024)
 def translated(pattern: str) -> str:
     """Return an ECMA expression in the notation of Rust's crate regex."""
     pieces, in_class, at = list[str](), False, 0
@@ -171,6 +176,7 @@ def nothing_fits(said: str) -> bool:
     return "nsatisfiable" in said or "Regex is empty" in said
 
 
+@functools.lru_cache(maxsize=1024)
 def checked(pattern: str) -> str:
     """Return an ECMA expression translated.  Raises PatternError if it cannot be compiled."""
     expression = translated(pattern)
@@ -198,10 +204,17 @@ def matches(pattern: str, text: str) -> bool:
     compile does.
     """
     try:
-        schema = {"type": "string", "pattern": checked(pattern)}
+        searching = _searching(checked(pattern))
     except PatternError:
         return False
-    return _allows(schema, json.dumps(text, ensure_ascii=False))[1]
+    tokens = [*json.dumps(text, ensure_ascii=False).encode(), _END]
+    with _SEARCHES:
+        return searching.validate_tokens(tokens) == len(tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def _searching(expression: str) -> LLMatcher:
+    return _matcher({"type": "string", "pattern": expression})
 
 
 def is_covered(pattern: str, names: Iterable[str]) -> bool:
@@ -216,27 +229,22 @@ def is_covered(pattern: str, names: Iterable[str]) -> bool:
         "additionalProperties": False,
         "minProperties": 1,
     }
-    return not _allows(others, "{")[0]
+    matcher = _matcher(others)
+    return not (matcher.try_consume_tokens([ord("{")]) and any(matcher.compute_bitmask()[:32]))  # without the end
 
 
-def _allows(schema: Mapping[str, Any], text: str) -> tuple[bool, bool]:
-    """Whether anything may follow a text, and whether it is a whole value."""
+def _matcher(schema: Mapping[str, Any]) -> LLMatcher:
     options = {"whitespace_flexible": False}
     grammar = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
-    one = LLMatcher(_byte_tokens(), grammar, log_level=0, limits=LIMITS)
-    encoded = list(text.encode())
-    if one.is_error() or one.try_consume_tokens(encoded) < len(encoded):
-        return False, False
-    accepting = one.is_accepting()
-    return any(one.compute_bitmask()[:32]), accepting  # without the end
+    return LLMatcher(_byte_tokens(), grammar, log_level=0, limits=LIMITS)
 
 
 class _ByteVocabulary:
     """A vocabulary of all bytes, for llguidance."""
 
-    eos_token_id, bos_token_id = 256, None
-    tokens: Final = [*(bytes([i]) for i in range(256)), b"<end>"]
-    special_token_ids: Final = (256,)
+    eos_token_id, bos_token_id = _END, None
+    tokens: Final = [*(bytes([i]) for i in range(_END)), b"<end>"]
+    special_token_ids: Final = (_END,)
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)
@@ -244,4 +252,4 @@ class _ByteVocabulary:
 
 @functools.cache
 def _byte_tokens() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_ByteVocabulary()), n_vocab=257, eos_token=256, slices=[])
+    return LLTokenizer(TokenizerWrapper(_ByteVocabulary()), n_vocab=_END + 1, eos_token=_END, slices=[])

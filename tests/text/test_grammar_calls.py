@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.grammar.calls import calls_in_text, calls_only, functions
+from lucevisor.text.grammar.calls import calls_in_text, calls_only, freed, functions
 from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
 from lucevisor.text.grammar.rules import Rules
@@ -176,6 +176,7 @@ def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
     [
         ("pattern", {"type": "string", "pattern": "^(?!a)b$"}),
         ("pattern", {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"}),
+        ("patternProperties", {"type": "object", "patternProperties": {f"^{i}": {"type": "null"} for i in range(65)}}),
         ("format", {"type": "string", "format": "phone"}),
         ("oneOf", {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}),
         ("not", {"type": "string", "not": {"const": "a"}}),
@@ -278,6 +279,19 @@ def test_one_bad_tool_leaves_the_others_as_they_are(kind: str) -> None:
         assert "good" in names
 
 
+@pytest.mark.parametrize("kind", BARE)
+def test_tools_that_are_too_much_can_be_freed(kind: str) -> None:
+    """Work is known when the grammar of all is compiled; a strict tool stays as it is."""
+    big = tool("big", {"text": {"type": "string", "minLength": 90_000}}, [], strict=False)
+    small = tool("small", {"x": {"const": 1}}, ["x"])
+    with pytest.raises(GrammarError, match="fuel"):
+        matcher(kind, [big, small])
+    offered = freed(functions([big, small]))
+    assert offered[1:] == functions([small])
+    rules = Rules(tokenizer(True))
+    compiler(True).compile(rules.grammar(calls_only(rules, NAMES[kind], offered)))
+
+
 def test_names_and_values_cannot_break_out_of_the_grammar() -> None:
     evil = tool('x" | /.*/ "', {'k" }\nstart: "': {"enum": ['"', "\\", "\n", "/"]}}, ['k" }\nstart: "'])
     for kind in ("json", "gemma"):
@@ -306,3 +320,22 @@ def test_whatever_is_sent_as_a_schema_compiles_or_is_refused(kind: str, strict: 
     with contextlib.suppress(GrammarError):
         rules = Rules(tokenizer(True))
         compiler(True).compile(rules.grammar(rules.part(json_schema(schema, lenient=not strict))))
+
+
+@pytest.mark.parametrize("key", ["allOf", "anyOf", "oneOf"])
+@pytest.mark.parametrize("kind", sorted(NAMES))
+def test_definitions_that_are_used_twice_at_every_step_are_looked_at_once(kind: str, key: str) -> None:
+    """Else each step would double the work, of the grammar and of reading a call: 2^60."""
+    steps = {f"d{i}": {key: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    schema = {
+        "properties": {"x": {"$ref": "#/$defs/d0"}},
+        "required": ["x"],
+        "$defs": {**steps, "d60": {"enum": ["3"]}},
+    }
+    assert any([check_walk(kind, schema, seed, markers=True, strict=False) for seed in range(3)])  # noqa: C419
+    if kind in ("xml", "pairs") and key != "oneOf":
+        text = {
+            "xml": "<tool_call><function=f>\n<parameter=x>\n3\n</parameter>\n</function></tool_call>",
+            "pairs": "<tool_call>f<arg_key>x</arg_key><arg_value>3</arg_value></tool_call>",
+        }[kind]
+        assert parsed(text, kind, [{"function": {"name": "f", "parameters": schema}}])[1] == [("f", {"x": "3"})]

@@ -7,18 +7,18 @@ be enforced is refused with the parameter's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 
-from lucevisor.api.errors import bad_parameter
+from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import OutputGrammar
 from lucevisor.api.prompts.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat, ToolChoice
 from lucevisor.errors import show
 from lucevisor.text.grammar import forms
-from lucevisor.text.grammar.calls import MAX_CALLS, Function, calls_in_text, calls_only, functions
+from lucevisor.text.grammar.calls import MAX_CALLS, Function, calls_in_text, calls_only, freed, functions
 from lucevisor.text.grammar.forms import Part
 from lucevisor.text.grammar.matcher import Grammar, GrammarError
 from lucevisor.text.grammar.rules import Rules
@@ -126,7 +126,13 @@ def output_grammar(
     if form is not None or (calls is not None and calls.required):
         start = rules.after_reasoning(start, tags, inside=inside)
     grammar = OutputGrammar(grammar=rules.grammar(start), param=param)
-    compiled(grammar, ports)
+    try:
+        compiled(grammar, ports)
+    except ApiError:
+        # Tools that are not strict may be too much, alone or together.
+        if calls is None or (offered := freed(calls.offered)) == list(calls.offered):
+            raise
+        return output_grammar(form, ports, tags, inside=inside, calls=replace(calls, offered=offered))
     return grammar
 
 

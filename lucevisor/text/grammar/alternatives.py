@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.patterns import MAX_FORCED, PatternError, checked, matches
-from lucevisor.text.references import Schema, resolved
+from lucevisor.text.patterns import MAX_FORCED, MAX_PATTERNS, PatternError, checked, matches
+from lucevisor.text.references import Schema, resolved_name
 from lucevisor.text.tools.parameters import ANY_TYPE, type_names, type_of
 
 MAX_ALTERNATIVES: Final = 64
+MAX_COMPARED: Final = 10_000
+"""Pairs of alternatives of one tool that are told apart."""
 
 _COMPOSING: Final = frozenset(
     [
@@ -41,6 +43,9 @@ class Alternatives:
     def __init__(self, definitions: Schema, *, strict: bool) -> None:
         self.definitions = definitions
         self.strict = strict
+        self._known: dict[str, list[dict[str, Any]]] = {}  # of definitions
+        self._active = set[str]()
+        self._n_compared = 0
 
     def of(self, schema: object, where: str) -> list[dict[str, Any]]:
         """Return the alternatives of a schema at a place, none if it allows no value.
@@ -48,15 +53,18 @@ class Alternatives:
         Each has ``type``, a list; of keywords that compose schemas only ``properties``, ``items`` and the like.
         ``pattern`` becomes ``patterns``, a list.
         """
-        found = map(_fitting, self._of(schema, where, frozenset()))
+        found = map(_fitting, self._of(schema, where))
         return [one for one in found if one["type"] and one.get("enum") != []]
 
-    def _of(self, schema: object, where: str, inside: frozenset[str]) -> list[dict[str, Any]]:
+    def _of(self, schema: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(schema, Mapping):
             return [{"type": sorted(ANY_TYPE)}] if schema is not False else []
         for key in _REFUSED:
             if key in schema:
                 self.refuse(where, key)
+        if len(schema.get("patternProperties") or ()) > MAX_PATTERNS:
+            self.refuse(where, "patternProperties", f"of more than {MAX_PATTERNS} patterns")
+            schema = {**schema, "patternProperties": {}, "additionalProperties": True}
         own = {key: value for key, value in schema.items() if key not in _COMPOSING and key not in _REFUSED}
         own["type"] = sorted(type_names(schema.get("type")))
         if "pattern" in own:
@@ -66,22 +74,31 @@ class Alternatives:
         found = [own]
         if "const" in schema:
             found = self._both(found, [{"type": sorted(ANY_TYPE), "enum": [schema["const"]]}], where)
-        if isinstance(reference := schema.get("$ref"), str) and reference not in inside:
-            target = resolved(schema, self.definitions)
-            found = self._both(found, self._of(target, where, inside | {reference}), where)
+        if "$ref" in schema:
+            found = self._both(found, self._of_definition(resolved_name(schema), where), where)
         for part in _list(schema, "allOf"):
-            found = self._both(found, self._of(part, where, inside), where)
+            found = self._both(found, self._of(part, where), where)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
-                options = [self._of(option, where, inside) for option in schema[key]]
+                options = [self._of(option, where) for option in schema[key]]
                 if key == "oneOf" and not self._one_fits(options, where):
                     self.refuse(where, "oneOf", "whose schemas may both fit")
                 found = self._both(found, [one for option in options for one in option], where)
         for choice in _dependent(schema):
-            found = self._both(found, [one for part in choice for one in self._of(part, where, inside)], where)
+            found = self._both(found, [one for part in choice for one in self._of(part, where)], where)
         if "unevaluatedProperties" in schema:
             found = [{"additionalProperties": schema["unevaluatedProperties"]} | one for one in found]
         return found
+
+    def _of_definition(self, name: str, where: str) -> list[dict[str, Any]]:
+        if name in self._active:
+            self.refuse(where, "$ref", "that leads back to itself")
+            return [{"type": sorted(ANY_TYPE)}]
+        if name not in self._known:
+            self._active.add(name)
+            self._known[name] = self._of(self.definitions[name], where)
+            self._active.remove(name)
+        return self._known[name]
 
     def _set_pattern(self, own: dict[str, Any], where: str) -> None:
         pattern = own.pop("pattern")
@@ -152,6 +169,9 @@ class Alternatives:
 
     def _disjoint(self, one: Mapping[str, Any], other: Mapping[str, Any], where: str, depth: int) -> bool:
         """Whether no value fits both alternatives, as far as is easily told."""
+        self._n_compared += 1
+        if self._n_compared > MAX_COMPARED:
+            return False
         one, other = _fitting(dict(one)), _fitting(dict(other))
         kinds = set(one["type"]) & set(other["type"])
         if not kinds or self._merged(one, other, where).get("enum") == []:
@@ -163,7 +183,7 @@ class Alternatives:
                 mine, others = (_property(schema, key) for schema in (first, second))
                 if others is False:
                     return True
-                options = [self._of(schema, where, frozenset()) for schema in (mine, others)]
+                options = [self._of(schema, where) for schema in (mine, others)]
                 if all(self._disjoint(a, b, where, depth - 1) for a in options[0] for b in options[1]):
                     return True
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
@@ -56,6 +56,11 @@ def functions(tools: Tools, names: Sequence[str] = ()) -> list[Function]:
     return [one for one in found if one.name in names or not names]
 
 
+def freed(offered: Sequence[Function]) -> list[Function]:
+    """Return the functions with free arguments for each that is not strict."""
+    return [one if one.strict else replace(one, schema=_FREE) for one in offered]
+
+
 def calls_only(rules: Rules, tool_format: ToolFormat, offered: Sequence[Function], *, n_most: int = MAX_CALLS) -> str:
     """One to ``n_most`` calls.  Raises GrammarError for a strict schema that the format cannot enforce."""
     call = rules.add(f"{rules.text(tool_format.open)} {_rest_of_call(rules, tool_format, offered)}")
@@ -88,16 +93,14 @@ def _rest_of_call(rules: Rules, tool_format: ToolFormat, offered: Sequence[Funct
 
 
 def _checked(rules: Rules, write: _Writer, function: Function) -> str:
-    """A call whose parts compile.  Raises GrammarError, with nothing added to the rules."""
+    """A call by the schema of its arguments.  Raises GrammarError, with nothing added to the rules."""
     mark = rules.mark()
     try:
         found = without_endless(flattened(function.schema, lenient=not function.strict))
         if isinstance(found, bool):
             raise GrammarError("no value fits them")
         schema = _of_objects(found, strict=function.strict)
-        written = write(rules, Function(function.name, schema, function.strict))
-        rules.check(mark)
-        return written
+        return write(rules, Function(function.name, schema, function.strict))
     except GrammarError:
         rules.drop(mark)
         raise

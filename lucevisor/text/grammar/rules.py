@@ -11,10 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llguidance import LLMatcher
-
 from lucevisor.text.grammar.forms import json_schema
-from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.output_format import ReasoningTags
 from lucevisor.text.tokenizer import Tokenizer
 
@@ -45,12 +42,6 @@ class Rules:
     def drop(self, mark: tuple[int, int]) -> None:
         """Take back what was added since a mark."""
         del self._lines[mark[0] :], self.parts[mark[1] :]
-
-    def check(self, mark: tuple[int, int]) -> None:
-        """Raise GrammarError if one of the parts that were added since a mark does not compile."""
-        for part in self.parts[mark[1] :]:
-            if error := LLMatcher.validate_grammar(json.dumps({"grammars": [part]})):
-                raise GrammarError(error)
 
     def terminal(self, expression: str) -> str:
         """Add a terminal: one regular expression, in which ``&`` and ``~`` may stand."""
@@ -131,15 +122,6 @@ class Rules:
     def _but(self, token: int) -> str:
         others = ",".join(str(i) for i in sorted({token, *self._tokenizer.eos_ids}))
         return self.add(f"<[^{others}]>*")
-
-
-def repeated(schema: Mapping[str, Any], least: str, most: str) -> str:
-    """The repetition between two bounds of a schema, by their keywords.  Raises GrammarError if one is no number."""
-    bounds = [schema.get(least, 0), schema.get(most, "")]
-    for name, bound in zip((least, most), bounds, strict=True):
-        if bound != "" and not (isinstance(bound, int) and bound >= 0):
-            raise GrammarError(f"{name} is not a number of 0 or more")
-    return f"{{{bounds[0]},{bounds[1]}}}"
 
 
 def quoted(text: str) -> str:

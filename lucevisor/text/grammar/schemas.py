@@ -29,7 +29,6 @@ MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
 
 _MAX_DEFINITIONS: Final = 5_000
-_MAX_PATTERNS: Final = 32  # of one object: each is compared with all others
 _MAX_CHOICES: Final = 100  # alternatives that one keyword is written as
 _EXACT: Final = 2**53  # llguidance reads numbers as floats
 _MAX_COUNT: Final = 2**31  # more than any answer has characters
@@ -524,8 +523,12 @@ class _SchemaWriter:
         offer a key for it, behind which nothing may follow.
         """
         key, found, lost = "patternProperties", dict[str, Ready](), False
-        for pattern in self._mapping(key):
+        for n, pattern in enumerate(self._mapping(key)):
             ready = self._inner(key, pattern, scope=_Scope(part=self._composed))
+            if n >= patterns.MAX_PATTERNS:
+                self._drop(f"{key}/{pattern}", f"is one of more than {patterns.MAX_PATTERNS}")
+                lost = True
+                continue
             try:
                 text = patterns.checked(pattern)
             except patterns.PatternError as error:
@@ -536,9 +539,7 @@ class _SchemaWriter:
             same = next((other for other, schema in found.items() if schema == ready), None)
             together = f"(?:{same})|(?:{text})" if same else text
             others = [other for other in found if other != same]
-            if len(others) >= _MAX_PATTERNS or (
-                others and _refusal({"patternProperties": dict.fromkeys([*others, together], True)})
-            ):
+            if others and _refusal({"patternProperties": dict.fromkeys([*others, together], True)}):
                 self._drop(f"{key}/{pattern}", "overlaps with another pattern, or may")
                 lost = True
             elif not matched or not patterns.is_covered(text, matched):

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, regex_to_lark
 
 from lucevisor.text import patterns
 from lucevisor.text.grammar.alternatives import Alternatives
-from lucevisor.text.grammar.rules import ANYTHING, repeated
+from lucevisor.text.grammar.rules import ANYTHING
 
 _YEAR: Final = "[0-9]{4}"
 _LEAP_YEAR: Final = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -57,7 +57,7 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
     """A terminal for the texts that an alternative of a schema allows, which is no enumeration."""
     terms = list[str]()
     if "minLength" in schema or "maxLength" in schema:
-        terms.append(f"/(.|\\n){repeated(schema, 'minLength', 'maxLength')}/")
+        terms.append(f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
     for pattern in schema.get("patterns", ()):
         if (term := searched(str(pattern))) is None:
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
@@ -74,8 +74,7 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
 def searched(pattern: str) -> str | None:
     """A terminal for the texts in which a pattern of a schema is found; None if llguidance cannot read it."""
     try:
-        expression = patterns.translated(pattern)
-        patterns.check_length(expression)
+        expression = patterns.checked(pattern)
     except patterns.PatternError:
         return None
     found = []

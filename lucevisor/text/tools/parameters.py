@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lucevisor.text import json_text
 from lucevisor.text.json_text import Number
-from lucevisor.text.patterns import matches
+from lucevisor.text.patterns import MAX_PATTERNS, matches
 from lucevisor.text.references import Schema, flattened, resolved
 from lucevisor.text.tools.call import Tools, function_of
 
@@ -55,7 +55,7 @@ class Parameters:
 
     def schema(self, name: str) -> Schema:
         """Return what the schema says of one parameter, as a flattened schema."""
-        parts = list(_members(self._schema, name, self._definitions))
+        parts = _members(self._schema, name, self._definitions, {})
         return {"allOf": parts, "$defs": self._definitions} if parts else {}
 
 
@@ -92,7 +92,7 @@ def first_readable(texts: Iterable[str], schema: Schema) -> int:
 
 def types(schema: object, definitions: Schema) -> frozenset[str]:
     """Return the types that a flattened schema allows, as far as it says."""
-    return _types(schema, definitions, frozenset())
+    return _types(schema, definitions, {})
 
 
 def type_names(named: object) -> frozenset[str]:
@@ -114,45 +114,47 @@ def type_of(value: object) -> str:
     return next((name for kind, name in names.items() if isinstance(value, kind)), "null")
 
 
-def _types(schema: object, definitions: Schema, inside: frozenset[str]) -> frozenset[str]:
+def _types(schema: object, definitions: Schema, known: dict[int, frozenset[str]]) -> frozenset[str]:
+    """``known``: of schemas looked at before; one that refers to itself says nothing of itself."""
     if not isinstance(schema, Mapping):
         return ANY_TYPE if schema is not False else frozenset()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = ANY_TYPE
     kinds = type_names(schema.get("type"))
     if "const" in schema:
         kinds &= {type_of(schema["const"])}
     if isinstance(choices := schema.get("enum"), list):
         kinds &= frozenset(map(type_of, choices))
-    for part, within in _conjuncts(schema, definitions, inside):
-        kinds &= _types(part, definitions, within)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list):
-            kinds &= frozenset().union(*(_types(option, definitions, inside) for option in options))
+    for part in _conjuncts(schema, definitions):
+        kinds &= _types(part, definitions, known)
+    for options in _choices(schema):
+        kinds &= frozenset().union(*(_types(option, definitions, known) for option in options))
+    known[id(schema)] = kinds
     return kinds
 
 
-def _conjuncts(schema: Schema, definitions: Schema, inside: frozenset[str]) -> Iterator[tuple[object, frozenset[str]]]:
-    """Yield what holds beside a schema's own keywords; ``inside``: the references that led here."""
-    if isinstance(reference := schema.get("$ref"), str) and reference not in inside:
-        yield resolved(schema, definitions), inside | {reference}
-    if isinstance(parts := schema.get("allOf"), list):
-        for part in parts:
-            yield part, inside
+def _conjuncts(schema: Schema, definitions: Schema) -> list[Any]:
+    """What holds beside a schema's own keywords."""
+    target = [resolved(schema, definitions)] if isinstance(schema.get("$ref"), str) else []
+    return target + (parts if isinstance(parts := schema.get("allOf"), list) else [])
 
 
-def _parts(
-    schema: object, definitions: Schema, inside: frozenset[str] = frozenset()
-) -> Iterator[tuple[Schema, frozenset[str]]]:
-    """Yield a schema and all that it puts together or chooses from, for the same value."""
-    if isinstance(schema, Mapping):
-        yield schema, inside
-        for part, within in _conjuncts(schema, definitions, inside):
-            yield from _parts(part, definitions, within)
-        for key in ("anyOf", "oneOf"):
-            options = schema.get(key)
-            for option in options if isinstance(options, list) else ():
-                yield from _parts(option, definitions, inside)
-        for option in _conditional(schema):
-            yield from _parts(option, definitions, inside)
+def _choices(schema: Schema) -> list[list[Any]]:
+    """Lists of schemas of which one holds."""
+    return [options for key in ("anyOf", "oneOf") if isinstance(options := schema.get(key), list)]
+
+
+def _parts(schema: object, definitions: Schema) -> Iterator[Schema]:
+    """Yield a schema and all that it puts together or chooses from, for the same value, each once."""
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping) and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            waiting += _conjuncts(part, definitions) + _conditional(part)
+            waiting += [option for options in _choices(part) for option in options]
 
 
 def _conditional(schema: Schema) -> list[object]:
@@ -166,7 +168,7 @@ def _conditional(schema: Schema) -> list[object]:
 
 def _constant_texts(schema: object, definitions: Schema) -> set[str]:
     found = set[str]()
-    for part, _ in _parts(schema, definitions):
+    for part in _parts(schema, definitions):
         choices = part.get("enum")
         found.update(
             choice
@@ -177,31 +179,34 @@ def _constant_texts(schema: object, definitions: Schema) -> set[str]:
 
 
 def _names(schema: object, definitions: Schema) -> Iterator[str]:
-    for part, _ in _parts(schema, definitions):
+    for part in _parts(schema, definitions):
         if isinstance(properties := part.get("properties"), Mapping):
             yield from properties
         if isinstance(required := part.get("required"), list):
             yield from (name for name in required if isinstance(name, str))
 
 
-def _members(schema: object, name: str, definitions: Schema, inside: frozenset[str] = frozenset()) -> Iterator[Any]:
-    """Yield schemas that hold for a property of an object that a schema describes."""
+def _members(schema: object, name: str, definitions: Schema, known: dict[int, list[Any]]) -> list[Any]:
+    """The schemas that hold for a property of an object that a schema describes; ``known``: see ``_types``."""
     if not isinstance(schema, Mapping):
-        return
+        return []
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = []
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
     own = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
     if isinstance(patterns, Mapping):
-        own += [one for pattern, one in patterns.items() if matches(pattern, name)]
+        own += [patterns[pattern] for pattern in [*patterns][:MAX_PATTERNS] if matches(pattern, name)]
     if not own and isinstance(others := schema.get("additionalProperties"), Mapping):
         own = [others]
-    yield from own
-    for part, within in _conjuncts(schema, definitions, inside):
-        yield from _members(part, name, definitions, within)
-    chosen = [options for key in ("anyOf", "oneOf") if isinstance(options := schema.get(key), list)]
-    for options in [*chosen, _conditional(schema)]:
-        found = [list(_members(option, name, definitions, inside)) for option in options]
+    for part in _conjuncts(schema, definitions):
+        own += (one for one in _members(part, name, definitions, known) if not any(one is other for other in own))
+    for options in [*_choices(schema), _conditional(schema)]:
+        found = [_members(option, name, definitions, known) for option in options]
         if any(found):
-            yield {"anyOf": [{"allOf": parts} for parts in found if parts]}
+            own.append({"anyOf": [{"allOf": parts} for parts in found if parts]})
+    known[id(schema)] = own
+    return own
 
 
 def _is_json(text: str) -> bool:
