@@ -91,7 +91,7 @@ class Scheduler(SchedulerState):
         n_over = self._queue.n_waiting(request.client_id) - self.queue_share(request.client_id, max_queue)
         if n_over < 0:
             return True
-        found = self.preemption.places().shorter(request, len(request.prompt) + request.max_tokens)
+        found = self.preemption.places().shorter(request, len(request.prompt))
         return len([*islice(found, n_over + 1)]) > n_over
 
     def queue_share(self, client: str, max_queue: int) -> int:
