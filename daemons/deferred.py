@@ -7,7 +7,7 @@ next stage: its bell is rung when they have left the device.  All of it is over 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,18 +46,21 @@ class QueuedStep:
 
 @dataclass(slots=True, eq=False)
 class DeferredTokens:
-    """Tokens of a step, one a sequence: ``tokens`` int64 [n] on the device, on their way to ``host``."""
+    """Tokens of a step, one a sequence: ``tokens`` int64 [n] on the device, on their way to ``host``.  ``invalid``:
+    once they are settled, the sequences that had no ``valid`` row to draw from.
+    """
 
     sequences: list[int]
     tokens: Tensor
     host: Tensor
     copied: torch.cuda.Event
+    invalid: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, sequences: Sequence[int], tokens: Tensor) -> DeferredTokens:
-        """Start the copy to the host."""
+    def of(cls, sequences: Sequence[int], tokens: Tensor, valid: Tensor | None = None) -> DeferredTokens:
+        """Start the copy to the host; there tokens that are not valid are negative."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+        host.copy_(tokens if valid is None else torch.where(valid, tokens, ~tokens), non_blocking=True)
         return cls([*sequences], tokens, host, recorded(tokens.device))
 
     @property
@@ -68,7 +71,10 @@ class DeferredTokens:
     def settle(self) -> dict[int, int]:
         """Wait for the device; the tokens by sequence."""
         self.copied.synchronize()
-        return dict(zip(self.sequences, self.host.tolist(), strict=True))
+        found = self.host.tolist()
+        self.invalid = [sequence for sequence, token in zip(self.sequences, found, strict=True) if token < 0]
+        tokens = [~token if token < 0 else token for token in found]
+        return dict(zip(self.sequences, tokens, strict=True))
 
 
 @dataclass(slots=True, eq=False)

@@ -210,9 +210,10 @@ class ModelRunner:
         started += arrival.waited_s
         compute_s = time.monotonic() - max(started, self._settled_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
+        invalid = self._sampler.take_invalid() if plan.output and self._sampler is not None and deferred is None else []
         result = StepResult(
             step.step_id, stage_index, sampled, compute_s, wait_s, payload.segments,
-            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold,
+            scored=scored, page_scores=page_scores, hop_s=arrival.hop_s, upkeep_s=upkeep_s, cold=cold, invalid=invalid,
         )  # fmt: skip
         return StepOutput(result, payload.arrays, deferred, step, started)
 
@@ -252,7 +253,10 @@ class ModelRunner:
         if self._draft_inputs is not None and output.step is not None:
             self._draft_inputs.keep_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
-        result = replace(output.result, sampled=sampled, drafts=drafts, compute_s=now - begun)
+        invalid = output.result.invalid
+        if isinstance(deferred, DeferredTokens) and self._sampler is not None:
+            invalid = self._sampler.take_invalid()
+        result = replace(output.result, sampled=sampled, drafts=drafts, compute_s=now - begun, invalid=invalid)
         return self.tell(StepOutput(result, output.payload, step=output.step), drafts=True)
 
     def _may_queue(self, plan: StagePlan, step: Step) -> bool:
@@ -366,7 +370,8 @@ class ModelRunner:
             return []
         queued()
         states = self._sampler.states
-        return score(step.slices, partial(stage.logits, rows), lambda s: states[s].sampling.n_top_logprobs)
+        scored = score(step.slices, partial(stage.logits, rows), lambda s: states[s].sampling.n_top_logprobs)
+        return self._sampler.checked(scored)
 
     def _sample(
         self, stage: LoadedStage, step: Step, rows: Tensor, masks: MaskSource, payload: Payload,

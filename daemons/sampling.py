@@ -9,6 +9,7 @@ Knows token ids and logits only; sequences are ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,17 @@ from daemons.ops.choices import likeliest
 from daemons.repetition import Breakers, Context, breakers_by_head, penalise_repetition
 from daemons.scoring import TokenReport, report_of, sampled_of
 from daemons.truncation import filtered, mirostat_keeps, next_mu
-from lucevisor.protocol.steps import PENDING, CloseSequence, OpenSequence, Operation, Sampled, Sampling, Slice, Step
+from lucevisor.protocol.steps import (
+    PENDING,
+    CloseSequence,
+    OpenSequence,
+    Operation,
+    Sampled,
+    Sampling,
+    Scored,
+    Slice,
+    Step,
+)
 
 _XTC = 1 << 40
 """Added to a position: the number that decides whether XTC acts there."""
@@ -59,6 +70,7 @@ class Sampler:
     states: dict[int, SamplingState] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)  # the token sampled last, by sequence
     _deferred: DeferredTokens | None = None  # newer ones, which the host does not know yet
+    _invalid: list[int] = field(default_factory=list)  # sequences whose logits were NaN or infinite
 
     def open(
         self, sequence: int, sampling: Sampling, history: list[int], mu: float | None = None, n_prompt: int = 0
@@ -104,6 +116,12 @@ class Sampler:
         self.states.clear()
         self._last.clear()
         self._deferred = None
+        self._invalid.clear()
+
+    def take_invalid(self) -> list[int]:
+        """The sequences whose logits, of the last ``sample`` or ``settle``, were NaN or infinite: void tokens."""
+        found, self._invalid = self._invalid, []
+        return found
 
     def known(self, step: Step) -> tuple[Step, Fill | None]:
         """The step with the tokens its pending slices stand for; 0 where only the device knows them, which the second
@@ -130,6 +148,16 @@ class Sampler:
         """Slices with the tokens that their pending ones stand for: the step before is settled, theirs is not."""
         return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
 
+    def checked(self, scored: Sequence[Scored]) -> list[Scored]:
+        """Scores with void ones in place of those that are not numbers, whose sequences ``take_invalid`` names."""
+        found = []
+        for one in scored:
+            if not all(map(math.isfinite, one.logprobs)):
+                self._invalid.append(one.sequence)
+                one = replace(one, logprobs=[0.0] * len(one.logprobs), tops=[[] for _ in one.tops])
+            found.append(one)
+        return found
+
     def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:
         """Draw a token a slice as ``sample`` does, without waiting for the device; ``settle`` brings them.
 
@@ -139,16 +167,18 @@ class Sampler:
         samplings = [state.sampling for state in states]
         if self.device.type == "cpu" or any(s.n_drafts or s.masked for s in slices) or not draws_blindly(samplings):
             return None
+        valid = finite_rows(logits)
         for i, state in enumerate(states):
             adjust(state, logits[i : i + 1])
         keys = [draw_key(s.seed, piece.start + len(piece.tokens)) for s, piece in zip(samplings, slices, strict=True)]
         tokens = draw_blindly(logits, samplings, keys)
-        self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens)
+        self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens, valid)
         return self._deferred
 
     def settle(self, deferred: DeferredTokens) -> list[Sampled]:
         """Wait for deferred tokens.  Call it before the next ``sample``."""
         found = deferred.settle()
+        self._invalid += deferred.invalid
         self._last |= {sequence: token for sequence, token in found.items() if sequence in self.states}
         if self._deferred is deferred:
             self._deferred = None
@@ -187,6 +217,7 @@ class Sampler:
         but for mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a device, with the
         tokens that it draws, a row's each; None if the host takes part.
         """
+        valid = finite_rows(logits)
         rows: list[Sampling] = []
         positions: list[int] = []
         blocks: list[Tensor] = []
@@ -207,9 +238,11 @@ class Sampler:
             apply_masks(logits, masks, masked)
         drawn, at = _draw_rows(logits, rows, positions, meanwhile), 0
         out: list[Sampled] = []
+        spans: list[tuple[int, int, int]] = []
         for slice_, block, report in zip(slices, blocks, reports, strict=True):
             state, drafts = self.states[slice_.sequence], slice_.drafts
             end = at + 1 + len(drafts)
+            spans.append((slice_.sequence, at, end))
             mus: list[float] = []
             if state.sampling.uses_mirostat:
                 tokens, mus = _draw_mirostat(block, state, positions[at:end], drafts)
@@ -219,7 +252,18 @@ class Sampler:
             self.count(slice_.sequence, drafts[: len(tokens) - 1])
             self._last[slice_.sequence] = tokens[-1]
             out += sampled_of(slice_.sequence, tokens, report, mus)
+        if not valid.all():
+            void = {sequence for sequence, first, stop in spans if not valid[first:stop].all()}
+            self._invalid += sorted(void)
+            out = [Sampled(one.sequence, one.token) if one.sequence in void else one for one in out]
         return out
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """Whether each row [n, V] has numbers to choose by: the largest is neither NaN, which counts as such, nor
+    infinite.
+    """
+    return logits.amax(dim=-1).isfinite()
 
 
 def rows_to_sample(slices: Sequence[Slice]) -> list[int]:

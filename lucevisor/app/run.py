@@ -369,8 +369,9 @@ class Supervisor:
         engine.relevance.score = make_page_scorer(self.config, self.model, self.service, self._tokenizer)
 
     def _not_ready(self) -> list[NotReadyPart]:
+        engine = self.service.engine
         if self.service.state == "ready":
-            return []
+            return [NotReadyPart("pipeline", "invalid logits", engine.invalid)] if engine and engine.invalid else []
         parts = [
             NotReadyPart(f"group {name}", g.state.name.lower(), g.reason)
             for name, g in self.service.groups.items()

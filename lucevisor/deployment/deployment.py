@@ -10,10 +10,12 @@ Invariant: what a daemon says reaches the deployment that started it, and no oth
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import structlog
 
 from lucevisor.config import Config
@@ -34,6 +36,7 @@ from lucevisor.engine.pipeline.steps import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
+from lucevisor.model.values import Dtype
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
@@ -42,12 +45,21 @@ from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
+from lucevisor.protocol.steps import Step
+from lucevisor.protocol.validation import AskedStep
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
+
+_EXPONENTS: Final = {
+    Dtype.FLOAT32: (np.uint32, 0x7F800000),
+    Dtype.FLOAT16: (np.uint16, 0x7C00),
+    Dtype.BFLOAT16: (np.uint16, 0x7F80),
+}
+"""Numbers are NaN or infinite if all these bits are set."""
 
 log = structlog.get_logger("deployment")
 
@@ -112,6 +124,7 @@ class Deployment:
             on_ready=self._on_ready,
             on_lost=self._on_lost,
             on_frame=self._on_frame,
+            asked=self._asked,
             on_state=self._on_state,
             on_draining=self._on_draining,
             on_progress=self._hooks.on_progress,
@@ -216,15 +229,28 @@ class Deployment:
         # Later: the engine may be in the middle of sending.
         asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
 
+    def blame(self, step: Step) -> str:
+        """Return the first stage whose rows of a step are NaN or infinite, as its arena has them; else the last."""
+        assert self.placement is not None
+        stages, found = self.placement.stages, len(self.placement.stages) - 1
+        dtype, bits = _EXPONENTS[self.placement.dtype]
+        n_numbers = step.n_tokens * self._model.spec.boundary_width
+        for boundary in range(found):
+            rows = np.frombuffer(self.buffers[False, boundary].region(step.region), dtype)[:n_numbers]
+            if ((rows & bits) == bits).any():
+                found = boundary
+                break
+        blamed = f"stage {found} (group {stages[found].group})"
+        log.error("logits are not numbers", stage=found, group=stages[found].group, step=step.step_id)
+        return blamed
+
     def drafter_failed(self, failure: PipelineFailure) -> None:
         """The engine dropped its drafter, and does without it until the drafter's daemon is replaced."""
         self._detached = failure.message
         if self._assembly is not None:
             self._assembly.detach_drafter(failure.message)
-        group = self.draft_group
-        alone = group not in self.needed
-        if alone and failure.code != "shard_lost":  # supervision notices a closed link
-            asyncio.get_running_loop().call_soon(self.groups[group].distrust, failure.message)
+        if failure.code != "shard_lost":  # supervision notices a closed link
+            asyncio.get_running_loop().call_soon(self.groups[self.draft_group].distrust, failure.message)
 
     # ---- the drafter
 
@@ -262,7 +288,8 @@ class Deployment:
         threads = group_threads(self._config, group)
         load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=spin_s(self._config))
         fds = descriptors([self.buffers[arena.capture, arena.boundary] for arena in load.arenas])
-        return await self._successors.order(group, load, fds, self._assembly)
+        order = await self._successors.order(group, load, fds, self._assembly)
+        return dataclasses.replace(order, vocabulary=self._model.spec.vocabulary)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
         """Return the drafter's files; None when they cannot be used and the daemon has layers to serve."""
@@ -333,6 +360,9 @@ class Deployment:
             if part is not None:
                 part.lost(group, reason)
         self._hooks.on_change()
+
+    def _asked(self, _group: str, stage: int, step_id: int) -> AskedStep | None:
+        return None if self._engine is None else self._engine.asked(stage, step_id)
 
     def _on_frame(self, group: str, frame: Frame) -> None:
         if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):

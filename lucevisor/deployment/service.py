@@ -330,6 +330,7 @@ class Service:
             on_pipeline_failed=self._on_pipeline_failed,
             on_drafter_lost=lambda failure: self.deployment.drafter_failed(failure),
             on_step=self._on_step,
+            blame=lambda step: self.deployment.blame(step),
             validate=enabled(os.environ),
         )
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None

@@ -47,6 +47,7 @@ from lucevisor.kv.prefix_cache import PrefixIndex
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.validation import AskedStep
 
 
 class Engine:
@@ -99,6 +100,7 @@ class Engine:
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
         self._retry = RetryAfter()
+        self._invalid: tuple[str, float] | None = None  # what computes no numbers, and since when
 
     # ---- requests
 
@@ -293,7 +295,8 @@ class Engine:
         try:
             if self._scheduler.in_flight:
                 note_rankings(self._scheduler.in_flight[0], result.step.rank_pages, result.results)
-            events = self._scheduler.apply(result.results[-1], now)
+            blamed = self._judge(result, now)
+            events = self._scheduler.apply(result.results[-1], now, blamed)
         except WrongResult as error:
             last = result.results[-1].stage
             self.on_failed(
@@ -305,6 +308,24 @@ class Engine:
         self._proceed(events)
         self._scheduler.sent()
         self._settings.on_step(result)
+
+    def _judge(self, result: PipelineResult, now: float) -> str:
+        """Return the stage whose numbers are invalid in a step, if some are; note it until tokens are drawn again."""
+        last = result.results[-1]
+        if last.invalid:
+            blamed = self._settings.blame(result.step)
+            self._invalid = f"{blamed} computed numbers that are NaN or infinite", now
+            return blamed
+        if last.sampled:
+            self._invalid = None
+        return ""
+
+    @property
+    def invalid(self) -> str:
+        """Which stage computed NaN or infinities in place of the newest tokens, within ``rate_window_s`` seconds."""
+        if self._invalid is None or self._clock() - self._invalid[1] > self._settings.rate_window_s:
+            return ""
+        return self._invalid[0]
 
     def _on_first_stage_done(self) -> None:
         """Send what waited for the first stage."""
@@ -319,6 +340,18 @@ class Engine:
     def oldest_in_flight(self) -> StepInFlight | None:
         """Return the step a daemon has worked on for longest, for the watchdog."""
         return None if self._pipeline is None else self._pipeline.oldest_in_flight(self._clock())
+
+    def asked(self, stage: int, step_id: int) -> AskedStep | None:
+        """Return a step that a stage has yet to answer, for the check of its answer."""
+        found = None if self._pipeline is None else self._pipeline.asked(stage, step_id)
+        if found is None or self._pipeline is None:
+            return None
+        n_top: dict[int, int] = {}
+        if stage == self._pipeline.n_stages - 1:
+            scheduled = next((one for one in self._scheduler.in_flight if one.step_id == step_id), None)
+            parts = scheduled.parts.items() if scheduled is not None else ()
+            n_top = {sequence: part.record.request.sampling.n_top_logprobs for sequence, part in parts}
+        return AskedStep(*found, n_top)
 
     # ---- the end
 

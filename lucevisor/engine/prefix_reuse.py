@@ -230,6 +230,12 @@ class PrefixReuse:
         slot = index.publish(record.tokens, self._source(live, state, "preempted"), now, pinned=True)
         return slot, operations if slot is not None and slot.state == state else []
 
+    def discard(self, record: RequestRecord) -> None:
+        """Drop the slots that a request's tokens begin with: what they hold is wrong."""
+        tree, n_tokens = self.index.tree, len(record.tokens)
+        for slot in [*tree.slots_on(tree.walk(record.tokens, n_tokens), record.tokens, n_tokens)]:
+            self.index.drop(slot)
+
     def ended(self, record: RequestRecord) -> None:
         """Count a finished request, and trim the index to its settings."""
         use = record.prefix

@@ -18,7 +18,9 @@ from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["shard_lost", "protocol_error", "shutting_down", "constraint_failed", "host_memory_full"]
+ErrorCode = Literal[
+    "shard_lost", "protocol_error", "shutting_down", "constraint_failed", "host_memory_full", "invalid_logits"
+]
 
 
 class RequestState(Enum):
@@ -106,6 +108,12 @@ class RequestError:
 
     code: ErrorCode
     message: str
+
+
+def invalid_logits(stage: str) -> RequestError:
+    """Return the error of a request for which ``stage`` computed no numbers."""
+    remedy = "check its device and the model's file; restart its group if it happens with other prompts, too"
+    return RequestError("invalid_logits", f"{stage} computed numbers that are NaN or infinite; {remedy}")
 
 
 def no_host_memory(what: str) -> RequestError:

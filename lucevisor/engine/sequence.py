@@ -195,10 +195,15 @@ class RequestRecord:
         """Tokens generated so far, the stop id included."""
         return self.n_tokens - len(self.request.prompt)
 
-    @property
-    def stint(self) -> int:
-        """Tokens computed since it has its sequence; what is computed again does not count."""
-        return 0 if self.live is None else self.live.n_computed - max(self.live.began_at, self.n_served)
+    def stint(self, chunk: int) -> int:
+        """Return how many steps computed something of it since it has its sequence: prompts in chunks of that size, its
+        answer token by token.  What is computed again does not count.
+        """
+        if self.live is None:
+            return 0
+        start, n_prompt = max(self.live.began_at, self.n_served), len(self.request.prompt)
+        n_prefilled = min(self.live.n_computed, n_prompt) - start
+        return max(0, n_prefilled) // chunk + max(0, self.live.n_computed - max(start, n_prompt))
 
     @property
     def computes_prompt(self) -> bool:

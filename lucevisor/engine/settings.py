@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from lucevisor.engine.journal import RowStore
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
+from lucevisor.protocol.steps import Step
 
 MAX_LOSSES = 4
 
@@ -21,6 +22,7 @@ class EngineSettings:
     before it ends them; 0: not at all.  ``max_losses``: losses in a row, without a token in between, that end a
     running request.  ``rows`` and ``journal_pages``: the memory of the journal; None: there is none,
     and all stages compute again what one has lost.  ``rate_window_s``: the span of ``tokens_per_s`` in statistics.
+    ``blame`` names the first stage of a step whose rows are NaN or infinite.
     ``validate``: check all accounts whenever the engine is idle; raises AccountingError from there.
     ``mask_threads`` False: masks are made on the calling thread.
 
@@ -34,6 +36,7 @@ class EngineSettings:
     rows: RowStore | None = None
     journal_pages: int = 0
     rate_window_s: float = 10.0
+    blame: Callable[[Step], str] = lambda _: "the output stage"
     validate: bool = False
     mask_threads: bool = True
     clock: Callable[[], float] = time.monotonic

@@ -357,6 +357,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     hop_s: float = 0.0  # of a posted step: from the doorbell of its rows until this stage took them
     upkeep_s: float = 0.0  # of the output stage: what the draft stage took since the last result for steps with upkeep
     cold: bool = False  # of a shape that is captured, and before its graph was there: the next ones are faster
+    invalid: list[int] = []  # of the output stage: sequences whose logits are NaN or infinite; their tokens are void
 
 
 class Recall(msgspec.Struct, frozen=True):

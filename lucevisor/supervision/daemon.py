@@ -1,6 +1,7 @@
 """One daemon process with its link and pulse: turns what they deliver into events for the machine.
 
-Knows no states: the machine decides what an event means. Invariants: every event carries this daemon's number; a dead
+Knows no states: the machine decides what an event means. What the process says is checked before anything uses it
+(`protocol/validation.py`). Invariants: every event carries this daemon's number; a dead
 daemon's last frames come before its exit, so a `Failed` that explains the exit is never lost; after the exit nothing of
 it is open.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -22,6 +24,8 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello, Load, Loaded, Rehearse, Rehearsed
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
+from lucevisor.protocol.steps import StepResult
+from lucevisor.protocol.validation import DaemonFacts, fault_of
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import Ended
@@ -69,6 +73,9 @@ class Daemon:
         self._callbacks = callbacks
         self._emit = emit
         self._ready = False
+        self._distrusted = False  # it said what cannot be true: nothing of it counts
+        self._facts = DaemonFacts(0.0)
+        self._started_at = time.monotonic()
         self._on_rehearsed: Callable[[], None] = lambda: None
         self._loading: asyncio.Task[None] | None = None
         self._ended: Ended | None = None
@@ -154,6 +161,8 @@ class Daemon:
     async def _load(self, hello: Hello) -> None:
         try:
             order = await self._callbacks.make_load(self.name, hello)
+            replays = bool(order.load.replay)
+            self._facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
             self.link.send(order.load, fds=order.fds)
             self.ordered = replace(order.load, replay=[])  # of many tokens, and out of date soon
         except LinkClosed:
@@ -168,7 +177,24 @@ class Daemon:
         else:
             self._emit(ev.LoadSent(self.number))
 
+    def _is_true(self, frame: Frame) -> bool:
+        """Check a frame; one that cannot be true ends the daemon."""
+        if self._distrusted:
+            return False
+        self._facts.age_s = time.monotonic() - self._started_at
+        message, asked = frame.message, None
+        if isinstance(message, StepResult) and self._ready:
+            asked = self._callbacks.asked(self.name, message.stage, message.step_id)
+        fault = fault_of(message, frame.payload, self._facts, asked)
+        if fault:
+            self._distrusted = True
+            self._log.error("daemon sent what cannot be true", message=type(message).__name__, reason=fault)
+            self._emit(ev.Failure(self.number, f"it sent what cannot be true: {fault}"))
+        return not fault
+
     def _on_link_frame(self, frame: Frame) -> None:
+        if not self._is_true(frame):
+            return
         match frame.message:
             case Hello() as hello:
                 self._on_hello(hello)
@@ -207,6 +233,8 @@ class Daemon:
         self._finish_when_read()
 
     def _on_pulse_frame(self, frame: Frame) -> None:
+        if not self._is_true(frame):
+            return
         match frame.message:
             case Heartbeat() as heartbeat:
                 self.heartbeat = heartbeat

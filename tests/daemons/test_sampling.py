@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from daemons.draws import draw, draw_key, uniform
 from daemons.sampling import Sampler, SamplingState, adjust
-from lucevisor.protocol.steps import Dry, Mirostat, Sampling, Slice
+from lucevisor.protocol.steps import Dry, Mirostat, Sampling, Scored, Slice
 from tests.numerics import UNIT, bound
 
 CPU = torch.device("cpu")
@@ -329,3 +329,66 @@ def test_rejected_drafts_leave_no_count() -> None:
     assert [x.token for x in found] == [1, 2]
     assert sampler.states[0].counts is not None
     assert sampler.states[0].counts.tolist() == [0, 1, 0, 0, 0, 0, 1, 0]  # 2 will be carried by the next slice
+
+
+KINDS = {
+    "greedy": Sampling(temperature=0.0),
+    "drawn": Sampling(seed=3),
+    "filtered": Sampling(top_k=5, top_p=0.9, min_p=0.01, seed=4),
+    "sorted": Sampling(typical_p=0.9, seed=5),
+    "mirostat": Sampling(mirostat=Mirostat(2), seed=6),
+    "penalised": Sampling(repetition_penalty=1.2, seed=7),
+    "reported": Sampling(temperature=0.0, n_top_logprobs=3),
+    "banned": Sampling(temperature=0.0, banned=(1, 2, 3), logit_bias={4: 1.0}),
+}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_that_are_not_numbers_are_named_and_the_others_drawn_as_ever(name: str, number: float) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    found = []
+    for invalid in (None, number):
+        sampler = Sampler(50, CPU)
+        for sequence in range(3):
+            sampler.open(sequence, KINDS[name], [1, 2, 3])
+        rows = logits.clone()
+        if invalid is not None:
+            rows[1, 17] = invalid
+        found.append(sampler.sample([plain(sequence, 9) for sequence in range(3)], rows))
+        assert sampler.take_invalid() == ([] if invalid is None else [1])
+        assert sampler.take_invalid() == []
+    good, bad = found
+    assert [one for one in bad if one.sequence != 1] == [one for one in good if one.sequence != 1]
+    [void] = [one for one in bad if one.sequence == 1]
+    assert 0 <= void.token < 50
+    assert (void.logprob, void.top, void.mu) == (None, [], None)
+
+
+def test_a_row_without_any_number_is_invalid_and_a_masked_one_is_not() -> None:
+    sampler = Sampler(8, CPU)
+    sampler.open(0, Sampling(temperature=0.0), [])
+    sampler.sample([plain(0, 3)], torch.full((1, 8), -math.inf))
+    assert sampler.take_invalid() == [0]
+    masks = torch.tensor([[0b00000100]], dtype=torch.uint8)
+    [only] = sampler.sample([Slice(0, 2, [0], True, masked=True)], torch.zeros(1, 8), masks)
+    assert (only.token, sampler.take_invalid()) == (2, [])
+
+
+def test_one_invalid_row_of_a_verified_draft_makes_its_sequence_void() -> None:
+    sampler = Sampler(8, CPU)
+    for sequence in range(2):
+        sampler.open(sequence, Sampling(temperature=0.0), [])
+    rows = torch.zeros(4, 8)
+    rows[0, 5] = rows[2, 5] = 1.0
+    rows[3, 0] = math.nan
+    sampler.sample([Slice(sequence, 2, [0, 5], True, n_drafts=1) for sequence in range(2)], rows)
+    assert sampler.take_invalid() == [1]
+
+
+def test_scores_that_are_not_numbers_are_void() -> None:
+    sampler = Sampler(8, CPU)
+    good = Scored(0, 1, [-1.0, -2.0], [[(1, -1.0)], [(2, -2.0)]])
+    bad = Scored(1, 1, [-1.0, math.nan], [[(1, -1.0)], [(2, math.nan)]])
+    assert sampler.checked([good, bad]) == [good, Scored(1, 1, [0.0, 0.0], [[], []])]
+    assert sampler.take_invalid() == [1]

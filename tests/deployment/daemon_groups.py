@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -85,7 +86,14 @@ DRAFTING = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULA
 class Groups:
     """``homes[s]``: the group that runs stage s; ``draft``: the one that runs the draft stage, if any."""
 
-    def __init__(self, homes: Sequence[str], draft: str = "", hold_s: float = 0.0, journal_pages: int = 0) -> None:
+    def __init__(
+        self,
+        homes: Sequence[str],
+        draft: str = "",
+        hold_s: float = 0.0,
+        journal_pages: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.homes, self.draft = list(homes), draft
         n = len(homes)
         self.limits = limits(max_sequences=2, pools=PoolSizes(16, 0, 2))
@@ -109,6 +117,7 @@ class Groups:
                 on_pipeline_failed=self.failures.append,
                 on_drafter_lost=self._drafter_lost,
                 validate=True,
+                clock=clock,
             ),
         )
         self.assembly = PipelineAssembly(self.engine, self.homes, self._changed, draft)

@@ -8,14 +8,17 @@ import weakref
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, QueueFull, RequestError, TokenEvent
 from lucevisor.engine.rows import RowsMissing
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import StepResult
+from lucevisor.protocol.steps import Recalled, StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyModel, mix, toy_row
+
+NO_PAYLOAD = memoryview(b"")
 
 STOPPED = RequestError("shutting_down", "the server stops; send the request to another")
 
@@ -353,3 +356,28 @@ async def test_rows_that_do_not_come_are_an_error_with_the_reason() -> None:
     toy.pipeline.receive(StepResult(result.step_id, 0, result.sampled))
     with pytest.raises(RowsMissing, match="stage 0 sent no logits"):
         await running
+
+
+async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_stage() -> None:
+    toy = ToyEngine(limits(), n_stages=2)
+    toy.attach()
+    bad, good = (toy.engine.submit(request(name, n=6)) for name in ("bad", "good"))
+    assert toy.pipeline is not None
+    receive, drawn = toy.pipeline.receive, list[int]()
+
+    def spoil(result: StepResult | Recalled, payload: memoryview = NO_PAYLOAD) -> None:
+        if isinstance(result, StepResult) and result.stage == 1 and any(one.sequence == 0 for one in result.sampled):
+            drawn.append(result.step_id)
+            result = structs.replace(result, invalid=[0]) if len(drawn) == 3 else result
+        receive(result, payload)
+
+    toy.pipeline.receive = spoil  # type: ignore[method-assign]
+    toy.run()
+    tokens, end = told(await events_of(bad))
+    assert end.error is not None
+    assert end.error.code == "invalid_logits"
+    assert end.error.message.startswith("the output stage computed numbers that are NaN or infinite; ")
+    assert tokens == toy.alone(request("bad", n=6))[:2]
+    assert told(await events_of(good))[0] == toy.alone(request("good", n=6))
+    assert toy.failures == []
+    assert toy.engine.invalid == ""  # numbers have come since

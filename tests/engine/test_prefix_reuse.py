@@ -296,3 +296,20 @@ def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
     assert len(slots) == 2
     assert slots[0].pages(Space.FULL)[0] == slots[1].pages(Space.FULL)[0]
     assert scheduler.pools.use()[Space.FULL].used == 5
+
+
+def test_slots_of_a_request_whose_logits_are_no_numbers_are_dropped() -> None:
+    scheduler = Scheduler(warm(spaces=FULL))
+    run_one(scheduler, request("other", [90, *range(200)], n=2))
+    kept = {slot.n_tokens for slot in scheduler.reuse.index.slots}
+    scheduler.submit(request("bad", range(200), n=9), 0.0)
+    ended = []
+    while not ended:
+        plan = scheduler.next_plan(0.0)
+        assert plan is not None
+        drawn = [Sampled(s.sequence, 7) for s in plan.step.slices if s.sample]
+        invalid = [one.sequence for one in drawn]
+        ended = scheduler.apply(StepResult(plan.step.step_id, 0, drawn, invalid=invalid), 0.0, "stage 0")
+    assert [event.error.code for _, event in ended] == ["invalid_logits"]  # type: ignore[union-attr]
+    assert {slot.n_tokens for slot in scheduler.reuse.index.slots} == kept
+    assert scheduler.idle

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import lucevisor
 from lucevisor.config import GroupConfig
-from lucevisor.model.values import Dtype
-from lucevisor.protocol.loading import Load, PoolSizes
+from lucevisor.model.values import Dtype, LayerRange
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.source_hash import source_hash
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
@@ -49,7 +49,8 @@ def stage_tiny(run_dir: Path) -> StagedPackages:
 
 def tiny_load() -> LoadOrder:
     """An order that no tiny daemon looks at."""
-    return LoadOrder(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], PoolSizes(1, 0, 0), 1, 1))
+    stage = StagePlan(0, [ShardPlan(0, LayerRange(0, 1))], None, None, embedding=True, output=True)
+    return LoadOrder(Load([], Dtype.FLOAT32, Dtype.FLOAT32, [stage], [], PoolSizes(1, 0, 0), 1, 1))
 
 
 class Owner:

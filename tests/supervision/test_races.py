@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import signal
 
@@ -146,3 +148,11 @@ async def test_a_daemon_that_the_owner_distrusts_time_and_again_fails_at_the_res
             group.distrust("it answered step 7 while step 6 was due")
         await group.wait(State.FAILED, timeout_s=20)
         assert group.reason == "it answered step 7 while step 6 was due; restart limit 2/60s reached"
+
+
+async def test_a_daemon_that_says_what_cannot_be_true_is_replaced_and_its_words_are_named(tmp_path):
+    fields = json.dumps({"x": math.nan})
+    async with tiny_group(tmp_path, "odd log", limits=brisk(n_restarts=1), TINY_FIELDS=fields) as (group, _):
+        await group.start()
+        await group.wait(State.FAILED, timeout_s=60)
+        assert group.reason == "it sent what cannot be true: LogLine.fields.x is nan; restart limit 1/60s reached"

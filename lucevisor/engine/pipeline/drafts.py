@@ -40,6 +40,7 @@ class DraftRelay:
     ) -> None:
         self._stage, self._clock, self._in_flight, self._on_known = stage, clock, in_flight, on_known
         self.attached: AttachedDrafter | None = None
+        self._asked: dict[int, PipelineStep] = {}  # the steps that wait, by id
         self.resting = False  # it gets no steps but those with an ``opening``
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
         self.on_lost: Callable[[PipelineFailure], None] = lambda _: None
@@ -87,6 +88,12 @@ class DraftRelay:
             self.lose("shard_lost", f"step {step.step_id} could not be sent to the draft stage: {error}")
         else:
             draft.waiting.append((step.step_id, self._clock()))
+            self._asked = {waiting: self._asked[waiting] for waiting, _ in draft.waiting if waiting in self._asked}
+            self._asked[step.step_id] = entry
+
+    def asked(self, step_id: int) -> PipelineStep | None:
+        """Return a step that the drafter has yet to answer."""
+        return self._asked.get(step_id) if self.makes(step_id) else None
 
     def makes(self, step_id: int) -> bool:
         """Whether the drafter has yet to answer a step."""

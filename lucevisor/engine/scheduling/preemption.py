@@ -3,8 +3,8 @@ memory.
 
 Pages: the youngest request gives way to an older one that cannot go on.  Sequences: a waiting request may start in the
 place of a running one of the client with the most sequences, if those are two more than its own client's, which was
-served no more; or in the place of one that was served, since it got its sequence, at least as many tokens as the
-waiting one asks for in all, prompt and ``max_tokens``.  So a short request waits for no long one, a client has its
+served no more; or in the place of one that had its sequence for at least as many steps as the waiting one may take,
+which are the chunks of its prompt and its ``max_tokens``.  So a short request waits for no long one, a client has its
 share of the sequences, and a request that is preempted again and again still gets half of the service.
 Pure.  What was computed is published as a prefix slot, pinned until the owner of host memory has its bytes; its pages
 are free then.  When the request may start again they are read back as another slot, from which it goes on.  Without
@@ -47,17 +47,19 @@ class SwapSpace(Protocol):
 
 
 class Places:
-    """The sequences that running requests hold, as of now.  ``swaps``: what they computed goes to host memory."""
+    """The sequences that running requests hold, as of now.  ``chunk``: tokens of a prompt that a step computes.
+    ``swaps``: what they computed goes to host memory.
+    """
 
-    def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, *, swaps: bool) -> None:
-        self._shares, self._swaps = shares, swaps
+    def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, chunk: int, *, swaps: bool) -> None:
+        self._shares, self._chunk, self._swaps = shares, chunk, swaps
         self._held: Counter[str] = Counter()
         self._by_service: list[RequestRecord] = []  # the longest served first
         for record in running:
             self._held[record.request.client_id] += 1
             if not record.uncached:
                 self._by_service.append(record)
-        self._by_service.sort(key=lambda record: (-record.stint, record.arrival))
+        self._by_service.sort(key=lambda record: (-record.stint(chunk), record.arrival))
         self._most = max(self._held.values(), default=0)
 
     def victim(self, record: RequestRecord) -> RequestRecord | None:
@@ -70,28 +72,33 @@ class Places:
                 return found
         if record.started_at is not None:
             return None
-        return next(self.shorter(record.request, record.size + record.max_tokens), None)
+        return next(self.shorter(record.request, record.size), None)
 
-    def shorter(self, request: GenerationRequest, n_tokens: int) -> Iterator[RequestRecord]:
-        """Return the running requests that give way to one for ``n_tokens`` because it is shorter than their service.
+    def shorter(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
+        """Return the running requests that give way to one with so many tokens to prefill, as it is shorter than their
+        service.
 
         Each has its client's own sequence, or that of a client with more sequences.
         """
-        own = self._held[request.client_id]
+        own, n_steps = self._held[request.client_id], -(-n_prompt // self._chunk) + request.max_tokens
         for record in self._by_service:
-            if record.stint < n_tokens:
+            served = record.stint(self._chunk)
+            if served < n_steps:
                 return
-            cost = 0 if self._swaps or record.live is None else record.live.n_computed  # to compute it again
+            again = 0 if self._swaps or record.live is None else record.live.n_computed / self._chunk
             may = record.request.client_id == request.client_id or self._held[record.request.client_id] > own
-            if may and record.stint >= cost:
+            if may and served >= again:
                 yield record
 
 
 class Preemption:
     """Preempts running requests and starts them again.  ``swap`` None: all is computed again."""
 
-    def __init__(self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, shares: ClientShares) -> None:
+    def __init__(
+        self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, shares: ClientShares, chunk: int
+    ) -> None:
         self._running, self._queue, self._reuse, self._shares = running, queue, reuse, shares
+        self._chunk = chunk
         self.swap: SwapSpace | None = None
         self.n_preempted = 0
         self.n_swapped = 0  # of them, those whose bytes went to host memory
@@ -103,7 +110,7 @@ class Preemption:
 
     def places(self) -> Places:
         """Return who holds a sequence now."""
-        return Places(self._running, self._shares, swaps=self.swap is not None)
+        return Places(self._running, self._shares, self._chunk, swaps=self.swap is not None)
 
     def next_place(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
         """Return the first waiting request that may start in the place of a running one, and that one."""

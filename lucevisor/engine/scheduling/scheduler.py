@@ -25,6 +25,7 @@ from lucevisor.engine.request import (
     RequestError,
     RequestState,
     TokenEvent,
+    invalid_logits,
     no_host_memory,
 )
 from lucevisor.engine.scheduling.backlog import Backlog
@@ -90,7 +91,7 @@ class Scheduler(SchedulerState):
         n_over = self._queue.n_waiting(request.client_id) - self.queue_share(request.client_id, max_queue)
         if n_over < 0:
             return True
-        found = self.preemption.places().shorter(request, len(request.prompt) + request.max_tokens)
+        found = self.preemption.places().shorter(request, len(request.prompt))
         return len([*islice(found, n_over + 1)]) > n_over
 
     def queue_share(self, client: str, max_queue: int) -> int:
@@ -240,8 +241,9 @@ class Scheduler(SchedulerState):
         self._backlog.first_stage_done(now)
         return RequestState.PREFILL in self.running.states
 
-    def apply(self, result: StepResult, now: float) -> Events:
-        """Apply the last stage's result of the oldest step in flight.
+    def apply(self, result: StepResult, now: float, blamed: str = "the output stage") -> Events:
+        """Apply the last stage's result of the oldest step in flight.  ``blamed``: the stage whose numbers are invalid,
+        if some are.
 
         Raises WrongResult, changing nothing, if it does not answer that step.  Each sampling slice has one token, and
         one more for each accepted draft; tokens after the end of a request are dropped.
@@ -256,7 +258,11 @@ class Scheduler(SchedulerState):
         events: Events = []
         for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
-            if tokens := drawn.get(sequence):
+            if sequence in result.invalid:
+                if not part.record.ended:
+                    self.reuse.discard(part.record)
+                    events.append(self._finish(part.record, "error", now, error=invalid_logits(blamed)))
+            elif tokens := drawn.get(sequence):
                 self._take(events, part, tokens, now)
         self.drafting.applied(scheduled, now, result.upkeep_s)
         return events

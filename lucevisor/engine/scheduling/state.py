@@ -48,7 +48,7 @@ class SchedulerState:
         self._records: dict[str, RequestRecord] = {}
         self._shares = ClientShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
-        self.preemption = Preemption(self.running, self._queue, self.reuse, self._shares)
+        self.preemption = Preemption(self.running, self._queue, self.reuse, self._shares, limits.prefill_chunk)
         self.refills = Refills(limits, self.pools, self.reuse.index, self.running.sequence_ids)
         self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption, self.refills)
         self.chunks = SharedChunks(n_stages, limits.prefill_chunk)

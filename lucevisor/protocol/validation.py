@@ -1,0 +1,287 @@
+"""Check what a daemon says before anything uses it: the border of the supervisor.
+
+Pure.  A daemon may be damaged, of another build, or have memory that flips bits; types and lengths were checked when
+its frame was decoded.  Here: ids in the vocabulary, finite numbers, counts within what was asked, and no time longer
+than it can have taken.  Answers that come too late are nobody's fault, so order is the pipeline's matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.messages import Heartbeat, Message, Progress
+from lucevisor.protocol.scoring import WindowScores
+from lucevisor.protocol.steps import PENDING, Recalled, Sampled, Scored, Slice, Step, StepResult
+
+MAX_INTEGER: Final = 2**56
+"""More than any count or number of bytes."""
+CLOCK_SLACK_S: Final = 1.0
+"""By so much two processes may disagree about a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedStep:
+    """A step that a stage has yet to answer.  ``elapsed_s``: since it was planned.  ``n_top``: how many of the best ids
+    come with each token of a sequence, -1 none and no log-probability either; without the output stage empty.
+    """
+
+    step: Step
+    elapsed_s: float
+    n_top: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class DaemonFacts:
+    """What the supervisor knows of a daemon by itself.  ``age_s``: since its process was started.  ``load``: what it
+    was told to run, None before; ``replays``: with a replay.  ``vocabulary``: ids of the model.
+    """
+
+    age_s: float
+    load: Load | None = None
+    replays: bool = False
+    vocabulary: int = MAX_INTEGER
+
+    @property
+    def stages(self) -> set[int]:
+        """The stages that it runs, the draft stage included."""
+        if self.load is None:
+            return set()
+        return {plan.stage for plan in self.load.stages} | self.draft_stages
+
+    @property
+    def draft_stages(self) -> set[int]:
+        """Its draft stage, if it runs one."""
+        return set() if self.load is None or self.load.draft is None else {self.load.draft.stage}
+
+    @property
+    def output_stages(self) -> set[int]:
+        """The output stage, if it runs it."""
+        return set() if self.load is None else {plan.stage for plan in self.load.stages if plan.output}
+
+
+class _Fault(Exception):
+    """What cannot be true."""
+
+
+def fault_of(message: Message, payload: memoryview, daemon: DaemonFacts, asked: AskedStep | None = None) -> str:
+    """Return why a message cannot be true; empty if it can.
+
+    ``asked``: the step that a StepResult answers, None if none is known, as in a late answer.
+    """
+    try:
+        if isinstance(message, StepResult):
+            _check_result(message, daemon, asked)
+        else:
+            _check_numbers(message, type(message).__name__)
+            _check_message(message, payload, daemon)
+    except _Fault as fault:
+        return str(fault)
+    return ""
+
+
+def _check_message(message: Message, payload: memoryview, daemon: DaemonFacts) -> None:
+    match message:
+        case Hello(devices=devices, host_total_bytes=host_total_bytes):
+            _check_counts("Hello", host_total_bytes=host_total_bytes)
+            for device in devices:
+                _check_counts("Hello.devices", index=device.index, free_bytes=device.free_bytes)
+                _require(device.free_bytes <= device.total_bytes, "Hello.devices: more bytes are free than there are")
+            _require(len({device.index for device in devices}) == len(devices), "Hello.devices: one is listed twice")
+        case Loaded():
+            _check_loaded(message, daemon)
+        case Heartbeat():
+            _check_time("Heartbeat.busy_s", message.busy_s, daemon.age_s)
+            _check_counts("Heartbeat", count=message.count, step_id=message.step_id, n_steps=message.n_steps,
+                          n_tokens=message.n_tokens, rss_bytes=message.rss_bytes)  # fmt: skip
+            for n_bytes in message.free_bytes:
+                _check_counts("Heartbeat", free_bytes=n_bytes)
+        case Progress():
+            _check_counts("Progress", done_bytes=message.done_bytes, total_bytes=message.total_bytes)
+            _require(message.stage in daemon.stages or message.stage == -1, f"Progress is of stage {message.stage}")
+        case Recalled(stage=stage):
+            _require(stage in daemon.stages, f"Recalled is of stage {stage}, which it does not run")
+        case WindowScores(n_scores=n_scores, compute_s=compute_s):
+            _check_counts("WindowScores", n_scores=n_scores)
+            _check_time("WindowScores.compute_s", compute_s, daemon.age_s)
+            _require(len(payload) == 4 * n_scores, f"WindowScores: {n_scores} scores in {len(payload)} bytes")
+            _check_finite("the scores", payload.cast("f").tolist() if n_scores else [])
+        case _:
+            if (seconds := getattr(message, "seconds", None)) is not None:
+                _check_time(f"{type(message).__name__}.seconds", seconds, daemon.age_s)
+            if (n_saved := getattr(message, "n_bytes", None)) is not None:
+                _check_counts(type(message).__name__, n_bytes=n_saved)
+
+
+def _check_loaded(message: Loaded, daemon: DaemonFacts) -> None:
+    load = daemon.load
+    _check_time("Loaded.seconds", message.seconds, daemon.age_s)
+    asked = [] if load is None else [(shard.device, shard.layers) for plan in load.stages for shard in plan.shards]
+    found = [(use.device, use.layers) for use in message.shards]
+    _require(found == asked, f"Loaded.shards are {len(found)}, which are not the {len(asked)} of the Load")
+    _require(message.draft is None or (load is not None and load.draft is not None), "Loaded.draft was not asked for")
+    _require(message.score is None or (load is not None and load.score is not None), "Loaded.score was not asked for")
+    _require(not message.replayed or daemon.replays, "Loaded.replayed, but it was told to replay nothing")
+    for use in [*message.shards, message.draft, message.score]:
+        if use is not None:
+            _check_counts("Loaded", weight_bytes=use.weight_bytes, state_bytes=use.state_bytes,
+                          free_bytes=use.free_bytes, host_state_bytes=use.host_state_bytes)  # fmt: skip
+
+
+def _check_result(result: StepResult, daemon: DaemonFacts, asked: AskedStep | None) -> None:
+    _require(result.stage in daemon.stages, f"StepResult is of stage {result.stage}, which it does not run")
+    elapsed_s = daemon.age_s if asked is None else min(asked.elapsed_s, daemon.age_s)
+    _check_time("compute_s", result.compute_s, elapsed_s)
+    _check_time("hop_s", result.hop_s, elapsed_s)
+    _check_time("wait_s", result.wait_s, daemon.age_s)
+    _check_time("upkeep_s", result.upkeep_s, daemon.age_s)
+    slices = None if asked is None else {piece.sequence: piece for piece in asked.step.slices}
+    n_top = {} if asked is None else asked.n_top
+    draws = result.stage in daemon.output_stages
+    if result.sampled or draws:
+        _check_sampled(result.sampled, slices, n_top, daemon.vocabulary, draws=draws)
+    if result.invalid:
+        _require(draws, "invalid: it has no logits")
+        _check_known("invalid", result.invalid, slices)
+    for scored in result.scored:
+        _check_scored(scored, slices, n_top, daemon.vocabulary)
+    for one in result.page_scores:
+        _check_finite("page_scores", one.scores)
+        _check_known("page_scores", [one.sequence], slices if asked is None else asked.step.rank_pages)
+        if slices is not None:
+            piece = slices[one.sequence]
+            n_pages = (piece.start + len(piece.tokens)) // PAGE_TOKENS + 1
+            _require(len(one.scores) <= n_pages, f"page_scores: {len(one.scores)} pages of {n_pages}")
+    if result.drafts:
+        _require(result.stage in daemon.draft_stages, "drafts: it is no draft stage")
+        _require(len({one.sequence for one in result.drafts}) == len(result.drafts), "drafts: a sequence comes twice")
+    for drafted in result.drafts:
+        _check_known("drafts", [drafted.sequence], slices)
+        _check_ids("drafts", drafted.tokens, daemon.vocabulary)
+        n, n_probabilities = len(drafted.tokens), len(drafted.probabilities)
+        _require(n_probabilities in (0, n), f"drafts: {n_probabilities} probabilities of {n} tokens")
+        _check_finite("drafts", drafted.probabilities)
+        _require(all(-0.01 <= p <= 1.01 for p in drafted.probabilities), "drafts: a probability is outside 0 to 1")
+        if slices is not None:
+            most = slices[drafted.sequence].n_ahead
+            _require(n <= most, f"drafts: {n} of a sequence that asked for {most}")
+    if result.segments and asked is not None:
+        _check_segments(result.segments, asked.step)
+
+
+def _check_sampled(
+    sampled: Sequence[Sampled],
+    slices: Mapping[int, Slice] | None,
+    n_top: Mapping[int, int],
+    vocabulary: int,
+    *,
+    draws: bool,
+) -> None:
+    counts: dict[int, int] = {}
+    for one in sampled:
+        counts[one.sequence] = counts.get(one.sequence, 0) + 1
+        if not 0 <= one.token < vocabulary:
+            raise _Fault(f"sampled: id {one.token} is not one of {vocabulary}")
+        if one.logprob is not None or one.top or one.mu is not None:
+            _check_finite("sampled", [x for x in (one.logprob, one.mu) if x is not None])
+            _check_tops("sampled", [one.top], n_top.get(one.sequence), vocabulary)
+    if slices is not None:
+        _check_known("sampled", counts, slices)
+        for sequence, n in counts.items():
+            piece = slices[sequence]
+            most = 1 + piece.n_drafts if piece.sample or not draws else 0
+            _require(n <= most, f"sampled: {n} tokens of sequence {sequence}, which asked for {most}")
+        for sequence, piece in slices.items():
+            wanted = piece.sample if draws else piece.tokens == [PENDING] or piece.drafts_pend
+            _require(not wanted or sequence in counts, f"sampled: no token of sequence {sequence}, which asked for one")
+
+
+def _check_scored(
+    scored: Scored, slices: Mapping[int, Slice] | None, n_top: Mapping[int, int], vocabulary: int
+) -> None:
+    _check_finite("scored", scored.logprobs)
+    _require(len(scored.tops) == len(scored.logprobs), "scored: tops and logprobs differ in number")
+    _check_known("scored", [scored.sequence], slices)
+    _check_tops("scored", scored.tops, n_top.get(scored.sequence), vocabulary)
+    if slices is not None:
+        piece = slices[scored.sequence]
+        _require(
+            (scored.start, len(scored.logprobs)) == (piece.start + 1, len(piece.scored)),
+            f"scored: {len(scored.logprobs)} from {scored.start} on, not {len(piece.scored)} from {piece.start + 1} on",
+        )
+
+
+def _check_tops(what: str, tops: Iterable[Sequence[tuple[int, float]]], most: int | None, vocabulary: int) -> None:
+    for top in tops:
+        _check_ids(what, [token for token, _ in top], vocabulary)
+        _check_finite(what, [value for _, value in top])
+        if most is not None:
+            _require(len(top) <= max(0, most), f"{what}: {len(top)} log-probabilities where {most} were asked for")
+
+
+def _check_segments(segments: Sequence[tuple[str, Sequence[int]]], step: Step) -> None:
+    wanted = {"logits": step.want_logits, "hidden": step.want_hidden}
+    for name, shape in segments:
+        _require(wanted.get(name, False), f"segments: {name[:40]!r} was not asked for")
+        rows = shape[0 if name == "logits" else 1] if len(shape) > (name == "hidden") else -1
+        _require(rows == step.n_tokens, f"segments: {name} has {rows} rows of {step.n_tokens}")
+
+
+# ---- the kinds of checks
+
+
+def _require(possible: bool, fault: str) -> None:
+    if not possible:
+        raise _Fault(fault)
+
+
+def _check_known(what: str, sequences: Iterable[int], known: Collection[int] | None) -> None:
+    for sequence in sequences if known is not None else ():
+        _require(sequence in known, f"{what}: sequence {sequence} was not asked about")  # type: ignore[operator]
+
+
+def _check_ids(what: str, ids: Iterable[int], vocabulary: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise _Fault(f"{what}: id {token} is not one of {vocabulary}")
+
+
+def _check_finite(what: str, numbers: Iterable[float]) -> None:
+    for number in numbers:
+        if not math.isfinite(number):
+            raise _Fault(f"{what}: {number} is not a number to work with")
+
+
+def _check_time(what: str, seconds: float, most_s: float) -> None:
+    if not -CLOCK_SLACK_S / 100 <= seconds <= most_s + CLOCK_SLACK_S:  # also what is not a number
+        raise _Fault(f"{what} is {seconds} s, which it cannot have taken: at most {most_s:.3f} s")
+
+
+def _check_counts(what: str, **counts: int) -> None:
+    for name, n in counts.items():
+        if not 0 <= n <= MAX_INTEGER:
+            raise _Fault(f"{what}.{name} is {n}")
+
+
+def _check_numbers(value: object, what: str) -> None:
+    """Check that no number anywhere in a record is infinite or NaN."""
+    match value:
+        case float():
+            _require(math.isfinite(value), f"{what} is {value}")
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                _check_numbers(getattr(value, name), f"{what}.{name}")
+        case dict():
+            for name, inner in value.items():
+                _check_numbers(inner, f"{what}.{name}")
+        case list() | tuple():
+            for inner in value:
+                _check_numbers(inner, what)
+        case _:
+            pass
