@@ -112,11 +112,8 @@ class Recovery:
         totals = self._totals
         self._totals = replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
 
-    def statistics(self, n_unfinished: int, now: float, n_refilled: int = 0) -> RecoveryStatistics:
-        """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``n_refilled``: tokens of prefix
-        slots that lost stages alone computed again.
-        """
-        totals = replace(self._totals, n_rebuilt=self._totals.n_rebuilt + n_refilled)
+    def statistics(self, n_unfinished: int, now: float) -> RecoveryStatistics:
+        """Return the counts as of now; ``n_unfinished``: requests that run or wait."""
         if self.since is None:
-            return totals
-        return replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())
+            return self._totals
+        return replace(self._totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())
