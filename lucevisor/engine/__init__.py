@@ -7,7 +7,7 @@ scheduling  scheduling/: who starts (queue, shares, admission, preemption, waits
             (scheduler, state, batching, chunking, step_times, backlog, run_ahead, round_gaps; drafts, draft_notes,
             unseen); step
 pipeline    pipeline/: pipeline, steps, drafts
-prefixes    prefix_reuse, checkpoints, refill, lone_work
+prefixes    prefix_reuse, checkpoints
 drafts      drafting/: how many, from which source, and what they cost (speculation, budget, rest; acceptance, costs,
             decode_times; lookup; request, statistics)
 losses      recovery/: recovery, stages, rebuild, replay; journal

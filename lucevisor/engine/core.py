@@ -229,7 +229,6 @@ class Engine:
             self._pipeline.close()
             self._pipeline = None
         self._scheduler.detach_drafter()
-        self._scheduler.reuse.index.drop_partial()  # stages are others then
         self._stages.part(make_journal(rows, self._scheduler.pools, journal_pages))
         self._unavailable = error.message
 
@@ -415,7 +414,7 @@ class Engine:
                 self.relevance.planned(self._scheduler.in_flight[-1])
             self._stages.sending(plan)
             pipeline.drafts.resting = self._scheduler.drafting.resting
-            pipeline.submit(plan.step, opening=plan.opening, lone=plan.lone)
+            pipeline.submit(plan.step, opening=plan.opening)
             self._masks.planned(plan, pipeline)
             self._stages.planned(plan, lives)  # the shards work already
         self._outbox += self._scheduler.failed

@@ -68,7 +68,6 @@ class Freezer:
         it took longer, or the pipeline was lost.
         """
         self._paused = True
-        self._scheduler.end_refill()
         self._recovery.begin(self._clock(), reason)
         at_rest = await self._changes.holds_within(
             lambda: not self._paused or self._pipeline() is None or self._flush(), timeout_s

@@ -80,10 +80,6 @@ class PrefixReuse:
             use.lookup = (self.index.version, self.index.match(record.tokens))
         return use.lookup[1]
 
-    def whole_match(self, record: RequestRecord) -> PrefixMatch:
-        """Return the cached prefix of a request that no stage has lost some of."""
-        return self.index.match(record.tokens, whole=True)
-
     def must_wait(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
         """Whether a queued request is held, or another is just computing the prefix it needs.
 
@@ -251,7 +247,7 @@ class PrefixReuse:
         n, index = live.n_computed, self.index
         if not index.worth_caching(n):
             return []
-        if (known := index.find(record.tokens, n)) is not None and not index.partial(known):
+        if (known := index.find(record.tokens, n)) is not None:
             index.touch(known, now)
             return []
         state = NO_STATE

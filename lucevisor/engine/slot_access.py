@@ -58,17 +58,14 @@ class SlotAccess:
         """Pin a slot and return its place once its bytes are there in every stage.
 
         Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
-        the slot is gone, or a stage has lost some of it, or the pipeline fails.
+        the slot is gone or the pipeline fails.
         """
         self._index.pin(slot)
-        if self._whole(slot) and await self.synchronize() and self._whole(slot):
+        if slot.alive and await self.synchronize() and slot.alive:
             full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
             return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
         self.release(slot)
         return None
-
-    def _whole(self, slot: PrefixSlot) -> bool:
-        return slot.alive and not self._index.partial(slot)
 
     def release(self, slot: PrefixSlot) -> None:
         """Undo the pin of ``export``."""
@@ -123,7 +120,7 @@ class SlotAccess:
         For snapshot files.  The caller keeps the place pinned or reserved.  None if the pipeline fails, the context is
         too short, or the only running request needs the pages.
         """
-        if isinstance(place, PrefixSlot) and not self._whole(place):
+        if isinstance(place, PrefixSlot) and not place.alive:
             return None
         match = self._index.match_of(place) if isinstance(place, PrefixSlot) else place.match
         sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)

@@ -198,7 +198,5 @@ class EngineStatistics:
             drafts=copy.deepcopy(scheduler.drafting.statistics),
             draft_width=scheduler.drafting.speculation.width if scheduler.drafting.active else 0,
             no_drafts=RESTING if scheduler.drafting.resting else scheduler.drafting.speculation.no_drafts,
-            recovery=recovery.statistics(
-                len(scheduler.unfinished), now, scheduler.refills.n_tokens, scheduler.longest_pause_s
-            ),
+            recovery=recovery.statistics(len(scheduler.unfinished), now, scheduler.longest_pause_s),
         )

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from lucevisor.engine.constraint import Constraint, MaskJob
 from lucevisor.engine.drafting.statistics import PrefixOrigin
-from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.request import RequestState, TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
@@ -35,7 +34,6 @@ class StepPlan:
     request_ids: tuple[str, ...]
     mask_jobs: Sequence[MaskJob] = ()
     opening: Sequence[Operation] | None = None
-    lone: LoneWork | None = None  # what some stages do besides
 
 
 class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a dataclass: a step has one for each sequence

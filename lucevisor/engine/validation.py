@@ -36,21 +36,10 @@ def enabled(environment: Mapping[str, str]) -> bool:
 def check(scheduler: Scheduler) -> None:
     """Raise AccountingError naming every id, sequence or request that is counted wrongly."""
     index = scheduler.reuse.index
-    owners = [*_sequence_owners(scheduler), *_refill_owners(scheduler), *index_owners(index)]
+    owners = [*_sequence_owners(scheduler), *index_owners(index)]
     problems = [*pool_problems(scheduler.pools, owners), *index_problems(index), *_sequence_problems(scheduler)]
     if problems:
         raise AccountingError(problems)
-
-
-def _refill_owners(scheduler: Scheduler) -> Iterator[Owner]:
-    slot_pools = scheduler.reuse.index.pools
-    for units in scheduler.refills.units:
-        for space, ids in units.items():
-            for allocator, own in slot_pools.tiers(space, ids):
-                yield Owner("a refill", allocator, own)
-    for space, ids in scheduler.refills.own_units.items():
-        if space in scheduler.pools:
-            yield Owner("a refill", scheduler.pools[space], ids)
 
 
 def _sequence_owners(scheduler: Scheduler) -> Iterator[Owner]:
@@ -74,7 +63,6 @@ def _sequence_problems(scheduler: Scheduler) -> Iterator[str]:
         for r in running
         if r.live
     ]
-    owners.append(Owner("a refill", scheduler.running.sequence_ids, scheduler.refills.sequences))
     yield from allocator_problems(scheduler.running.sequence_ids, owners)
     in_flight = Counter(part.record.request.request_id for step in scheduler.in_flight for part in step.parts.values())
     for record in running + queued:

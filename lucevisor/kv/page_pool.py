@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from lucevisor.model.values import PAGE_TOKENS, Space, Tier
+from lucevisor.model.values import Space, Tier
 from lucevisor.protocol.loading import PoolSizes
 
 
@@ -43,7 +43,6 @@ class PageAllocator:
         self._epochs = [0] * n_total
         self._generations = [0] * n_total
         self._ref_counts = [0] * n_total
-        self._lost: dict[int, tuple[frozenset[int], int]] = {}  # stages, and the first positions that they have
         self._cached: set[int] = set()
         self._n_evictable = 0
         self._free = list(range(first, first + n_total))
@@ -98,7 +97,6 @@ class PageAllocator:
             return None
         taken = [heappop(self._free) for _ in range(n)]
         for page in taken:
-            self._lost.pop(page, None)
             self._ref_counts[page - self._first] = 1
             self._generations[page - self._first] += 1
         self.stamp(taken, self.epoch)
@@ -121,30 +119,6 @@ class PageAllocator:
     def generation_of(self, page: int) -> int:
         """Return how often an id was allocated: what is filed under an earlier generation is not its content."""
         return self._generations[page - self._first]
-
-    def lose(self, ids: Iterable[int], stages: Collection[int]) -> None:
-        """Note that some stages have lost the bytes of ids in use, until they are allocated anew or filled."""
-        for page in ids:
-            known, _ = self._lost.get(page, (frozenset[int](), 0))
-            self._lost[page] = known.union(stages), 0
-
-    def lost_in(self, page: int, n_tokens: int = PAGE_TOKENS) -> frozenset[int]:
-        """Return the stages that lack the first ``n_tokens`` positions of a page, or a state."""
-        stages, n_filled = self._lost.get(page, (frozenset[int](), 0))
-        return stages if n_tokens > n_filled else frozenset()
-
-    @property
-    def lossy(self) -> bool:
-        """Whether some stage may lack bytes of some id."""
-        return bool(self._lost)
-
-    def fill(self, page: int, n_tokens: int = PAGE_TOKENS) -> None:
-        """Note that all stages have the first ``n_tokens`` positions of a page, or a state."""
-        if page in self._lost:
-            stages, n_filled = self._lost[page]
-            self._lost[page] = stages, max(n_filled, n_tokens)
-            if n_tokens == PAGE_TOKENS:
-                del self._lost[page]
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add an owner to each id, once per occurrence.  Raises PageError, changing nothing, if one is free."""
@@ -280,18 +254,9 @@ class PagePools:
         in_host = space is Space.FULL and unit in self.host_pages.ids
         return self.host_pages if in_host else self._allocators[space]
 
-    def lost_in(self, space: Space, unit: int, n_tokens: int = PAGE_TOKENS) -> frozenset[int]:
-        """``PageAllocator.lost_in`` for an id of any tier."""
-        return self.allocator_of(space, unit).lost_in(unit, n_tokens)
-
     def epoch_of(self, space: Space, unit: int) -> int:
         """``PageAllocator.epoch_of`` for an id of any tier."""
         return self.allocator_of(space, unit).epoch_of(unit)
-
-    @property
-    def lossy(self) -> bool:
-        """Whether some stage may lack bytes of some id."""
-        return self.host_pages.lossy or any(one.lossy for one in self._allocators.values())
 
     def retain(self, space: Space, ids: Iterable[int]) -> None:
         """``PageAllocator.retain`` for ids of any tier."""

@@ -10,13 +10,11 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_eviction import PrefixEvictor
-from lucevisor.kv.prefix_losses import is_partial, lose_units, lost_in, n_whole_pages, repair
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_slots import PrefixSlots
 from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
@@ -41,7 +39,6 @@ class PrefixIndex:
         self._tree = PrefixTree(self._pools, window_tokens)
         self._slots = PrefixSlots(self._tree)
         self._reservations: set[Reservation] = set()
-        self._n_lost_or_filled = 0  # changes of what stages have of slots
         self.evictor = PrefixEvictor(
             pools,
             self._tree,
@@ -66,7 +63,7 @@ class PrefixIndex:
     @property
     def version(self) -> int:
         """Changes whenever the result of a match may."""
-        return self._slots.n_changes + self._n_lost_or_filled
+        return self._slots.n_changes
 
     @property
     def reservations(self) -> Collection[Reservation]:
@@ -93,38 +90,18 @@ class PrefixIndex:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
         return self._tree.find(TokenBuffer.of(tokens), n_tokens)
 
-    def match(self, tokens: Sequence[int], *, whole: bool = False) -> PrefixMatch:
-        """Return the longest cached prefix that leaves a token to compute; changes nothing.
-
-        ``whole``: of those that no stage lacks.
-        """
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """Return the longest cached prefix that leaves a token to compute; changes nothing."""
         packed, most = TokenBuffer.of(tokens), len(tokens) - 1
         walk = self._tree.walk(packed, most)
         n_known = walk.n_pages * PAGE_TOKENS
         n_usable = 0 if self.recurrent else self._tree.n_usable_pages(walk) * PAGE_TOKENS
-        if whole:
-            n_usable = min(n_usable, n_whole_pages(self._pools, walk) * PAGE_TOKENS)
         if self._residency is not None and not self._residency.attends_host:  # what follows depends on what was out
             n_usable = min(n_usable, (self._residency.pool_pages - 1) * PAGE_TOKENS)
-        slots = self._tree.slots_on(walk, packed, most)
-        slot = next((one for one in slots if not (whole and self.partial(one))), None)
+        slot = next(iter(self._tree.slots_on(walk, packed, most)), None)
         if slot is not None and slot.n_tokens and slot.n_tokens >= n_usable:
             return self._match(walk.nodes, slot.n_tokens, n_known, slot)
         return self._match(walk.nodes, n_usable, n_known, None) if n_usable else PrefixMatch(0, n_known)
-
-    def partial(self, slot: PrefixSlot) -> bool:
-        """Whether a stage has lost some of a slot."""
-        return is_partial(self._pools, slot)
-
-    def lost_in(self, slot: PrefixSlot) -> frozenset[int]:
-        """Return the stages that lack some of a slot."""
-        return self.match_of(slot).lost_in
-
-    def partial_slots(self, tokens: Sequence[int], n_tokens: int) -> list[PrefixSlot]:
-        """Return the partial slots that the first ``n_tokens`` tokens begin with, longest first."""
-        packed = TokenBuffer.of(tokens)
-        slots = self._tree.slots_on(self._tree.walk(packed, n_tokens), packed, n_tokens)
-        return [slot for slot in slots if slot.n_tokens <= n_tokens and self.partial(slot)]
 
     def match_of(self, slot: PrefixSlot) -> PrefixMatch:
         """Return a match that uses all of a slot."""
@@ -171,7 +148,7 @@ class PrefixIndex:
         packed = TokenBuffer.of(tokens)
         known = made = None
         if self.worth_caching(source.n_tokens):
-            known = self._known_slot(packed, source)
+            known = self._tree.find(packed, source.n_tokens)
             made = self._slots.add(packed, source, now) if known is None else None
         if source.state != NO_STATE:  # a slot that was made has a reference of its own
             self._pools[Space.RECURRENT].release([source.state])
@@ -185,15 +162,6 @@ class PrefixIndex:
         if made.alive:
             self.hooks.on_slot(made)
         return made if made.alive else None
-
-    def _known_slot(self, tokens: TokenBuffer, source: SlotSource) -> PrefixSlot | None:
-        """Return the slot of the source's tokens, repaired; one that stays partial is removed unless it is pinned."""
-        known = self._tree.find(tokens, source.n_tokens)
-        self._n_lost_or_filled += repair(self._tree, self._pools, tokens, source)
-        if known is None or known.pins or not self.partial(known):
-            return known
-        self._slots.remove(known)
-        return None
 
     # ---- restoring
 
@@ -277,27 +245,11 @@ class PrefixIndex:
                 self._slots.remove(slot)
             self.evictor.trim()
 
-    def lose(self, stages: Collection[int], kept: Mapping[Space, Collection[int]]) -> None:
-        """Note that stages have lost what slots hold, but for the ids ``kept``."""
-        self._n_lost_or_filled += 1
-        lose_units(self._tree, self._pools, stages, kept)
-
-    def fill(self, space: Space, unit: int, n_tokens: int = PAGE_TOKENS) -> None:
-        """Note that all stages have a state, or the first ``n_tokens`` positions of a page."""
-        self._n_lost_or_filled += 1
-        self._pools.allocator_of(space, unit).fill(unit, n_tokens)
-
     def drop(self, slot: PrefixSlot) -> bool:
         """Evict a slot without telling the hook; False if it is pinned."""
         if slot.alive and not slot.pins:
             self._slots.remove(slot)
         return not slot.alive
-
-    def drop_partial(self) -> None:
-        """Drop all slots that a stage has lost some of."""
-        for slot in self.slots:
-            if self.partial(slot):
-                self.drop(slot)
 
     def clear(self) -> None:
         """Drop everything, pins and reservations included: the shards lost their state."""
@@ -311,7 +263,7 @@ class PrefixIndex:
 
     def _match(self, nodes: Sequence[Node], position: int, n_known: int, slot: PrefixSlot | None) -> PrefixMatch:
         first, n_pages = self._tree.first_window(position), position // PAGE_TOKENS
-        found = PrefixMatch(
+        return PrefixMatch(
             position,
             n_known,
             full=tuple(pages_of_path(nodes, Space.FULL, 0, n_pages)),
@@ -322,8 +274,6 @@ class PrefixIndex:
             slot=slot,
             paged_out=slot.paged_out if slot is not None else None,
         )
-        lacking = lost_in(self._pools, found)
-        return replace(found, lost_in=lacking) if lacking else found
 
     def _release(self, reservation: Reservation) -> None:
         for space, ids in reservation.ids.items():

@@ -30,7 +30,7 @@ class PrefixMatch:
     entry ``first_window`` on), the first ``position % 64`` positions of ``tail``, and ``state``.  Pages of ``full`` may
     lie in host memory; ``paged_out``: which of a sequence that goes on from there do.
 
-    ``n_known``: tokens that other prompts began with too, usable or not.  ``lost_in``: stages that lack some of it.
+    ``n_known``: tokens that other prompts began with too, usable or not.
     """
 
     position: int
@@ -42,7 +42,6 @@ class PrefixMatch:
     state: int = NO_STATE
     slot: PrefixSlot | None = None
     paged_out: PagedOut | None = None
-    lost_in: frozenset[int] = frozenset()
 
     @property
     def from_disk(self) -> bool:

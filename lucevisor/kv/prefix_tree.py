@@ -267,12 +267,6 @@ class PrefixTree:
         path[-1].slots[remainder] = slot
         return slot
 
-    def replace(self, node: Node, space: Space, at: int, page: int) -> None:
-        """Hold another page with the same tokens as page ``at`` of a node, instead of the one there."""
-        before, node.pages[space][at] = node.pages[space][at], page
-        self._hold(space, [page])
-        self._let_go(space, [before])
-
     def remove(self, slot: PrefixSlot) -> None:
         """Remove a slot and release the pages that no other slot needs."""
         slot.alive = False

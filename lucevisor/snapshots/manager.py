@@ -125,7 +125,7 @@ class SnapshotManager:
         await self._renew()
         speeds = self._speeds()
         prefixes = self._engine.prefixes
-        kept = [slot for slot in prefixes.slots if slot.origin != "preempted" and not prefixes.partial(slot)]
+        kept = [slot for slot in prefixes.slots if slot.origin != "preempted"]
         slots = {slot.number: slot for slot in kept}
         candidates = [self._candidate(slot) for slot in slots.values()]
         for candidate in plan_shutdown_saves(candidates, self._policy, speeds, deadline_s):
@@ -176,7 +176,7 @@ class SnapshotManager:
             return None
         if not self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
             return None
-        gain = match.n_tokens - prefixes.match(prompt, whole=True).position
+        gain = match.n_tokens - prefixes.match(prompt).position
         reason = reject_restore_reason(match.n_tokens, gain, match.n_bytes, self._policy, self._speeds())
         if reason:
             log.debug("snapshot not used", file=match.entry.file, reason=reason)
@@ -339,8 +339,6 @@ class SnapshotManager:
         reason = reject_save_reason(self._candidate(slot), trigger, self._policy, self._speeds())
         if trigger is SaveTrigger.EVICTION and self._backoff.left_s(time.monotonic()):
             reason = "saves pause, as the last one failed"
-        if self._engine.prefixes.partial(slot):
-            reason = "a stage has lost some of it"
         if reason:
             log.debug("snapshot not worth a file", n_tokens=slot.n_tokens, trigger=trigger.value, reason=reason)
         return reason

@@ -220,7 +220,7 @@ async def test_slots_that_running_sequences_begin_with_come_back(
     for i in range(60):
         toy.work(i)
     assert toy.engine.ready
-    kept = [slot for slot in before if slot.alive and not toy.engine.prefixes.partial(slot)]
+    kept = [slot for slot in before if slot.alive]
     assert {slot.n_tokens for slot in kept} >= {64, 150}
     assert not any(slot.tokens[0] == 40 for slot in kept)
     more = [request(name, [*range(n), *range(20)], n=10) for name, n in (("b", 64), ("c", 150))]
@@ -254,12 +254,12 @@ async def test_the_slot_a_sequence_started_from_comes_back_with_its_last_page() 
 
 
 @combinations(lost=[(0,), (1,), (2,), (0, 1)], window=[12, 70])
-async def test_window_pages_that_nobody_needs_at_a_loss_do_not_count_as_whole(
+async def test_a_prompt_behind_a_loss_reads_no_window_pages_that_nobody_needed_then(
     lost: tuple[int, ...], window: int
 ) -> None:
-    """A sequence may still own pages behind which its window has moved: they are not rebuilt, and a slot has them."""
+    """A sequence may still own pages behind which its window has moved: they are not rebuilt."""
     prefix = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=1)
-    pools, n_restored = PoolSizes(30, 30, 0), 0
+    pools = PoolSizes(30, 30, 0)
     for n_turns in range(40):
         toy = ready(3, spaces=SLIDING, window_tokens=window, prefix=prefix, pools=pools)
         one = request("a", range(150), n=20)
@@ -275,10 +275,7 @@ async def test_window_pages_that_nobody_needs_at_a_loss_do_not_count_as_whole(
         other = toy.engine.submit(again)
         toy.run()
         assert told(await events_of(handle))[0] == toy.alone(one), n_turns
-        tokens, finished = told(await events_of(other))
-        assert tokens == toy.alone(again), n_turns
-        n_restored += finished.usage.cached_tokens > 0
-    assert n_restored
+        assert told(await events_of(other))[0] == toy.alone(again), n_turns
 
 
 @combinations(lost=[0, 1, 2], spaces=[HYBRID, frozenset({Space.FULL})])

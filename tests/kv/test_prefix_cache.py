@@ -68,21 +68,6 @@ def test_equal_slots_are_evicted_least_recently_used_first() -> None:
     assert (slots[0].n_uses, slots[0].used_at) == (1, 5.0)
 
 
-@pytest.mark.parametrize("other_drafter", [False, True])
-def test_a_lost_page_is_replaced_unless_the_drafter_lacks_the_states_of_slots_on_it(*, other_drafter: bool) -> None:
-    maker = Maker(recurrent=True)
-    tokens = text(0, 130)
-    short = maker.slot(tokens[:64])
-    assert short is not None
-    before = short.pages(Space.FULL)
-    maker.index.lose([0], {})
-    if other_drafter:
-        maker.pools.begin_draft_epoch()
-    assert maker.slot(tokens) is not None
-    assert (short.pages(Space.FULL) == before) == other_drafter
-    assert maker.index.partial(short)  # in any case: its state is lost
-
-
 def test_a_slot_that_costs_more_to_recompute_stays_longer() -> None:
     maker = Maker(max_slots=3)
     long = maker.slot(text(0, 1000))

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import MadeMasks
-from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.pipeline.drafts import DraftRelay
 from lucevisor.engine.pipeline.steps import (
     Answer,
@@ -88,18 +87,11 @@ class Pipeline:
         """Steps that the last stage has not answered."""
         return [entry for waiting in self._at_stage for entry in waiting]
 
-    def submit(
-        self,
-        step: Step,
-        *,
-        first_stage: int = 0,
-        opening: Sequence[Operation] | None = None,
-        lone: LoneWork | None = None,
-    ) -> None:
+    def submit(self, step: Step, *, first_stage: int = 0, opening: Sequence[Operation] | None = None) -> None:
         """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
-        all stages; that gets ``opening`` in place of the step's operations, while it rests nothing else.  ``lone``:
-        what some stages do.  The boundary rows that a later ``first_stage`` reads must be in the arena already.
-        Raises ValueError when there is no such stage; a dead link calls ``on_failed`` before this returns.
+        all stages; that gets ``opening`` in place of the step's operations, while it rests nothing else.  The boundary
+        rows that a later ``first_stage`` reads must be in the arena already.  Raises ValueError when there is no such
+        stage; a dead link calls ``on_failed`` before this returns.
         """
         if not 0 <= first_stage < self.n_stages:
             raise ValueError(f"there is no stage {first_stage}: the pipeline has {self.n_stages}")
@@ -107,7 +99,7 @@ class Pipeline:
             return
         draft = None if first_stage or (self.drafts.resting and opening is None) else self.drafts.attached
         now = self._clock()
-        entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening, lone=lone)
+        entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
         self._at_stage[first_stage].append(entry)
         if first_stage == 0 and not self._may_start(entry):
             return
@@ -297,8 +289,6 @@ class Pipeline:
         self.lost.update(stages)
         self._rebuilding.clear()
         self._recalling -= self.lost
-        for entry in self.in_flight:
-            entry.lone = entry.lone.without(self.lost) if entry.lone is not None else None
         for stage in self.lost:
             while self._held[stage]:
                 self._held[stage].popleft().lose(stage)

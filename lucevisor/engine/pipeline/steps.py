@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.frames import POSTED
@@ -104,7 +103,6 @@ class PipelineStep:
     sent_at: float  # when it came to the stage it is at
     draft: AttachedDrafter | None = None
     opening: Sequence[Operation] | None = None
-    lone: LoneWork | None = None  # what some stages alone do, besides
     frames: dict[int, bytes] = field(default_factory=dict)
     had: set[int] = field(default_factory=set)  # stages that it was sent to, and that are still there
     posted: set[int] = field(default_factory=set)  # of these, before the stage ahead had answered
@@ -136,8 +134,6 @@ class PipelineStep:
     def frame(self, stage: int, *, posted: bool = False) -> bytes:
         """Return the frame for a stage."""
         step = replace(self.step, operations=[]) if stage in self.done else self.step
-        if self.lone is not None and stage in self.lone.stages:
-            step = replace(step, operations=[*step.operations, *self.lone.operations], slices=[*self.lone.slices])
         return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
 
 

@@ -115,15 +115,11 @@ class Recovery:
         totals = self._totals
         self._totals = replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
 
-    def statistics(
-        self, n_unfinished: int, now: float, n_refilled: int = 0, longest_pause_s: float = 0.0
-    ) -> RecoveryStatistics:
-        """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``n_refilled``: tokens of prefix
-        slots that lost stages alone computed again; ``longest_pause_s``: from a loss to the next token of a request.
+    def statistics(self, n_unfinished: int, now: float, longest_pause_s: float = 0.0) -> RecoveryStatistics:
+        """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``longest_pause_s``: from a loss to
+        the next token of a request.
         """
-        longest_pause_s = max(self._totals.longest_pause_s, longest_pause_s)
-        n_rebuilt = self._totals.n_rebuilt + n_refilled
-        totals = replace(self._totals, n_rebuilt=n_rebuilt, longest_pause_s=longest_pause_s)
+        totals = replace(self._totals, longest_pause_s=max(self._totals.longest_pause_s, longest_pause_s))
         if self.since is None:
             return totals
         return replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())

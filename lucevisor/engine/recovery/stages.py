@@ -17,7 +17,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import Journal
-from lucevisor.engine.lone_work import LoneWork
 from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.pipeline.steps import StageLink
 from lucevisor.engine.recovery.rebuild import (
@@ -31,9 +30,9 @@ from lucevisor.engine.recovery.rebuild import (
 from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
-from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import Space
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.steps import Operation, Step
 
@@ -119,20 +118,13 @@ class StageRecovery:
         """A step is about to be sent, that writes to its region."""
         if self._journal is not None:
             self._journal.free(plan.step.region)
-            self._place(plan.step, plan.lone)
 
     def planned(self, plan: StepPlan, lives: Mapping[int, LiveSequence]) -> None:
         """Note a step that is sent."""
-        if plan.step.slices or plan.lone is not None or not self.active:  # else it waits for the lost stages
+        if plan.step.slices or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:
             self._journal.planned(plan.step, lives)
-
-    def _place(self, step: Step, lone: LoneWork | None) -> None:
-        """Write the rows of what stages do alone to where they read them."""
-        if lone is not None and self._journal is not None:
-            for boundary, rows in lone.rows.items():
-                self._journal.place(boundary, step.region, rows)
 
     def finished(self, step_id: int) -> None:
         """Note a step that the last stage has answered."""
@@ -151,7 +143,6 @@ class StageRecovery:
         self._pipeline = pipeline
         self._links.clear()
         self._forget_plans()
-        self._scheduler.end_refill()
         pipeline.lose(lost)  # which may deliver results, and those ask for the next step of the rebuild
         return True
 
@@ -233,7 +224,7 @@ class StageRecovery:
     # ---- inside
 
     def _use(self, journal: Journal | None) -> None:
-        self._journal = self._scheduler.refills.journal = journal
+        self._journal = journal
 
     def _settle(self, pipeline: Pipeline, now: float) -> bool:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""
@@ -290,7 +281,7 @@ class StageRecovery:
             scheduler.limits.n_regions(scheduler.n_stages),
             scheduler.reuse.index.slots,
         )
-        self._lose_slots(lost, rebuilder.kept)
+        self._drop_lost_slots(rebuilder.kept)
         self._plans = {stage: rebuilder.plan(stage) for stage in lost}
         found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
         self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
@@ -331,23 +322,12 @@ class StageRecovery:
             if any(_reaches(slot.tokens, slot.n_tokens, part) for part in unfinished):
                 index.drop(slot)
 
-    def _lose_slots(self, lost: Collection[int], kept: Collection[PrefixSlot]) -> None:
-        """Slots are partial now, but for those ``kept``."""
-        index, spaces = self._scheduler.reuse.index, self._scheduler.pools.spaces
-        whole: dict[Space, set[int]] = {space: set() for space in spaces}
-        for record in self._scheduler.running:
-            for space in spaces if record.live is not None else ():
-                if record.live is not None and space is not Space.RECURRENT:
-                    whole[space].update(record.live.table.held(space))
-        tails = []  # of which no more is rebuilt than these slots have
-        for slot in kept:
-            if slot.state != NO_STATE:
-                whole[Space.RECURRENT].add(slot.state)
-            n_last = slot.n_tokens % PAGE_TOKENS
-            tails += [(*tail, n_last) for tail in slot.tail.items() if not index.pools.lost_in(*tail, n_last)]
-        index.lose(lost, whole)
-        for tail in tails:
-            index.fill(*tail)
+    def _drop_lost_slots(self, kept: Collection[PrefixSlot]) -> None:
+        """Drop the slots of which the lost stages had a part, but for those that come back with running sequences."""
+        index = self._scheduler.reuse.index
+        for slot in index.slots:
+            if slot not in kept:
+                index.drop(slot)
 
     def _without(self, step: Step, ended: Mapping[int, set[int]]) -> Step:
         if step.step_id not in ended:
@@ -369,8 +349,6 @@ class StageRecovery:
 
     def _finish(self, pipeline: Pipeline) -> None:
         """Let the steps on their way go on."""
-        for entry in pipeline.in_flight:
-            self._place(entry.step, entry.lone)
         for stage, one in self._rows:
             assert self._journal is not None
             self._journal.place(stage - 1, one.step.region, one.rows)

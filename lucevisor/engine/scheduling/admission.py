@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
-from lucevisor.engine.refill import Refills
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.scheduling.batching import has_long
@@ -33,11 +32,9 @@ class Admission:
         reuse: PrefixReuse,
         shares: ClientShares,
         preemption: Preemption,
-        refills: Refills,
     ) -> None:
         self.open = True  # False: only probes start; the others wait
         self._preemption = preemption
-        self._refills = refills
         self._queue = queue
         self._running = running
         self._reuse = reuse
@@ -70,11 +67,6 @@ class Admission:
             if self._reuse.must_wait(record, self._running):
                 continue
             match = self._reuse.match(record)
-            if match.lost_in:
-                refillable = record.prefix.swapped is None and self._running.fits(record, match)
-                if refillable and self._refills.begin(record, match):
-                    continue
-                match = self._reuse.whole_match(record)
             if record.prefix.swapped is not None and not self._running.fits(record, match):
                 break
             if self._preemption.swap_in(record, match):

@@ -113,7 +113,6 @@ class Scheduler(SchedulerState):
 
     def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
         """The shards lost all sequences: requeue the running requests to ``keep``, end the others with ``error``."""
-        self.refills.forget()
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
             record.goes_next = True
@@ -161,17 +160,12 @@ class Scheduler(SchedulerState):
 
         Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
-        self.end_refill()  # a drafter that comes meanwhile does not know its sequence
         opening = bool(self.running or self._operations)
         self.drafting.attach(with_output=with_output, opening=opening, kept=kept)
 
     def detach_drafter(self) -> None:
         """Go on without drafts.  Does nothing without a drafter."""
         self.drafting.detach()
-
-    def end_refill(self) -> None:
-        """Plan no more of a refill: its slot stays partial."""
-        self._operations += self.refills.abort()
 
     def next_plan(self, now: float) -> StepPlan | None:
         """Return the next step for the pipeline, or None if there is none until a result or a request comes."""
@@ -180,17 +174,13 @@ class Scheduler(SchedulerState):
             return None
         if len(self.in_flight) > self.n_stages and not self.runs_ahead:
             return None
-        if not self.refills.active and self.drafting.turns() and (plan := self._turn_drafter(now)) is not None:
+        if self.drafting.turns() and (plan := self._turn_drafter(now)) is not None:
             return plan
         if self.drafting.opening:
             return self.cut(now)
         self._operations += self.admission.admit(now, self._last_step, self.chunks)  # nobody runs ahead beside a prompt
-        refills = self.refills.active and len(self.in_flight) <= self.n_stages
-        if refills and not self._refilled_last:
-            return self._refill(now)
-        ahead = self.runs_ahead and not self.refills.active
         step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
-        budget = step_budget(step_id, self.n_stages, *measured, now, self.running, runs_ahead=ahead)
+        budget = step_budget(step_id, self.n_stages, *measured, now, self.running, runs_ahead=self.runs_ahead)
         while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
             n_stopped = self._n_stopped
             if secured := self._secure(chosen, now):
@@ -198,8 +188,6 @@ class Scheduler(SchedulerState):
                 return self._plan([self._fit(one) for one in secured] if drafts else secured, now)
             if self._n_stopped == n_stopped:  # else all that were chosen are gone: choose again
                 break
-        if refills:
-            return self._refill(now)
         return self.cut(now) if self._flushing else None
 
     @property
@@ -214,14 +202,6 @@ class Scheduler(SchedulerState):
             return None
         plan = self._plan([], now)  # planned before it rests: the drafter answers it
         return replace(plan, opening=self.drafting.rest(plan.step.operations))
-
-    def _refill(self, now: float) -> StepPlan:
-        operations, work = self.refills.next(self._last_step + 1)
-        self._operations += operations
-        plan = replace(self._plan([], now), lone=work)
-        self._operations += self.refills.close()
-        self._refilled_last = True
-        return plan
 
     def cut(self, now: float) -> StepPlan | None:
         """Return a step without slices that carries all waiting operations, or None if there are none."""
@@ -254,7 +234,6 @@ class Scheduler(SchedulerState):
         self._backlog.answered(now)
         self._waits.applied(scheduled, drawn, self.running.states, now, idle=not self.in_flight)
         self.last_applied = scheduled.step_id
-        self.refills.applied(scheduled.step_id)
         events: Events = []
         for sequence, part in scheduled.parts.items():
             part.record.n_in_flight -= 1
@@ -331,7 +310,6 @@ class Scheduler(SchedulerState):
 
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1
-        self._refilled_last = False
         follows = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
         drafts_of = max([one.live.awaiting for one in chosen if one.drafts_pend], default=0) if self.n_stages > 1 else 0
         p_min = self.drafting.p_min if len(chosen) == 1 else 0

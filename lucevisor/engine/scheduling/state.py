@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.refill import Refills
 from lucevisor.engine.request import Event
 from lucevisor.engine.running import RunningRequests
 from lucevisor.engine.scheduling.admission import Admission
@@ -49,12 +48,10 @@ class SchedulerState:
         self._shares = ClientShares(credit=4 * limits.prefill_chunk)
         self._queue = RequestQueue(self._shares)
         self.preemption = Preemption(self.running, self._queue, self.reuse, self._shares, limits.prefill_chunk)
-        self.refills = Refills(limits, self.pools, self.reuse.index, self.running.sequence_ids)
-        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption, self.refills)
+        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption)
         self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
         self._waits = WaitEstimate()
         self._operations: list[Operation] = []
-        self._refilled_last = False  # the step planned last refills a slot: others go first
         self._unlearned: Callable[[], None] | None = None  # of the last step, for the policy of drafts
         self._flushing = False  # send waiting operations with a step of their own if need be
         self.in_flight: deque[ScheduledStep] = deque()
