@@ -106,7 +106,7 @@ async def test_a_daemon_that_breaks_the_order_of_steps_counts_as_failed(tmp_path
         assert service.restart_reasons["right"] == {"failure": 1}
         await ask(service)
         await right.wait(State.FAILED, timeout_s=20)
-        assert "group right answered for stage 0, which it does not run" in service.reason()
+        assert "StepResult is of stage 0, which it does not run" in service.reason()
         assert "restart limit 1/60s reached" in service.reason()
         assert service.groups["left"].restarts == 0
 

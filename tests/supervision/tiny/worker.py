@@ -17,7 +17,7 @@ from pathlib import Path
 
 import daemons
 import lucevisor
-from lucevisor.model.values import Backend, LayerRange
+from lucevisor.model.values import Backend
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded, Rehearse, Rehearsed
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, LogLine, Progress, Shutdown
@@ -94,8 +94,12 @@ class Tiny:
     def load(self, load):
         self.reporter.phase("load")
         self.at("load")
+        shards = [shard for plan in load.stages for shard in plan.shards]
+        stage = load.stages[0].stage
         for i in range(3):
-            self.reporter.progress(Progress(stage=0, device=0, done_bytes=i, total_bytes=3, phase="read"))
+            self.reporter.progress(
+                Progress(stage=stage, device=shards[0].device, done_bytes=i, total_bytes=3, phase="read")
+            )
             self.at("progress")
         if "hold gil" in self.how:
             LIBC_WITH_GIL.usleep(2_000_000)
@@ -106,7 +110,7 @@ class Tiny:
             self.link.send(Failed("load", "blk.0", "tensor is missing", "get the whole file", "config" in self.how))
             sys.exit(1)
         same = {"identities": load.identities} if hasattr(load, "identities") else {}
-        self.link.send(Loaded([DeviceUse(0, LayerRange(0, 1), 1, 1, 1)], {}, 0.0, **same))
+        self.link.send(Loaded([DeviceUse(one.device, one.layers, 1, 1, 1) for one in shards], {}, 0.0, **same))
         self.reporter.log("info", "tiny is ready", event_of="test", group="mine")
         if "odd log" in self.how:
             # Not by reporter.log(), whose own parameters would be in the way: any daemon may send such a record.
