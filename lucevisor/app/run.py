@@ -74,8 +74,10 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         options = replace(options, take_over_s=None)
         run_dir.claim()
     try:
-        _open_log(config, run_dir, options)
+        problem = _open_log(config, run_dir, options)
         log.info(STARTED, version=__version__, name=name, config=str(config.file), pid=os.getpid())
+        if problem:
+            log.warning("the log ends with this process", directory=str(run_dir.path), reason=problem)
         if options.limits is None:
             refuse_faults(config)
         else:
@@ -94,20 +96,23 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         run_dir.close()
 
 
-def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> None:
-    """Log to the state directory; to the run directory, which goes with this process, where that is impossible."""
-    problem = ""
+def _open_log(config: Config, run_dir: RunDirectory, options: RunOptions) -> str:
+    """Log to the state directory; to the run directory, which goes with this process, where that is impossible.
+
+    Returns why it is; empty if it is not.
+    """
     try:
         directory = log_path(run_dir.name)
         logs.configure(config.log.format, config.log.level, directory, to_terminal=options.to_terminal)
     except (OSError, ConfigError) as error:
         problem = str(error)
-    if problem:
-        try:
-            logs.configure(config.log.format, config.log.level, run_dir.path, to_terminal=options.to_terminal)
-        except OSError as error:
-            raise unusable(run_dir.path, error) from error
-        log.warning("the log ends with this process", directory=str(run_dir.path), reason=problem)
+    else:
+        return ""
+    try:
+        logs.configure(config.log.format, config.log.level, run_dir.path, to_terminal=options.to_terminal)
+    except OSError as error:
+        raise unusable(run_dir.path, error) from error
+    return problem
 
 
 def _fetching(what: str) -> None:

@@ -155,7 +155,7 @@ async def test_a_daemon_killed_while_it_saves_leaves_no_file_and_nothing_wrong(g
 async def test_a_conversation_that_rests_while_a_daemon_is_lost_comes_back_when_it_is_asked_for(
     on: bool, tmp_path: Path
 ) -> None:
-    """From its file, if it has one; else the lost stage alone computes its part again."""
+    """From its file, if it has one; else it is computed again."""
     place = Place(MODELS["qwen35"], tmp_path)
     async with running(place.config(on=on), place.directory) as service:
         expected, _ = await ask(service, PROMPT, [])
@@ -167,11 +167,8 @@ async def test_a_conversation_that_rests_while_a_daemon_is_lost_comes_back_when_
         os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
         assert (await asking)[0] == other
         await until(lambda: service.state == "ready" and service.engine.ready)
-        assert service.engine is not None
-        n_rebuilt = service.engine.statistics().recovery.n_rebuilt
         answer, finished = await ask(service, PROMPT, [])
-        assert (answer, finished.usage.cached_tokens > 200) == (expected, True)
-        assert (service.engine.statistics().recovery.n_rebuilt > n_rebuilt + 200) != on
+        assert (answer, finished.usage.cached_tokens > 200) == (expected, on)
         assert not on or told_of(service)["restored"] > 0
         again, finished = await ask(service, PROMPT, [])
         assert (again, finished.usage.cached_tokens > 200) == (expected, True)
