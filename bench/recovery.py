@@ -48,6 +48,7 @@ from lucevisor.protocol.loading import ArenaPlan, PoolSizes
 from lucevisor.protocol.steps import Sampling, Slice, Step
 from lucevisor.supervision.states import State
 
+GREEDY = Sampling(temperature=0.0)
 N_DECODED = 64
 N_MOVED = 400
 PARTS = ("notice", "start", "loading", "rebuild")
@@ -78,12 +79,12 @@ spares = {options.spares}
     return path
 
 
-async def ask(service, prompt, n, on_token=lambda: None):
+async def ask(service, prompt, n, on_token=lambda: None, sampling=GREEDY):
     request = GenerationRequest(
         request_id=f"bench-{random.random()}",
         prompt=tuple(prompt),
         max_tokens=n,
-        sampling=Sampling(temperature=0.0),
+        sampling=sampling,
     )
     tokens = []
     with service.engine.submit(request) as handle:

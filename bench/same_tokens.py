@@ -26,16 +26,15 @@ from pathlib import Path
 import uvloop
 from perplexity import DEMO, held_out
 from records import conditions, write_json
-from recovery import kill, until, warm
+from recovery import GREEDY, ask, kill, until, warm
 from services import running
 
 from lucevisor.app import logs
-from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import Sampling
 
 DRAFTER = DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf")
 TOGETHER = 8
-SAMPLINGS = {"greedy": lambda _: Sampling(temperature=0.0), "seeded": lambda i: Sampling(temperature=1.0, seed=i)}
+SAMPLINGS = {"greedy": lambda _: GREEDY, "seeded": lambda i: Sampling(temperature=1.0, seed=i)}
 
 
 def configuration(directory, name, options, dtype, *, together=TOGETHER, pages=0, split=(1, 1), slots=0, draft=False):
@@ -54,20 +53,6 @@ def configuration(directory, name, options, dtype, *, together=TOGETHER, pages=0
     return path
 
 
-async def answer(service, prompt, sampling, n_tokens, on_token=lambda: None):
-    request = GenerationRequest(request_id=f"{id(prompt)}-{sampling.seed}", prompt=tuple(prompt), max_tokens=n_tokens,
-                                sampling=sampling)  # fmt: skip
-    tokens = []
-    with service.engine.submit(request) as handle:
-        async for event in handle:
-            if isinstance(event, TokenEvent):
-                tokens.append(event.token)
-                on_token()
-            elif event.error is not None:
-                raise SystemExit(event.error.message)
-    return tokens
-
-
 async def answers(service, prompts, sampling, n_tokens, together=TOGETHER, kills=False):
     found = []
     for first in range(0, len(prompts), together):
@@ -77,7 +62,7 @@ async def answers(service, prompts, sampling, n_tokens, together=TOGETHER, kills
             told[0] += 1
 
         batch = range(first, min(first + together, len(prompts)))
-        tasks = [asyncio.create_task(answer(service, prompts[i], sampling(i), n_tokens, on_token)) for i in batch]
+        tasks = [asyncio.create_task(ask(service, prompts[i], n_tokens, on_token, sampling(i))) for i in batch]
         if kills:
             await until(lambda told=told, tasks=tasks: told[0] >= 12 * len(tasks) or all(t.done() for t in tasks))
             await kill(service, ("left", "right")[first // together % 2])

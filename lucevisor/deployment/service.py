@@ -322,9 +322,8 @@ class Service:
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
             hold_s=self.config.recovery.hold_s,
-            max_losses=max(
-                1, min(MAX_LOSSES, self.config.recovery.restart_limit.count - 1)
-            ),  # before its group is given up
+            # Before its group is given up.
+            max_losses=max(1, min(MAX_LOSSES, self.config.recovery.restart_limit.count - 1)),
             rows=rows,
             journal_pages=rows.n_pages if rows is not None else 0,
             on_pipeline_failed=self._on_pipeline_failed,

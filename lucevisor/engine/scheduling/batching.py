@@ -84,9 +84,8 @@ def step_budget(
     shared = others or (any_prompts and chunks.expects_short(now))
     follow = partial(chunks.may_follow, backlog, now, others=others)
 
-    def level(
-        client: str,
-    ) -> int:  # closer together than a chunk they count as equal
+    def level(client: str) -> int:
+        # Clients closer together than a chunk count as equal: the shortest prompt goes first.
         return shares.lead(client) // chunks.full
 
     return StepBudget(step_id, n_stages, chunks, shared, others, follow, level, runs_ahead)
