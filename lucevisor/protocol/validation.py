@@ -2,7 +2,7 @@
 
 Pure.  A daemon may be damaged, of another build, or have memory that flips bits; types and lengths were checked when
 its frame was decoded.  Here: ids in the vocabulary, finite numbers, counts within what was asked, and no time longer
-than it can have taken.  Answers that come too late are nobody's fault, so order is the pipeline's matter.
+than it can have taken.  A late answer is no fault here; the pipeline checks the order.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class AskedStep:
 
 @dataclass(slots=True)
 class DaemonFacts:
-    """What the supervisor knows of a daemon by itself.  ``age_s``: since its process was started.  ``load``: what it
-    was told to run, None before; ``replays``: with a replay.  ``vocabulary``: ids of the model.
+    """Facts about a daemon from other sources than itself.  ``age_s``: since its process was started.  ``load``: the Load
+    that it was sent, None before; ``replays``: with a replay.  ``vocabulary``: ids of the model.
     """
 
     age_s: float
@@ -127,7 +127,7 @@ def _check_loaded(message: Loaded, daemon: DaemonFacts) -> None:
     _require(found == asked, f"Loaded.shards are {len(found)}, which are not the {len(asked)} of the Load")
     _require(message.draft is None or (load is not None and load.draft is not None), "Loaded.draft was not asked for")
     _require(message.score is None or (load is not None and load.score is not None), "Loaded.score was not asked for")
-    _require(not message.replayed or daemon.replays, "Loaded.replayed, but it was told to replay nothing")
+    _require(not message.replayed or daemon.replays, "Loaded.replayed, but it was sent nothing to replay")
     for use in [*message.shards, message.draft, message.score]:
         if use is not None:
             _check_counts("Loaded", weight_bytes=use.weight_bytes, state_bytes=use.state_bytes,
