@@ -39,8 +39,8 @@ class AskedStep:
 
 @dataclass(slots=True)
 class DaemonFacts:
-    """Facts about a daemon from other sources than itself.  ``age_s``: since its process was started.  ``load``: the Load
-    that it was sent, None before; ``replays``: with a replay.  ``vocabulary``: ids of the model.
+    """Facts about a daemon from other sources than itself.  ``age_s``: since its process was started.  ``load``: the
+    Load that it was sent, None before; ``replays``: with a replay.  ``vocabulary``: ids of the model.
     """
 
     age_s: float
