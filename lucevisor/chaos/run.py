@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -33,8 +34,11 @@ _POLL_S: Final = 0.05
 EXACT: Final = ("server.port=0", "engine.dtype=float32", "recovery.restart_limit=9999/60s", "cache.min_tokens=64")
 """Settings of a run; those of the operator replace them."""
 
-Ask = Callable[[Path, str, str], dict[str, Any]]
-"""Asks an admin socket: method and path."""
+
+class Ask(Protocol):
+    """Asks an admin socket.  Raises LucevisorError."""
+
+    def __call__(self, socket: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -60,8 +64,8 @@ class Report:
     """``rows``: by fault; one that came with another counts for both.  ``total``: every answer once."""
 
     seed: int
+    rows: dict[str, Row]
     seconds: float = 0.0
-    rows: dict[str, Row] = field(default_factory=lambda: {name: Row() for name in FAULTS})
     total: Counts = field(default_factory=Counts)
     restarts: int = 0
     recovery: dict[str, Any] = field(default_factory=dict)
@@ -75,28 +79,43 @@ class Report:
 
 
 class Chaos:
-    """One run with ``config``, which must compute in float32 to be exact; ``say`` is told what is injected."""
+    """One run with ``config``, which must compute in float32 to be exact; ``say`` is told what is injected.
 
-    def __init__(self, config: Path, overrides: Sequence[str], ask: Ask, seed: int, say: Callable[[str], None]) -> None:
+    ``faults``: names of FAULTS; each comes as often as the others.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        overrides: Sequence[str],
+        ask: Ask,
+        seed: int,
+        say: Callable[[str], None],
+        faults: Sequence[str] = tuple(FAULTS),
+    ) -> None:
         self._config, self._overrides, self._ask, self._say = config, overrides, ask, say
         self._rng = random.Random(seed)
-        self.report = Report(seed)
+        self._faults = faults
+        self._supervisors: list[subprocess.Popen[bytes]] = []
+        self.report = Report(seed, {name: Row() for name in faults})
 
-    def run(self, seconds: float) -> Report:
-        """Return the report.  Raises LucevisorError when the supervisor does not start or does not recover.
+    def run(self, seconds: float, n_faults: int | None = None) -> Report:
+        """Return the report, after so many faults or so long.  Raises LucevisorError when the supervisor does not start
+        or does not recover.
 
         The supervisor's log is kept if anything was wrong; ``say`` is told where.
         """
         directory, done = Path(tempfile.mkdtemp(prefix="lucevisor-chaos-")), False
+        (directory / "hooks").mkdir()
         try:
-            process = self._start(directory)
             try:
-                url = self._until_ready(directory, process)
-                asyncio.run(self._run(directory, process.pid, url, seconds))
+                url = self._until_ready(directory, self._start(directory))
+                asyncio.run(self._run(directory, url, seconds, n_faults))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
             finally:
-                self._stop(process)
+                for process in self._supervisors:
+                    self._stop(process)
             done = self.report.good
         finally:
             shutil.rmtree(directory if done else directory / "cache", ignore_errors=True)
@@ -104,60 +123,77 @@ class Chaos:
                 self._say(f"the supervisor's log is kept below {directory}")
         return self.report
 
-    def _start(self, directory: Path) -> subprocess.Popen[bytes]:
-        (directory / "hooks").mkdir()
+    def _start(self, directory: Path, *more: str) -> subprocess.Popen[bytes]:
         limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_most_s": 0.5}
-        command = [*module_command(), "start", str(self._config), "--name", NAME, "--detached"]
+        command = [*module_command(), "start", str(self._config), "--name", NAME, "--detached", *more]
         command += ["--starter", str(os.getpid())]
         command += ["--allow-faults", ",".join(f"{name}={value}" for name, value in limits.items())]
         for override in merge_overrides([*EXACT, f"cache.dir={directory / 'cache'}"], self._overrides):
             command += ["--set", override]
         env = os.environ | dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(directory))
         env |= {fault_hooks.VARIABLE: str(directory / "hooks")}
-        with (directory / "output").open("wb") as output:
-            return subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        with (directory / "output").open("ab") as output:
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        self._supervisors.append(process)
+        return process
 
-    async def _run(self, directory: Path, pid: int, url: str, seconds: float) -> None:
-        socket = _socket(directory)
+    async def _run(self, directory: Path, url: str, seconds: float, n_faults: int | None) -> None:
+        socket, pids = _socket(directory), [self._supervisors[0].pid]
 
-        async def status() -> dict[str, Any]:
-            return await asyncio.to_thread(self._ask, socket, "GET", "/status")
+        async def order(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+            return await asyncio.to_thread(self._ask, socket, method, path, body)
 
-        target = Target(pid, directory / "hooks", directory / "cache", status)
+        async def take_over() -> None:
+            earlier, later = self._supervisors[-1], self._start(directory, "--take-over")
+            pids.append(later.pid)
+            try:
+                await asyncio.to_thread(self._until_ready, directory, later)
+                await asyncio.to_thread(earlier.wait, START_S)
+            except LucevisorError:  # the earlier one goes on
+                self._supervisors.remove(later)
+                pids.remove(later.pid)
+                raise
+            pids.remove(earlier.pid)
+            self._supervisors.remove(earlier)
+
+        target = Target(pids, directory / "hooks", directory / "cache", order, take_over)
         traffic = Traffic(url, self._rng)
         async with traffic.open():
             await traffic.learn()
-            self.report.descriptors = (psutil.Process(pid).num_fds(), 0)
+            self.report.descriptors = (psutil.Process(target.pid).num_fds(), 0)
             began_s = time.monotonic()
             async with traffic.counting() as self.report.total, asyncio.TaskGroup() as tasks:
                 tasks.create_task(traffic.run())
                 try:
-                    await self._inject(target, traffic, began_s + seconds)
+                    await self._inject(target, traffic, began_s + seconds, n_faults)
                 finally:
                     traffic.end()
             self.report.seconds = time.monotonic() - began_s
-        self._look_back(pid, await status())
+        self._look_back(target.pid, await target.status())
 
     def _until_ready(self, directory: Path, process: subprocess.Popen[bytes]) -> str:
         """Return the URL."""
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s and process.poll() is None:
-            if _socket(directory).exists():
+            with contextlib.suppress(LucevisorError):  # it listens later
                 status = self._ask(_socket(directory), "GET", "/status")
-                if status["state"] == "ready":
+                if (status["state"], status["pid"]) == ("ready", process.pid):
                     return str(status["url"])
             time.sleep(_POLL_S)
         said = (directory / "output").read_text(errors="replace")
         raise LucevisorError(f"the supervisor did not start:\n{said[-4000:]}")
 
-    async def _inject(self, target: Target, traffic: Traffic, end_s: float) -> None:
+    async def _inject(self, target: Target, traffic: Traffic, end_s: float, n_faults: int | None) -> None:
         """Faults in turn, in another order in every round."""
         left: list[str] = []
-        while time.monotonic() < end_s:
-            left = left or self._rng.sample(list(FAULTS), len(FAULTS))
+        n_done = 0
+        while time.monotonic() < end_s and n_done != n_faults:
+            left = left or self._rng.sample(self._faults, len(self._faults))
             names = [left.pop()]
-            if self._rng.random() < TWO_AT_ONCE:
-                names.append(self._rng.choice([name for name in FAULTS if name != names[0]]))
+            others = [name for name in self._faults if name != names[0]]
+            if others and n_done + 1 != n_faults and self._rng.random() < TWO_AT_ONCE:
+                names.append(self._rng.choice(others))
+            n_done += len(names)
             self._say(" and ".join(names))
             async with traffic.counting() as counts:
                 async with asyncio.TaskGroup() as tasks:
@@ -180,6 +216,8 @@ class Chaos:
             report.left.append(f"{engine['pages']['used']} pages used")
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is not None:
+            return
         try:
             below = psutil.Process(process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
