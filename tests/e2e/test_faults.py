@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,9 +18,11 @@ from typing import Any
 
 import psutil
 import pytest
+from gguf import GGUFReader
 
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli, alive, wait_until
+from tests.e2e.service import GOLDEN, write_config
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
 
@@ -139,6 +142,30 @@ def test_while_a_shard_is_away_new_requests_wait_and_ready_says_why(shared: Cli)
         assert health.status == 200
     assert answer(status) == before, "it waited for the group"
     assert shared.status()["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage"),
+    [("blk.1.ffn_down.weight", "stage 0 (group left)"), ("output_norm.weight", "stage 1 (group right)")],
+)
+def test_a_stage_that_computes_no_numbers_is_named(cli: Cli, tmp_path: Path, tensor: str, stage: str) -> None:
+    """Its weights are finite, and so large that what it computes is not."""
+    model = tmp_path / "model.gguf"
+    shutil.copy(GOLDEN / "qwen35" / "model.gguf", model)
+    [found] = [one for one in GGUFReader(model, "r+").tensors if one.name == tensor]
+    found.data[:] = 3e38
+    found.data.base.flush()
+    config = write_config(tmp_path, model, {"left": 1, "right": 1}, ["0-4", "4-8"], '[draft]\nkind = "off"\n')
+    status = cli.start(config, "engine.dtype=float32")
+    code, body = post(f"{status['url']}/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4})
+    assert (code, body["error"]["code"]) == (500, "invalid_logits")
+    assert f"{stage} computed numbers that are NaN or infinite" in body["error"]["message"]
+    assert f"{stage} computed numbers that are NaN or infinite" in unready(status)
+    now = cli.status()
+    assert [(g["state"], g["restarts"]) for g in now["groups"]] == [("ready", 0), ("ready", 0)]
+    assert (now["engine"]["running"], now["engine"]["pages"]["used"]) == (0, 0)
+    assert "logits are not numbers" in cli.run("logs", "--level", "error").stdout
+    cli.stop()
 
 
 def test_a_killed_supervisor_leaves_no_daemon(cli: Cli) -> None:
