@@ -130,7 +130,7 @@ class Chaos:
         command += ["--allow-faults", ",".join(f"{name}={value}" for name, value in limits.items())]
         for override in merge_overrides([*EXACT, f"cache.dir={directory / 'cache'}"], self._overrides):
             command += ["--set", override]
-        env = os.environ | dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(directory))
+        env = os.environ | {"XDG_RUNTIME_DIR": str(directory), "XDG_STATE_HOME": str(directory / "state")}
         env |= {fault_hooks.VARIABLE: str(directory / "hooks")}
         with (directory / "output").open("ab") as output:
             process = subprocess.Popen(command, env=env, stdout=output, stderr=output)

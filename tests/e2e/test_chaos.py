@@ -76,6 +76,7 @@ def test_signals_lose_no_answer_and_change_no_token(cli: Cli, name: str, tmp_pat
     options += ["--times", str(n_faults), "--seed", str(len(name)), "--json"]
     done = cli.run("chaos", str(config), *options, timeout_s=3500, check=False)
     assert done.stdout, done.stderr
+    (tmp_path / "report.json").write_text(done.stdout)
     report = json.loads(done.stdout)
     answers, rows = report["answers"], report["faults"]
     print(f"{name}: {sum(row['times'] for row in rows.values())} faults in {report['seconds']:.0f} s, "

@@ -192,18 +192,6 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
         assert n_steps(service) - before < 40, "it drafts again"
 
 
-async def test_killing_the_output_stage_takes_its_drafter_along_and_both_come_back(tmp_path: Path) -> None:
-    prompt, wanted = trace("qwen35_mtp_draft")
-    async with running(two_groups(tmp_path, MTP, ""), tmp_path) as service:
-        await drafting(service)
-        pid = service.groups["right"].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: service.state == "degraded")
-        await until(lambda: service.state == "ready" and service.deployment.drafting)
-        assert await generate(service, prompt, N) == wanted
-
-
 async def test_a_drafter_whose_daemon_cannot_start_holds_nothing_up(tmp_path: Path) -> None:
     prompt, wanted = trace("dflash")
     config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
