@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lucevisor.protocol.codec import decode, encode
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import RemoteProtocolError
-from lucevisor.protocol.frames import HEADER_BYTES, LIMITS, pack_header, parse_header
-from lucevisor.protocol.messages import MESSAGES, MessageKind
-from lucevisor.protocol.states import Channel, LinkState, Role
+from lucevisor.protocol.frames import HEADER_BYTES, pack_header, parse_header
+from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 from tests.protocol.message_strategies import streams
 
@@ -125,13 +125,13 @@ def fuzz(n, seed):
                 )
         else:
             metadata = bytearray(rng.randbytes(rng.randrange(60)))
-        payload_bytes = rng.choice((0, 0, rng.randrange(LIMITS[kind].payload_bytes + 1)))
+        payload_bytes = rng.choice((0, 0, rng.randrange(MESSAGES[kind].max_payload_bytes + 1)))
         header = parse_header(memoryview(pack_header(kind, 0, 0, bytes(metadata), payload_bytes)))
         try:
             message = decode(header, memoryview(metadata))
         except RemoteProtocolError:
             continue
-        assert type(message) is MESSAGES[kind]
+        assert type(message) is MESSAGES[kind].record
         n_accepted += 1
     return n_accepted
 

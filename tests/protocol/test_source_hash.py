@@ -11,7 +11,7 @@ import pytest
 import daemons
 import lucevisor
 from lucevisor.protocol.errors import ProtocolError
-from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
+from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 
 LUCEVISOR = Path(lucevisor.__file__).resolve().parent
 DAEMONS = Path(daemons.__file__).parent
