@@ -140,28 +140,20 @@ def peak_kib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def test_fuzzed_metadata_never_crashes_the_decoder():
+@pytest.mark.timeout(300)
+def test_fuzzed_metadata_and_streams_never_crash():
     before = peak_kib()
     assert 0 < fuzz(20_000, seed=1) < 20_000
-    assert peak_kib() - before < ALLOWED_GROWTH_KIB
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_million_fuzzed_inputs():
-    before = peak_kib()
-    for seed in range(20):
-        assert 0 < fuzz(40_000, seed) < 40_000
-        rng = random.Random(seed)
-        stream = bytearray(b"".join(encode(StepResult(i, 0, [Sampled(1, i)])) for i in range(4)))
-        for _ in range(10_000):
-            connection = Connection(Role.SUPERVISOR)
-            connection.state = LinkState.READY
-            damaged = bytearray(stream)
-            for _ in range(rng.randint(1, 3)):
-                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-            connection.receive(damaged)
-            frames, error = collect(connection)
-            assert len(frames) < 4 or damaged == stream
-            assert error is not None or damaged == stream or connection.unfinished
+    rng = random.Random(1)
+    stream = bytearray(b"".join(encode(StepResult(i, 0, [Sampled(1, i)])) for i in range(4)))
+    for _ in range(2_000):
+        connection = Connection(Role.SUPERVISOR)
+        connection.state = LinkState.READY
+        damaged = bytearray(stream)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        connection.receive(damaged)
+        frames, error = collect(connection)
+        assert len(frames) < 4 or damaged == stream
+        assert error is not None or damaged == stream or connection.unfinished
     assert peak_kib() - before < ALLOWED_GROWTH_KIB

@@ -39,7 +39,7 @@ def test_both_sides_compute_the_same():
     code = (
         "import sys, lucevisor, importlib.util\n"
         "from pathlib import Path\n"
-        "from lucevisor.protocol.source_hash import source_hash\n"
+        "from lucevisor.protocol.handshake import source_hash\n"
         "daemons = Path(importlib.util.find_spec('daemons').origin).parent\n"
         "print(source_hash(Path(lucevisor.__file__).parent, daemons), 'daemons' in sys.modules)\n"
     )
