@@ -82,6 +82,13 @@ def prefill(figure, *runs):
     axes.legend(handles=keys(("Lucevisor", OURS), ("llama.cpp", THEIRS)), frameon=False, loc="upper left")
 
 
+def keys(*labels):
+    """Handles of a legend."""
+    from matplotlib.patches import Patch
+
+    return [Patch(color=color, label=label) for label, color in labels]
+
+
 PLOTS = {
     "decode-by-streams": Plot(decode, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-seventh.json")),
     "prefill": Plot(prefill, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-seventh.json")),

@@ -1,7 +1,6 @@
 """Pictures of measurements are drawn from the results that lie in bench/results."""
 
 import re
-from pathlib import Path
 
 import pytest
 
