@@ -28,10 +28,8 @@ from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
-from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config
-from tests.e2e.test_faults import post
 
 TARGET = GOLDEN / "qwen35" / "model.gguf"
 DFLASH = GOLDEN / "dflash" / "drafter-upstream.gguf"
@@ -364,32 +362,3 @@ def test_a_service_can_be_made_without_its_drafter_being_placed(tmp_path: Path) 
         return draft_of(Service(config, open_model(config), tmp_path, SilentDisplay()))
 
     assert asyncio.run(shown()) == {"kind": "auto", "state": "none", "reason": ""}
-
-
-# ---- the demo
-
-
-@pytest.fixture(scope="module")
-def demos(forker: Forker) -> Iterator[dict[str, dict[str, Any]]]:
-    """The bundled demo as it is, and without drafts."""
-    cli = Cli(forker)
-    try:
-        yield {
-            "with": cli.start(DEMO, "engine.dtype=float32", name="with"),
-            "without": cli.start(DEMO, "engine.dtype=float32", "draft.kind=off", name="without"),
-        }
-        cli.stop("with")
-        cli.stop("without")
-    finally:
-        cli.close()
-
-
-@pytest.mark.parametrize("question", ["What does os.path.join do?", "Which module reads CSV files?", "How do I sleep?"])
-def test_the_demo_answers_the_same_with_its_drafter(demos: dict[str, dict[str, Any]], question: str) -> None:
-    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 80}
-    answers = {name: post(f"{one['url']}/v1/chat/completions", body) for name, one in demos.items()}
-    assert {code for code, _ in answers.values()} == {200}
-    said = {name: answer["choices"][0]["message"]["content"] for name, (_, answer) in answers.items()}
-    assert said["with"] == said["without"]
-    assert demos["with"]["draft"]["kind"] == "dflash"
-    assert demos["without"]["draft"]["kind"] == "off"

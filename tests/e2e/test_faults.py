@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from gguf import GGUFReader
 
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli, alive, wait_until
+from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
@@ -113,7 +115,7 @@ def test_while_a_shard_is_away_new_requests_wait_and_ready_says_why(shared: Cli)
     before = answer(status)
     other = group(status, "right")["pid"]
     os.kill(group(status, "left")["pid"], signal.SIGKILL)
-    wait_until(lambda: shared.status()["state"] == "degraded", 20, "degraded")
+    wait_until(lambda: msgspec.convert(shared.status(), Status).state == "degraded", 20, "degraded")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{status['url']}/ready", timeout=20)
     assert refused.value.code == 503
