@@ -195,12 +195,13 @@ class Chaos:
                 names.append(self._rng.choice(others))
             n_done += len(names)
             self._say(" and ".join(names))
+            running = traffic.running
             async with traffic.counting() as counts:
                 async with asyncio.TaskGroup() as tasks:
                     for name in names:
                         tasks.create_task(FAULTS[name](target, self._rng))
                 await target.ready()
-                await asyncio.sleep(self._rng.uniform(0.2, 1.0))  # some answers go on without a fault
+                await traffic.answered(running)  # else a slow machine would lose them again and again, and answer none
             for name in dict.fromkeys(names):
                 self.report.rows[name].add(counts)
 

@@ -20,8 +20,9 @@ import aiohttp
 N_CLIENTS: Final = 8
 N_SHORT: Final = 10
 N_LONG: Final = 6
-ANSWER_S: Final = 300.0
+ANSWER_S: Final = 900.0
 """An answer that takes longer is lost; requests are held for `recovery.hold_s` at most."""
+_POLL_S: Final = 0.02
 
 
 SCHEMA: Final = {
@@ -71,6 +72,7 @@ class Traffic:
         self._answers: list[tuple[Question, list[int]]] = []
         self._session: aiohttp.ClientSession | None = None
         self._counts: list[Counts] = []
+        self._running: set[object] = set()  # one for each request
         self._ended = False
 
     @asynccontextmanager
@@ -136,15 +138,29 @@ class Traffic:
         finally:
             self._counts.remove(counts)
 
+    @property
+    def running(self) -> frozenset[object]:
+        """The requests without an answer."""
+        return frozenset(self._running)
+
+    async def answered(self, requests: frozenset[object]) -> None:
+        """Wait until such requests have their answers."""
+        while requests & self._running:  # noqa: ASYNC110 - they end by the dozen
+            await asyncio.sleep(_POLL_S)
+
     async def _client(self) -> None:
         while not self._ended:
             question, right = self._rng.choice(self._answers)
+            request = object()
+            self._running.add(request)
             try:
                 ids = await self._ask(question, stream=self._rng.random() < 0.7)
             except (Lost, aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
                 for counts in self._counts:
                     counts.lost.append(f"{question}: {type(error).__name__}: {error}")
                 continue
+            finally:
+                self._running.discard(request)
             for counts in self._counts:
                 if ids == right:
                     counts.n_right += 1

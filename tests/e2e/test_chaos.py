@@ -44,7 +44,7 @@ SETUPS = {
     ),
     "snapshots on disk": ("ab", [PLAIN, "cache.prefix_slots=2", "cache.min_tokens=8"], DISK, 25),
     "operator's commands": ("ab", [DFLASH], ORDERS, 25),
-    "sliding windows": ("ab", [PLAIN], SIGNALS, 16),
+    "sliding windows": ("ab", [PLAIN, "engine.max_context=2048"], SIGNALS, 16),
     "KV Flash, exact": ("ab", [*FLASH, "kvflash.policy=exact"], SIGNALS, 14),
     "KV Flash, lru": ("ab", [*FLASH, "kvflash.policy=lru"], SIGNALS, 6),
     "KV Flash, qk": ("ab", [*FLASH, "kvflash.policy=qk"], SIGNALS, 6),
