@@ -300,11 +300,12 @@ async def clock(target: Target, rng: random.Random) -> None:
 
 async def paused(target: Target, rng: random.Random) -> None:
     """SIGSTOP to the supervisor, for longer than a daemon may be silent or not."""
-    _signal(target.pid, signal.SIGSTOP)
+    pid = target.pid  # another one may take over meanwhile
+    _signal(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(rng.uniform(0.2, 2 * HEARTBEAT_S))
     finally:
-        _signal(target.pid, signal.SIGCONT)
+        _signal(pid, signal.SIGCONT)
     await target.ready()
 
 

@@ -27,6 +27,7 @@ from lucevisor.source_tree import module_command
 NAME: Final = "chaos"
 START_S: Final = 600.0
 STOP_S: Final = 60.0
+IDLE_S: Final = 60.0
 TWO_AT_ONCE: Final = 0.25
 """How often a second fault comes while the first one lasts."""
 _POLL_S: Final = 0.05
@@ -145,16 +146,16 @@ class Chaos:
 
         async def take_over() -> None:
             earlier, later = self._supervisors[-1], self._start(directory, "--take-over")
-            pids.append(later.pid)
+            pids.insert(0, later.pid)
             try:
                 await asyncio.to_thread(self._until_ready, directory, later)
-                await asyncio.to_thread(earlier.wait, START_S)
             except LucevisorError:  # the earlier one goes on
-                self._supervisors.remove(later)
                 pids.remove(later.pid)
+                self._supervisors.remove(later)
+                self._stop(later)
                 raise
             pids.remove(earlier.pid)
-            self._supervisors.remove(earlier)
+            await asyncio.to_thread(earlier.wait, START_S)
 
         target = Target(pids, directory / "hooks", directory / "cache", order, take_over)
         traffic = Traffic(url, self._rng)
@@ -169,7 +170,7 @@ class Chaos:
                 finally:
                     traffic.end()
             self.report.seconds = time.monotonic() - began_s
-        self._look_back(target.pid, await target.status())
+            await self._look_back(target)
 
     def _until_ready(self, directory: Path, process: subprocess.Popen[bytes]) -> str:
         """Return the URL."""
@@ -205,11 +206,14 @@ class Chaos:
             for name in dict.fromkeys(names):
                 self.report.rows[name].add(counts)
 
-    def _look_back(self, pid: int, status: dict[str, Any]) -> None:
+    async def _look_back(self, target: Target) -> None:
+        end_s = time.monotonic() + IDLE_S
+        while (status := await target.status())["engine"]["running"] and time.monotonic() < end_s:
+            await asyncio.sleep(_POLL_S)  # a restored snapshot is judged by a request of its own
         report, engine = self.report, status["engine"]
         report.restarts = sum(group["restarts"] for group in status["groups"])
         report.recovery = engine["recovery"] | {"cache": status["cache"]}
-        report.descriptors = (report.descriptors[0], psutil.Process(pid).num_fds())
+        report.descriptors = (report.descriptors[0], psutil.Process(target.pid).num_fds())
         for what in ("running", "queued", "held"):
             if engine[what]:
                 report.left.append(f"{engine[what]} requests {what}")
@@ -230,7 +234,7 @@ class Chaos:
             process.kill()
             process.wait()
             self.report.left.append(f"the supervisor, {STOP_S:.0f} s after SIGTERM")
-        _, alive = psutil.wait_procs(below, timeout=2.0)
+        _, alive = psutil.wait_procs(below, timeout=10.0)
         self.report.left += [f"process {one.pid}" for one in alive]
 
 

@@ -102,16 +102,17 @@ class Traffic:
             if i >= N_SHORT:
                 later = [*prompt, *answer, *prompt[:8]]
                 await self._learn(Question("/v1/completions", {"prompt": later, **sampling}))
+        if not await self._has_chat_template():
+            return  # a random model of the tests: what it likes best fits no form
         for i, form in enumerate([*FORMS, *FORMS]):
             sampling = {"temperature": i // 2, "seed": i, "max_tokens": 64}
             prompt = await self._tokenize(texts[i])
             await self._learn(Question("/v1/completions", {"prompt": prompt, **sampling, **form}))
-        if await self._has_chat_template():
-            tool = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA, "strict": True}}
-            for i in range(2):
-                messages = [{"role": "user", "content": f"Look up module_{i}."}]
-                body = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 64}
-                await self._learn(Question("/v1/chat/completions", {**body, "temperature": i, "seed": i}))
+        tool = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA, "strict": True}}
+        for i in range(2):
+            messages = [{"role": "user", "content": f"Look up module_{i}."}]
+            body = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 64}
+            await self._learn(Question("/v1/chat/completions", {**body, "temperature": i, "seed": i}))
 
     async def _learn(self, question: Question) -> list[int]:
         answer = await self._ask(question, stream=True)

@@ -12,7 +12,7 @@ from aiohttp import web
 from lucevisor.api.listening import listen, url_of
 from lucevisor.chaos.traffic import FORMS, N_LONG, N_SHORT, Traffic
 
-N_QUESTIONS = N_SHORT + 2 * N_LONG + 2 * len(FORMS)
+N_QUESTIONS = N_SHORT + 2 * N_LONG + 2 * len(FORMS) + 2
 
 
 class Server:
@@ -27,12 +27,12 @@ class Server:
         return web.json_response({"tokens": [ord(letter) for letter in text[-40:]]})
 
     async def props(self, request: web.Request) -> web.Response:
-        return web.json_response({})
+        return web.json_response({"chat_template": "{{ messages }}"})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.n_asked += 1
-        ids = [sum(body["prompt"]) % 1000 + i for i in range(body["max_tokens"])]
+        ids = [sum(body.get("prompt", [7])) % 1000 + i for i in range(body["max_tokens"])]
         do, self.do = self.do, "right"
         if do == "wrong":
             ids[3] += 1
@@ -67,6 +67,7 @@ async def served():
         [
             web.post("/tokenize", server.tokenize),
             web.post("/v1/completions", server.complete),
+            web.post("/v1/chat/completions", server.complete),
             web.get("/props", server.props),
         ]
     )
