@@ -208,8 +208,9 @@ class Chaos:
 
     async def _look_back(self, target: Target) -> None:
         end_s = time.monotonic() + IDLE_S
-        while (status := await target.status())["engine"]["running"] and time.monotonic() < end_s:
-            await asyncio.sleep(_POLL_S)  # a restored snapshot is judged by a request of its own
+        # A restored snapshot is judged by a request of its own.
+        while (status := await target.status())["engine"]["running"] and time.monotonic() < end_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
         report, engine = self.report, status["engine"]
         report.restarts = sum(group["restarts"] for group in status["groups"])
         report.recovery = engine["recovery"] | {"cache": status["cache"]}
