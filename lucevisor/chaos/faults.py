@@ -23,7 +23,7 @@ import psutil
 from lucevisor.errors import LucevisorError, NotRunningError
 from lucevisor.protocol import fault_hooks
 
-READY_S: Final = 120.0
+READY_S: Final = 600.0
 """How long a fault may keep the endpoint from being ready."""
 HEARTBEAT_S: Final = 3.0
 """After this long without a heartbeat a daemon is replaced, while faults are injected."""

@@ -32,7 +32,10 @@ TWO_AT_ONCE: Final = 0.25
 """How often a second fault comes while the first one lasts."""
 _POLL_S: Final = 0.05
 
-EXACT: Final = ("server.port=0", "engine.dtype=float32", "recovery.restart_limit=9999/60s", "cache.min_tokens=64")
+EXACT: Final = (
+    *("server.port=0", "engine.dtype=float32", "cache.min_tokens=64"),
+    *("recovery.restart_limit=9999/60s", "recovery.hold_s=600"),
+)
 """Settings of a run; those of the operator replace them."""
 
 
