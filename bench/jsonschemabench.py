@@ -26,7 +26,7 @@ from lucevisor.text.grammar.matcher import GrammarError
 IDS = {text[0]: i for i in range(TOKENIZER.n_vocab) if len(text := TOKENIZER.token_bytes(i)) == 1}
 MODES = ("strict", "lenient")
 COLUMNS = ("schemas", "refused", "none fits", "valid", "valid refused", "invalid", "invalid accepted")
-MOST_TRIES = 2_000
+MOST_TRIES = 300
 KEYWORDS = frozenset(jsonschema.Draft202012Validator.VALIDATORS) | {"additionalItems", "dependencies", "$recursiveRef"}
 VALUES = ("enum", "const", "default", "examples")
 
