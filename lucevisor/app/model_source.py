@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from lucevisor.config import Config
-from lucevisor.config.values import HubFile
+from lucevisor.config import Config, HubFile
 from lucevisor.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from lucevisor.app.rundir import find
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
 from lucevisor.config import load
-from lucevisor.config.strict import Refused, Size
+from lucevisor.config.formats import InvalidValue, size
 from lucevisor.errors import ExitCode
 
 _KIB = 1024
@@ -33,9 +33,9 @@ class _Bytes(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return Size().from_text(str(value))
-        except Refused as refused:
-            self.fail(f"{value} {refused.why}; {refused.hint}", param, ctx)
+            return size(value)
+        except InvalidValue as error:
+            self.fail(f"{value} {error.why}; {error.hint}", param, ctx)
 
 
 class _Place(Protocol):

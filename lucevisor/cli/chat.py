@@ -7,7 +7,6 @@ the next one.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from lucevisor.app.rundir import find
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.openai_client import connect
 from lucevisor.cli.options import RangeOfNumbers, target_options
-from lucevisor.errors import ExitCode
+from lucevisor.errors import ExitCode, nearest
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -79,8 +78,8 @@ class Conversation:
             return "/think takes on or off"
         if name == "/help":
             return HELP
-        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
-        return f"there is no command {name}; " + (f"did you mean {near[0]}?" if near else "/help lists them")
+        near = nearest(name, COMMANDS)
+        return f"there is no command {name}; " + (f"did you mean {near}?" if near else "/help lists them")
 
 
 @click.command()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lucevisor.config import Config, load
 from lucevisor.config.load import from_tree
-from lucevisor.config.schema import GROUPS, SECTIONS, keys_of
-from lucevisor.config.sections import GroupConfig
+from lucevisor.config.schema import keys_of
+from lucevisor.config.sections import GROUPS, SECTIONS, GroupConfig
 from lucevisor.errors import ConfigError
 
 FILE = Path("/etc/box/box.toml")
