@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -19,9 +20,8 @@ import click
 
 from lucevisor.app.rundir import find
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.cli.openai_client import connect
 from lucevisor.cli.options import RangeOfNumbers, target_options
-from lucevisor.errors import ExitCode, nearest
+from lucevisor.errors import ExitCode, LucevisorError, nearest
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -239,3 +239,21 @@ class _Shown:
 
         parts = [Text(self._thought.strip(), style="dim")] if self._thought.strip() else []
         return Group(*parts, Markdown(self.text))
+
+
+def connect(status: dict[str, Any], key: str = "") -> OpenAI:
+    """Return a client of the supervisor with that status.  Raises LucevisorError if the `openai` package is missing."""
+    try:
+        from openai import DefaultHttpxClient, OpenAI
+    except ImportError as e:
+        raise LucevisorError("this command needs the `openai` package: pip install 'lucevisor[client]'") from e
+    http_client = DefaultHttpxClient(verify=_trusting(cert)) if (cert := status["tls_cert_file"]) else None
+    return OpenAI(base_url=f"{status['url']}/v1", api_key=key or "none", max_retries=0, http_client=http_client)
+
+
+def _trusting(cert_file: str) -> ssl.SSLContext:
+    """Trust this one certificate, of the supervisor on this machine, whatever name it is for."""
+    context = ssl.create_default_context(cafile=cert_file)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.cli.openai_client import connect
+from lucevisor.cli.chat import connect
 from lucevisor.config import merge_overrides
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 from lucevisor.source_tree import locate

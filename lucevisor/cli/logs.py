@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 
-from lucevisor.app.log_lines import STARTED, ConsoleLine, LogQuery, record_of, seconds_of
-from lucevisor.app.log_reader import follow as follow_log
-from lucevisor.app.logs import FILE
+from lucevisor.app.log_reader import LogQuery, follow_log, seconds_of
+from lucevisor.app.logs import FILE, STARTED, ConsoleLine, record_of
 from lucevisor.app.rundir import check_name, find, is_locked, log_path, run_path, running
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options

@@ -13,7 +13,7 @@ import click
 from lucevisor.app.rundir import find, is_locked
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, target_options
-from lucevisor.cli.watch import call_and_watch
+from lucevisor.cli.progress import call_and_watch
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 PIPED_COLUMNS = 80

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lucevisor.app import benchmark
-from lucevisor.app.bench_cases import Case, cases
-from lucevisor.app.benchmark import Figures, heading, table
-from lucevisor.app.llama_bench import LlamaBench
+from lucevisor.app.benchmark import Case, Figures, LlamaBench, cases, heading, table
 from lucevisor.errors import LucevisorError
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.app.log_lines import ConsoleLine, LogQuery, short_request, wanted
+from lucevisor.app.log_reader import LogQuery, wanted
+from lucevisor.app.logs import ConsoleLine, short_request
 
 REQUEST = {
     "method": "POST", "path": "/v1/chat/completions", "status": 200, "duration_s": 4.123456, "prompt_tokens": 19,

@@ -150,7 +150,7 @@ def test_a_disk_that_hangs_stops_nobody(tmp_path):
     """A pipe that nobody reads stands for the disk: writes block for ever."""
     text = f"""
 import os
-os.dup2(os.pipe()[1], logs._open.file.stream.fileno())
+os.dup2(os.pipe()[1], logs._file.stream.fileno())
 for i in range({logs.N_QUEUED + 2000}): log.info("much", i=i, text="x" * 100)
 logs.close()
 print(logs.dropped()["file"])

@@ -23,11 +23,13 @@ KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "COVERAGE_PROCES
 QUICK = """
 import sys
 from pathlib import Path
-from lucevisor.app.model_source import resolve_model
+from lucevisor.app.model_source import resolve_file
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
 try:
-    print(resolve_model(load(Path(sys.argv[1]), ()), lambda what: print("fetching", what, file=sys.stderr)))
+    config = load(Path(sys.argv[1]))
+    notify = lambda what: print("fetching", what, file=sys.stderr)
+    print(resolve_file(config, "model.path", config.model.source, notify))
 except ConfigError as error:
     print(error, file=sys.stderr)
     sys.exit(int(error.exit_code))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.app.run_options import fault_limits, refuse_faults
+from lucevisor.app.run import fault_limits, refuse_faults
 from lucevisor.config import load
 from lucevisor.errors import ConfigError
 from tests.e2e.process import DEMO
