@@ -70,7 +70,7 @@ class HandoverServer:
         self._path, self._source = path, source
         self._sock: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
-        self._taken: socket.socket | None = None  # its end tells the new one that this process has ended
+        self.successor: socket.socket | None = None  # its end tells the new one that this process has ended
 
     def open(self) -> None:
         """Listen, in place of a supervisor that listens there already."""
@@ -92,11 +92,11 @@ class HandoverServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while self._taken is None:
+        while self.successor is None:
             connection, _ = await loop.sock_accept(sock)
             try:
                 if await self._hand_over(connection):
-                    self._taken = connection
+                    self.successor = connection
                     return
             except (TimeoutError, OSError, msgspec.MsgspecError) as error:
                 log.warning("not handed over", reason=f"{type(error).__name__}: {error}")

@@ -53,8 +53,8 @@ async def source(tmp_path: Path) -> AsyncIterator[Source]:
     server.open()
     yield one
     await server.close()
-    if server._taken is not None:  # the end of its process would close it
-        server._taken.close()
+    if server.successor is not None:  # the end of its process would close it
+        server.successor.close()
     os.close(one.lock)
     one.listening.close()
     assert psutil.Process().num_fds() == n_before

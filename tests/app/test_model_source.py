@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from lucevisor.app.model_source import part_names
 from tests.daemons.tiny_models import Tiny, write
 from tests.deployment.hub import Hub
 
@@ -173,90 +170,3 @@ def test_a_hub_that_is_not_there_is_named(box):
     assert code == 2
     assert "m.gguf cannot be fetched: ConnectError" in err
     assert "HF_ENDPOINT" in err
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("absent.gguf", "the repository me/model has no file absent.gguf"),
-        ("you/other/m.gguf", "the hub has no repository you/other, or does not show it to you"),
-    ],
-)
-def test_what_the_hub_does_not_have(box, content, path, message):
-    with Hub({"m.gguf": content}) as hub:
-        code, _, err = box.run(hub, path)
-    assert code == 2
-    assert message in err
-
-
-def test_a_private_repository_needs_the_token_and_only_the_hub_gets_it(box, content):
-    with Hub({"m.gguf": content}, token="secret") as hub:
-        code, _, err = box.run(hub)
-        assert code == 2
-        assert "set HF_TOKEN if it is private" in err
-        code, _, err = box.run(hub, HF_TOKEN="secret")
-        assert code == 0, err
-        assert "secret" not in err
-        assert [s.token for s in hub.gets()] == [None]
-
-
-def test_a_gated_repository_says_so(box, content):
-    with Hub({"m.gguf": content}, gated=True) as hub:
-        code, _, err = box.run(hub)
-    assert code == 2
-    assert "the repository me/model is gated; accept its terms" in err
-
-
-def test_all_parts_of_a_split_file_come_and_only_missing_ones_later(box, parts):
-    names = list(parts)
-    assert len(names) > 2
-    assert part_names(names[0]) == names
-    with Hub(parts, break_at=[10**9, PIECE, 0, 0, 0, 0, 0, 0]) as hub:
-        process = box.start(hub, names[0])
-        deadline = time.monotonic() + 30
-        while len(hub.gets()) < 3:  # the second part breaks off for good
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.kill()
-        process.communicate()
-        hub.break_at = []
-        before = len(hub.gets())
-        code, out, err = box.run(hub, names[1], plan=True)  # any part leads to all
-        assert code == 0, err
-        assert "4 layers" in out
-        later = hub.gets()[before:]
-        assert [s.path.removeprefix("/bytes/") for s in later] == names[1:]
-        assert later[0].range == f"bytes={PIECE}-"
-        assert box.run(hub, names[0], HF_HUB_OFFLINE="1")[0] == 0
-
-
-def test_a_part_that_the_repository_lacks_is_named(box, parts):
-    names = list(parts)
-    with Hub({k: v for k, v in parts.items() if k != names[1]}) as hub:
-        code, _, err = box.run(hub, names[0])
-    assert code == 2
-    assert f"has no file {names[1]}" in err
-
-
-def test_a_terminal_shows_the_bar_of_huggingface_hub(box, content):
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))  # without a width there is no room for a bar
-    with Hub({"m.gguf": content}, pause_s=0.01) as hub:
-        process = box.start(hub)
-        process.kill()
-        process.communicate()
-        given = {k: os.environ[k] for k in KEPT if k in os.environ}
-        given |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(box.folder / "tty"), "HOME": str(box.folder)}
-        command = [sys.executable, "-m", "lucevisor", "plan", str(box.folder / "box.toml"), "--no-probe"]
-        process = subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL, stderr=theirs)
-        os.close(theirs)
-        shown = b""
-        try:
-            while chunk := os.read(ours, 65536):
-                shown += chunk
-        except OSError:
-            pass  # the other end closed: how a terminal says end of file
-        assert process.wait(30) == 0
-    os.close(ours)
-    assert b"100%|" in shown
-    assert b"% of" not in shown

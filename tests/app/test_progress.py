@@ -23,24 +23,3 @@ def test_the_bytes_of_all_shards_while_a_group_loads_and_none_after():
     kept.progress("left", Progress(stage=0, device=1, done_bytes=20, total_bytes=20, phase="warm up"))
     assert kept.loading("left") is None, "a report that came late"
     assert kept.state_s("left") >= 0.0
-
-
-def test_everything_is_passed_on():
-    told = []
-
-    class Listener(SilentDisplay):
-        def state(self, group, state, reason):
-            told.append((group, state, reason))
-
-        def progress(self, group, progress):
-            told.append((group, progress))
-
-        def ready(self, service):
-            told.append(service)
-
-    kept = LoadProgress(Listener())
-    progress = Progress(stage=0, device=0, done_bytes=1, total_bytes=2, phase="read")
-    kept.state("left", State.FAILED, "why")
-    kept.progress("left", progress)
-    kept.ready("service")
-    assert told == [("left", State.FAILED, "why"), ("left", progress), "service"]

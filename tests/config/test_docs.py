@@ -27,16 +27,6 @@ def test_the_page_is_what_the_types_say():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m lucevisor.config.docs"
 
 
-def test_every_key_is_on_the_page_under_its_section():
-    sections = dict(re.findall(r"^## `\[(.+?)\]`\n(.*?)(?=^## |\Z)", page(), re.MULTILINE | re.DOTALL))
-    found = {
-        (name.partition(".")[0], key)
-        for name, text in sections.items()
-        for key in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    }
-    assert found == ALL_KEYS
-
-
 def test_check_finds_a_page_that_differs(tmp_path, capsys):
     file = tmp_path / "configuration.md"
     assert main(["--file", str(file), "--check"]) == 1
