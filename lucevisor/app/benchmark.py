@@ -66,22 +66,22 @@ async def measure(
         )
     figures = [Figures(case) for case in wanted]
     for turn in range(-1, n_rounds + 1):
-        for of_case in figures:
-            if turn < 0 and not of_case.case.prompt:
+        for figure in figures:
+            if turn < 0 and not figure.case.prompt:
                 continue
-            found = await tokens_per_s(service, of_case.case, turn)
+            rate = await tokens_per_s(service, figure.case, turn)
             if turn > 0:
-                of_case.rounds.append(found)
+                figure.rounds.append(rate)
         if against is not None and turn > 0:
             theirs = await asyncio.to_thread(_run_beside, against, wanted)
-            for of_case in figures:
-                of_case.against += [theirs[of_case.case]] if of_case.case in theirs else []
+            for figure in figures:
+                figure.against += [theirs[figure.case]] if figure.case in theirs else []
         if turn > 0:
             yield figures
 
 
 def _run_beside(against: LlamaBench, wanted: Sequence[Case]) -> dict[Case, float]:
-    """Its figures, with the cores that this process may use."""
+    """Return its figures, with the cores that this process may use."""
     take_all()
     return against.run(wanted)
 
@@ -125,7 +125,7 @@ async def generate(service: Service, n_prompt: int, n_answer: int, name: str) ->
 
 
 def table(figures: Sequence[Figures]) -> str:
-    """Medians with least and most, and llama-bench's beside them."""
+    """Return medians with minimum and maximum, and llama-bench's beside them."""
     has_peer = any(f.against for f in figures)
     rows = [["test", "tokens/s", "least", "most", *(["llama.cpp", "ratio"] if has_peer else [])]]
     for f in figures:
@@ -160,7 +160,7 @@ async def bench(
         if against is not None:
             record["against"] = [str(against.program), *against.arguments]
         async for figures in measure(service, wanted, n_rounds, against):
-            keep(record | {"tests": [of_case.as_json() for of_case in figures]})
+            keep(record | {"tests": [figure.as_json() for figure in figures]})
         return figures
     finally:
         await service.stop(0.0)
@@ -234,7 +234,7 @@ class Case:
 
 
 def cases(prompts: Sequence[int], answer: int, depths: Sequence[int], streams: Sequence[int]) -> list[Case]:
-    """All combinations that are asked for: depths for one stream, streams without depth."""
+    """Return all combinations: depths for one stream, streams without depth."""
     out = [Case(prompt=n) for n in prompts if n]
     if answer:
         out += [Case(answer=answer, depth=depth) for depth in depths]

@@ -130,7 +130,7 @@ class HandoverServer:
 
 
 class HandoverOffer:
-    """What the supervisor that runs has offered; ``decline`` it, or accept it by ``serving``."""
+    """Sockets and lock that the running supervisor offers: `decline` them, or accept by `announce_serving`."""
 
     def __init__(self, connection: socket.socket, offer: Offer, fds: list[int]) -> None:
         self.offer = offer

@@ -27,11 +27,11 @@ def follow_log(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterat
         while True:
             was_over = query.follow and ended()  # before the read: nothing is written after it
             lines = reader.lines()
-            found = [line for line in lines if wanted(line, query)]
+            matching = [line for line in lines if wanted(line, query)]
             if newest is not None:
-                newest.extend(found)  # until all that is there has been read
-                found, newest = ([], newest) if lines else (list(newest), None)
-            yield from found
+                newest.extend(matching)  # until all that is there has been read
+                matching, newest = ([], newest) if lines else (list(newest), None)
+            yield from matching
             if not lines:
                 if not query.follow or was_over:
                     return

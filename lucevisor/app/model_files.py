@@ -124,7 +124,7 @@ def _unreadable(config: Config, key: str, value: str, error: Exception, hint: st
 
 
 def has_mtp_head(target: ModelSpec) -> bool:
-    """Whether the model's file says that it has a multi-token prediction head."""
+    """Return whether the model's file has a multi-token prediction head."""
     assert target.files is not None
     n = target.files.metadata.get(f"{target.architecture}.nextn_predict_layers", 0)
     return isinstance(n, int) and n > 0

@@ -120,12 +120,12 @@ class _Download:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import OfflineModeIsEnabled
 
-        found = try_to_load_from_cache(self.source.repo_id, name, revision=commit)
-        if not isinstance(found, str):
+        cached = try_to_load_from_cache(self.source.repo_id, name, revision=commit)
+        if not isinstance(cached, str):
             raise self._refusal(name, error) from error
         if not isinstance(error, OfflineModeIsEnabled):
             self.notify(f"{self.source.repo_id}/{name} from the cache, for the hub says: {_first_line(error)}")
-        return Path(found)
+        return Path(cached)
 
     def _fetch(self, name: str, facts: HfFileMetadata) -> None:
         """Download the file to its place in the cache, unless it is there."""
@@ -229,7 +229,7 @@ class _Download:
 
 
 def _has_bar() -> bool:
-    """Whether huggingface_hub shows its progress bar."""
+    """Return whether huggingface_hub shows its progress bar."""
     from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined]  # as above
 
     return sys.stderr.isatty() and not are_progress_bars_disabled()

@@ -43,7 +43,7 @@ class EarlySignals:
 
 
 class Hangup:
-    """What a SIGHUP means: the end, when the terminal was closed that the process runs in; else a reload.
+    """Meaning of a SIGHUP: stop if the terminal that the process runs in was closed, else reload.
 
     Under nohup, or in a session without a terminal as `--daemon` and systemd make it, a closed terminal ends nothing.
     """
@@ -54,12 +54,12 @@ class Hangup:
 
     @property
     def ends(self) -> bool:
-        """Whether a SIGHUP that came just now asks for the end."""
+        """True if a SIGHUP now asks for the end."""
         return self._closed and not self._ignored
 
     @property
     def reloads(self) -> bool:
-        """Whether a SIGHUP that came just now asks for a reload."""
+        """True if a SIGHUP now asks for a reload."""
         return not self._closed
 
     @property

@@ -55,7 +55,7 @@ from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
 
 FETCH_S = 6 * 3600.0
-"""What systemd grants the download of a model file."""
+"""Time that systemd grants the download of a model file."""
 
 RUN_DIRECTORY_S = 1.0
 """Seconds between two looks whether the run directory is whole."""
@@ -335,11 +335,11 @@ class Supervisor:
     async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
             later = replace(self._overrides, of_reload=overrides)
-            found, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
-            await asyncio.to_thread(check_before_start, found, self.model)
-            changed = await self._orders.reload(found, keys_at_once(found, self._tls))
-            apply(self.config, found, self._ports, self._tls)
-        self.config, self._overrides, self._described = found, later, described
+            after, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
+            await asyncio.to_thread(check_before_start, after, self.model)
+            changed = await self._orders.reload(after, keys_at_once(after, self._tls))
+            apply(self.config, after, self._ports, self._tls)
+        self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
 
@@ -404,10 +404,12 @@ class RunOptions:
 
 def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if the fault hooks of processes would be on."""
-    found = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
+    settings = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
     for name, group in config.groups.items():
-        found.append((f"groups.{name}.env.{fault_hooks.VARIABLE}", group.environment().get(fault_hooks.VARIABLE, "")))
-    for key, value in found:
+        settings.append(
+            (f"groups.{name}.env.{fault_hooks.VARIABLE}", group.environment().get(fault_hooks.VARIABLE, ""))
+        )
+    for key, value in settings:
         if value:
             why = "switches on hooks by which the processes of this supervisor can be broken"
             raise ConfigError(key, value, why, "unset it; it is for `lucevisor chaos`")
@@ -415,17 +417,17 @@ def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> No
 
 def fault_limits(text: str) -> SupervisionLimits:
     """Return the limits that ``--allow-faults`` names, as ``NAME=SECONDS,...``.  Raises ConfigError."""
-    known = {one.name for one in fields(SupervisionLimits) if one.name.endswith("_s")}
-    found = {}
+    known = {field.name for field in fields(SupervisionLimits) if field.name.endswith("_s")}
+    limits = {}
     for part in filter(None, text.split(",")):
         name, _, seconds = part.partition("=")
         try:
-            found[name] = float(seconds)
+            limits[name] = float(seconds)
         except ValueError:
-            found[name] = -1.0
-        if name not in known or not found[name] > 0:
+            limits[name] = -1.0
+        if name not in known or not limits[name] > 0:
             raise ConfigError("--allow-faults", part, "is not NAME=SECONDS of a deadline", f"names: {', '.join(known)}")
-    return replace(SupervisionLimits(), **found)  # type: ignore[arg-type]
+    return replace(SupervisionLimits(), **limits)  # type: ignore[arg-type]
 
 
 def make_ports(
@@ -469,14 +471,14 @@ def _model_card(model: ServedModel, metadata: Mapping[str, object]) -> ModelCard
 
 def _settings(config: Config) -> ApiSettings:
     server = config.server
-    most_connections = connections_within(raise_file_limit(), len(config.groups))
-    if most_connections < server.max_connections:
-        log.warning("fewer connections", max_connections=most_connections,
+    max_connections = connections_within(raise_file_limit(), len(config.groups))
+    if max_connections < server.max_connections:
+        log.warning("fewer connections", max_connections=max_connections,
                     reason="the limit of open files is low: raise it (`ulimit -Hn`, LimitNOFILE=)")  # fmt: skip
     return ApiSettings(
         host=server.host,
         allow_open=server.allow_open,
         cors_origins=server.cors_origins,
         normalise=config.cache.normalise,
-        max_connections=min(server.max_connections, most_connections),
+        max_connections=min(server.max_connections, max_connections),
     )

@@ -27,7 +27,7 @@ from lucevisor.supervision.states import State
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the endpoint is; the certificate is empty without TLS."""
+    """Address of the endpoint; the certificate is empty without TLS."""
 
     url: str
     tls_cert_file: str
@@ -209,8 +209,8 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
     """``held_s``: for how long requests wait for a lost daemon now; the rest is counted since the start."""
     return {
         "held_s": round(now.held_s, 3),
-        "pauses": {reason: one.n for reason, one in now.pauses.items()},
-        "pause_s": {reason: round(one.seconds, 3) for reason, one in now.pauses.items()},
+        "pauses": {reason: pause.n for reason, pause in now.pauses.items()},
+        "pause_s": {reason: round(pause.seconds, 3) for reason, pause in now.pauses.items()},
         "longest_pause_s": round(now.longest_pause_s, 3),
         "sequences": now.n_sequences,
         "rebuilding_tokens": {"done": now.rebuilding[0], "of": now.rebuilding[1]},
@@ -274,7 +274,7 @@ class LoadProgress:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self.announced = True
-        """Whether the observer is told that requests are served."""
+        """False while the observer is not told that requests are served."""
         self._since: dict[str, float] = {}
         self._loading: set[str] = set()
         self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
@@ -310,16 +310,16 @@ class LoadProgress:
         shards = list(self._shards.get(group, {}).values())
         if not shards:
             return None
-        last = min(shards, key=lambda one: one.done_bytes / max(1, one.total_bytes))
+        last = min(shards, key=lambda shard: shard.done_bytes / max(1, shard.total_bytes))
         return {
             "phase": last.phase,
-            "done_bytes": sum(one.done_bytes for one in shards),
-            "total_bytes": sum(one.total_bytes for one in shards),
+            "done_bytes": sum(shard.done_bytes for shard in shards),
+            "total_bytes": sum(shard.total_bytes for shard in shards),
         }
 
 
 _RESTART_REASONS: Final = ("failure", "lack", "operator")
-"""All there are: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
+"""All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
 
 
 def group_metrics(service: Service) -> list[GroupMetrics]:
@@ -339,14 +339,14 @@ def group_metrics(service: Service) -> list[GroupMetrics]:
 
 def _device_metrics(group: GroupSupervisor) -> list[DeviceMetrics]:
     """Return one record a device; a device with several shards has the sum of their bytes."""
-    found: dict[str, DeviceMetrics] = {}
+    by_device: dict[str, DeviceMetrics] = {}
     for shard in devices(group):
-        name, before = shard["device"], found.get(shard["device"])
-        found[name] = DeviceMetrics(
+        name, before = shard["device"], by_device.get(shard["device"])
+        by_device[name] = DeviceMetrics(
             name=name,
             weights=shard["weight_bytes"] + (before.weights if before is not None else 0),
             state=shard["state_bytes"] + (before.state if before is not None else 0),
             free=shard["free_bytes"],
             total=shard["total_bytes"],
         )
-    return list(found.values())
+    return list(by_device.values())

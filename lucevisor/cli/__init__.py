@@ -89,7 +89,7 @@ class _Lazy(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            takes_name = error.ctx is not None and any(one.name == "name" for one in error.ctx.command.params)
+            takes_name = error.ctx is not None and any(param.name == "name" for param in error.ctx.command.params)
             if takes_name and "unexpected extra argument" in error.message:
                 raise click.UsageError(f"{error.message}; a supervisor is named with --name", error.ctx) from None
             raise

@@ -127,8 +127,8 @@ def _refuse_idle(*, tunes: bool, writes: bool) -> None:
 
 
 def _tuned(lines: Sequence[CheckLine]) -> str:
-    found = [f"{line.subject}: {line.detail}" for line in lines]
-    return "\n".join(found) or "nothing to tune: each matrix of the model has one kernel here"
+    texts = [f"{line.subject}: {line.detail}" for line in lines]
+    return "\n".join(texts) or "nothing to tune: each matrix of the model has one kernel here"
 
 
 def _words(text: str) -> list[str]:

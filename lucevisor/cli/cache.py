@@ -139,21 +139,21 @@ def cache() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(place: _Place, as_json: bool) -> int:
     """List every snapshot, most recently used first; reads headers only."""
-    found = place.show()
-    files, slots, disk_bytes = found["files"], found["slots"], found["disk"]
+    contents = place.show()
+    files, slots, disk_bytes = contents["files"], contents["slots"], contents["disk"]
     if as_json:
         click.echo(json.dumps(files, indent=2))
         return ExitCode.DONE
     if files:
-        _print(["file", "state", "model", "tokens", "size", "kv", "last used"], [_row(one) for one in files])
-    total = _size(sum(one["n_bytes"] for one in files))
-    if found["dir"]:
+        _print(["file", "state", "model", "tokens", "size", "kv", "last used"], [_row(entry) for entry in files])
+    total = _size(sum(entry["n_bytes"] for entry in files))
+    if contents["dir"]:
         click.echo(f"{len(files)} files, {total}" + (f" of {_size(disk_bytes)}" if disk_bytes is not None else ""))
     else:
         click.echo("no files: cache.dir is not in use")
     if slots:
-        longest = max(one["n_tokens"] for one in slots)
-        n_disk = sum(one["origin"] == "disk" for one in slots)
+        longest = max(entry["n_tokens"] for entry in slots)
+        n_disk = sum(entry["origin"] == "disk" for entry in slots)
         click.echo(f"{len(slots)} prefix slots in memory, {n_disk} of them from disk, the longest has {longest} tokens")
     return ExitCode.DONE
 
@@ -165,15 +165,15 @@ def list_(place: _Place, as_json: bool) -> int:
 def verify(place: _Place, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
     n_checked = n_damaged = 0
-    for one in place.verify(files, set_aside=set_aside):
-        if one.get("gone"):
-            click.echo(f"{one['file']}: removed meanwhile")
+    for entry in place.verify(files, set_aside=set_aside):
+        if entry.get("gone"):
+            click.echo(f"{entry['file']}: removed meanwhile")
             continue
         n_checked += 1
-        n_damaged += bool(one["problem"])
-        click.echo(f"{one['file']}: {one['problem'] or 'good'}")
-        if one["set_aside"]:
-            click.echo(f"{one['file']}: set aside as {one['set_aside']}")
+        n_damaged += bool(entry["problem"])
+        click.echo(f"{entry['file']}: {entry['problem'] or 'good'}")
+        if entry["set_aside"]:
+            click.echo(f"{entry['file']}: set aside as {entry['set_aside']}")
     click.echo(f"{n_checked} checked, {n_damaged} damaged")
     return ExitCode.FAILED if n_damaged else ExitCode.DONE
 
@@ -204,20 +204,20 @@ def rm(place: _Place, files: tuple[str, ...], everything: bool) -> int:
 
 
 def _print_gone(gone: Sequence[JsonObject]) -> None:
-    for one in gone:
-        click.echo(f"removed {one['file']}, {_size(one['n_bytes'])}")
-    click.echo(f"{len(gone)} files removed, {_size(sum(one['n_bytes'] for one in gone))} free")
+    for entry in gone:
+        click.echo(f"removed {entry['file']}, {_size(entry['n_bytes'])}")
+    click.echo(f"{len(gone)} files removed, {_size(sum(entry['n_bytes'] for entry in gone))} free")
 
 
-def _row(one: JsonObject) -> list[str]:
+def _row(entry: JsonObject) -> list[str]:
     return [
-        one["file"],
-        one["state"] + (f" ({one['problem']})" if one["problem"] else ""),
-        one.get("model", ""),
-        str(one.get("n_tokens", "")),
-        _size(one["n_bytes"]),
-        one.get("kv_dtype", ""),
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(one["used_s"])),
+        entry["file"],
+        entry["state"] + (f" ({entry['problem']})" if entry["problem"] else ""),
+        entry.get("model", ""),
+        str(entry.get("n_tokens", "")),
+        _size(entry["n_bytes"]),
+        entry.get("kv_dtype", ""),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used_s"])),
     ]
 
 

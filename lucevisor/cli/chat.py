@@ -42,7 +42,7 @@ HISTORY_LINES = 1000
 
 @dataclass
 class Conversation:
-    """What is sent with a question."""
+    """Messages and settings that are sent with a question."""
 
     system: str = ""
     think: bool = False
@@ -141,8 +141,8 @@ def _line_editing() -> Iterator[None]:
 
 
 def _completion(text: str, index: int) -> str | None:
-    found = [name for name in COMMANDS if name.startswith(text)] if text else []
-    return found[index] if index < len(found) else None
+    names = [name for name in COMMANDS if name.startswith(text)] if text else []
+    return names[index] if index < len(names) else None
 
 
 def _read() -> str | None:

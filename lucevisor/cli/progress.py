@@ -130,7 +130,12 @@ class StartDisplay:
 
     def _warnings(self, service: Service) -> list[str]:
         loaded = ((name, group.loaded) for name, group in service.groups.items())
-        return [f"group {name} is slow: {one}" for name, of in loaded if of is not None for one in of.warnings]
+        return [
+            f"group {name} is slow: {warning}"
+            for name, reply in loaded
+            if reply is not None
+            for warning in reply.warnings
+        ]
 
     def _say(self, line: str) -> None:
         if self._console is not None:
@@ -211,7 +216,7 @@ class Watch:
 
     @property
     def on(self) -> bool:
-        """Whether anything is drawn."""
+        """True if standard error is a terminal."""
         return self._live is not None
 
     def show(self, status: dict[str, Any]) -> None:

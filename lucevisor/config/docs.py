@@ -100,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> ExitCode:
     if not options.check:
         options.file.write_text(made, encoding="utf-8")
         return ExitCode.DONE
-    found = options.file.read_text(encoding="utf-8") if options.file.exists() else ""
-    if found == made:
+    current = options.file.read_text(encoding="utf-8") if options.file.exists() else ""
+    if current == made:
         return ExitCode.DONE
-    difference = difflib.unified_diff(found.splitlines(), made.splitlines(), "current", "generated", lineterm="", n=0)
+    difference = difflib.unified_diff(current.splitlines(), made.splitlines(), "current", "generated", lineterm="", n=0)
     print("\n".join(difference))
     print(f"{options.file.name} is out of date: run python -m lucevisor.config.docs", file=sys.stderr)
     return ExitCode.FAILED

@@ -21,7 +21,7 @@ from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, nearest, sugge
 
 MAX_FILE_BYTES: Final = 256 * 1024
 MAX_NAME_PARTS: Final = 8
-"""Of one dotted name; the longest in the schema, groups.NAME.env.VARIABLE, has four."""
+"""Parts of a dotted name; the longest in the schema, groups.NAME.env.VARIABLE, has four."""
 MAX_KEYS: Final = 1000
 """Assignments and table headers in a file, including inline tables."""
 _MAX_OVERRIDES = 256

@@ -62,7 +62,7 @@ class FieldKey:
 
     @property
     def required(self) -> bool:
-        """Whether the file must contain the key."""
+        """True if the file must contain the key."""
         return self.default is dataclasses.MISSING
 
     @property

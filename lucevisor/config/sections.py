@@ -86,7 +86,7 @@ class ModelConfig:
 
     @property
     def source(self) -> Path | HubFile:
-        """Where the file is: a local path, or a file on the hub."""
+        """The local path, or the file on the hub."""
         return source_of(self.path)
 
 
@@ -361,7 +361,7 @@ class DraftConfig:
 
     @property
     def source(self) -> Path | HubFile | None:
-        """Where the drafter's file is; None when `path` is empty."""
+        """The drafter's file; None if `path` is empty."""
         return source_of(self.path) if self.path else None
 
 
@@ -440,7 +440,7 @@ class PFlashConfig:
 
     @property
     def source(self) -> Path | HubFile | None:
-        """Where the scoring model's file is; None when `path` is empty."""
+        """The scoring model's file; None if `path` is empty."""
         return source_of(self.path) if self.path else None
 
 
@@ -530,7 +530,7 @@ class Config:
 
     @property
     def scores(self) -> bool:
-        """Whether the scoring model of `[pflash]` is asked, by PFlash or by KV Flash."""
+        """True if PFlash or KV Flash asks the scoring model of `[pflash]`."""
         return self.pflash.mode != "off" or (self.kvflash.policy == "drafter" and self.kvflash.pool_tokens != 0)
 
     def threads_of(self, group: str, usable_cores: int) -> int:
