@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lucevisor.app.model_source import part_names
 from tests.daemons.tiny_models import Tiny, write
 from tests.deployment.hub import Hub
 
@@ -110,15 +110,14 @@ def test_a_cut_connection_is_taken_up_where_it_broke(box, content):
     assert blob.read_bytes() == content
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_start_is_taken_up_by_the_next(box, content, how):
+def test_a_killed_start_is_taken_up_by_the_next(box, content):
     with Hub({"m.gguf": content}, pause_s=0.15) as hub:
         process = box.start(hub, plan=True)
         deadline = time.monotonic() + 30
         while not (box.unfinished() and box.unfinished()[0].stat().st_size >= PIECE):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        process.send_signal(how)
+        process.kill()
         _, err = process.communicate(timeout=20)
         assert "Traceback" not in err
         there = box.unfinished()[0].stat().st_size
@@ -170,3 +169,58 @@ def test_a_hub_that_is_not_there_is_named(box):
     assert code == 2
     assert "m.gguf cannot be fetched: ConnectError" in err
     assert "HF_ENDPOINT" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("absent.gguf", "the repository me/model has no file absent.gguf"),
+        ("you/other/m.gguf", "the hub has no repository you/other, or does not show it to you"),
+    ],
+)
+def test_what_the_hub_does_not_have(box, content, path, message):
+    with Hub({"m.gguf": content}) as hub:
+        code, _, err = box.run(hub, path)
+    assert code == 2
+    assert message in err
+
+
+def test_a_private_repository_needs_the_token_and_only_the_hub_gets_it(box, content):
+    with Hub({"m.gguf": content}, token="secret") as hub:
+        code, _, err = box.run(hub)
+        assert code == 2
+        assert "set HF_TOKEN if it is private" in err
+        code, _, err = box.run(hub, HF_TOKEN="secret")
+        assert code == 0, err
+        assert "secret" not in err
+        assert [s.token for s in hub.gets()] == [None]
+
+
+def test_a_gated_repository_says_so(box, content):
+    with Hub({"m.gguf": content}, gated=True) as hub:
+        code, _, err = box.run(hub)
+    assert code == 2
+    assert "the repository me/model is gated; accept its terms" in err
+
+
+def test_all_parts_of_a_split_file_come_and_only_missing_ones_later(box, parts):
+    names = list(parts)
+    assert len(names) > 2
+    assert part_names(names[0]) == names
+    with Hub(parts, break_at=[10**9, PIECE, 0, 0, 0, 0, 0, 0]) as hub:
+        process = box.start(hub, names[0])
+        deadline = time.monotonic() + 30
+        while len(hub.gets()) < 3:  # the second part breaks off for good
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+        process.communicate()
+        hub.break_at = []
+        before = len(hub.gets())
+        code, out, err = box.run(hub, names[1], plan=True)  # any part leads to all
+        assert code == 0, err
+        assert "4 layers" in out
+        later = hub.gets()[before:]
+        assert [s.path.removeprefix("/bytes/") for s in later] == names[1:]
+        assert later[0].range == f"bytes={PIECE}-"
+        assert box.run(hub, names[0], HF_HUB_OFFLINE="1")[0] == 0
