@@ -17,8 +17,7 @@ import pytest
 import structlog
 
 from lucevisor.app.model_files import open_model
-from lucevisor.app.status import LoadProgress
-from lucevisor.app.status import Address, status
+from lucevisor.app.status import Address, LoadProgress, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.orders import Orders
