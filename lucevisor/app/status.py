@@ -275,23 +275,20 @@ class LoadProgress:
         self._observer = observer
         self.announced = True
         """False while the observer is not told that requests are served."""
-        self._since: dict[str, float] = {}
-        self._loading: set[str] = set()
+        self._states: dict[str, tuple[State, str, float]] = {}  # with reason and since when
         self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
 
     def state(self, group: str, state: State, reason: str) -> None:
         """Called when a group changes its state."""
-        self._since[group] = time.monotonic()
+        self._states[group] = state, reason, time.monotonic()
         self._shards.pop(group, None)
-        if state is State.LOADING:
-            self._loading.add(group)
-        else:
-            self._loading.discard(group)
         self._observer.state(group, state, reason)
 
     def progress(self, group: str, progress: Progress) -> None:
         """Called when a shard has loaded more bytes."""
-        if group in self._loading:  # reports have a channel of their own and may come after READY
+        if (
+            group in self._states and self._states[group][0] is State.LOADING
+        ):  # reports have a channel of their own and may come after READY
             self._shards.setdefault(group, {})[progress.stage, progress.device] = progress
         self._observer.progress(group, progress)
 
@@ -302,8 +299,21 @@ class LoadProgress:
 
     def state_s(self, group: str) -> float:
         """Return for how many seconds a group has been in its state."""
-        since = self._since.get(group)
-        return 0.0 if since is None else time.monotonic() - since
+        return time.monotonic() - self._states[group][2] if group in self._states else 0.0
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups that were asked to start, as in the status."""
+        return [
+            {
+                "name": name,
+                "state": state.value,
+                "reason": reason,
+                "state_s": self.state_s(name),
+                "loading": self.loading(name),
+            }
+            for name, (state, reason, _) in list(self._states.items())
+            if state is not State.STOPPED
+        ]
 
     def loading(self, group: str) -> dict[str, Any] | None:
         """Return phase and bytes of a group that loads, all its shards together; None for others."""

@@ -56,8 +56,7 @@ class StartDisplay:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._kept = LoadProgress(SilentDisplay())
-        self._states = dict.fromkeys(config.groups, (State.STOPPED, ""))
+        self._progress = LoadProgress(SilentDisplay())
         self._quarters: dict[tuple[str, int, int], int] = {}
         self._url = ""
         self._announced = self._away = False
@@ -85,8 +84,7 @@ class StartDisplay:
 
     def state(self, group: str, state: State, reason: str) -> None:
         """Called when a group changes its state, which is also logged."""
-        self._kept.state(group, state, reason)
-        self._states[group] = state, reason
+        self._progress.state(group, state, reason)
         if state in _ENDING:
             self._end()
         elif state in _COMING and self._announced:
@@ -97,7 +95,7 @@ class StartDisplay:
 
     def progress(self, group: str, progress: Progress) -> None:
         """Called when a shard has loaded more bytes."""
-        self._kept.progress(group, progress)
+        self._progress.progress(group, progress)
         if self._console is not None or not progress.total_bytes:
             return
         key = (group, progress.stage, progress.device)
@@ -165,18 +163,9 @@ class StartDisplay:
 
         if self._live is None:
             return Text()
-        groups: list[dict[str, Any]] = [
-            {
-                "name": name,
-                "state": state.value,
-                "reason": reason,
-                "state_s": self._kept.state_s(name),
-                "loading": self._kept.loading(name),
-            }
-            for name, (state, reason) in list(self._states.items())
-            if state is not State.STOPPED  # not asked to start yet
-        ]
-        return wait_view("restart" if self._announced else "start", groups, time.monotonic() - self._began)
+        return wait_view(
+            "restart" if self._announced else "start", self._progress.groups(), time.monotonic() - self._began
+        )
 
 
 def first_request(url: str, *, keys: bool) -> list[str]:

@@ -1,5 +1,6 @@
 """docs/configuration.md, the files in etc/ and the promised keys all say what the types say."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from lucevisor.config import DeviceRef, Ranges, WeightedSplit, load
 from lucevisor.config.docs import PAGE, main, page
+from lucevisor.config.load import from_tree
 from lucevisor.config.schema import keys_of
 from lucevisor.config.sections import GROUPS, SECTIONS, GroupConfig
 
@@ -63,6 +65,7 @@ def test_the_sample_file_loads_as_it_is_and_with_every_key_set(tmp_path):
     (tmp_path / "lucevisor.toml").write_text(text)
     config = load(tmp_path / "lucevisor.toml")
     assert config.notices == ()
+    assert from_tree(json.loads(json.dumps(config.as_dict())), config.file) == config
 
 
 def test_the_demo():
