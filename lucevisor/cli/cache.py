@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
@@ -36,18 +36,6 @@ class _Bytes(click.ParamType[int]):
             return size(value)
         except InvalidValue as error:
             self.fail(f"{value} {error.why}; {error.hint}", param, ctx)
-
-
-class _Place(Protocol):
-    """A directory or a supervisor.  All methods raise LucevisorError."""
-
-    def show(self) -> JsonObject: ...
-
-    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[JsonObject]: ...
-
-    def prune(self, to: int | None, *, refused: bool) -> list[JsonObject]: ...
-
-    def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]: ...
 
 
 class _Directory:
@@ -110,7 +98,9 @@ def _where(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--config", "-c", type=path, help="Configuration file whose cache.dir is meant.")(with_dir)
 
 
-def _place(config: Path | None, directory: Path | None, name: str | None, socket: Path | None) -> _Place:
+def _place(
+    config: Path | None, directory: Path | None, name: str | None, socket: Path | None
+) -> _Directory | _Supervisor:
     if config is None and directory is None:
         return _Supervisor(find(name, socket).socket)
     if name is not None or socket is not None:
@@ -137,7 +127,7 @@ def cache() -> None:
 @cache.command("ls")
 @_where
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(place: _Place, as_json: bool) -> int:
+def list_(place: _Directory | _Supervisor, as_json: bool) -> int:
     """List every snapshot, most recently used first; reads headers only."""
     contents = place.show()
     files, slots, disk_bytes = contents["files"], contents["slots"], contents["disk"]
@@ -162,7 +152,7 @@ def list_(place: _Place, as_json: bool) -> int:
 @_where
 @click.argument("files", nargs=-1)
 @click.option("--set-aside", is_flag=True, help="Rename what is damaged, so that no supervisor tries it.")
-def verify(place: _Place, files: tuple[str, ...], set_aside: bool) -> int:
+def verify(place: _Directory | _Supervisor, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
     n_checked = n_damaged = 0
     for entry in place.verify(files, set_aside=set_aside):
@@ -182,7 +172,7 @@ def verify(place: _Place, files: tuple[str, ...], set_aside: bool) -> int:
 @_where
 @click.option("--to", type=_Bytes(), help="Space that may stay in use, e.g. 5GiB.  Default: cache.disk.")
 @click.option("--refused", is_flag=True, help="Remove files that were set aside as well.")
-def prune(place: _Place, to: int | None, refused: bool) -> int:
+def prune(place: _Directory | _Supervisor, to: int | None, refused: bool) -> int:
     """Remove leftovers, then the least recently used snapshots until the rest fits."""
     _print_gone(place.prune(to, refused=refused))
     return ExitCode.DONE
@@ -192,7 +182,7 @@ def prune(place: _Place, to: int | None, refused: bool) -> int:
 @_where
 @click.argument("files", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Every file of lucevisor's in the directory.")
-def rm(place: _Place, files: tuple[str, ...], everything: bool) -> int:
+def rm(place: _Directory | _Supervisor, files: tuple[str, ...], everything: bool) -> int:
     """Remove FILES.  Names that are not lucevisor's are refused."""
     if bool(files) == everything:
         raise click.UsageError("name FILES, or give --all")
