@@ -34,7 +34,7 @@ from lucevisor.app.systemd import Notifier, SystemdReport, watchdog_s
 from lucevisor.config import ServerConfig
 from lucevisor.deployment.service import SAVE_S, Service
 from lucevisor.errors import LucevisorError, unusable
-from lucevisor.protocol import descriptors
+from lucevisor.protocol import transport as descriptors
 
 log = structlog.get_logger("lucevisor.handover")
 
