@@ -92,16 +92,16 @@ def _check_split(pending: PendingConfig) -> None:
     noun = "weights" if isinstance(split, WeightedSplit) else "ranges"
     why = f"has {len(split.values)} {noun} for {len(devices)} devices"
     hint = f'write one for each of {", ".join(map(str, devices))}, or "auto"'
+    if not devices:
+        why = f"has {noun} for devices that are not named"
+        hint = 'list them in placement.target_devices, or write "auto"'
     pending.refuse("placement.target_layer_split", write_split(split), why, hint)
 
 
 def _resolve_target_devices(pending: PendingConfig) -> None:
     key = "placement.target_devices"
     written: tuple[DeviceRef, ...] | None = pending.values.get(key)
-    if written is None:
-        return
-    if not written:
-        pending.refuse(key, [], "is empty", "list at least 1")
+    if not written:  # invalid, or all devices, which the daemons report
         return
     n_errors = len(pending.errors)
     resolved: list[DeviceRef] = []

@@ -148,10 +148,11 @@ class PlacementConfig:
         DEVICE,
         Key(
             "Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one "
-            "memory, so `left:0` and `left:1` are two shards in one process.",
+            "memory, so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the "
+            "order of this file.",
             name="target_devices",
         ),
-    ]
+    ] = ()
     split: Annotated[
         Split,
         SPLIT,
