@@ -14,7 +14,7 @@ _MIDDLE: Final = 5  # of those per collection of the middle generation: 3 ms ins
 _FULL: Final = 100  # of those per full collection: 350,000 allocations, at most 40 MB of garbage
 
 
-def quieten() -> None:
+def quiesce() -> None:
     """Exclude what exists now from later collections, and make full ones rare.  Call it when everything is built."""
     gc.collect()
     gc.freeze()

@@ -56,7 +56,7 @@ class Offer(msgspec.Struct, forbid_unknown_fields=True):
     watchdog_usec: str = ""
 
 
-class Giver(Protocol):
+class HandoverSource(Protocol):
     """The supervisor that runs."""
 
     def offer(self) -> tuple[Offer, list[int]]:
@@ -75,8 +75,8 @@ class Giver(Protocol):
 class HandoverServer:
     """Listens on ``path`` from ``open`` to ``close``."""
 
-    def __init__(self, path: Path, giver: Giver) -> None:
-        self._path, self._giver = path, giver
+    def __init__(self, path: Path, source: HandoverSource) -> None:
+        self._path, self._source = path, source
         self._sock: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._taken: socket.socket | None = None  # its end tells the new one that this process has ended
@@ -109,7 +109,7 @@ class HandoverServer:
                     return
             except (TimeoutError, OSError, msgspec.MsgspecError) as error:
                 log.warning("not handed over", reason=f"{type(error).__name__}: {error}")
-                self._giver.keep()
+                self._source.keep()
             connection.close()
 
     async def _hand_over(self, connection: socket.socket) -> bool:
@@ -121,7 +121,7 @@ class HandoverServer:
             return False
         async with asyncio.timeout(ANSWER_S):
             request = msgspec.json.decode(await loop.sock_recv(connection, _MAX_BYTES), type=Request)
-        offer, fds = self._giver.offer()
+        offer, fds = self._source.offer()
         connection.sendmsg([msgspec.json.encode(offer)], descriptors.pack([] if offer.refused else fds))
         if offer.refused:
             return False
@@ -129,16 +129,16 @@ class HandoverServer:
         async with asyncio.timeout(SERVING_S):
             if await loop.sock_recv(connection, _MAX_BYTES) != SERVING:
                 raise OSError("the other supervisor ended before it served")
-        self._giver.give_up(request)
+        self._source.give_up(request)
         with contextlib.suppress(OSError):
             await loop.sock_sendall(connection, GIVEN)
-        await self._giver.save()
+        await self._source.save()
         with contextlib.suppress(OSError):
             await loop.sock_sendall(connection, SAVED)
         return True
 
 
-class Taken:
+class HandoverOffer:
     """What the supervisor that runs has offered; ``decline`` it, or accept it by ``serving``."""
 
     def __init__(self, connection: socket.socket, offer: Offer, fds: list[int]) -> None:
@@ -176,7 +176,7 @@ class Taken:
                 yield
 
 
-async def take(path: Path, request: Request) -> Taken | None:
+async def take(path: Path, request: Request) -> HandoverOffer | None:
     """Ask the supervisor that listens on ``path`` for its sockets; None when there is none any more.
 
     Raises LucevisorError when it refuses.
@@ -206,7 +206,7 @@ async def take(path: Path, request: Request) -> Taken | None:
     except LucevisorError:
         connection.close()
         raise
-    return Taken(connection, offer, fds)
+    return HandoverOffer(connection, offer, fds)
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

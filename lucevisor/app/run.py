@@ -37,10 +37,10 @@ from lucevisor.app.run_options import RunOptions, refuse_faults
 from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.signals import EarlySignals, Hangup
 from lucevisor.app.status import Address, status
-from lucevisor.app.succession import Succession, refuse_without_room
+from lucevisor.app.supervisor_handover import SupervisorHandover, refuse_without_room
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
 from lucevisor.config import Config
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
@@ -155,12 +155,12 @@ class Supervisor:
         self._stop_asked = asyncio.Event()
         self._progress = KeptProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
-        self._orders = Orders(self.service)
+        self._admin_operations = AdminOperations(self.service)
         self._add_running(self._ports)
         self._app = create_app(self._ports)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._in_a_line)
-        self._succession = Succession(
+        self._handover = SupervisorHandover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
         self._restarts: set[asyncio.Task[None]] = set()
@@ -195,7 +195,7 @@ class Supervisor:
             await asked
         finally:
             watch.cancel()
-            await self._succession.close()
+            await self._handover.close()
             await self.service.stop()
             await self._endpoint.close()
             if self._traces is not None:
@@ -210,13 +210,13 @@ class Supervisor:
         Raises LucevisorError when a group is given up before requests were served: another try would say the same.
         """
         server = self.config.server
-        if not self._succession.pending:
+        if not self._handover.pending:
             await self._endpoint.open_admin()
             sockets = adopt(listen_sockets(), server.host, server.port)
             await self._endpoint.open(sockets or listen(server.host, server.port))
             self._prepare()
             self._listening()
-            self._succession.offer_it()
+            self._handover.offer_it()
             await self.service.start()
             if not await self.service.wait_ready(None) and self.service.state == "failed":
                 raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
@@ -225,7 +225,7 @@ class Supervisor:
         await self.service.start()
         if await self.service.wait_ready(None):
             self._prepare()
-            await self._succession.take_over(server)
+            await self._handover.take_over(server)
             self._listening()
             self._progress.announced = True
             self._progress.ready(self.service)
@@ -237,12 +237,12 @@ class Supervisor:
         told = ""
         while True:
             await asyncio.sleep(RUN_DIRECTORY_S)
-            if not self.url or self._succession.pending or self.run_dir.whole:
+            if not self.url or self._handover.pending or self.run_dir.whole:
                 continue
             try:
                 self.run_dir.renew()
                 await self._endpoint.open_admin()
-                await self._succession.offer_again()
+                await self._handover.offer_again()
             except (OSError, LucevisorError) as error:
                 if str(error) != told:
                     log.error("the run directory was removed and cannot be made again: no command finds this process",
@@ -255,7 +255,7 @@ class Supervisor:
     def _prepare(self) -> None:
         if self._ports.preprocessor is not None:
             self._ports.preprocessor.start(self._ports)
-        collector.quieten()
+        collector.quiesce()
 
     def _listening(self) -> None:
         self._display.listening(self.url)
@@ -267,7 +267,7 @@ class Supervisor:
 
     def _in_a_line(self) -> tuple[str, str]:
         """Return the state, and what `systemctl status` shows of it."""
-        if self._succession.pending:
+        if self._handover.pending:
             return "starting", f"about to take over: {self.service.reason() or 'ready'}"
         state = self.service.state
         text = f"{self.service.model.name} at {self.url}" if state == "ready" else self.service.reason()
@@ -319,7 +319,7 @@ class Supervisor:
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
-            await self._orders.restart(group, now=now)
+            await self._admin_operations.restart(group, now=now)
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = asyncio.create_task(self._reload(overrides), name="reload")
@@ -333,22 +333,22 @@ class Supervisor:
             later = replace(self._overrides, of_reload=overrides)
             found, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
             await asyncio.to_thread(check_before_start, found, self.model)
-            changed = await self._orders.reload(found, keys_at_once(found, self._tls))
+            changed = await self._admin_operations.reload(found, keys_at_once(found, self._tls))
             apply(self.config, found, self._ports, self._tls)
         self.config, self._overrides, self._described = found, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
 
     def _begin_restart(self, group: str, now: bool) -> None:
-        """Restart a group in the background; raises OrderError if there is none of that name."""
-        self._orders.check_group(group)
+        """Restart a group in the background; raises AdminError if there is none of that name."""
+        self._admin_operations.check_group(group)
         task = asyncio.create_task(self._restart_one(group, now), name=f"restart {group}")
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
     async def _restart_one(self, group: str, now: bool) -> None:
         try:
-            await self._orders.restart(group, now=now)
+            await self._admin_operations.restart(group, now=now)
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
 

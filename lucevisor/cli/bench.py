@@ -84,8 +84,8 @@ def bench(
     from lucevisor.app.benchmark import table
     from lucevisor.app.llama_bench import LlamaBench
     from lucevisor.app.model_files import open_model
+    from lucevisor.deployment.probe import tune
     from lucevisor.deployment.service import Service
-    from lucevisor.deployment.tuning import tune
 
     if answer == 1:
         raise click.UsageError("--answer 1: a speed needs two tokens at least; 0 measures no answers")

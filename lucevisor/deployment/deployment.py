@@ -10,26 +10,24 @@ Invariant: what a daemon says reaches the deployment that started it, and no oth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import structlog
 
+from lucevisor import suspend_clock
 from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups, with_cores
-from lucevisor.deployment.placing import PlacementOnce
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.served_weights import ServedWeights
-from lucevisor.deployment.sizes import why_unfit, with_sizes
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import Kept, StateMemory
-from lucevisor.deployment.successors import Successors, take_over
-from lucevisor.deployment.watchdog import Work, watch
+from lucevisor.deployment.state_memory import Kept, ReplacementState, StateMemory, take_over
+from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
 from lucevisor.engine.pipeline.steps import PipelineFailure
@@ -48,11 +46,158 @@ from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.protocol.steps import Step
 from lucevisor.protocol.validation import AskedStep
 from lucevisor.snapshots.shard_transfers import ShardTransfers
-from lucevisor.supervision.callbacks import Callbacks, LoadOrder
+from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
+from lucevisor.suspend_clock import SuspendAwareClock
+
+PATIENCE_S = 5.0
+"""How long to wait for optional groups, once all others have said hello."""
+
+
+class PlacementBarrier:
+    """Made in a running loop.  ``place`` gets the hellos of all ``groups``, and of those of ``others`` that came in
+    time."""
+
+    def __init__(
+        self,
+        groups: Collection[str],
+        place: Callable[[Mapping[str, Hello]], Awaitable[Placement]],
+        others: Collection[str] = (),
+    ) -> None:
+        self._groups, self._others = frozenset(groups), frozenset(others)
+        self._place = place
+        self._hellos: dict[str, Hello] = {}
+        self._failed: set[str] = set()  # others that will not come soon
+        self._news = asyncio.Event()  # a hello, or one that will not come
+        self._placed = _new_future()
+        self._placing = asyncio.Lock()
+
+    async def wait(self, group: str, hello: Hello) -> Placement:
+        """Add a group's hello and return the placement.  Raises LucevisorError when there is none."""
+        self._hellos[group] = hello
+        self._failed.discard(group)
+        self._news.set()
+        if self._placed.done() and self._placed.exception() is not None:
+            self._placed = _new_future()  # a restart: what did not fit may fit now
+        if self._groups <= self._hellos.keys():
+            async with self._placing:  # measuring takes a while, in which a daemon may come a second time
+                if not self._placed.done():
+                    await self._wait_for_others()
+                if not self._placed.done() and self._groups <= self._hellos.keys():
+                    try:
+                        self._placed.set_result(await self._place(self._hellos))
+                    except LucevisorError as e:
+                        self._placed.set_exception(e)
+        return await asyncio.shield(self._placed)
+
+    async def _wait_for_others(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with suspend_clock.timeout(PATIENCE_S):
+                while self._others - self._hellos.keys() - self._failed:
+                    self._news.clear()
+                    await self._news.wait()
+
+    def forget(self, group: str) -> None:
+        """The process that said hello, or should have, is gone."""
+        self._hellos.pop(group, None)
+        self._failed.add(group)
+        self._news.set()
+
+    def cancel(self) -> None:
+        """Cancel the wait for a placement."""
+        if not self._placed.done():
+            self._placed.cancel()
+
+
+def _new_future() -> asyncio.Future[Placement]:
+    future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(_retrieve)
+    return future
+
+
+def _retrieve(future: asyncio.Future[Placement]) -> None:
+    """Mark an exception as seen: whoever awaits the future still gets it."""
+    if not future.cancelled():
+        future.exception()
+
+
+_SHARED = (
+    "dtype", "kv_dtype", "max_context", "max_sequences", "prefill_chunk", "max_step_tokens", "pools", "pool_pages",
+    "drafting",
+)  # fmt: skip
+
+
+def with_sizes(config: Config, sizes: Placement | None) -> Config:
+    """Return ``config`` with what is automatic in its engine as it was chosen for ``sizes``, if given."""
+    if sizes is None:
+        return config
+    engine = replace(
+        config.engine,
+        dtype=sizes.dtype.value,  # type: ignore[arg-type]  # of those that the key takes
+        kv_dtype=sizes.kv_dtype.value,
+        max_context=sizes.max_context,
+        max_sequences=sizes.max_sequences,
+        prefill_chunk=sizes.prefill_chunk,
+        pages=sizes.pools.full_pages or config.engine.pages,
+    )
+    return replace(config, engine=engine)
+
+
+def why_unfit(placement: Placement | Infeasible, sizes: Placement | None) -> str:
+    """Return why a model cannot be placed, or not with these sizes of the running requests; empty if it can."""
+    if isinstance(placement, Infeasible):
+        return placement.message
+    if sizes is None:
+        return ""
+    other = [name for name in _SHARED if getattr(placement, name) != getattr(sizes, name)]
+    if (placement.draft is None) != (sizes.draft is None):
+        other.append("draft")
+    if not other:
+        return ""
+    found = ", ".join(f"{name}: {getattr(placement, name)} instead of {getattr(sizes, name)}" for name in other)
+    return f"it fits only with other sizes than the running requests have ({found}); `lucevisor stop`, then `start`"
+
+
+WATCH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a group's daemon works on. `what` is shown to people and identifies the work."""
+
+    group: str
+    what: str
+
+
+class Watchdog:
+    """Call `look` about once a second with all the work in hand."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen_at: dict[Work, float] = {}
+
+    def look(self, in_hand: Iterable[Work]) -> dict[Work, float]:
+        """Return what is overdue, and how many seconds ago it was first seen."""
+        now = self._clock()
+        self._seen_at = {work: self._seen_at.get(work, now) for work in in_hand}
+        return {work: now - at for work, at in self._seen_at.items() if now - at > self._limit_s}
+
+
+async def watch(limit_s: float, in_hand: Callable[[], Iterable[Work]], overdue: Callable[[Work, float], None]) -> None:
+    """Look at `in_hand()` until cancelled, and pass work older than `limit_s` to `overdue`."""
+    watchdog = Watchdog(limit_s, SuspendAwareClock())
+    while True:
+        await asyncio.sleep(WATCH_S)
+        try:
+            for work, waited_s in watchdog.look(in_hand()).items():
+                overdue(work, waited_s)
+        except Exception:  # a bug elsewhere must not end the watch
+            log.exception("looking for overdue work failed; the watchdog goes on")
+
 
 _EXPONENTS: Final = {
     Dtype.FLOAT32: (np.uint32, 0x7F800000),
@@ -104,12 +249,12 @@ class Deployment:
         self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
         self._sizes = sizes
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
-        self._placing = PlacementOnce(self.needed, self._place, config.groups.keys() - self.needed)
+        self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
         self._links: dict[str, Link] = {}  # of READY groups
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
-        self._successors = Successors(model.spec.layers)
+        self._successors = ReplacementState(model.spec.layers)
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None

@@ -15,42 +15,175 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
 import structlog
 
-from lucevisor import awake
-from lucevisor.config import Config
+from lucevisor import suspend_clock
+from lucevisor.config import CacheConfig, Config
 from lucevisor.deployment.affinity import keep_to
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
-from lucevisor.deployment.engine_limits import engine_limits
 from lucevisor.deployment.group_settings import core_plan
-from lucevisor.deployment.holding import watch_holds
 from lucevisor.deployment.journal_rows import journal_rows
-from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.served_weights import ServedWeights
 from lucevisor.deployment.state_memory import Kept
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
+from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import MAX_LOSSES, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.residency import Residency
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend
 from lucevisor.placement.result import Placement
+from lucevisor.placement.sizing import slot_unit_bytes
+from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.messages import Progress
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
+
+MIN_WAIT_S = 1.0
+"""The estimate for a start that takes longer than the last one did."""
+
+
+class Readiness:
+    """How long the groups' starts take."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+        self._started_at: dict[str, float] = {}
+        self._start_s: dict[str, float] = {}  # the last start, STARTING to READY
+
+    def changed(self, group: str, state: State, now: float) -> None:
+        """Record a change of state."""
+        self._states[group] = state
+        if state is State.STARTING:
+            self._started_at[group] = now
+        elif state is State.READY:
+            self._start_s[group] = now - self._started_at.get(group, now)
+
+    def wait_s(self, retries: Mapping[str, float | None], now: float) -> float | None:
+        """Return in how many seconds all groups of ``retries`` are likely to be READY, or None when that is unknown.
+
+        ``retries``: in how many seconds a group in BACKOFF or FAILED is started again.
+        """
+        # The pause of a group that failed is far longer than a start, so it alone counts.
+        failed = {name: retries[name] for name in retries if self._states.get(name) is State.FAILED}
+        waits = [self._wait_s(group, retry_in_s, now) for group, retry_in_s in (failed or retries).items()]
+        return None if None in waits else max((wait for wait in waits if wait is not None), default=0.0)
+
+    def _wait_s(self, group: str, retry_in_s: float | None, now: float) -> float | None:
+        state = self._states.get(group, State.STOPPED)
+        start_s = self._start_s.get(group)
+        match state:
+            case State.READY:
+                return 0.0
+            case State.STOPPED:
+                return None
+            case State.FAILED:
+                return None if retry_in_s is None else retry_in_s + (start_s or 0.0)
+        if start_s is None:
+            return None
+        if state in (State.STARTING, State.LOADING):
+            return max(MIN_WAIT_S, self._started_at[group] + start_s - now)
+        return (retry_in_s or 0.0) + start_s
+
+
+async def watch_holds(engine: Engine, hold_s: float) -> None:
+    """Watch ``engine`` until cancelled."""
+    recovery = engine.recovery
+    while True:
+        while (since := recovery.since) is None:
+            recovery.changed.clear()
+            await recovery.changed.wait()
+        try:
+            async with suspend_clock.timeout(hold_s):
+                while recovery.since == since:
+                    recovery.changed.clear()
+                    await recovery.changed.wait()
+        except TimeoutError:
+            away = engine.statistics().reason
+            text = f"{away}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
+            engine.detach(RequestError("shard_lost", text), permanent=True)
+
+
+P_MIN: Final = 20
+"""Percent: in the demo a row of a verify step takes 0.15 to 0.2 of the time of a token with drafts (speculation.md)."""
+
+
+def engine_limits(
+    cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None = None
+) -> EngineLimits:
+    """Limits of the engine that runs ``placement``.  ``drafter``: the layers of the drafter that is placed."""
+    return EngineLimits(
+        max_sequences=placement.max_sequences,
+        max_context=placement.max_context,
+        prefill_chunk=placement.prefill_chunk,
+        max_step_tokens=placement.max_step_tokens,
+        spaces=placement.spaces,
+        pools=placement.pools,
+        window_tokens=placement.window_tokens,
+        prefix=_prefix_settings(cache, spec, placement, drafter),
+        residency=_residency(placement),
+        speculation=_speculation_settings(spec, placement),
+    )
+
+
+def _residency(placement: Placement) -> Residency | None:
+    if placement.pool_pages is None:
+        return None
+    return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
+
+
+def _rows_cost(placement: Placement) -> bool:
+    """Whether rows of verify steps cost enough to leave out unsure drafts, as on a cpu, and the output stage's daemon,
+    which makes them, can.  Of more than two stages those between would not hear of it.
+    """
+    draft, stages = placement.draft, placement.stages
+    if draft is None or len(stages) > 2:
+        return False
+    return draft.group == stages[-1].group and {draft.backend, stages[-1].shards[-1].backend} == {Backend.CPU}
+
+
+def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:
+    drafting, draft = placement.drafting, placement.draft
+    return SpeculationSettings(
+        max_drafts=drafting.max_drafts,
+        drafter=draft is not None,
+        lookup=drafting.lookup,
+        kind=draft.kind if draft is not None else DraftKind.MTP,
+        fixed=drafting.fixed,
+        p_min=P_MIN if _rows_cost(placement) and not drafting.fixed else 0,
+        n_vocabulary=spec.vocabulary,
+    )
+
+
+def _prefix_settings(
+    cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None
+) -> PrefixSettings:
+    """Return the bounds of prefix slots, and the bytes of a page and a state over all shards."""
+    unit_bytes = slot_unit_bytes(spec, placement.kv_dtype, drafter)
+    return PrefixSettings(
+        max_slots=cache.prefix_slots,
+        memory_bytes=cache.memory,
+        min_tokens=cache.min_tokens,
+        checkpoint_pages=cache.checkpoint_pages,
+        unit_bytes={space: unit_bytes[space] for space in placement.spaces},
+    )
+
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
@@ -221,7 +354,7 @@ class Service:
         if self.snapshots is not None and self.deployment.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                async with awake.timeout(deadline_s + 1.0):  # a disk that hangs does not hold up the stop
+                async with suspend_clock.timeout(deadline_s + 1.0):  # a disk that hangs does not hold up the stop
                     await self._saving
             self._saving = None
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from lucevisor import __version__, awake
+from lucevisor import __version__, suspend_clock
 from lucevisor.config import Config
 from lucevisor.deployment.cache_files import cache_directory, write_atomically
 from lucevisor.deployment.group_settings import group_threads
@@ -24,9 +24,8 @@ from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
 from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, measurement_request
 from lucevisor.protocol.checks import Check, Measure, Timing
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.probe import Probe, probe
-from lucevisor.supervision.staging import stage_packages
 
 HELLO_S = 60.0
 MEASURE_S = 90.0
@@ -101,7 +100,7 @@ async def speeds_for(
         return found
     log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)
     try:
-        async with awake.timeout(MEASURE_S):
+        async with suspend_clock.timeout(MEASURE_S):
             found = await measure(request, files, config)
     except TimeoutError:
         log.warning("speeds not measured", reason=f"not done within {MEASURE_S:.0f} s")

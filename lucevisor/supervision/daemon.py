@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import structlog
@@ -25,11 +26,61 @@ from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello, Load, Loaded, Rehearse, Rehearsed
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import StepResult
-from lucevisor.protocol.validation import DaemonFacts, fault_of
+from lucevisor.protocol.validation import MAX_INTEGER, AskedStep, DaemonFacts, fault_of
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import Ended
 from lucevisor.supervision.launcher import DaemonProcess
+from lucevisor.supervision.states import State
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """A Load message and the descriptors of its arenas, in the same order. The caller keeps the descriptors, and may
+    close them after the send. `vocabulary`: ids that the daemon may name.
+    """
+
+    load: Load
+    fds: Sequence[int] = ()
+    vocabulary: int = MAX_INTEGER
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+def _unasked(*_: object) -> None:
+    """Know of no step."""
+
+
+def _accept(*_: object) -> str:
+    """Accept whatever was loaded."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """The first argument of each callback is the group's name.
+
+    `make_load(group, hello)` returns what to load and may wait for other groups; an exception ends the start as a
+    configuration error. `check_loaded` returns why what was loaded must not be used, or "".
+    `on_ready` hands the link over for sending; `on_frame` gets every frame from then on. `asked(group, stage, step_id)`
+    returns a step that the stage has yet to answer, for the check of its answer.
+    `on_lost` comes once after each `on_ready`, as soon as the link is unusable: the process may still be exiting.
+    `on_draining(group, child)`: send nothing new, finish, then call `drained(child)`; None: there is never anything to
+    wait for. A callback that raises is reported to the loop's exception handler; the others still run.
+    """
+
+    make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
+    check_loaded: Callable[[str, Loaded], str] = _accept
+    on_ready: Callable[[str, Link, Hello, Loaded], None] = _ignore
+    on_lost: Callable[[str, str], None] = _ignore
+    on_frame: Callable[[str, Frame], None] = _ignore
+    asked: Callable[[str, int, int], AskedStep | None] = _unasked
+    on_state: Callable[[str, State, str], None] = _ignore
+    on_draining: Callable[[str, int], None] | None = None
+    on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
+    on_progress: Callable[[str, Progress], None] = _ignore
+
 
 Field = str | int | float | bool | None
 

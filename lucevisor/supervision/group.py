@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from lucevisor import awake
+from lucevisor import suspend_clock
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
@@ -23,9 +23,8 @@ from lucevisor.protocol.handshake import Expected
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import SpawnError
-from lucevisor.supervision.daemon import Daemon
+from lucevisor.supervision.daemon import Callbacks, Daemon
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import SupervisionLimits
@@ -70,7 +69,7 @@ class GroupSupervisor:
         self._expected = Expected(config.name, Backend(config.backend), launcher.source_hash, indices)
         self._machine = Machine(config.name, self.limits, random.random)
         self._loop = asyncio.get_running_loop()
-        self._clock = awake.AwakeClock()
+        self._clock = suspend_clock.SuspendAwareClock()
         self._daemon: Daemon | None = None
         self._spares = Spares(config.name, n_spares, self._launch, self._ordered, self.limits, self._clock)
         self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
@@ -331,5 +330,5 @@ class GroupSupervisor:
             return self.state
         future: asyncio.Future[State] = self._loop.create_future()
         self._waiting.append((accepts, future))
-        async with awake.timeout(timeout_s):
+        async with suspend_clock.timeout(timeout_s):
             return await future

@@ -9,9 +9,8 @@ import pytest
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import RequestError
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.staging import stage_packages
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.supervision.real_groups import until
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.deployment.successors import Successors
+from lucevisor.deployment.state_memory import ReplacementState
 from lucevisor.engine.recovery.replay import StateReplay
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.loading import Load, PoolSizes, StageReplay
@@ -56,7 +56,7 @@ async def made(pipeline: LostPipeline, n: int) -> None:
 
 def test_a_load_carries_what_was_prepared_when_the_daemon_was_lost() -> None:
     async def run() -> None:
-        pipeline, successors = LostPipeline(), Successors([])
+        pipeline, successors = LostPipeline(), ReplacementState([])
         assembly = cast(PipelineAssembly, pipeline)
         successors.lost("a", assembly)
         await made(pipeline, 1)
@@ -75,7 +75,7 @@ def test_a_load_carries_what_was_prepared_when_the_daemon_was_lost() -> None:
 
 def test_what_could_not_be_prepared_at_the_loss_is_prepared_for_the_load() -> None:
     async def run() -> None:
-        pipeline, successors = LostPipeline(), Successors([])
+        pipeline, successors = LostPipeline(), ReplacementState([])
         assembly, pipeline.n_busy = cast(PipelineAssembly, pipeline), 1
         successors.lost("a", assembly)
         await asyncio.sleep(0.01)
@@ -88,7 +88,7 @@ def test_what_could_not_be_prepared_at_the_loss_is_prepared_for_the_load() -> No
 
 def test_the_loss_of_a_group_without_stages_changes_nothing() -> None:
     async def run() -> None:
-        pipeline, successors = LostPipeline(), Successors([])
+        pipeline, successors = LostPipeline(), ReplacementState([])
         assembly = cast(PipelineAssembly, pipeline)
         successors.lost("a", assembly)
         await made(pipeline, 1)
@@ -103,7 +103,7 @@ def test_the_loss_of_a_group_without_stages_changes_nothing() -> None:
 
 def test_a_process_that_dies_before_it_is_sent_its_load_leaves_nothing_open() -> None:
     async def run() -> None:
-        pipeline, successors = LostPipeline(), Successors([])
+        pipeline, successors = LostPipeline(), ReplacementState([])
         assembly = cast(PipelineAssembly, pipeline)
         successors.lost("a", assembly)
         order = asyncio.get_running_loop().create_task(successors.order("a", LOAD, [], assembly))
@@ -130,11 +130,13 @@ def test_a_process_that_dies_before_it_is_sent_its_load_leaves_nothing_open() ->
         lambda successors, _: successors.close(),
     ],
 )
-def test_what_nobody_will_read_is_given_back(wait: int, end: Callable[[Successors, PipelineAssembly], None]) -> None:
+def test_what_nobody_will_read_is_given_back(
+    wait: int, end: Callable[[ReplacementState, PipelineAssembly], None]
+) -> None:
     """Whether it is there already or not."""
 
     async def run() -> None:
-        pipeline, successors = LostPipeline(), Successors([])
+        pipeline, successors = LostPipeline(), ReplacementState([])
         assembly = cast(PipelineAssembly, pipeline)
         successors.lost("a", assembly)
         await made(pipeline, wait)
@@ -151,7 +153,7 @@ def test_what_nobody_will_read_is_given_back(wait: int, end: Callable[[Successor
 
 def test_nothing_is_prepared_where_no_stage_is_lost() -> None:
     async def run() -> None:
-        pipeline, successors = LostPipeline(), Successors([])
+        pipeline, successors = LostPipeline(), ReplacementState([])
         pipeline.complete = True
         successors.lost("drafter", cast(PipelineAssembly, pipeline))
         successors.lost("drafter", None)

@@ -8,8 +8,8 @@ import contextlib
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.deployment import watchdog
-from lucevisor.deployment.watchdog import Watchdog, Work, watch
+from lucevisor.deployment import deployment
+from lucevisor.deployment.deployment import Watchdog, Work, watch
 
 LEFT, RIGHT = Work("left", "step 1"), Work("right", "step 1")
 
@@ -55,7 +55,7 @@ def test_nothing_is_overdue_while_the_clock_stands(clock: Clock) -> None:
 
 
 async def test_the_watch_goes_on_after_a_defect_of_what_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "WATCH_S", 0.005)
+    monkeypatch.setattr(deployment, "WATCH_S", 0.005)
     looks, told = [], asyncio.Event()
 
     def in_hand() -> list[Work]:

@@ -21,7 +21,7 @@ from lucevisor.app.progress import KeptProgress
 from lucevisor.app.status import Address, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting import rest
 from lucevisor.engine.drafting.speculation import Speculation
@@ -181,7 +181,7 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
             assert shown["state"] == "detached"
             assert shown["reason"].startswith("group aside is ")
         else:
-            await Orders(service).restart("aside", now=how == "restart now")
+            await AdminOperations(service).restart("aside", now=how == "restart now")
         assert await streams == _alone
         await drafting(service)
         assert draft_of(service)["state"] == "attached"
@@ -244,17 +244,17 @@ async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path
         change_one_byte(drafter)
         if device == "aside:0":
             with pytest.raises(LucevisorError, match=r"group aside did not come back: .*drafter\.gguf"):
-                await Orders(service).restart("aside", now=True)
+                await AdminOperations(service).restart("aside", now=True)
             assert service.groups["aside"].state is State.FAILED
         else:
-            await Orders(service).restart("right", now=True)
+            await AdminOperations(service).restart("right", now=True)
         assert service.state == "ready"
         shown = draft_of(service)
         assert shown["state"] == "detached"
         assert "drafter.gguf" in shown["reason"]
         assert await generate(service, prompt, N) == wanted
         change_one_byte(drafter)  # back
-        await Orders(service).restart(device[:-2], now=False)
+        await AdminOperations(service).restart(device[:-2], now=False)
         assert await generate(service, prompt, N) == wanted
 
 

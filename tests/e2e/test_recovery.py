@@ -22,7 +22,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import FinishedEvent, NotReady
@@ -221,7 +221,7 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
         async with streams.running():
             for _ in range(n_rounds):
                 for group in service.groups:
-                    await Orders(service).restart(group, now=False)
+                    await AdminOperations(service).restart(group, now=False)
         assert streams.wrong == []
         assert service.engine is not None
         now = service.engine.statistics().recovery

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.snapshots.policy import SnapshotSpeeds
@@ -142,7 +142,7 @@ async def test_an_orderly_restart_of_a_group_loses_no_prefix(tmp_path: Path) -> 
     async with running(place.config(), place.directory) as service:
         first, finished = await ask(service, PROMPT, [])
         assert finished.usage.cached_tokens == 0
-        await Orders(service).restart("b", now=False)
+        await AdminOperations(service).restart("b", now=False)
         again, finished = await ask(service, PROMPT, [])
         assert finished.usage.cached_tokens > 200
         assert told_of(service)["restored"] == 0  # the successor of the daemon took its memory over

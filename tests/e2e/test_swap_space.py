@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.protocol.steps import Sampling
@@ -97,7 +97,7 @@ async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token
                 await asyncio.sleep(0)
             if how == "moves":
                 split = load(service.config.file, [*overrides, "placement.target_layer_split=3,1"])
-                await Orders(service).reload(split)
+                await AdminOperations(service).reload(split)
             else:
                 os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
             assert await asked == right, how

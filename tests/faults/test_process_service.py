@@ -16,7 +16,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment import service as service_module
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
@@ -116,7 +116,7 @@ async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp
         left, right = service.groups.values()
         await left.wait(State.READY, timeout_s=60)
         await right.wait(State.READY, timeout_s=60)
-        orders = Orders(service)
+        orders = AdminOperations(service)
         first = asyncio.create_task(orders.restart("right", now=True))
         second = asyncio.create_task(orders.restart("right", now=True))
         await right.wait(State.STARTING, timeout_s=20)
@@ -137,7 +137,7 @@ async def test_a_restart_during_a_pause_ends_when_the_warm_spare_serves(tmp_path
         os.kill(left.pid, signal.SIGKILL)
         await left.wait(State.BACKOFF, timeout_s=20)
         async with asyncio.timeout(30):
-            await Orders(service).restart("left", now=True)
+            await AdminOperations(service).restart("left", now=True)
         assert service.state == "ready"
 
 
@@ -185,9 +185,9 @@ async def test_a_plan_that_did_not_fit_is_made_again_at_a_restart(tmp_path):
         for group in service.groups.values():
             await group.wait(State.FAILED, timeout_s=20)
             assert "short" in group.reason
-        await Orders(service).restart("left", now=True)
+        await AdminOperations(service).restart("left", now=True)
         assert service.groups["left"].state is State.LOADING  # it waits for the other one
-        await Orders(service).restart("right", now=True)
+        await AdminOperations(service).restart("right", now=True)
         assert service.state == "ready"
         assert service.groups["left"].restarts == 1
 

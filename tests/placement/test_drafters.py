@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import CacheConfig
-from lucevisor.deployment.engine_limits import P_MIN, engine_limits
+from lucevisor.deployment.service import P_MIN, engine_limits
 from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec

@@ -14,7 +14,7 @@ import structlog
 
 from lucevisor.api.listening import adopt, listen
 from lucevisor.app.endpoint import Endpoint
-from lucevisor.app.handover import HandoverServer, Offer, Request, Taken, take
+from lucevisor.app.handover import HandoverOffer, HandoverServer, Offer, Request, take
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.systemd import Notifier, SystemdReport, watchdog_s
 from lucevisor.config import ServerConfig
@@ -24,7 +24,7 @@ from lucevisor.errors import LucevisorError, unusable
 log = structlog.get_logger("lucevisor.handover")
 
 
-class Succession:
+class SupervisorHandover:
     """``drain_s``: how long a supervisor that is taken over from has to finish its requests; None: there is none."""
 
     def __init__(
@@ -92,14 +92,14 @@ class Succession:
         self.pending = False
         self.offer_it()
 
-    async def _watch_saves(self, taken: Taken) -> None:
+    async def _watch_saves(self, taken: HandoverOffer) -> None:
         """Use what the other supervisor saves while it ends."""
         async for _ in taken.saves():
             if self._service.snapshots is not None:
                 await self._service.snapshots.store.scan()
         log.info("the other supervisor has ended", pid=taken.offer.pid)
 
-    # ---- the one that runs (lucevisor.app.handover.Giver)
+    # ---- the one that runs (lucevisor.app.handover.HandoverSource)
 
     def offer(self) -> tuple[Offer, list[int]]:
         """Return what to offer, with the lock of the run directory and the listening sockets."""
