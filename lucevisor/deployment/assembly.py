@@ -9,7 +9,6 @@ Invariant: steps go to READY daemons only, which were reset since they were lost
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -125,13 +124,10 @@ class PipelineAssembly:
         stage_groups: Sequence[str],
         on_change: Callable[[], None],
         draft_group: str = "",
-        *,
-        yields: bool = False,
     ) -> None:
-        """``yields``: the daemons have no cores of their own, so they run before this process goes on."""
         self._engine = engine
         self._stage_groups = list(stage_groups)
-        self._on_change, self._yields = on_change, yields
+        self._on_change = on_change
         self._draft: DraftAssembly | None = None
         if draft_group:
             alone, with_output = draft_group not in stage_groups, draft_group == stage_groups[-1]
@@ -348,8 +344,6 @@ class PipelineAssembly:
         rings = ORDERED and len(set(self._stage_groups)) == len(self._stage_groups)
         self._pipeline = Pipeline(links, self._engine.on_result, self._failed, rings=rings)
         self._pipeline.on_dead_link = self._on_dead_link
-        if self._yields:
-            self._pipeline.on_sent = os.sched_yield
         log.info("pipeline ready", stages=self._stage_groups)
         kept, self._kept = self._kept, set()
         draft_kept, self._draft_kept = self._draft_kept, False

@@ -22,7 +22,7 @@ import structlog
 from lucevisor import suspend_clock
 from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups, with_cores
+from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
@@ -285,7 +285,7 @@ class Deployment:
                 limits=self._limits,
                 n_spares=config.recovery.spares,
             )
-            for name, group in with_cores(config).items()
+            for name, group in config.groups.items()
         }
 
     # ---- life
@@ -332,8 +332,8 @@ class Deployment:
         assert self.placement is not None
         self._engine = engine
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
-        draft_group, yields = "" if draft is None else draft.group, not spin_s(self._config)
-        self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group, yields=yields)
+        draft_group = "" if draft is None else draft.group
+        self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group)
         for group, link in self._links.items():
             with_draft = group == draft_group and self._draft_loaded
             self._assembly.ready(group, link, with_draft=with_draft, kept=link in links, draft_kept=draft_kept)

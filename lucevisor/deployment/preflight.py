@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from lucevisor.config import Config, GroupConfig
-from lucevisor.deployment.affinity import usable_cores
+from lucevisor.deployment.group_settings import usable_cores
 from lucevisor.deployment.installed import installed
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors

@@ -24,10 +24,8 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig, Config
-from lucevisor.deployment.affinity import keep_to
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
-from lucevisor.deployment.group_settings import core_plan
 from lucevisor.deployment.journal_rows import journal_rows
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.state_memory import Kept
@@ -334,7 +332,6 @@ class Service:
             await self.swap.close()
         for one in self._deployments:
             one.close()
-        keep_to(())
         self._notify()
 
     async def _stop_groups(self, stop_s: float) -> None:
@@ -395,7 +392,6 @@ class Service:
         if self.snapshots is not None and later.transfers is not None:
             self.snapshots.shards = later.transfers
         later.serve(engine, kept)
-        keep_to(core_plan(self.config).supervisor)
 
     # ---- state
 
@@ -469,7 +465,6 @@ class Service:
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
         self.swap = swap_space(self.engine, self.model, placement, lambda: self.deployment.transfers)
         deployment.serve(self.engine)
-        keep_to(core_plan(self.config).supervisor)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
         if self.config.cache.dir and self.config.cache.prefix_slots:

@@ -205,26 +205,3 @@ async def test_a_lack_of_descriptors_while_the_load_is_made_is_not_for_good(tmp_
     async with serving(config_of(tmp_path), tmp_path) as service:
         assert await service.wait_ready(60.0), service.reason()
         assert sum(group.restarts for group in service.groups.values()) == 1
-
-
-async def test_the_supervisor_and_the_output_stage_keep_off_each_other_s_cores(tmp_path, monkeypatch):
-    """Also a daemon that was restarted, though the thread that starts it is kept to other cores; until the stop."""
-    usable = sorted(os.sched_getaffinity(0))[:2]
-    if len(usable) < 2:
-        pytest.skip("this machine has one core")
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, usable)
-    try:
-        async with serving(config_of(tmp_path), tmp_path, backoff_first_s=0.1) as service:
-            assert await service.wait_ready(60.0), service.reason()
-            assert os.sched_getaffinity(0) == {usable[0]}
-            for _ in range(2):
-                cores = {name: os.sched_getaffinity(group.pid) for name, group in service.groups.items()}
-                assert cores == {"left": set(usable), "right": {usable[1]}}
-                pid = service.groups["left"].pid
-                os.kill(pid, signal.SIGKILL)
-                await until(lambda pid=pid: service.groups["left"].pid not in (None, pid))
-                assert await service.wait_ready(60.0), service.reason()
-        assert os.sched_getaffinity(0) == set(usable)
-    finally:
-        os.sched_setaffinity(0, before)
