@@ -18,9 +18,8 @@ import msgspec
 from lucevisor.config import Auto, Config
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.placement.devices import Inventory, TargetDevice, target_devices
-from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
-from lucevisor.placement.ranges import legal_boundaries
+from lucevisor.placement.devices import Inventory, TargetDevice, choose_dtype, choose_kv_dtype, target_devices
+from lucevisor.placement.split import legal_boundaries
 from lucevisor.protocol.checks import Span, Timing
 
 PROMPT_TOKENS = 512

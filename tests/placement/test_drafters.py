@@ -14,8 +14,8 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement import sizing
-from lucevisor.placement.explain import as_json, rows, text
 from lucevisor.placement.planner import plan
+from lucevisor.placement.report import as_json, rows, text
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import DRAFT_SHARE
 from lucevisor.protocol.loading import DraftKind, token_region_bytes

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from lucevisor.model.families import open_spec
-from lucevisor.placement.explain import as_json, rows, table, text
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
+from lucevisor.placement.report import as_json, rows, table, text
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.protocol.loading import DeviceInfo
 from tests.placement.made import DEMO, configure, cpu, gpu

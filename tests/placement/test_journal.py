@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS
-from lucevisor.placement.explain import as_json, text
+from lucevisor.placement.report import as_json, text
 from lucevisor.placement.result import Placement
 from tests.placement.made import configure, placed
 

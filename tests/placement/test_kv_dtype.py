@@ -11,8 +11,8 @@ import pytest
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, Space
-from lucevisor.placement.explain import text
 from lucevisor.placement.planner import plan
+from lucevisor.placement.report import text
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from tests.placement.made import DEMO, configure

@@ -11,7 +11,7 @@ from lucevisor.config import Config, KvFlashConfig
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES, ResidencyPolicy, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import LayerRange, Space
-from lucevisor.placement.explain import as_json, text
+from lucevisor.placement.report import as_json, text
 from tests.placement.made import configure, cpu, gpu, placed, wrong
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.partition import Partition, PartitionProblem, RangeCost, fastest_partition
+from lucevisor.placement.split import Partition, PartitionProblem, RangeCost, fastest_partition
 
 
 @st.composite

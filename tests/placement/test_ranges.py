@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.ranges import (
+from lucevisor.placement.split import (
     BoundaryMove,
     SplitError,
     balanced_ranges,

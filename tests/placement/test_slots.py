@@ -14,9 +14,9 @@ from lucevisor.config import CacheConfig, Config
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.placement.explain import as_json, text
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
+from lucevisor.placement.report import as_json, text
 from lucevisor.placement.result import Placement
 from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import DEMO, GIB, MIB, bare_spec, configure, cpu, gpu

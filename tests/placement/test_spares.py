@@ -9,7 +9,7 @@ import pytest
 
 from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.devices import SPARE_DEVICE_BYTES, SPARE_HOST_BYTES
-from lucevisor.placement.explain import text
+from lucevisor.placement.report import text
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, configure, cpu, gpu, placed
 
 

@@ -16,10 +16,9 @@ from lucevisor.config import Config
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.auto_split import partition_problem
 from lucevisor.placement.devices import Inventory, target_devices
-from lucevisor.placement.explain import as_json, text
-from lucevisor.placement.planner import plan
+from lucevisor.placement.planner import partition_problem, plan
+from lucevisor.placement.report import as_json, text
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import SizingInputs
 from lucevisor.placement.speeds import (

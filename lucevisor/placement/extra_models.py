@@ -1,4 +1,4 @@
-"""What drafts: a drafter, prompt lookup, both or nothing; where the drafter runs; how many drafts a step verifies.
+"""Models beside the served one: a drafter and the scoring model of PFlash.  Where they run, and their sizes.
 
 Pure.  Invariant: a drafter that is configured by kind is placed or the plan is refused; an automatic one may be left
 out.
@@ -11,10 +11,20 @@ from dataclasses import dataclass, replace
 
 from lucevisor.config import Config
 from lucevisor.model.drafters import DraftSpec
-from lucevisor.model.values import Backend
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
 from lucevisor.placement.devices import Inventory, TargetDevice, find_device
-from lucevisor.placement.result import DraftPolicy, Infeasible, PlacedDrafter, Placement, PlacementError
-from lucevisor.protocol.loading import DraftKind
+from lucevisor.placement.result import (
+    DraftPolicy,
+    Infeasible,
+    PlacedDrafter,
+    PlacedScorer,
+    Placement,
+    PlacementError,
+    Shard,
+)
+from lucevisor.protocol.loading import DraftKind, score_pools
 
 LOOKUP_DRAFTS = 8
 """``auto`` without a drafter: repeated text is accepted in long runs."""
@@ -38,7 +48,7 @@ class DrafterSizing:
         return DraftKind(self.spec.model.architecture)
 
 
-def draft_inputs(
+def place_drafter(
     config: Config, drafter: DraftSpec | None, targets: Sequence[TargetDevice], inventory: Inventory | None
 ) -> DrafterSizing | None:
     """Place the drafter where ``draft.device`` says, else beside the last layers.
@@ -53,7 +63,7 @@ def draft_inputs(
     else:
         backend = Backend(config.groups[device.group].backend)
         target = TargetDevice(device, backend, find_device(config, "draft.device", device, backend, inventory))
-    one_stage = all(each.device.group == output.device.group for each in targets)
+    one_stage = all(other.device.group == output.device.group for other in targets)
     with_output = _same_place(target, output)
     return DrafterSizing(drafter, target, with_output, with_output and one_stage and _same_place(target, targets[0]))
 
@@ -72,13 +82,13 @@ def choose_drafting(config: Config, draft: DrafterSizing | None) -> DraftPolicy:
     width, engine = config.draft.width, config.engine
     if draft is None and not lookup:
         return DraftPolicy()
-    most = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
+    limit = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
     if width == "auto":
-        wanted = most if draft is None else min(most, 2 * draft.spec.default_drafts)
+        wanted = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
         return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // engine.max_sequences)))
-    if draft is not None and width > most:
-        why = f"is more than the {most} tokens that the drafter {draft.spec.model.name} drafts"
-        raise PlacementError("draft.width", width, why, f"nearest: {most}", file=str(config.file))
+    if draft is not None and width > limit:
+        why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"
+        raise PlacementError("draft.width", width, why, f"nearest: {limit}", file=str(config.file))
     return DraftPolicy(lookup, width, fixed=True)
 
 
@@ -90,7 +100,7 @@ def draft_stage(draft: DrafterSizing | None, n_stages: int) -> PlacedDrafter | N
     return PlacedDrafter(n_stages, target.device, target.backend, draft.kind, spec.layers, spec.captures)
 
 
-def too_dear(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
+def why_left_out(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
     """Return why an automatic drafter is left out; empty if it is used.
 
     It is used where it fits and leaves room for a sequence of REFERENCE_TOKENS, if there is such room without it.
@@ -109,3 +119,68 @@ def left_out(result: Placement | Infeasible, draft: DrafterSizing, reason: str) 
     if isinstance(result, Infeasible):
         return result  # the model alone is too large: nothing else matters
     return replace(result, draft_left_out=reason, notices=(*result.notices, notice))
+
+
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+"""Tokens of one message to the scoring stage: other stages of its daemon wait for so many."""
+MIN_WINDOW_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSizing:
+    """A scoring model on ``target``, whole but for its output matrix."""
+
+    spec: ModelSpec
+    target: TargetDevice
+    window_tokens: int
+    step_tokens: int
+    use: MemoryUse
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(0, self.spec.n_layers)
+
+
+def place_scorer(
+    config: Config,
+    scorer: ModelSpec | None,
+    targets: Sequence[TargetDevice],
+    inventory: Inventory | None,
+    dtypes: tuple[Dtype, Dtype],
+) -> ScorerSizing | None:
+    """Place the scoring model where ``pflash.device`` says, else beside the last layers.
+
+    ``dtypes``: of activations and of keys and values, those of the served model.  Raises PlacementError for a device
+    that does not exist and a model that cannot score.
+    """
+    if scorer is None:
+        return None
+    device, file = config.pflash.device, str(config.file)
+    target = targets[-1]
+    if device is not None:
+        backend = Backend(config.groups[device.group].backend)
+        target = TargetDevice(device, backend, find_device(config, "pflash.device", device, backend, inventory))
+    if Space.FULL not in scorer.spaces():
+        why = "is a model none of whose layers attends to all positions: it cannot score"
+        raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
+    window_tokens = min(config.pflash.window, scorer.context_tokens)
+    if window_tokens < MIN_WINDOW_TOKENS:
+        why = f"has a context of {window_tokens} tokens; a window takes {MIN_WINDOW_TOKENS}"
+        raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
+    step_tokens = min(window_tokens, CPU_STEP_TOKENS if target.backend is Backend.CPU else GPU_STEP_TOKENS)
+    shard = Shard(target.device, target.backend, LayerRange(0, scorer.n_layers), first=True, last=False)
+    pools, cost = score_pools(scorer.spaces(), window_tokens), CostModel(scorer, *dtypes)
+    use = MemoryUse(
+        weight_bytes=cost.weight_bytes(shard),
+        state_bytes=cost.state_bytes(shard, pools),
+        workspace_bytes=cost.workspace_bytes(shard, StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)),
+    )
+    return ScorerSizing(scorer, target, window_tokens, step_tokens, use)
+
+
+def placed_scorer(scorer: ScorerSizing | None) -> PlacedScorer | None:
+    """Return the scoring stage of a placement."""
+    if scorer is None:
+        return None
+    target = scorer.target
+    return PlacedScorer(target.device, target.backend, scorer.spec.name, scorer.window_tokens, scorer.step_tokens)
