@@ -17,8 +17,8 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Dtype
 from lucevisor.placement.planner import model_options
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.checks import Check, Checked, CheckLine, Tune
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
+from lucevisor.protocol.messages import Check, Checked, CheckLine, Tune
 from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.probe import Probe, probe
 

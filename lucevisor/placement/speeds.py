@@ -20,7 +20,7 @@ from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.devices import Inventory, TargetDevice, choose_dtype, choose_kv_dtype, target_devices
 from lucevisor.placement.split import legal_boundaries
-from lucevisor.protocol.checks import Span, Timing
+from lucevisor.protocol.messages import Span, Timing
 
 PROMPT_TOKENS = 512
 ANSWER_TOKENS = 256

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lucevisor.config import GroupConfig
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.states import Channel
+from lucevisor.protocol.messages import Channel
+from lucevisor.protocol.transport import Link
 from lucevisor.supervision.events import ProcessSignal
 
 _OF_PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONEXECUTABLE", "PYTHONSAFEPATH", "PYTHONOPTIMIZE")

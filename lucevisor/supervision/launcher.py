@@ -18,10 +18,10 @@ from typing import Protocol
 import lucevisor
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
+from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
+from lucevisor.protocol.transport import Link
 from lucevisor.source_tree import locate
 from lucevisor.supervision.child import Child, Ended, Lines, SpawnError, find_python, launch, spawn
 from lucevisor.supervision.events import ProcessSignal
