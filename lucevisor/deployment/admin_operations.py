@@ -18,7 +18,7 @@ from lucevisor.config import Config, changed_keys
 from lucevisor.config.resolve import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, Service
-from lucevisor.deployment.state_memory import Kept, StateMemory, export_state, import_state
+from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state, import_state
 from lucevisor.engine.core import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, show
 from lucevisor.model.spec import ModelSpec
@@ -84,7 +84,7 @@ def go_on(engine: Engine, earlier: Deployment) -> None:
     engine.freezer.thaw()
 
 
-async def give_state(memory: StateMemory, later: Deployment) -> Kept:
+async def give_state(memory: StateMemory, later: Deployment) -> RestoredState:
     """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
     assert later.placement is not None
     assert later.transfers is not None
@@ -93,7 +93,7 @@ async def give_state(memory: StateMemory, later: Deployment) -> Kept:
     await import_state(memory, later.transfers, groups)
     if later.links != links:
         raise LucevisorError("a new daemon was lost while the state moved; try again")
-    return Kept(links.values(), memory.with_draft and later.draft_group in groups)
+    return RestoredState(links.values(), memory.with_draft and later.draft_group in groups)
 
 
 PREPARE_S: Final = 15.0
@@ -172,7 +172,7 @@ class AdminOperations:
             await self._load(later)
             memory = await take_state(engine, earlier, service.model.spec)
             try:
-                kept = await give_state(memory, later)
+                restored = await give_state(memory, later)
             except BaseException:
                 go_on(engine, earlier)
                 raise
@@ -183,7 +183,7 @@ class AdminOperations:
             log.warning("both do not fit at once: requests wait while the weights are loaded", reason=later.unfit)
             await self._replace(engine, config)
         else:
-            service.switch(engine, config, later, kept)
+            service.switch(engine, config, later, restored)
             await service.end(earlier)
 
     async def _load(self, later: Deployment) -> None:
@@ -201,15 +201,15 @@ class AdminOperations:
         """
         service, earlier = self._service, self._service.deployment
         memory = await take_state(engine, earlier, service.model.spec)
-        service.leave(engine)
+        service.detach(engine)
         await service.end(earlier)
         problem: LucevisorError | None = None
         for wanted in (config, service.config):
             later = service.deploy(wanted)
-            kept = Kept()
+            restored = RestoredState()
             try:
                 await self._load(later)
-                kept = await give_state(memory, later)
+                restored = await give_state(memory, later)
             except LucevisorError as error:
                 log.error("reload", reason=str(error))
                 problem = problem or error
@@ -217,7 +217,7 @@ class AdminOperations:
                     await service.end(later)
                     continue
             memory.close()
-            service.switch(engine, wanted, later, kept)
+            service.switch(engine, wanted, later, restored)
             break
         if problem is not None and service.config is not config:
             raise problem

@@ -3,7 +3,7 @@
 A deployment starts its groups, waits for every hello, places the model once, makes the buffers, and has the daemons
 load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  Deployments share
 nothing but the weights, so a later one may start and load while an earlier one serves; it takes over the engine with
-``serve`` after the earlier one's ``release``.  Knows no HTTP, no requests and no snapshots.
+``attach`` after the earlier one's ``detach``.  Knows no HTTP, no requests and no snapshots.
 Invariant: what a daemon says reaches the deployment that started it, and no other.
 """
 
@@ -26,7 +26,7 @@ from lucevisor.deployment.group_settings import group_devices, group_threads, sp
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import Kept, ReplacementState, StateMemory, take_over
+from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory, restore_replacement
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
@@ -213,7 +213,7 @@ log = structlog.get_logger("deployment")
 class DeploymentHooks:
     """What the owner of a deployment gives and hears; all are called from the event loop.
 
-    ``on_placed`` is called once, before any daemon loads: the moment to call ``serve`` unless another deployment
+    ``on_placed`` is called once, before any daemon loads: the moment to call ``attach`` unless another deployment
     serves.  ``drain`` brings requests to rest before a daemon is restarted, and returns what the shards hold then, if
     its successor may take it over.  ``on_change``: ``complete`` or ``loaded`` may have changed, or a daemon was lost.
     """
@@ -254,7 +254,7 @@ class Deployment:
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
-        self._successors = ReplacementState(model.spec.layers)
+        self._replacements = ReplacementState(model.spec.layers)
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -306,7 +306,7 @@ class Deployment:
         self._placing.cancel()
         for buffer in self.buffers.values():
             buffer.close()
-        self._successors.close()
+        self._replacements.close()
 
     # ---- serving
 
@@ -321,14 +321,14 @@ class Deployment:
         failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
         return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
-    def serve(self, engine: Engine, kept: Kept | None = None) -> None:
+    def attach(self, engine: Engine, restored: RestoredState | None = None) -> None:
         """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
         whenever it is there.
 
-        Call it when the deployment is placed, and when no other one serves ``engine``.  ``kept``: what daemons have of
-        what the engine had frozen.
+        Call it when the deployment is placed, and when no other one serves ``engine``.  ``restored``: daemons that
+        hold what the engine had frozen.
         """
-        links, draft_kept = kept or Kept()
+        links, draft_restored = restored or RestoredState()
         assert self.placement is not None
         self._engine = engine
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
@@ -336,7 +336,9 @@ class Deployment:
         self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group)
         for group, link in self._links.items():
             with_draft = group == draft_group and self._draft_loaded
-            self._assembly.ready(group, link, with_draft=with_draft, kept=link in links, draft_kept=draft_kept)
+            self._assembly.ready(
+                group, link, with_draft=with_draft, restored=link in links, draft_restored=draft_restored
+            )
 
     @property
     def complete(self) -> bool:
@@ -353,16 +355,13 @@ class Deployment:
         """The links of the groups that are READY."""
         return self._links
 
-    def retire(self) -> None:
-        """Detach from the engine, which has left the pipeline: its steps may run on other stages from now on."""
+    def detach(self, error: RequestError | None = None) -> None:
+        """Detach from the engine, for good.  Running requests end with ``error``; without one the engine has left the
+        pipeline already, and its steps may run on other stages from now on.
+        """
         self._engine = None
         if self._assembly is not None:
-            self._assembly.leave()
-
-    def release(self, error: RequestError) -> None:
-        """Detach from the engine for good; running requests end with ``error``."""
-        if self._assembly is not None:
-            self._assembly.close(error)
+            self._assembly.detach(error)
 
     def pipeline_failed(self, failure: PipelineFailure) -> None:
         """A daemon answered out of order: only a new process of it is trusted again."""
@@ -433,7 +432,7 @@ class Deployment:
         threads = group_threads(self._config, group)
         load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=spin_s(self._config))
         fds = descriptors([self.buffers[arena.capture, arena.boundary] for arena in load.arenas])
-        order = await self._successors.order(group, load, fds, self._assembly)
+        order = await self._replacements.load_order(group, load, fds, self._assembly)
         return dataclasses.replace(order, vocabulary=self._model.spec.vocabulary)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
@@ -486,7 +485,7 @@ class Deployment:
             self.transfers.ready(group, link)
         if self.scoring is not None:
             self.scoring.ready(group, link, loaded.score_problem)
-        memory = self._successors.loaded(group)
+        memory = self._replacements.take(group)
         if memory is not None:
             self._begin(self._take_over(group, link, memory, with_draft=with_draft), f"state for {group}")
         elif self._assembly is not None:
@@ -500,7 +499,6 @@ class Deployment:
             self._draft_loaded = False
         if self._assembly is not None:
             self._assembly.lost(group, reason)
-        self._successors.lost(group, self._assembly)
         for part in (self.transfers, self.scoring):
             if part is not None:
                 part.lost(group, reason)
@@ -519,7 +517,7 @@ class Deployment:
         if self.placement is None and state in (State.BACKOFF, State.FAILED):
             self._placing.forget(group)
         if state is State.FAILED:
-            self._successors.drop(group)
+            self._replacements.drop(group)
         self._hooks.on_state(group, state, reason)
 
     def _on_draining(self, group: str, child: int) -> None:
@@ -538,7 +536,7 @@ class Deployment:
                 assert self.placement is not None
                 assert self.transfers is not None
                 drafter = self.draft_layers([group])
-                await self._successors.keep(group, self.placement, self.transfers, frozen, drafter)
+                await self._replacements.export(group, self.placement, self.transfers, frozen, drafter)
         elif self._assembly is not None and group == self.draft_group:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
@@ -546,10 +544,10 @@ class Deployment:
     async def _take_over(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
-        kept = await take_over(memory, self.transfers, group)
+        restored = await restore_replacement(memory, self.transfers, group)
         if self._assembly is not None and self._links.get(group) is link:
-            has_draft = memory.with_draft
-            self._assembly.ready(group, link, with_draft=with_draft, kept=kept, draft_kept=kept and has_draft)
+            draft_restored = restored and memory.with_draft
+            self._assembly.ready(group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored)
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))

@@ -28,7 +28,7 @@ from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.deployment import Deployment, DeploymentHooks
 from lucevisor.deployment.journal_rows import journal_rows
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.state_memory import Kept
+from lucevisor.deployment.state_memory import RestoredState
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
@@ -344,7 +344,7 @@ class Service:
         )
         if self.engine is not None:
             self.engine.close(error)
-        self.deployment.release(error)
+        self.deployment.detach(error)
 
     async def save_prefixes(self, deadline_s: float) -> None:
         """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
@@ -361,20 +361,20 @@ class Service:
         """Make a deployment to succeed the present one; it does not serve yet."""
         return self._make_deployment(config, self.deployment)
 
-    def switch(self, engine: Engine, config: Config, later: Deployment, kept: Kept) -> None:
-        """Serve with another deployment, whose daemons have the state that was ``kept``."""
-        self.deployment.retire()
+    def switch(self, engine: Engine, config: Config, later: Deployment, restored: RestoredState) -> None:
+        """Serve with another deployment, whose daemons have the ``restored`` state."""
+        self.deployment.detach()
         self.deployment, self.config = later, config
         for name, group in later.groups.items():
             self.restart_reasons.setdefault(name, Counter())
             self._on_state(name, group.state, "reloaded")
         engine.part(_MOVING, None, 0)
         if later.placement is not None:
-            self._take_over(engine, later, kept)
+            self._take_over(engine, later, restored)
 
-    def leave(self, engine: Engine) -> None:
+    def detach(self, engine: Engine) -> None:
         """Detach the present deployment from the engine, whose requests wait for another one."""
-        self.deployment.retire()
+        self.deployment.detach()
         engine.part(_MOVING, None, 0)
 
     async def end(self, deployment: Deployment) -> None:
@@ -384,14 +384,14 @@ class Service:
             self._deployments.remove(deployment)
             deployment.close()
 
-    def _take_over(self, engine: Engine, later: Deployment, kept: Kept | None = None) -> None:
+    def _take_over(self, engine: Engine, later: Deployment, restored: RestoredState | None = None) -> None:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
         rows = journal_rows(later.buffers, later.placement)
         engine.part(_MOVING, rows, rows.n_pages if rows is not None else 0)
         if self.snapshots is not None and later.transfers is not None:
             self.snapshots.shards = later.transfers
-        later.serve(engine, kept)
+        later.attach(engine, restored)
 
     # ---- state
 
@@ -464,7 +464,7 @@ class Service:
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
         self.swap = swap_space(self.engine, self.model, placement, lambda: self.deployment.transfers)
-        deployment.serve(self.engine)
+        deployment.attach(self.engine)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
         if self.config.cache.dir and self.config.cache.prefix_slots:

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import structlog
-from msgspec.structs import replace
 
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
-from lucevisor.protocol.loading import Hello, Load, Loaded, WarmedUp, WarmUp
+from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import StepResult
 from lucevisor.protocol.transport import Link
@@ -115,7 +114,6 @@ class Daemon:
         self.name = expected.group
         self.hello: Hello | None = None
         self.loaded: Loaded | None = None
-        self.ordered: Load | None = None  # what it was sent
         self.heartbeat: Heartbeat | None = None
         self.link: Link
         self.child: DaemonProcess
@@ -127,7 +125,6 @@ class Daemon:
         self._distrusted = False  # it said what cannot be true: nothing of it counts
         self._facts = DaemonFacts(0.0)
         self._started_at = time.monotonic()
-        self._on_rehearsed: Callable[[], None] = lambda: None
         self._loading: asyncio.Task[None] | None = None
         self._ended: Ended | None = None
         self._log = _log.bind(group=self.name)
@@ -141,16 +138,7 @@ class Daemon:
 
     def enlist(self, number: int, emit: Callable[[ev.Event], None]) -> None:
         """Let a spare join its group, under a child number of it; ``emit`` gets the events from now on."""
-        self.number, self._emit, self._on_rehearsed = number, emit, lambda: None
-
-    def rehearse(self, load: Load, done: Callable[[], None]) -> None:
-        """Let a spare prepare for a load like this one; ``done`` is called when it has, unless it is enlisted before.
-
-        A dead link says so by itself.
-        """
-        self._on_rehearsed = done
-        with contextlib.suppress(ProtocolError):
-            self.link.send(WarmUp(replace(load, replay=[])))
+        self.number, self._emit = number, emit
 
     # ---- instructions of the machine
 
@@ -215,7 +203,6 @@ class Daemon:
             replays = bool(order.load.replay)
             self._facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
             self.link.send(order.load, fds=order.fds)
-            self.ordered = replace(order.load, replay=[])  # of many tokens, and out of date soon
         except LinkClosed:
             return  # on_closed reports it
         except (LucevisorError, LocalProtocolError) as error:
@@ -253,9 +240,6 @@ class Daemon:
                 self.loaded = loaded
                 problem = self._callbacks.check_loaded(self.name, loaded)
                 self._emit(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
-            case WarmedUp(seconds, problem):
-                self._log.info("rehearsed", seconds=round(seconds, 3), left_out=problem or None)
-                self._on_rehearsed()
             case Failed() as failed:
                 self._on_failed(failed)
             case _ if self._ready:

@@ -19,7 +19,7 @@ from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.handshake import Expected
-from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.protocol.transport import Link
 from lucevisor.supervision import events as ev
@@ -71,7 +71,7 @@ class GroupSupervisor:
         self._loop = asyncio.get_running_loop()
         self._clock = suspend_clock.SuspendAwareClock()
         self._daemon: Daemon | None = None
-        self._spares = Spares(config.name, n_spares, self._launch, self._ordered, self.limits, self._clock)
+        self._spares = Spares(config.name, n_spares, self._launch, self.limits, self._clock)
         self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
         self._events: deque[ev.Event] = deque()
         self._pumping = False
@@ -287,10 +287,6 @@ class GroupSupervisor:
             self._emit(ev.SpawnFailed(number, f"groups.{self.name}: {error.reason}", error.configuration))
         else:
             self._emit(ev.Spawned(number, self._daemon.child.pid))
-
-    def _ordered(self) -> Load | None:
-        """What the present process was sent to load; None while none has loaded, which needs the memory itself."""
-        return self._daemon.ordered if self._daemon is not None and self.state is State.READY else None
 
     def _launch(self, number: int, emit: Callable[[ev.Event], None]) -> Daemon:
         """Start a process.  Raises SpawnError."""

@@ -25,7 +25,6 @@ class SupervisionLimits:
     """
 
     hello_s: float = 60.0
-    rehearsal_s: float = 300.0  # of a spare, as long as it is not silent for `hello_s`
     load_stall_s: float = 120.0
     heartbeat_s: float = 10.0
     busy_heartbeat_s: float = 30.0

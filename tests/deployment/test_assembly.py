@@ -168,7 +168,7 @@ def test_after_close_no_daemon_makes_a_pipeline() -> None:
     groups = serving("only")
     handle = groups.engine.submit(request("a", n=50))
     groups.engine.close(STOPPED)
-    groups.assembly.close(STOPPED)
+    groups.assembly.detach(STOPPED)
     assert handle.finished is not None
     assert handle.finished.error == STOPPED
     groups.processes.clear()
@@ -177,7 +177,7 @@ def test_after_close_no_daemon_makes_a_pipeline() -> None:
     assert not groups.assembly.complete
     late = Groups(["only"])
     late.ready("only")
-    late.assembly.close(STOPPED)
+    late.assembly.detach(STOPPED)
     late.work()  # answers its reset
     assert not late.assembly.complete
 

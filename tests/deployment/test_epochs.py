@@ -52,9 +52,9 @@ async def test_a_later_epoch_loads_beside_the_one_that_serves_and_takes_its_engi
             assert len({group.pid for group in (*earlier.groups.values(), *later.groups.values())}) == 4
 
             assert await service.engine.freezer.quiesce(10.0)
-            earlier.release(MOVED)
+            earlier.detach(MOVED)
             service.deployment = later
-            later.serve(service.engine)
+            later.attach(service.engine)
             await until(lambda: later.complete)
             await earlier.stop(4.0)
             assert all(group.pid is None for group in earlier.groups.values())
