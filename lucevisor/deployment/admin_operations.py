@@ -122,26 +122,29 @@ class AdminOperations:
         Raises LucevisorError naming group and reason.
         """
         self.check_group(group)
-        service, one = self._service, self._service.groups[group]
+        service, supervised = self._service, self._service.groups[group]
         async with self._one_at_a_time:
             if service.stopping:  # perhaps since this call waited for its turn
                 raise LucevisorError("the supervisor is stopping")
             if not now:
                 with contextlib.suppress(TimeoutError):  # it takes longer without
                     async with suspend_clock.timeout(PREPARE_S):
-                        await one.prepare()
-            await one.restart(now=now, deadline_s=RESTART_S)
+                        await supervised.prepare()
+            await supervised.restart(now=now, deadline_s=RESTART_S)
             service.restart_reasons[group]["operator"] += 1
             tried = (State.LOADING, State.READY, State.FAILED)  # of a new process: the old one has left these
-            await one.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
+            await supervised.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
             if group in service.deployment.needed:
                 await service.until(
-                    lambda: service.state in ("ready", "draining") or (service.state == "failed" and one.state in tried)
+                    lambda: (
+                        service.state in ("ready", "draining")
+                        or (service.state == "failed" and supervised.state in tried)
+                    )
                 )
             else:  # it runs the drafter alone
-                await service.until(lambda: service.stopping or one.state in (State.READY, State.FAILED))
-            if one.state is State.FAILED or service.stopping:
-                raise NotReadyError(f"group {group} did not come back: {service.reason() or one.reason}")
+                await service.until(lambda: service.stopping or supervised.state in (State.READY, State.FAILED))
+            if supervised.state is State.FAILED or service.stopping:
+                raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
 
     async def reload(self, config: Config, at_once: Collection[str] = ()) -> dict[str, object]:
         """Switch to another configuration; when requests are served with it, return the keys that changed and their

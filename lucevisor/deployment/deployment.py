@@ -157,8 +157,10 @@ def why_unfit(placement: Placement | Infeasible, sizes: Placement | None) -> str
         other.append("draft")
     if not other:
         return ""
-    found = ", ".join(f"{name}: {getattr(placement, name)} instead of {getattr(sizes, name)}" for name in other)
-    return f"it fits only with other sizes than the running requests have ({found}); `lucevisor stop`, then `start`"
+    differences = ", ".join(f"{name}: {getattr(placement, name)} instead of {getattr(sizes, name)}" for name in other)
+    return (
+        f"it fits only with other sizes than the running requests have ({differences}); `lucevisor stop`, then `start`"
+    )
 
 
 WATCH_S = 1.0
@@ -463,7 +465,7 @@ class Deployment:
                  max_context=result.max_context, devices=devices)  # fmt: skip
         self.placement = result
         self.buffers = {(arena.capture, arena.boundary): Arena.create(arena) for arena in result.arenas}
-        layers = {stage.group: [own.layers for own in result.stages_of(stage.group)] for stage in result.stages}
+        layers = {stage.group: [stage_.layers for stage_ in result.stages_of(stage.group)] for stage in result.stages}
         self.transfers = ShardTransfers(layers, self.draft_group)
         self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
         self._hooks.on_placed(self)

@@ -24,7 +24,7 @@ def group_devices(config: Config, name: str) -> list[int]:
     """Indices of the group's devices that the placement, the drafter or the scoring model names."""
     drafter = config.draft.device if config.draft.kind in DRAFTER_CHOICES else None
     scorer = config.pflash.device if config.scores else None
-    devices = [*config.placement.devices, *(each for each in (drafter, scorer) if each is not None)]
+    devices = [*config.placement.devices, *(device for device in (drafter, scorer) if device is not None)]
     return list(dict.fromkeys(device.index for device in devices if device.group == name))
 
 

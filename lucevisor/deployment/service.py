@@ -330,12 +330,12 @@ class Service:
             await self.snapshots.close()
         if self.swap is not None:
             await self.swap.close()
-        for one in self._deployments:
-            one.close()
+        for deployment in self._deployments:
+            deployment.close()
         self._notify()
 
     async def _stop_groups(self, stop_s: float) -> None:
-        await asyncio.gather(*(one.stop(stop_s) for one in self._deployments))
+        await asyncio.gather(*(deployment.stop(stop_s) for deployment in self._deployments))
 
     def _end_requests(self) -> None:
         """End running and queued requests and refuse new ones; idempotent."""
@@ -527,11 +527,11 @@ class Service:
             assert placement is not None
             assert transfers is not None
             draft = await self._weights.draft_model() if placement.draft is not None else None
-            found = await open_snapshots(
+            snapshots = await open_snapshots(
                 engine, self.config.cache, self.model.spec, digests, placement, transfers, draft
             )
-            found.start()
-            self.snapshots = found
+            snapshots.start()
+            self.snapshots = snapshots
         except LucevisorError as error:
             if self._stopping is None:
                 log.error("snapshots are off until the next start", reason=str(error))

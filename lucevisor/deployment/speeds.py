@@ -95,19 +95,19 @@ async def speeds_for(
     request = wanted(spec, config, inventory)
     if request is None:
         return None
-    found = None if fresh else read(request, spec)
-    if found is not None:
-        return found
+    speeds = None if fresh else read(request, spec)
+    if speeds is not None:
+        return speeds
     log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)
     try:
         async with suspend_clock.timeout(MEASURE_S):
-            found = await measure(request, files, config)
+            speeds = await measure(request, files, config)
     except TimeoutError:
         log.warning("speeds not measured", reason=f"not done within {MEASURE_S:.0f} s")
         return None
-    if found is not None:
-        write(request, found)
-    return found
+    if speeds is not None:
+        write(request, speeds)
+    return speeds
 
 
 async def measure(request: MeasurementRequest, files: Sequence[Path], config: Config) -> Speeds | None:
@@ -122,13 +122,13 @@ async def measure(request: MeasurementRequest, files: Sequence[Path], config: Co
             assert check.measure is not None
             indices = sorted({span.device for span in check.measure.spans})
             answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, MEASURE_S)
-            found = answer.checked.timings if answer.checked is not None else []
-            if len(found) != len(check.measure.spans):
+            timings_ = answer.checked.timings if answer.checked is not None else []
+            if len(timings_) != len(check.measure.spans):
                 log.warning("speeds not measured", group=group, reason=_failure(answer))
                 return None
-            rest = iter(found)
+            remaining = iter(timings_)
             for i in targets:
-                timings[i] = [next(rest) for _ in request.spans[i]]
+                timings[i] = [next(remaining) for _ in request.spans[i]]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     speeds = request.to_speeds(timings, now)
     if not speeds.valid():

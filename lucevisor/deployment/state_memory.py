@@ -79,8 +79,10 @@ class StateMemory:
         self.with_draft = bool(draft_layers)
 
         def tensors(space: Space, n_tokens: int) -> list[SnapshotTensor]:
-            own, drafts = ([one for one in some if one.space is space] for some in (layers, draft_layers))
-            return unit_tensors(own, n_tokens, kv_dtype) + unit_tensors(drafts, n_tokens, kv_dtype, draft=True)
+            of_model, of_drafter = (
+                [layer for layer in specs if layer.space is space] for specs in (layers, draft_layers)
+            )
+            return unit_tensors(of_model, n_tokens, kv_dtype) + unit_tensors(of_drafter, n_tokens, kv_dtype, draft=True)
 
         self._parts = [
             _Part(place, tensors(space, place.n_tokens))
@@ -137,11 +139,11 @@ async def export_state(
     awaited.  Raises LucevisorError.
     """
     ranges = [stage.layers for group in groups for stage in placement.stages_of(group)]
-    own = [layer for layer in layers if any(layer.index in one for one in ranges)]
+    exported = [layer for layer in layers if any(layer.index in range_ for range_ in ranges)]
     began = time.monotonic()
     await transfers.quiesce("its state is handed to another daemon")
     try:
-        memory = StateMemory(own, placement.kv_dtype, frozen.units, draft_layers)
+        memory = StateMemory(exported, placement.kv_dtype, frozen.units, draft_layers)
     except OSError as error:
         raise LucevisorError(f"no host memory for the state: {error}") from error
     try:

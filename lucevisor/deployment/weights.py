@@ -105,8 +105,8 @@ class ModelWeights:
 
     async def close(self) -> None:
         """Stop hashing; returns when no thread reads any more, or after CLOSE_S."""
-        for one in self._passes:
-            one.stop = True
+        for progress in self._passes:
+            progress.stop = True
         tasks = [*self._comparing.values(), *([self._hashing] if self._hashing is not None else [])]
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
@@ -169,11 +169,11 @@ class ModelWeights:
         await _settle(files)
         progress = HashProgress(files.total_bytes)
         self._passes.append(progress)
-        found = await self._digests(files, progress)
-        other = [name for name, digest in found.items() if digest != self._known[name]]
-        if other:
-            where = files.paths[files.tensors[other[0]].part]
-            what = f"tensor {other[0]!r}" + (f" and {len(other) - 1} more hold" if other[1:] else " holds")
+        digests = await self._digests(files, progress)
+        differing = [name for name, digest in digests.items() if digest != self._known[name]]
+        if differing:
+            where = files.paths[files.tensors[differing[0]].part]
+            what = f"tensor {differing[0]!r}" + (f" and {len(differing) - 1} more hold" if differing[1:] else " holds")
             raise WeightsChangedError(
                 f"{where} changed since the supervisor started: {what} other bytes than the running groups; {_RELOAD}"
             )
@@ -189,7 +189,7 @@ class ModelWeights:
         n_threads = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         started, began_ns = time.monotonic(), time.time_ns()
         try:
-            found = await asyncio.to_thread(digest_tensors, files, progress, n_threads=n_threads, keep_cached=keep)
+            digests = await asyncio.to_thread(digest_tensors, files, progress, n_threads=n_threads, keep_cached=keep)
         except FileChangedError as error:
             raise WeightsChangedError(f"{error}; {_RELOAD}") from error
         except DigestsStopped as error:
@@ -198,8 +198,8 @@ class ModelWeights:
             raise LucevisorError(f"{self._what} cannot be read: {error}") from error
         log.debug("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
         if unsettled_s(identities, began_ns) <= 0:
-            await asyncio.to_thread(digest_cache.write, self._directory, identities, found)
-        return found
+            await asyncio.to_thread(digest_cache.write, self._directory, identities, digests)
+        return digests
 
 
 def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
@@ -214,9 +214,9 @@ def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
 
 def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...]]) -> tuple[FileIdentity, ...] | None:
     """Return the admitted identities that the files have now, or None, without opening a file.  Raises OSError."""
-    found = [path.stat() for path in paths]
+    stats = [path.stat() for path in paths]
     for identities in admitted:
-        if all(identity_of(s, i.header) == i for s, i in zip(found, identities, strict=True)):
+        if all(identity_of(s, i.header) == i for s, i in zip(stats, identities, strict=True)):
             return identities
     return None
 
@@ -247,10 +247,10 @@ class ServedWeights:
         self.model = ModelWeights(served.spec.files, directory)
         self.draft: ModelWeights | None = None
         if served.drafter is not None:
-            own = served.drafter.files is not served.spec.files
+            has_own_files = served.drafter.files is not served.spec.files
             self.draft = (
                 ModelWeights(served.drafter.files, directory, reopen=open_draft, what="the drafter")
-                if own
+                if has_own_files
                 else self.model
             )
 

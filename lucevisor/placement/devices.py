@@ -84,12 +84,12 @@ def find_device(
 
     Raises PlacementError for an index that the group does not have, with the nearest that is not ``taken``.
     """
-    found = None if inventory is None else inventory.get(device.group)
-    if found is None:
+    devices = None if inventory is None else inventory.get(device.group)
+    if devices is None:
         return None
-    by_index = {info.index: info for info in found}
-    if backend is Backend.CPU and found:
-        return by_index.get(device.index, found[0])
+    by_index = {info.index: info for info in devices}
+    if backend is Backend.CPU and devices:
+        return by_index.get(device.index, devices[0])
     if device.index in by_index:
         return by_index[device.index]
     file = str(config.file)
@@ -114,7 +114,7 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
         free, known = target.info.free_bytes, out.get(target.memory)
         if known is not None and known.free_bytes is not None:
             free = min(free, known.free_bytes)
-        spares = max(_spare_bytes(one, targets) for one in targets if one.memory == target.memory)
+        spares = max(_spare_bytes(other, targets) for other in targets if other.memory == target.memory)
         out[target.memory] = Memory(target.memory, free, min(free, _reserve(target, free) + spares))
     return out
 
@@ -129,7 +129,7 @@ def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:
     """What spares take of a target's memory: on a GPU those of its group, in the host those of all cpu groups."""
     if target.backend is not Backend.CPU:
         return target.n_spares * SPARE_DEVICE_BYTES
-    return target.n_spares * SPARE_HOST_BYTES * len({one.device.group for one in targets if one.memory == HOST})
+    return target.n_spares * SPARE_HOST_BYTES * len({other.device.group for other in targets if other.memory == HOST})
 
 
 _AUTO = "auto"

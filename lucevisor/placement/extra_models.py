@@ -63,9 +63,9 @@ def place_drafter(
     else:
         backend = Backend(config.groups[device.group].backend)
         target = TargetDevice(device, backend, find_device(config, "draft.device", device, backend, inventory))
-    one_stage = all(other.device.group == output.device.group for other in targets)
+    single_stage = all(other.device.group == output.device.group for other in targets)
     with_output = _same_place(target, output)
-    return DrafterSizing(drafter, target, with_output, with_output and one_stage and _same_place(target, targets[0]))
+    return DrafterSizing(drafter, target, with_output, with_output and single_stage and _same_place(target, targets[0]))
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:

@@ -135,8 +135,8 @@ def _choose(
         for stop in stops:
             for start, partial in best.items():
                 if start < stop:
-                    found = (add(partial[0], shard, LayerRange(start, stop)), (*partial[1], stop))
-                    reached[stop] = min(reached.get(stop, found), found)
+                    candidate = (add(partial[0], shard, LayerRange(start, stop)), (*partial[1], stop))
+                    reached[stop] = min(reached.get(stop, candidate), candidate)
         best = reached
     return tuple(LayerRange(a, b) for a, b in pairwise([0, *best[n_layers][1]]))
 
@@ -272,9 +272,9 @@ class _Objective:
 
 def _search(problem: PartitionProblem, search: _Objective) -> _PartialPartition | None:
     """Search without the limit on shared memory first, which is fast; a result within the limit is the best."""
-    found = search.best(_explore(replace(problem, shared_limit_bytes=None), search))
-    if found is None or problem.shared_limit_bytes is None or found.shared_bytes <= problem.shared_limit_bytes:
-        return found
+    best = search.best(_explore(replace(problem, shared_limit_bytes=None), search))
+    if best is None or problem.shared_limit_bytes is None or best.shared_bytes <= problem.shared_limit_bytes:
+        return best
     return search.best(_explore(problem, search))
 
 
@@ -282,23 +282,27 @@ def _explore(problem: PartitionProblem, search: _Objective) -> list[_PartialPart
     """Return the Pareto-optimal partitions of all layers, built shard by shard (dynamic programming)."""
     n_shards, room = len(problem.joins_previous), problem.shared_limit_bytes
     reached: dict[int, list[_PartialPartition]] = {0: [_PartialPartition()]}
-    for shard, same in enumerate(problem.joins_previous):
+    for shard, joins in enumerate(problem.joins_previous):
         last = shard == n_shards - 1
         continues = not last and problem.joins_previous[shard + 1]
         following: dict[int, list[_PartialPartition]] = {}
         for stop in [problem.n_layers] if last else problem.boundaries:
-            found: list[_PartialPartition] = []
+            candidates: list[_PartialPartition] = []
             for start, partials in reached.items():
                 cost = problem.cost(shard, LayerRange(start, stop)) if start < stop else None
                 if cost is not None:
-                    found += [_extend(partial, cost, stop, same=same) for partial in partials]
-            found = [w for w in found if search.allows(w) and (room is None or w.shared_bytes <= room)]
-            if found:
+                    candidates += [_extend(partial, cost, stop, same=joins) for partial in partials]
+            candidates = [
+                partial_
+                for partial_ in candidates
+                if search.allows(partial_) and (room is None or partial_.shared_bytes <= room)
+            ]
+            if candidates:
                 weights = [
-                    (*search.weight(w, continues=continues), *(() if room is None else (w.shared_bytes,)))
-                    for w in found
+                    (*search.weight(partial_, continues=continues), *(() if room is None else (partial_.shared_bytes,)))
+                    for partial_ in candidates
                 ]
-                following[stop] = _pareto_front(found, weights)
+                following[stop] = _pareto_front(candidates, weights)
         reached = following
     return reached.get(problem.n_layers, [])
 
@@ -315,8 +319,8 @@ def _extend(partial: _PartialPartition, cost: RangeCost, stop: int, *, same: boo
 
 def _pareto_front(partials: list[_PartialPartition], weights: list[tuple[float, ...]]) -> list[_PartialPartition]:
     """Return the partials that no other one matches or beats in every weight; of equal ones the lowest."""
-    kept: list[tuple[tuple[float, ...], _PartialPartition]] = []
+    front: list[tuple[tuple[float, ...], _PartialPartition]] = []
     for weight, partial in sorted(zip(weights, partials, strict=True), key=lambda pair: (pair[0], pair[1].cuts)):
-        if not any(all(a <= b for a, b in zip(other, weight, strict=True)) for other, _ in kept):
-            kept.append((weight, partial))
-    return [partial for _, partial in kept]
+        if not any(all(a <= b for a, b in zip(other, weight, strict=True)) for other, _ in front):
+            front.append((weight, partial))
+    return [partial for _, partial in front]

@@ -491,8 +491,8 @@ def spawn(
                 process.kill()
             raise
     except OSError as error:
-        for each in sockets:
-            each.close()
+        for sock in sockets:
+            sock.close()
         what = f"{error.filename!r}: " if error.filename is not None else ""
         reason = f"cannot start a daemon: {what}{error.strerror}"
         if error.errno in _LACK:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor import suspend_clock
-from lucevisor.deployment.deployment import Watchdog, Work
 
 
 class Time:
@@ -110,20 +109,3 @@ def test_a_stopped_process_hears_what_came_meanwhile():
         process.stdin.flush()
         assert process.stdout.readline() == "heard\n"
         process.stdin.close()
-
-
-def test_the_watchdog_wants_to_see_the_same_work_for_the_whole_time():
-    time_ = Time()
-    watchdog = Watchdog(10.0, time_)
-    step, other, reset = Work("left", "step 5"), Work("left", "step 6"), Work("right", "a reset")
-    assert watchdog.look([step]) == {}
-    time_.now += 124.0
-    assert watchdog.look([other]) == {}  # the step was done meanwhile
-    time_.now += 10.0
-    assert watchdog.look([other, reset]) == {}
-    time_.now += 1.0
-    assert watchdog.look([other, reset]) == {other: 11.0}
-    time_.now += 10.0
-    assert watchdog.look([reset]) == {reset: 11.0}
-    assert watchdog.look([]) == {}
-    assert watchdog.look([reset]) == {}
