@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import structlog
@@ -211,20 +211,23 @@ _EXPONENTS: Final = {
 log = structlog.get_logger("deployment")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentHooks:
-    """What the owner of a deployment gives and hears; all are called from the event loop.
+class DeploymentOwner(Protocol):
+    """The service of a deployment.  All methods are called from the event loop."""
 
-    ``on_placed`` is called once, before any daemon loads: the moment to call ``attach`` unless another deployment
-    serves.  ``drain`` brings requests to rest before a daemon is restarted, and returns what the shards hold then, if
-    its successor may take it over.  ``on_change``: ``complete`` or ``loaded`` may have changed, or a daemon was lost.
-    """
+    def on_placed(self, deployment: Deployment) -> None:
+        """The model is placed, and no daemon loads yet: the moment to call ``attach`` unless another one serves."""
 
-    on_placed: Callable[[Deployment], None]
-    drain: Callable[[], Awaitable[FrozenState | None]]
-    on_change: Callable[[], None]
-    on_state: Callable[[str, State, str], None]
-    on_progress: Callable[[str, Progress], None]
+    async def drain_for_restart(self) -> FrozenState | None:
+        """Suspend requests before a daemon is restarted; return what the shards hold then, if its successor may take
+        it over.
+        """
+
+    def on_change(self) -> None:
+        """``complete`` or ``loaded`` may have changed, or a daemon was lost."""
+
+    def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None: ...
+
+    def on_progress(self, deployment: Deployment, group: str, progress: Progress) -> None: ...
 
 
 class Deployment:
@@ -239,7 +242,7 @@ class Deployment:
         weights: ServedWeights,
         launcher: Launcher,
         limits: SupervisionLimits,
-        hooks: DeploymentHooks,
+        owner: DeploymentOwner,
         sizes: Placement | None = None,
     ) -> None:
         self.epoch = epoch
@@ -248,7 +251,7 @@ class Deployment:
         self.buffers: dict[tuple[bool, int], Arena] = {}  # by (whether it is for captures, boundary)
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
-        self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
+        self._config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
         self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
@@ -264,7 +267,7 @@ class Deployment:
         self.groups = self._make_groups(launcher)
 
     def _make_groups(self, launcher: Launcher) -> dict[str, GroupSupervisor]:
-        config = self._config
+        config, owner = self._config, self._owner
         callbacks = Callbacks(
             make_load=self._make_load,
             check_loaded=self._check_loaded,
@@ -274,7 +277,7 @@ class Deployment:
             asked=self._asked,
             on_state=self._on_state,
             on_draining=self._on_draining,
-            on_progress=self._hooks.on_progress,
+            on_progress=lambda group, progress: owner.on_progress(self, group, progress),
             on_heartbeat=self._on_heartbeat,
         )
         return {
@@ -335,7 +338,7 @@ class Deployment:
         self._engine = engine
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
         draft_group = "" if draft is None else draft.group
-        self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group)
+        self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, draft_group)
         for group, link in self._links.items():
             with_draft = group == draft_group and self._draft_loaded
             self._assembly.ready(
@@ -468,7 +471,7 @@ class Deployment:
         layers = {stage.group: [stage_.layers for stage_ in result.stages_of(stage.group)] for stage in result.stages}
         self.transfers = ShardTransfers(layers, self.draft_group)
         self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
-        self._hooks.on_placed(self)
+        self._owner.on_placed(self)
         return result
 
     def _check_loaded(self, group: str, loaded: Loaded) -> str:
@@ -493,7 +496,7 @@ class Deployment:
         elif self._assembly is not None:
             self._assembly.ready(group, link, with_draft=with_draft, replayed=loaded.replayed)
         else:
-            self._hooks.on_change()
+            self._owner.on_change()
 
     def _on_lost(self, group: str, reason: str) -> None:
         self._links.pop(group, None)
@@ -504,7 +507,7 @@ class Deployment:
         for part in (self.transfers, self.scoring):
             if part is not None:
                 part.lost(group, reason)
-        self._hooks.on_change()
+        self._owner.on_change()
 
     def _asked(self, _group: str, stage: int, step_id: int) -> AskedStep | None:
         return None if self._engine is None else self._engine.asked(stage, step_id)
@@ -520,7 +523,7 @@ class Deployment:
             self._placing.forget(group)
         if state is State.FAILED:
             self._replacements.drop(group)
-        self._hooks.on_state(group, state, reason)
+        self._owner.on_state(self, group, state, reason)
 
     def _on_draining(self, group: str, child: int) -> None:
         self._begin(self._drain(group, child), f"drain for {group}")
@@ -533,7 +536,7 @@ class Deployment:
 
     async def _drain(self, group: str, child: int) -> None:
         if group in self.needed:
-            frozen = await self._hooks.drain()
+            frozen = await self._owner.drain_for_restart()
             if frozen is not None:
                 assert self.placement is not None
                 assert self.transfers is not None

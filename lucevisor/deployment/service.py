@@ -25,7 +25,7 @@ import structlog
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig, Config
 from lucevisor.deployment.cache_files import cache_directory
-from lucevisor.deployment.deployment import Deployment, DeploymentHooks
+from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.journal_rows import journal_rows
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.state_memory import RestoredState
@@ -242,32 +242,13 @@ class Service:
         self.deployment = self._make_deployment(config)
 
     def _make_deployment(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
-        """Make a deployment; what happens to it is told while it is the present one."""
         epoch = 1 if succeeds is None else succeeds.epoch + 1
         limit = config.recovery.restart_limit
         limits = replace(self._limits, n_restarts=limit.count, window_s=float(limit.seconds))
-
-        def on_state(group: str, state: State, reason: str) -> None:
-            if self.deployment is made:
-                self._on_state(group, state, reason)
-            else:
-                self._changed.set()
-
-        def on_progress(group: str, report: Progress) -> None:
-            if self.deployment is made:
-                self._observer.progress(group, report)
-
-        hooks = DeploymentHooks(
-            on_placed=self._on_placed if succeeds is None else self._on_placed_again,
-            drain=self._drain_for_restart,
-            on_change=self._notify,
-            on_state=on_state,
-            on_progress=on_progress,
-        )
         sizes = None if succeeds is None else succeeds.placement
-        made = Deployment(epoch, config, self.model, self._weights, self._launcher, limits, hooks, sizes)
-        self._deployments.append(made)
-        return made
+        deployment = Deployment(epoch, config, self.model, self._weights, self._launcher, limits, self, sizes)
+        self._deployments.append(deployment)
+        return deployment
 
     @property
     def groups(self) -> dict[str, GroupSupervisor]:
@@ -312,7 +293,7 @@ class Service:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_s: float, stop_s: float) -> None:
-        self._notify()
+        self.on_change()
         if self.engine is not None and self.deployment.complete and drain_s > 0:
             if not await self.engine.drain(drain_s):
                 now = self.engine.statistics()
@@ -332,7 +313,7 @@ class Service:
             await self.swap.close()
         for deployment in self._deployments:
             deployment.close()
-        self._notify()
+        self.on_change()
 
     async def _stop_groups(self, stop_s: float) -> None:
         await asyncio.gather(*(deployment.stop(stop_s) for deployment in self._deployments))
@@ -367,7 +348,7 @@ class Service:
         self.deployment, self.config = later, config
         for name, group in later.groups.items():
             self.restart_reasons.setdefault(name, Counter())
-            self._on_state(name, group.state, "reloaded")
+            self.on_state(later, name, group.state, "reloaded")
         engine.part(_MOVING, None, 0)
         if later.placement is not None:
             self._take_over(engine, later, restored)
@@ -442,11 +423,16 @@ class Service:
         retries = {name: self.groups[name].retry_in_s for name in self.deployment.needed}
         return self._readiness.wait_s(retries, time.monotonic())
 
-    # ---- hooks of the deployment
+    # ---- the owner of deployments
 
-    def _on_placed(self, deployment: Deployment) -> None:
+    def on_placed(self, deployment: Deployment) -> None:
+        """Make the engine for the first placement; serve with a later one if it is present, but was not placed yet."""
         placement = deployment.placement
         assert placement is not None
+        if self.engine is not None:
+            if self.deployment is deployment:
+                self._take_over(self.engine, deployment)
+            return
         rows = journal_rows(deployment.buffers, placement)
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
@@ -471,13 +457,11 @@ class Service:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
         self._on_engine(self.engine)
 
-    def _on_placed_again(self, deployment: Deployment) -> None:
-        """Serve with a later deployment if it is the present one: one that could not be placed until now."""
-        if self.deployment is deployment:
-            assert self.engine is not None
-            self._take_over(self.engine, deployment)
-
-    def _on_state(self, group: str, state: State, reason: str) -> None:
+    def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
+        """Tell observer and engine what happens to the present deployment."""
+        if deployment is not self.deployment:
+            self._changed.set()
+            return
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
             self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
@@ -488,9 +472,14 @@ class Service:
             else:
                 self.engine.away(away)
         self._observer.state(group, state, reason)
-        self._notify()
+        self.on_change()
 
-    async def _drain_for_restart(self) -> FrozenState | None:
+    def on_progress(self, deployment: Deployment, group: str, progress: Progress) -> None:
+        if deployment is self.deployment:
+            self._observer.progress(group, progress)
+
+    async def drain_for_restart(self) -> FrozenState | None:
+        """Save prefix slots, and suspend requests."""
         if self.engine is None:
             return None
         if self.config.recovery.hold_s:
@@ -507,7 +496,8 @@ class Service:
         if self.snapshots is not None:
             self.snapshots.meter.add(result)
 
-    def _notify(self) -> None:
+    def on_change(self) -> None:
+        """Wake whoever waits for a state."""
         if self.deployment.complete:
             self._loaded.set()
             self._weights.begin()
@@ -537,4 +527,4 @@ class Service:
                 log.error("snapshots are off until the next start", reason=str(error))
         finally:
             self._opening = None
-            self._notify()
+            self.on_change()
