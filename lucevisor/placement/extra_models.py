@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lucevisor.config import Config
+from lucevisor.config import Config, DeviceRef
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
@@ -47,6 +47,11 @@ class DrafterSizing:
     def kind(self) -> DraftKind:
         return DraftKind(self.spec.model.architecture)
 
+    def placed(self, stage: int) -> PlacedDrafter:
+        """Return it as a stage of a placement."""
+        target, spec = self.target, self.spec
+        return PlacedDrafter(stage, target.device, target.backend, self.kind, spec.layers, spec.captures)
+
 
 def place_drafter(
     config: Config, drafter: DraftSpec | None, targets: Sequence[TargetDevice], inventory: Inventory | None
@@ -57,15 +62,18 @@ def place_drafter(
     """
     if drafter is None:
         return None
-    output, device = targets[-1], config.draft.device
-    if device is None:
-        target = output
-    else:
-        backend = Backend(config.groups[device.group].backend)
-        target = TargetDevice(device, backend, find_device(config, "draft.device", device, backend, inventory))
+    output = targets[-1]
+    target = _target(config, "draft.device", config.draft.device, inventory) or output
     single_stage = all(other.device.group == output.device.group for other in targets)
     with_output = _same_place(target, output)
     return DrafterSizing(drafter, target, with_output, with_output and single_stage and _same_place(target, targets[0]))
+
+
+def _target(config: Config, key: str, device: DeviceRef | None, inventory: Inventory | None) -> TargetDevice | None:
+    if device is None:
+        return None
+    backend = Backend(config.groups[device.group].backend)
+    return TargetDevice(device, backend, find_device(config, key, device, backend, inventory))
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
@@ -90,14 +98,6 @@ def choose_drafting(config: Config, draft: DrafterSizing | None) -> DraftPolicy:
         why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"
         raise PlacementError("draft.width", width, why, f"nearest: {limit}", file=str(config.file))
     return DraftPolicy(lookup, width, fixed=True)
-
-
-def draft_stage(draft: DrafterSizing | None, n_stages: int) -> PlacedDrafter | None:
-    """Return the stage behind the last of ``n_stages``."""
-    if draft is None:
-        return None
-    target, spec = draft.target, draft.spec
-    return PlacedDrafter(n_stages, target.device, target.backend, draft.kind, spec.layers, spec.captures)
 
 
 def why_left_out(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
@@ -140,6 +140,11 @@ class ScorerSizing:
     def layers(self) -> LayerRange:
         return LayerRange(0, self.spec.n_layers)
 
+    @property
+    def placed(self) -> PlacedScorer:
+        device, backend = self.target.device, self.target.backend
+        return PlacedScorer(device, backend, self.spec.name, self.window_tokens, self.step_tokens)
+
 
 def place_scorer(
     config: Config,
@@ -155,11 +160,7 @@ def place_scorer(
     """
     if scorer is None:
         return None
-    device, file = config.pflash.device, str(config.file)
-    target = targets[-1]
-    if device is not None:
-        backend = Backend(config.groups[device.group].backend)
-        target = TargetDevice(device, backend, find_device(config, "pflash.device", device, backend, inventory))
+    target, file = _target(config, "pflash.device", config.pflash.device, inventory) or targets[-1], str(config.file)
     if Space.FULL not in scorer.spaces():
         why = "is a model none of whose layers attends to all positions: it cannot score"
         raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
@@ -176,11 +177,3 @@ def place_scorer(
         workspace_bytes=cost.workspace_bytes(shard, StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)),
     )
     return ScorerSizing(scorer, target, window_tokens, step_tokens, use)
-
-
-def placed_scorer(scorer: ScorerSizing | None) -> PlacedScorer | None:
-    """Return the scoring stage of a placement."""
-    if scorer is None:
-        return None
-    target = scorer.target
-    return PlacedScorer(target.device, target.backend, scorer.spec.name, scorer.window_tokens, scorer.step_tokens)

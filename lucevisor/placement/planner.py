@@ -32,11 +32,9 @@ from lucevisor.placement.extra_models import (
     DrafterSizing,
     ScorerSizing,
     choose_drafting,
-    draft_stage,
     left_out,
     place_drafter,
     place_scorer,
-    placed_scorer,
     why_left_out,
 )
 from lucevisor.placement.formatting import format_bytes, format_seconds
@@ -224,7 +222,7 @@ class _Case:
     ) -> Placement:
         spec, config = self._spec, self._config
         stages = stages_of(sizing.shards)
-        draft = draft_stage(inputs.draft, len(stages))
+        draft = None if inputs.draft is None else inputs.draft.placed(len(stages))
         by_speed = self._speed_model if partition is not None else None
         devices = [
             self._device_plan(inputs, sizing, target, shard.layers, use)
@@ -274,7 +272,7 @@ class _Case:
             draft=draft,
             draft_device=draft_device,
             drafting=replace(drafting, max_drafts=sizing.max_drafts),
-            scorer=placed_scorer(inputs.scorer),
+            scorer=None if inputs.scorer is None else inputs.scorer.placed,
             scorer_device=scorer_device,
             pool_pages=inputs.pool_pages,
             residency_policy=inputs.residency_policy,

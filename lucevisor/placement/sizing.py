@@ -38,7 +38,7 @@ SPARE_STATES = 1
 UNKNOWN_PAGES = 512
 """Limit of automatic pages where a device's free memory is unknown: 32,768 positions."""
 DRAFT_SHARE = 0.25
-"""Share of each memory and of the pages that verifying drafts of recurrent models may take."""
+"""Share of the pages and of the context that verifying drafts of recurrent models may take."""
 MAX_AUTO_POOL_PAGES = 256
 """Automatic pool of KV Flash, 16,384 tokens: a larger one slows every decode, and is configured by its number."""
 LONG_CHUNKS = (2048, 1024)
@@ -455,36 +455,23 @@ def _with_draft_states(inputs: SizingInputs, ranges: Sequence[LayerRange], witho
     Where the memory of a shard is unknown, those of one sequence.
     """
     known = all(memory.usable_bytes is not None for memory in memories_of(inputs.targets).values())
-    least_pages = without.pools.full_pages * (1 - DRAFT_SHARE)
-    least_context = without.max_context * (1 - DRAFT_SHARE)
+    min_pages = without.pools.full_pages * (1 - DRAFT_SHARE)
+    min_context = without.max_context * (1 - DRAFT_SHARE)
 
     def computed(n: int) -> Sizing:
         return _compute(replace(inputs, n_draft_states=n), ranges)
 
     def affordable(n: int) -> bool:
         sizing = computed(n)
-        kept = sizing.pools.full_pages >= least_pages and sizing.max_context >= least_context
-        return kept and sizing.fits and _within_share(inputs, sizing, n)
+        return sizing.fits and sizing.pools.full_pages >= min_pages and sizing.max_context >= min_context
 
     n = max(0, largest((inputs.max_sequences if known else 1) * without.max_drafts, affordable))
     wanted, why = inputs.max_sequences * without.max_drafts, f"all of {inputs.max_sequences} sequences"
     if n < wanted:
-        share = f"{DRAFT_SHARE:.0%} of the memory and of the pages"
+        share = f"{DRAFT_SHARE:.0%} of the pages and of the context"
         why = f"as many as fit within {share}; {inputs.max_sequences} sequences would use {wanted}"
     n_bytes = inputs.spec.draft_state_bytes(LayerRange(0, inputs.spec.n_layers), inputs.kv_dtype)
     return replace(computed(n), details=(f"updates for verifying {n} drafts, {format_bytes(n_bytes)} each: {why}",))
-
-
-def _within_share(inputs: SizingInputs, sizing: Sizing, n_states: int) -> bool:
-    """Return whether updates and windows of ``n_states`` take at most DRAFT_SHARE of every memory they are in."""
-    taken: Counter[str] = Counter()
-    for target, shard in zip(inputs.targets, sizing.shards, strict=True):
-        taken[target.memory] += n_states * inputs.spec.draft_state_bytes(shard.layers, inputs.kv_dtype)
-    if inputs.draft is not None:
-        spec = inputs.draft.spec
-        taken[inputs.draft.target.memory] += n_states * spec.model.draft_state_bytes(spec.layers, inputs.kv_dtype)
-    usable = {name: memory.usable_bytes for name, memory in memories_of(inputs.all_targets).items()}
-    return all(room is None or taken[name] <= room * DRAFT_SHARE for name, room in usable.items())
 
 
 # ---- the prefill chunk and the pool of KV Flash
