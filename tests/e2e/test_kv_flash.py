@@ -128,7 +128,7 @@ policy = "{policy}"
 """
 
 
-@pytest.mark.parametrize("policy", ["exact", "qk"])
+@pytest.mark.parametrize("policy", ["exact", pytest.param("qk", marks=pytest.mark.slow)])
 async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path: Path) -> None:
     golden = opened("qwen35")
     model, extra = GOLDEN / "qwen35" / "model.gguf", FLASH.format(policy=policy)
