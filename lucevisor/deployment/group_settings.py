@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from lucevisor.config import Config
+from lucevisor.config import Config, DeviceRef
 from lucevisor.config.draft import DRAFTER_CHOICES
 
 SPIN_S: Final = 0.02
@@ -24,13 +24,14 @@ def group_devices(config: Config, name: str) -> list[int]:
     """Indices of the group's devices that the placement, the drafter or the scoring model names."""
     drafter = config.draft.device if config.draft.kind in DRAFTER_CHOICES else None
     scorer = config.pflash.device if config.scores else None
-    devices = [*config.placement.devices, *(device for device in (drafter, scorer) if device is not None)]
+    targets = config.placement.devices or [DeviceRef(name, 0)]  # all devices that it has: the first at least
+    devices = [*targets, *(device for device in (drafter, scorer) if device is not None)]
     return list(dict.fromkeys(device.index for device in devices if device.group == name))
 
 
 def target_groups(config: Config) -> list[str]:
     """Groups that hold layers of the model, in layer order: those that serving needs."""
-    return list(dict.fromkeys(device.group for device in config.placement.devices))
+    return list(dict.fromkeys(device.group for device in config.placement.devices)) or list(config.groups)
 
 
 def group_threads(config: Config, name: str) -> int:

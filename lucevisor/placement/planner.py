@@ -134,6 +134,8 @@ class _Case:
         for choice in self._dtypes:
             self._reasons.append(choice.reason)
             self._notices += choice.notices
+        if DEVICES_KEY not in config.set_keys:
+            self._reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
         drafting = choose_drafting(config, draft)
         inputs = _sizing_inputs(self._spec, config, self._targets, self._dtypes, draft, drafting, self._scorer)
         ranges, partition = self._split(inputs)
