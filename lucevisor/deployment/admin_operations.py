@@ -15,7 +15,7 @@ import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import Config, changed_keys
-from lucevisor.config.resolve import OVERRIDE
+from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, Service
 from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state, import_state

@@ -9,7 +9,6 @@ import os
 from typing import Final
 
 from lucevisor.config import Config, DeviceRef
-from lucevisor.config.draft import DRAFTER_CHOICES
 
 SPIN_S: Final = 0.02
 """How long a daemon polls for the rows of a step where a core is free: longer than most stages take for a decode."""
@@ -22,7 +21,7 @@ def usable_cores() -> list[int]:
 
 def group_devices(config: Config, name: str) -> list[int]:
     """Indices of the group's devices that the placement, the drafter or the scoring model names."""
-    drafter = config.draft.device if config.draft.kind in DRAFTER_CHOICES else None
+    drafter = config.draft.device if config.draft.kind not in ("off", "lookup") else None
     scorer = config.pflash.device if config.scores else None
     targets = config.placement.devices or [DeviceRef(name, 0)]  # all devices that it has: the first at least
     devices = [*targets, *(device for device in (drafter, scorer) if device is not None)]

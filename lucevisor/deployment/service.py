@@ -336,7 +336,7 @@ class Service:
                     await self._saving
             self._saving = None
 
-    # ---- another deployment (orders.py)
+    # ---- another deployment (admin_operations.py)
 
     def deploy(self, config: Config) -> Deployment:
         """Make a deployment to succeed the present one; it does not serve yet."""

@@ -13,14 +13,14 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.app.handover import HandoverOffer, HandoverServer, Offer, Request, take
+from lucevisor.app.handover import HandoverOffer, HandoverServer, Offer, Request, request_handover
 from lucevisor.errors import LucevisorError
 from tests.another_user import connect_as_nobody, needs_root, open_directory
 
 ASK = Request(pid=7, drain_s=3.0)
 
 
-class HandoverSource:
+class Source:
     """A supervisor without a service."""
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class HandoverSource:
         self.said.append("offer")
         return Offer(os.getpid(), self.refuses, notify_socket="/n"), [self.lock, self.listening.fileno()]
 
-    def keep(self) -> None:
+    def on_failed(self) -> None:
         self.said.append("keep")
 
-    def give_up(self, request: Request) -> None:
+    def on_served(self, request: Request) -> None:
         self.said.append(request)
 
     async def save(self) -> None:
@@ -46,37 +46,37 @@ class HandoverSource:
 
 
 @pytest.fixture
-async def source(tmp_path: Path) -> AsyncIterator[HandoverSource]:
+async def source(tmp_path: Path) -> AsyncIterator[Source]:
     n_before = psutil.Process().num_fds()
-    one = HandoverSource()
+    one = Source()
     server = HandoverServer(tmp_path / "handover.sock", one)
     server.open()
     yield one
     await server.close()
-    if server._taken is not None:  # the end of its process would close it
-        server._taken.close()
+    if server.successor is not None:  # the end of its process would close it
+        server.successor.close()
     os.close(one.lock)
     one.listening.close()
     assert psutil.Process().num_fds() == n_before
 
 
 async def taken_from(path: Path) -> HandoverOffer:
-    taken = await take(path / "handover.sock", ASK)
+    taken = await request_handover(path / "handover.sock", ASK)
     assert taken is not None
     return taken
 
 
-async def test_sockets_lock_and_what_was_saved(source: HandoverSource, tmp_path: Path) -> None:
+async def test_sockets_lock_and_what_was_saved(source: Source, tmp_path: Path) -> None:
     taken = await taken_from(tmp_path)
     assert (taken.offer.pid, taken.offer.notify_socket) == (os.getpid(), "/n")
     assert os.path.samestat(os.fstat(taken.lock), os.fstat(source.lock))
     assert [sock.getsockname() for sock in taken.sockets] == [source.listening.getsockname()]
     assert not any(os.get_inheritable(fd) for fd in (taken.lock, taken.sockets[0].fileno()))
     assert source.said == ["offer"]
-    await taken.serving()
+    await taken.announce_serving()
     assert source.said == ["offer", ASK]  # the name was given up before what the new one does next
     source.may_save.set()
-    saves = taken.saves()
+    saves = taken.wait_for_saves()
     await anext(saves)  # it has saved what it had
     assert source.said == ["offer", ASK, "save"]
     await saves.aclose()
@@ -89,20 +89,20 @@ async def test_one_that_serves_goes_on_when_the_other_one_says_nothing(monkeypat
     mine.setblocking(False)
     taken = HandoverOffer(mine, Offer(1), [os.open("/dev/null", os.O_RDONLY)])
     with other, capture_logs() as said:
-        await taken.serving()
+        await taken.announce_serving()
         assert other.recv(16) == b"serving"
     assert "did not say that it gave up" in said[0]["event"]
     taken.decline()
 
 
-async def test_a_successor_that_ends_before_it_serves_changes_nothing(source: HandoverSource, tmp_path: Path) -> None:
+async def test_a_successor_that_ends_before_it_serves_changes_nothing(source: Source, tmp_path: Path) -> None:
     (await taken_from(tmp_path)).decline()
     taken = await taken_from(tmp_path)
     assert source.said == ["offer", "keep", "offer"]
     taken.decline()
 
 
-async def test_a_refusal_is_said(source: HandoverSource, tmp_path: Path) -> None:
+async def test_a_refusal_is_said(source: Source, tmp_path: Path) -> None:
     source.refuses = "it is stopping"
     with pytest.raises(LucevisorError, match="not taken over: it is stopping"):
         await taken_from(tmp_path)
@@ -110,7 +110,7 @@ async def test_a_refusal_is_said(source: HandoverSource, tmp_path: Path) -> None
     (await taken_from(tmp_path)).decline()
 
 
-async def test_something_else_than_a_request_gets_no_descriptor(source: HandoverSource, tmp_path: Path) -> None:
+async def test_something_else_than_a_request_gets_no_descriptor(source: Source, tmp_path: Path) -> None:
     for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"pid": 1}', b""):
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "handover.sock"))
         writer.write(said)
@@ -124,16 +124,16 @@ async def test_something_else_than_a_request_gets_no_descriptor(source: Handover
 
 
 async def test_nobody_is_there(tmp_path: Path) -> None:
-    assert await take(tmp_path / "handover.sock", ASK) is None
+    assert await request_handover(tmp_path / "handover.sock", ASK) is None
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / "handover.sock"))
-    assert await take(tmp_path / "handover.sock", ASK) is None
+    assert await request_handover(tmp_path / "handover.sock", ASK) is None
 
 
 @needs_root
 async def test_another_user_gets_no_descriptor() -> None:
     with open_directory() as directory:
-        source = HandoverSource()
+        source = Source()
         server = HandoverServer(directory / "handover.sock", source)
         server.open()
         with connect_as_nobody(directory / "handover.sock") as sock:
