@@ -203,7 +203,7 @@ def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(user_cli:
 NO_GPU = pytest.mark.skipif(not torch.version.cuda, reason="refused before a daemon starts: no CUDA build of torch")
 
 
-@pytest.mark.parametrize("mode", [[], ["--daemon"]], ids=["foreground", "daemon"])
+@pytest.mark.parametrize("mode", [[], pytest.param(["--daemon"], marks=pytest.mark.slow)], ids=["foreground", "daemon"])
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -236,7 +236,7 @@ def test_a_start_that_can_never_work_ends_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("placement.target_devices=left:0,rihgt:0", "right"),
+        ("placement.target_layer_split=0.5,0.3,0.2", "target_layer_split"),
         ("server.prot=1", "nearest: port"),
         ("model.path=nowhere.gguf", "model.path"),
     ],

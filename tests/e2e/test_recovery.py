@@ -21,7 +21,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import FinishedEvent, NotReady
@@ -126,7 +126,7 @@ async def kills(streams: Streams, rng: random.Random) -> None:
 
 CONFIGURATIONS = [
     pytest.param(PLAIN, 2, "tail", id="recurrent, 2 groups with spares"),
-    pytest.param(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups"),
+    pytest.param(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups", marks=pytest.mark.slow),
     pytest.param(CASES["gemma4_e2b-random"], 2, "alone", id="sliding, drafter in a group of its own"),
 ]
 
@@ -187,8 +187,8 @@ GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
     ("case", "n_groups"),
     [
         pytest.param(CASES["mtp"], 3, id="recurrent, mtp drafter, 3 groups"),
-        pytest.param(GEMMA, 2, id="sliding, 2 groups"),
-        pytest.param(PLAIN, 1, id="recurrent, one group"),
+        pytest.param(GEMMA, 2, id="sliding, 2 groups", marks=pytest.mark.slow),
+        pytest.param(PLAIN, 1, id="recurrent, one group", marks=pytest.mark.slow),
     ],
 )
 async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case, n_groups: int) -> None:
@@ -197,7 +197,7 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
         await streams.learn()
         async with streams.running():
             for group in service.groups:
-                await Orders(service).restart(group, now=False)
+                await AdminOperations(service).restart(group, now=False)
         assert streams.wrong == []
         assert service.engine is not None
         now = service.engine.statistics().recovery
