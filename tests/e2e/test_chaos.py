@@ -37,7 +37,7 @@ SETUPS = {
     "a spare for each group": ("ab", [PLAIN, "recovery.spares=1"], SIGNALS, 20),
     "MTP head": ("abc", [MTP], SIGNALS, 20),
     "DFlash drafter": ("ab", [DFLASH], SIGNALS, 20),
-    "drafter in a group of its own": ("abd", [DFLASH, "draft.device=d:0"], SIGNALS, 16),
+    "drafter in a group of its own": ("abz", [DFLASH, "draft.device=z:0"], SIGNALS, 16),
     "few pages, to host memory": ("ab", [DFLASH, "engine.pages=40", "engine.max_context=2048"], SIGNALS, 16),
     "few pages, computed again": (
         "ab", [PLAIN, "engine.pages=40", "engine.max_context=2048", "engine.swap_space=0"], SIGNALS, 16
@@ -59,7 +59,7 @@ def write_config(path: Path, name: str, groups: str) -> None:
     text = f'[model]\npath = "{model}"\n'
     for group in groups:
         text += f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n'
-    devices = [f"{group}:0" for group in groups if group != "d"]
+    devices = [f"{group}:0" for group in groups if group != "z"]
     split = [1.0] * len(devices)
     path.write_text(f"{text}[placement]\ntarget_devices = {json.dumps(devices)}\ntarget_layer_split = {split}\n")
 
