@@ -41,7 +41,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting.rest import MOST_REST_STEPS
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.engine.scheduling.unseen import placeholder_drafts
+from lucevisor.engine.scheduling.unseen import unseen_drafts
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.protocol.steps import Drafted, Sampling
 
@@ -80,7 +80,7 @@ class Knob:
 
         def forced(one):
             own = one.record.drafts
-            drafted = one.live.drafted or placeholder_drafts(self.drafting.outstanding, one.live)
+            drafted = one.live.drafted or unseen_drafts(self.drafting.outstanding, one.live)
             n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens)
             last = one.record.tokens[-1]
             tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]
