@@ -178,7 +178,7 @@ def _places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
 
 
 _SETTLE_S: Final = 1.0
-"""How long a load waits for steps in flight to other stages, so that it may carry what is to be replayed."""
+"""Time that a load waits for steps in flight to other stages, so that it may carry the steps to replay."""
 
 
 class ReplacementState:
