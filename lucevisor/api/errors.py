@@ -7,6 +7,7 @@ is wrong and what to do, and no traceback ever leaves the process.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from lucevisor.engine.request import (
     ContextOverflow,
@@ -42,6 +43,11 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the error, to bring it from a worker."""
+        make = partial(ApiError, code=self.code, param=self.param, headers=self.headers)
+        return make, (self.status, self.message)
 
     @property
     def type(self) -> str:

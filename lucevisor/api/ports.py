@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest, Reader
 from lucevisor.api.traces import Trace, no_trace
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import Event, GenerationRequest
@@ -60,7 +60,7 @@ class PreprocessorPort(Protocol):
     def start(self, ports: Ports, /) -> None:
         """Start in the background; otherwise the first body waits for the start."""
 
-    async def read(self, kind: BodyKind, body: Sequence[bytes], ports: Ports, /) -> PreparedRequest | EncodedResponse:
+    async def read(self, reader: Reader, body: Sequence[bytes], ports: Ports, /) -> PreparedRequest | EncodedResponse:
         """Return the request prepared from a body, or the response to it; raises ApiError."""
 
     async def close(self) -> None:

@@ -5,9 +5,9 @@ Types only.  Invariant: all work that grows with the input (JSON, validation, ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -15,23 +15,8 @@ from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.grammar.matcher import Grammar
 
-BodyKind = Literal[
-    "chat",
-    "completion",
-    "messages",
-    "count_tokens",
-    "responses",
-    "input_tokens",
-    "apply_template",
-    "tokenize",
-    "detokenize",
-    "ollama_chat",
-    "ollama_generate",
-    "ollama_show",
-    "llama_completion",
-    "infill",
-]
-"""Which endpoint a body is for."""
+if TYPE_CHECKING:
+    from lucevisor.api.ports import Ports
 
 
 class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,3 +119,7 @@ class PreparedRequest:
     prompts: list[Sequence[int]]
     grammar: Grammar | None = None
     compressed: tuple[CompressedPrompt, ...] = ()
+
+
+Reader = Callable[[dict[str, Any], "Ports"], PreparedRequest | bytes]
+"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -18,7 +18,7 @@ from lucevisor.api.access import check_content_type
 from lucevisor.api.context import BUFFERED_BODIES, PORTS, BufferedBodies
 from lucevisor.api.errors import ApiError, SlowBody
 from lucevisor.api.ports import ApiSettings, Ports
-from lucevisor.api.prepared import BodyKind, EncodedResponse, PreparedRequest
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest, Reader
 from lucevisor.api.prompts.constraint import compiled, constrains
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.sampling import searches_vocabulary
@@ -28,13 +28,12 @@ from lucevisor.kv.tokens import TokenBuffer
 INLINE_BYTES: Final = 4 * 1024
 """Bodies up to this size are processed on the event loop: at most 2 ms of template and tokens."""
 
-Reader = Callable[[dict[str, Any], Ports], PreparedRequest | bytes]
 Amend = Callable[[list[bytes]], Awaitable[int]]
 """Adds to the parts of a body; returns how many bytes."""
 
 
 async def prepare(
-    request: web.Request, kind: BodyKind, reader: Reader, amend: Amend | None = None
+    request: web.Request, reader: Reader, amend: Amend | None = None
 ) -> PreparedRequest | EncodedResponse:
     """Return the request prepared from the body, or the response to it; raises ApiError.
 
@@ -46,7 +45,7 @@ async def prepare(
         await _read_body(request, ports.settings, bodies, body)
         if amend is not None:
             bodies.n_bytes += await amend(body)
-        read = await _read(kind, reader, body, ports, bodies)
+        read = await _read(reader, body, ports, bodies)
     finally:
         bodies.n_bytes -= sum(map(len, body))
     if not isinstance(read, PreparedRequest):
@@ -72,7 +71,7 @@ async def _compressed(read: PreparedRequest, compressor: Compressor) -> Prepared
 
 
 async def _read(
-    kind: BodyKind, reader: Reader, body: list[bytes], ports: Ports, bodies: BufferedBodies
+    reader: Reader, body: list[bytes], ports: Ports, bodies: BufferedBodies
 ) -> PreparedRequest | EncodedResponse:
     """Read a whole body where it belongs: a grammar is compiled in a worker, which may crash or be killed."""
     if sum(map(len, body)) <= INLINE_BYTES:
@@ -83,7 +82,7 @@ async def _read(
             return [read] if isinstance(read, bytes) else read
     if ports.preprocessor is None:
         raise too_large(INLINE_BYTES)
-    return await ports.preprocessor.read(kind, body, ports)
+    return await ports.preprocessor.read(reader, body, ports)
 
 
 async def _read_body(request: web.Request, settings: ApiSettings, bodies: BufferedBodies, body: list[bytes]) -> None:

@@ -16,7 +16,7 @@ from lucevisor.api.routes.chat import chat_output
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """Handle one request for a message."""
-    prepared = await prepare(request, "messages", read_messages)
+    prepared = await prepare(request, read_messages)
     assert isinstance(prepared, PreparedRequest)
     ports, options = request.app[PORTS], prepared.options
     response = ResponseId.now("msg_")
@@ -41,6 +41,6 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     """Return how many tokens the prompt of a request has."""
-    parts = await prepare(request, "count_tokens", read_count_tokens)
+    parts = await prepare(request, read_count_tokens)
     assert isinstance(parts, list)
     return web.Response(body=b"".join(parts), content_type="application/json")

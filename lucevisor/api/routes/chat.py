@@ -20,7 +20,7 @@ from lucevisor.text.output_parser import OutputParser
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handle one chat request."""
-    prepared = await prepare(request, "chat", read_chat)
+    prepared = await prepare(request, read_chat)
     assert isinstance(prepared, PreparedRequest)
     return await respond(request, plan_chat(prepared, request.app[PORTS], ResponseId.now("chatcmpl-")))
 

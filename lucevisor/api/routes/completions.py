@@ -17,7 +17,7 @@ from lucevisor.api.prompts.prepare import prepare
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handle one completion request."""
-    prepared = await prepare(request, "completion", read_completion)
+    prepared = await prepare(request, read_completion)
     assert isinstance(prepared, PreparedRequest)
     return await respond(request, plan_completion(prepared, request.app[PORTS], ResponseId.now("cmpl-")))
 

@@ -8,24 +8,24 @@ from lucevisor.api.context import PORTS
 from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.llamacpp import LlamaCppFormatter
-from lucevisor.api.prepared import BodyKind, GenerationOptions, PreparedRequest
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest, Reader
 from lucevisor.api.prompts.llamacpp import read_infill, read_llama_completion
-from lucevisor.api.prompts.prepare import Reader, prepare
+from lucevisor.api.prompts.prepare import prepare
 from lucevisor.api.routes.completions import plain_output
 
 
 async def completion(request: web.Request) -> web.StreamResponse:
     """Continue a prompt."""
-    return await _generated(request, "llama_completion", read_llama_completion)
+    return await _generated(request, read_llama_completion)
 
 
 async def infill(request: web.Request) -> web.StreamResponse:
     """Fill a gap in a text."""
-    return await _generated(request, "infill", read_infill)
+    return await _generated(request, read_infill)
 
 
-async def _generated(request: web.Request, kind: BodyKind, reader: Reader) -> web.StreamResponse:
-    prepared = await prepare(request, kind, reader)
+async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse:
+    prepared = await prepare(request, reader)
     assert isinstance(prepared, PreparedRequest)
     ports, options = request.app[PORTS], prepared.options
     formatter = LlamaCppFormatter(
@@ -40,7 +40,7 @@ async def _generated(request: web.Request, kind: BodyKind, reader: Reader) -> we
         jobs=make_jobs(prepared, plain_output(options), ports, ResponseId.now("cmpl-")),
         formatter=formatter,
         stream=options.stream,
-        prompt_param="prompt" if kind == "llama_completion" else "input_suffix",
+        prompt_param="prompt" if reader is read_llama_completion else "input_suffix",
         ignored=options.ignored,
         compressed=prepared.compressed,
     )

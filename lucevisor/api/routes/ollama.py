@@ -14,9 +14,9 @@ from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.ollama import OllamaFormatter, created_at
 from lucevisor.api.ports import ModelCard, Ports
-from lucevisor.api.prepared import BodyKind, PreparedRequest
+from lucevisor.api.prepared import PreparedRequest, Reader
 from lucevisor.api.prompts.ollama import read_ollama_chat, read_ollama_generate, read_show
-from lucevisor.api.prompts.prepare import Reader, prepare
+from lucevisor.api.prompts.prepare import prepare
 from lucevisor.api.routes.chat import chat_output
 from lucevisor.api.routes.completions import plain_output
 from lucevisor.api.routes.info import abilities
@@ -39,33 +39,34 @@ async def root(request: web.Request) -> web.Response:
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """POST /api/chat."""
-    return await _generated(request, "ollama_chat", read_ollama_chat)
+    return await _generated(request, read_ollama_chat)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """POST /api/generate."""
-    return await _generated(request, "ollama_generate", read_ollama_generate)
+    return await _generated(request, read_ollama_generate)
 
 
-async def _generated(request: web.Request, kind: BodyKind, reader: Reader) -> web.StreamResponse:
-    prepared = await prepare(request, kind, reader)
+async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse:
+    prepared = await prepare(request, reader)
     if not isinstance(prepared, PreparedRequest):
         return web.Response(body=b"".join(prepared), content_type="application/json")
     ports, options, response = request.app[PORTS], prepared.options, ResponseId.now("")
+    is_chat = reader is read_ollama_chat
     formatter = OllamaFormatter(
         response_id=response.response_id,
         model=ports.model.name,
         tokenizer=ports.tokenizer,
-        chat=kind == "ollama_chat",
+        chat=is_chat,
         logprobs=options.logprobs,
-        context=None if kind == "ollama_chat" or options.plain else list(prepared.prompts[0]),
+        context=None if is_chat or options.plain else list(prepared.prompts[0]),
     )
     output = plain_output(options) if options.plain else chat_output(options, ports)
     plan = GenerationPlan(
         jobs=make_jobs(prepared, output, ports, response),
         formatter=formatter,
         stream=options.stream,
-        prompt_param="messages" if kind == "ollama_chat" else "prompt",
+        prompt_param="messages" if is_chat else "prompt",
         ignored=options.ignored,
     )
     return await respond(request, plan)
@@ -85,7 +86,7 @@ async def running(request: web.Request) -> web.Response:
 
 async def show(request: web.Request) -> web.StreamResponse:
     """POST /api/show."""
-    await prepare(request, "ollama_show", read_show)
+    await prepare(request, read_show)
     ports = request.app[PORTS]
     card, template = ports.model, ports.template
     able = abilities(ports)

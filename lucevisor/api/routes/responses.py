@@ -27,7 +27,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     """Handle one request for a response."""
     ports, store, key = request.app[PORTS], request.app[RESPONSE_STORE], context_of(request).caller.id
     named: dict[str, StoredResponse] = {}
-    prepared = await prepare(request, "responses", read_response, _adding_stored(request, named))
+    prepared = await prepare(request, read_response, _adding_stored(request, named))
     assert isinstance(prepared, PreparedRequest)
     options = prepared.options
     assert options.response is not None
@@ -77,7 +77,7 @@ def _adding_stored(request: web.Request, named: dict[str, StoredResponse]) -> Am
 
 async def count_input_tokens(request: web.Request) -> web.Response:
     """Return how many tokens the prompt of a request has."""
-    parts = await prepare(request, "input_tokens", read_input_tokens, _adding_stored(request, {}))
+    parts = await prepare(request, read_input_tokens, _adding_stored(request, {}))
     assert isinstance(parts, list)
     return web.Response(body=b"".join(parts), content_type="application/json")
 

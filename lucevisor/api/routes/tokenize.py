@@ -15,17 +15,17 @@ from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """Return the token ids of a text."""
-    return await _send(request, await prepare(request, "tokenize", read_tokenize))
+    return await _send(request, await prepare(request, read_tokenize))
 
 
 async def apply_template(request: web.Request) -> web.StreamResponse:
     """Return the prompt that a chat request would be answered for."""
-    return await _send(request, await prepare(request, "apply_template", read_apply_template))
+    return await _send(request, await prepare(request, read_apply_template))
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """Return the text of token ids, control tokens included."""
-    return await _send(request, await prepare(request, "detokenize", read_detokenize))
+    return await _send(request, await prepare(request, read_detokenize))
 
 
 async def _send(request: web.Request, parts: object) -> web.StreamResponse:
