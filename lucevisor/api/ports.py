@@ -10,10 +10,10 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.prepared import EncodedResponse, PreparedRequest, Reader
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest
 from lucevisor.api.traces import Trace, no_trace
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import Event, GenerationRequest
@@ -52,6 +52,10 @@ class EnginePort(Protocol):
 
     def statistics(self) -> EngineStatistics:
         """Return the current counters; called at each scrape."""
+
+
+Reader = Callable[[dict[str, Any], "Ports"], PreparedRequest | bytes]
+"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name."""
 
 
 class PreprocessorPort(Protocol):

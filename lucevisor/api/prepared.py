@@ -5,18 +5,15 @@ Types only.  Invariant: all work that grows with the input (JSON, validation, ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.grammar.matcher import Grammar
-
-if TYPE_CHECKING:
-    from lucevisor.api.ports import Ports
 
 
 class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +116,3 @@ class PreparedRequest:
     prompts: list[Sequence[int]]
     grammar: Grammar | None = None
     compressed: tuple[CompressedPrompt, ...] = ()
-
-
-Reader = Callable[[dict[str, Any], "Ports"], PreparedRequest | bytes]
-"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name."""

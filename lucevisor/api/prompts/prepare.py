@@ -17,8 +17,8 @@ from aiohttp import web
 from lucevisor.api.access import check_content_type
 from lucevisor.api.context import BUFFERED_BODIES, PORTS, BufferedBodies
 from lucevisor.api.errors import ApiError, SlowBody
-from lucevisor.api.ports import ApiSettings, Ports
-from lucevisor.api.prepared import EncodedResponse, PreparedRequest, Reader
+from lucevisor.api.ports import ApiSettings, Ports, Reader
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest
 from lucevisor.api.prompts.constraint import compiled, constrains
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.api.prompts.sampling import searches_vocabulary

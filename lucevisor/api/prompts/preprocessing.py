@@ -26,8 +26,8 @@ import psutil
 import structlog
 
 from lucevisor.api.errors import ApiError, unavailable
-from lucevisor.api.ports import ApiSettings, ModelCard, Ports, SamplingDefaults
-from lucevisor.api.prepared import EncodedResponse, PreparedRequest, Reader
+from lucevisor.api.ports import ApiSettings, ModelCard, Ports, Reader, SamplingDefaults
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest
 from lucevisor.api.prompts.decoding import decode_object
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.parent import end_with_parent

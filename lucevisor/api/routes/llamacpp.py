@@ -8,7 +8,8 @@ from lucevisor.api.context import PORTS
 from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.llamacpp import LlamaCppFormatter
-from lucevisor.api.prepared import GenerationOptions, PreparedRequest, Reader
+from lucevisor.api.ports import Reader
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest
 from lucevisor.api.prompts.llamacpp import read_infill, read_llama_completion
 from lucevisor.api.prompts.prepare import prepare
 from lucevisor.api.routes.completions import plain_output

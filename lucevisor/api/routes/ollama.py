@@ -13,8 +13,8 @@ from lucevisor.api.context import PORTS
 from lucevisor.api.generation.jobs import GenerationPlan, ResponseId, make_jobs
 from lucevisor.api.generation.respond import respond
 from lucevisor.api.output.ollama import OllamaFormatter, created_at
-from lucevisor.api.ports import ModelCard, Ports
-from lucevisor.api.prepared import PreparedRequest, Reader
+from lucevisor.api.ports import ModelCard, Ports, Reader
+from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.ollama import read_ollama_chat, read_ollama_generate, read_show
 from lucevisor.api.prompts.prepare import prepare
 from lucevisor.api.routes.chat import chat_output
