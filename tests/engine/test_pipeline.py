@@ -8,7 +8,8 @@ from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Role
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 
 

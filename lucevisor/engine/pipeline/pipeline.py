@@ -33,7 +33,15 @@ from lucevisor.engine.pipeline.steps import (
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
-from lucevisor.protocol.steps import Operation, Recall, Recalled, Sampled, Step, StepResult, tokens_by_sequence
+from lucevisor.protocol.steps import (
+    CancelPending,
+    Operation,
+    PendingCancelled,
+    Sampled,
+    Step,
+    StepResult,
+    tokens_by_sequence,
+)
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -125,11 +133,11 @@ class Pipeline:
         except (ProtocolError, OSError) as error:
             self._dead_link(stage, f"masks of step {made.message.step_id} could not be sent to stage {stage}: {error}")
 
-    def receive(self, result: StepResult | Recalled, payload: memoryview = _NO_PAYLOAD) -> None:
+    def receive(self, result: StepResult | PendingCancelled, payload: memoryview = _NO_PAYLOAD) -> None:
         """Take a stage's answer: send the step on, or pass it to ``on_result`` when the stage was the last."""
         if not self._open:
             return
-        if isinstance(result, Recalled):
+        if isinstance(result, PendingCancelled):
             self._take_back(result)
             return
         now = self._clock()
@@ -298,9 +306,9 @@ class Pipeline:
             if stage not in self._recalling and any(stage in entry.posted for entry in held):
                 self._recalling.add(stage)
                 with contextlib.suppress(ProtocolError, OSError):  # it is lost, too, of which the owner hears
-                    self._links[stage].send(Recall(stage))
+                    self._links[stage].send(CancelPending(stage))
 
-    def _take_back(self, message: Recalled) -> None:
+    def _take_back(self, message: PendingCancelled) -> None:
         """Take the posted steps back that a stage has not begun, and those behind them."""
         stage = message.stage
         if stage not in self._recalling:

@@ -18,9 +18,9 @@ from lucevisor.protocol.codec import encode
 from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     Masks,
     Operation,
-    Recall,
     Sampled,
     Step,
     StepResult,
@@ -31,7 +31,7 @@ from lucevisor.protocol.steps import (
 class StageLink(Protocol):
     """The link to the daemon that runs a stage."""
 
-    def send(self, message: bytes | Masks | Recall, /, *, payload: Sequence[bytearray] = ()) -> None:
+    def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
         """Send one encoded frame, or masks with their rows, or a recall, without waiting; never call the pipeline from
         inside.
 
