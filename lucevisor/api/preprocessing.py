@@ -30,7 +30,7 @@ from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.prepared import EncodedResponse, PreparedRequest
 from lucevisor.api.schemas import decode_object
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.protocol.parent import end_with_parent
+from lucevisor.protocol.process import end_with_parent
 from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
