@@ -258,7 +258,7 @@ def _import_commands() -> None:
         return
     sys.path.insert(1, str(own))  # perhaps again: an installation may have put it behind other packages
     lucevisor.__path__ = [str(own / "lucevisor")]
-    import lucevisor.api.prompts.preprocessing
+    import lucevisor.api.preprocessing
     import lucevisor.app.run
 
     for name in _COMMANDS:

@@ -7,9 +7,9 @@ from math import prod
 
 import structlog
 
+from lucevisor.api.app_context import ApiSettings, AppContext, ModelCard, NotReadyPart, SamplingDefaults
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.ports import ApiSettings, ModelCard, NotReadyPart, Ports, SamplingDefaults
-from lucevisor.api.prompts.preprocessing import Preprocessor
+from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.app import logs
 from lucevisor.app.model_cards import FamilyCard, find_card
 from lucevisor.app.open_files import connections_within, raise_limit
@@ -22,15 +22,15 @@ from lucevisor.text.tokenizer import Tokenizer
 log = structlog.get_logger("lucevisor")
 
 
-def make_ports(
+def make_app_context(
     config: Config, model: ServedModel, tokenizer: Tokenizer, not_ready: Callable[[], Sequence[NotReadyPart]]
-) -> Ports:
+) -> AppContext:
     """Return the ports of a server that has no engine yet; raises the limit of open files for its connections."""
     metadata = model.metadata
     client_keys, admin_keys = keys_of(config.server)
     card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
     direct = card.sampling_without_thinking
-    return Ports(
+    return AppContext(
         model=_model_card(model, metadata),
         tokenizer=tokenizer,
         template=ChatTemplate.from_gguf(metadata),

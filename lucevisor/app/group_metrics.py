@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from lucevisor.api.ports import DeviceMetrics, GroupMetrics
+from lucevisor.api.app_context import DeviceMetrics, GroupMetrics
 from lucevisor.app.status import devices
 from lucevisor.deployment.service import Service
 from lucevisor.supervision.group import GroupSupervisor

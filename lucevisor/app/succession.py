@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
-from lucevisor.api.listening import adopt, listen
+from lucevisor.api.server import adopt, listen
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import HandoverServer, Offer, Request, Taken, take
 from lucevisor.app.rundir import RunDirectory

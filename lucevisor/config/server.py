@@ -50,7 +50,7 @@ class ServerConfig:
         int,
         Key(
             Whole(1, 2**16),
-            "Open connections; a further one replaces the longest idle one, else a slow body, or gets 503.",
+            "Open connections; a further one replaces the longest idle one, or gets 503.",
             "connections",
         ),
     ] = 1024

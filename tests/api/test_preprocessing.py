@@ -18,16 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
-from lucevisor.api.context import BUFFERED_BODIES
+from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.bodies import INLINE_BYTES
+from lucevisor.api.dialects.llamacpp import read_detokenize, read_tokenize
+from lucevisor.api.dialects.openai_chat import read_apply_template, read_chat
+from lucevisor.api.dialects.openai_completions import read_completion
 from lucevisor.api.errors import ApiError
-from lucevisor.api.ports import ApiSettings
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.prompts.chat import read_apply_template, read_chat
-from lucevisor.api.prompts.completions import read_completion
-from lucevisor.api.prompts.decoding import decode_object
-from lucevisor.api.prompts.prepare import INLINE_BYTES
-from lucevisor.api.prompts.preprocessing import SHORT_BYTES, Preprocessor
-from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
+from lucevisor.api.preprocessing import SHORT_BYTES, Preprocessor
+from lucevisor.api.request_context import BUFFERED_BODIES
+from lucevisor.api.schemas import decode_object
 from tests.api.conftest import until
 from tests.api.scripted_model import Rig, metadata
 
@@ -105,16 +105,16 @@ async def preprocessor():
 
 
 async def test_a_process_reads_as_the_server_does(preprocessor):
-    ports = Rig(attach=False).ports
+    context = Rig(attach=False).context
     for name, fields in BODIES:
         reader = READERS[name]
         body = json.dumps(fields).encode()
         try:
-            here = reader(decode_object(body), ports)
+            here = reader(decode_object(body), context)
         except ApiError as error:
             here = error
         try:
-            there = await preprocessor.read(reader, [body[:7], body[7:], b" " * 5000], ports)
+            there = await preprocessor.read(reader, [body[:7], body[7:], b" " * 5000], context)
         except ApiError as error:
             there = error
         assert outcome(there) == outcome(here), fields
@@ -124,7 +124,7 @@ async def test_a_process_reads_as_the_server_does(preprocessor):
 
 async def test_no_json(preprocessor):
     with pytest.raises(ApiError) as caught:
-        await preprocessor.read(read_chat, [b"{" * 10_000], Rig(attach=False).ports)
+        await preprocessor.read(read_chat, [b"{" * 10_000], Rig(attach=False).context)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 

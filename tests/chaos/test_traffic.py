@@ -9,7 +9,7 @@ import random
 import pytest
 from aiohttp import web
 
-from lucevisor.api.listening import listen, url_of
+from lucevisor.api.server import listen, url_of
 from lucevisor.chaos.traffic import N_LONG, N_SHORT, Traffic
 
 
