@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from lucevisor.config import Config, DeviceRef
-from lucevisor.config.draft import DRAFTER_CHOICES
 from lucevisor.config.sections import GroupConfig
 from lucevisor.deployment.affinity import usable_cores
 
@@ -19,7 +18,7 @@ SPIN_S: Final = 0.02
 
 def group_devices(config: Config, name: str) -> list[int]:
     """Indices of the group's devices that the placement, the drafter or the scoring model names."""
-    drafter = config.draft.device if config.draft.kind in DRAFTER_CHOICES else None
+    drafter = config.draft.device if config.draft.kind not in ("off", "lookup") else None
     scorer = config.pflash.device if config.scores else None
     targets = config.placement.devices or [DeviceRef(name, 0)]  # all devices that it has: the first at least
     devices = [*targets, *(each for each in (drafter, scorer) if each is not None)]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from lucevisor.config import Config, changed_keys
-from lucevisor.config.resolve import OVERRIDE
+from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.state_memory import Kept, StateMemory, export_state, import_state
 from lucevisor.engine.core import Engine

@@ -17,8 +17,7 @@ import pytest
 import structlog
 
 from lucevisor.app.model_files import open_model
-from lucevisor.app.progress import KeptProgress
-from lucevisor.app.status import Address, status
+from lucevisor.app.status import Address, LoadProgress, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.orders import Orders
@@ -77,7 +76,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", Address("", ""), KeptProgress(SilentDisplay()), [])["draft"])
+    return dict(status(service, "t", Address("", ""), LoadProgress(SilentDisplay()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:
