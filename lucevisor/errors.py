@@ -6,7 +6,7 @@ exactly one exit code.
     LucevisorError              1  it failed while running
       ConfigError               2  one wrong setting
         ConfigErrors            2  several of them, found at once
-      OrderError                2  an operator asked for what does not exist
+      AdminError                2  an operator asked for what does not exist
       NotRunningError           3  there is no supervisor to talk to
       NotReadyError             4  the pipeline was not ready in time
 """
@@ -96,7 +96,7 @@ class ConfigErrors(ConfigError):
         return "\n".join(lines)
 
 
-class OrderError(LucevisorError):
+class AdminError(LucevisorError):
     """A command asked a running supervisor for what it does not have."""
 
     exit_code = ExitCode.USAGE

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lucevisor import __version__
-from lucevisor.deployment.affinity import take_all, usable_cores
-from lucevisor.deployment.group_settings import group_threads
+from lucevisor.deployment.group_settings import group_threads, usable_cores
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.errors import LucevisorError
@@ -73,17 +72,11 @@ async def measure(
             if turn > 0:
                 figure.rounds.append(rate)
         if against is not None and turn > 0:
-            theirs = await asyncio.to_thread(_run_beside, against, wanted)
+            theirs = await asyncio.to_thread(against.run, wanted)
             for figure in figures:
                 figure.against += [theirs[figure.case]] if figure.case in theirs else []
         if turn > 0:
             yield figures
-
-
-def _run_beside(against: LlamaBench, wanted: Sequence[Case]) -> dict[Case, float]:
-    """Return its figures, with the cores that this process may use."""
-    take_all()
-    return against.run(wanted)
 
 
 async def tokens_per_s(service: Service, case: Case, turn: int) -> float:

@@ -85,7 +85,7 @@ def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
 
 
 def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None) -> Reloaded:
-    """Apply what needs no new deployment of ``found``, and read the files of keys and TLS again.
+    """Apply what needs no new deployment of ``after``, and read the files of keys and TLS again.
 
     Raises ConfigError, and then changes nothing.
     """

@@ -46,7 +46,7 @@ from lucevisor.app.rundir import RunDirectory, log_path
 from lucevisor.app.status import Address, LoadProgress, group_metrics, status
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
 from lucevisor.config import Config
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
@@ -164,7 +164,7 @@ class Supervisor:
         self._stop_asked = asyncio.Event()
         self._progress = LoadProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
-        self._orders = Orders(self.service)
+        self._admin_operations = AdminOperations(self.service)
         self._add_running(self._context)
         self._app = create_app(self._context)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
@@ -332,7 +332,7 @@ class Supervisor:
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
-            await self._orders.restart(group, now=now)
+            await self._admin_operations.restart(group, now=now)
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
         task = self._spawn(self._reload(overrides), "reload")
@@ -345,20 +345,20 @@ class Supervisor:
             later = replace(self._overrides, of_reload=overrides)
             after, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
             await asyncio.to_thread(check_before_start, after, self.model)
-            changed = await self._orders.reload(after, keys_at_once(after, self._tls))
+            changed = await self._admin_operations.reload(after, keys_at_once(after, self._tls))
             apply(self.config, after, self._context, self._tls)
         self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
 
     def _begin_restart(self, group: str, now: bool) -> None:
-        """Restart a group in the background; raises OrderError if there is none of that name."""
-        self._orders.check_group(group)
+        """Restart a group in the background; raises AdminError if there is none of that name."""
+        self._admin_operations.check_group(group)
         self._spawn(self._restart_one(group, now), f"restart {group}")
 
     async def _restart_one(self, group: str, now: bool) -> None:
         try:
-            await self._orders.restart(group, now=now)
+            await self._admin_operations.restart(group, now=now)
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
 

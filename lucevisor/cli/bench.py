@@ -82,8 +82,8 @@ def bench(
     from lucevisor.app.benchmark import LlamaBench, cases, table
     from lucevisor.app.benchmark import bench as run
     from lucevisor.app.model_files import open_model
+    from lucevisor.deployment.probe import tune
     from lucevisor.deployment.service import Service
-    from lucevisor.deployment.tuning import tune
 
     if answer == 1:
         raise click.UsageError("--answer 1: a speed needs two tokens at least; 0 measures no answers")

@@ -18,7 +18,7 @@ TICK_S = 0.5
 LONGEST_GAP_S = 1.0
 
 
-class AwakeClock:
+class SuspendAwareClock:
     """A monotonic clock that stands still while the process does. Call it to read the seconds.
 
     Create it in a running loop, which updates it every `TICK_S` while it is referenced.
@@ -37,7 +37,7 @@ class AwakeClock:
         return now - self._paused_s
 
 
-def _tick(held: weakref.ref[AwakeClock], loop: asyncio.AbstractEventLoop) -> None:
+def _tick(held: weakref.ref[SuspendAwareClock], loop: asyncio.AbstractEventLoop) -> None:
     clock = held()
     if clock is not None:
         clock()
@@ -46,9 +46,9 @@ def _tick(held: weakref.ref[AwakeClock], loop: asyncio.AbstractEventLoop) -> Non
 
 @contextlib.asynccontextmanager
 async def timeout(seconds: float) -> AsyncIterator[None]:
-    """`asyncio.timeout` in seconds of an AwakeClock. Raises TimeoutError."""
+    """`asyncio.timeout` in seconds of an SuspendAwareClock. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
-    clock = AwakeClock()
+    clock = SuspendAwareClock()
     end = clock() + seconds
     timer: asyncio.Handle
     async with asyncio.timeout(None) as scope:

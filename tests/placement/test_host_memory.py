@@ -1,15 +1,18 @@
-"""The journal's memory in a plan: what can be filled, within its limit."""
+"""Memory beside the model's: the journal, preempted requests and spares."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS
-from lucevisor.placement.explain import as_json, text
+from lucevisor.placement.devices import SPARE_DEVICE_BYTES, SPARE_HOST_BYTES
+from lucevisor.placement.report import as_json, text
 from lucevisor.placement.result import Placement
-from tests.placement.made import configure, placed
+from tests.placement.made import BOX, BOX_SPLIT, CPUS, configure, cpu, gpu, placed
 
 
 def planned(spec: ModelSpec, folder: Path, devices: list[str], **recovery: float) -> Placement:
@@ -45,3 +48,19 @@ def test_what_preempted_requests_may_take_is_said(demo: ModelSpec, tmp_path: Pat
         found = placed(demo, replace(config, cache=cache, engine=replace(config.engine, swap_space=3 << 30)))
         assert found.swap_bytes == n_bytes
         assert ("preempted requests up to 3.00 GiB" in text(found)) == bool(n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "split", "each"), [(BOX, BOX_SPLIT, SPARE_DEVICE_BYTES), (CPUS, None, 2 * SPARE_HOST_BYTES)]
+)
+def test_their_memory_is_kept_free(
+    demo: ModelSpec, tmp_path: Path, devices: list[str], split: list[float] | None, each: int
+) -> None:
+    config = configure(tmp_path, devices, split) if split else configure(tmp_path, devices)
+    inventory = {group: [gpu(0), gpu(1)] for group in ("cuda", "hip")} | {group: [cpu()] for group in ("left", "right")}
+    kept = []
+    for n in (0, 1, 3):
+        found = placed(demo, replace(config, recovery=replace(config.recovery, spares=n)), inventory)
+        kept.append(found.devices[0].reserve_bytes)
+        assert ("also for spares" in text(found)) == (n > 0)
+    assert (kept[1] - kept[0], kept[2] - kept[0]) == (each, 3 * each)

@@ -1,22 +1,18 @@
-"""Renders a plan for ``lucevisor plan``: table rows, plain text, JSON.
-
-Invariant: everything shown comes from the placement; only sums and differences are computed here.
-"""
+"""Output of ``lucevisor plan``: a table of shards, text and JSON.  All values come from the placement."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import fields
+from typing import NamedTuple
 
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.result import DevicePlan, Infeasible, Placement
 
 Result = Placement | Infeasible
-HEADINGS = ("GROUP", "DEVICE", "LAYERS", "WEIGHTS", "STATE", "WORKSPACE", "FREE", "")
 
 
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """The cells of one shard."""
+class TableRow(NamedTuple):
+    """Cells of one shard.  ``verdict``: "fits", "short by 1.2 GiB" or "unknown"."""
 
     group: str
     device: str
@@ -25,7 +21,10 @@ class TableRow:
     state: str
     workspace: str
     free: str
-    verdict: str  # "fits", "short by 1.2 GiB", "unknown"
+    verdict: str
+
+
+HEADINGS = TableRow("GROUP", "DEVICE", "LAYERS", "WEIGHTS", "STATE", "WORKSPACE", "FREE", "")
 
 
 def placement_of(result: Result) -> Placement:
@@ -37,10 +36,10 @@ def rows(result: Result) -> list[TableRow]:
     """Return a row for each shard, in layer order, one for the drafter and one for the scoring model."""
     p = placement_of(result)
     devices = [(d, str(d.layers)) for d in p.devices]
-    if p.draft_device is not None:
-        devices.append((p.draft_device, "drafter"))
-    if p.scorer_device is not None:
-        devices.append((p.scorer_device, "scoring"))
+    devices += [
+        (d, layers) for d, layers in ((p.draft_device, "drafter"), (p.scorer_device, "scoring")) if d is not None
+    ]
+    verdicts = {None: "unknown", True: "fits"}
     return [
         TableRow(
             group=d.device.group,
@@ -50,35 +49,27 @@ def rows(result: Result) -> list[TableRow]:
             state=format_bytes(d.state_bytes),
             workspace=format_bytes(d.workspace_bytes),
             free="unknown" if d.free_bytes is None else format_bytes(d.free_bytes),
-            verdict=_verdict(d),
+            verdict=verdicts.get(d.fits) or f"short by {format_bytes(d.short_bytes)}",
         )
         for d, layers in devices
     ]
 
 
-def _verdict(device: DevicePlan) -> str:
-    if device.fits is None:
-        return "unknown"
-    return "fits" if device.fits else f"short by {format_bytes(device.short_bytes)}"
-
-
 def table(result: Result) -> str:
-    """Return the rows with headings as a plain text table."""
-    lines = [HEADINGS, *(astuple(row) for row in rows(result))]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
-    right = range(3, 7)
+    """Return the rows with headings as a plain text table; bytes are aligned on the right."""
+    lines = [HEADINGS, *rows(result)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.rjust(width) if 3 <= i < 7 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
 
 
 def text(result: Result, *, verbose: bool = False) -> str:
-    """Return the output of ``lucevisor plan``: model, table, sizes, reasons, notices, advice; ``verbose``: details,
-    too.
-    """
+    """Return model, table, sizes, reasons, notices and advice; ``verbose``: details, too."""
     p = placement_of(result)
     where = f"{_counted(len(p.devices), 'device')}, {_counted(len(p.stages), 'stage')}"
     parts = [
@@ -126,11 +117,10 @@ def _listed(heading: str, lines: tuple[str, ...] | list[str]) -> str:
 def as_json(result: Result) -> dict[str, object]:
     """Return the output of ``plan --json``.  Bytes are numbers; unknown values are null."""
     p = placement_of(result)
-    others = (each for each in (p.draft_device, p.scorer_device) if each is not None)
-    verdicts = [d.fits for d in (*p.devices, *others)]
-    fits = False if isinstance(result, Infeasible) else None if None in verdicts else True
+    verdicts = [d.fits for d in (*p.devices, p.draft_device, p.scorer_device) if d is not None]
+    pools = p.pools
     return {
-        "fits": fits,
+        "fits": False if isinstance(result, Infeasible) else None if None in verdicts else True,
         "model": {"name": p.model, "architecture": p.architecture, "layers": p.n_layers, "quant": p.quant},
         "dtype": p.dtype.value,
         "kv_dtype": p.kv_dtype.value,
@@ -139,20 +129,35 @@ def as_json(result: Result) -> dict[str, object]:
         "prefill_chunk": p.prefill_chunk,
         "max_step_tokens": p.max_step_tokens,
         "pages": {
-            "full": p.pools.full_pages,
+            "full": pools.full_pages,
             "resident": p.pool_pages,
-            "window": p.pools.window_pages,
-            "states": p.pools.states,
-            "host_states": p.pools.host_states,
-            "draft_states": p.pools.draft_states,
-            "host": p.pools.host_pages,
+            "window": pools.window_pages,
+            "states": pools.states,
+            "host_states": pools.host_states,
+            "draft_states": pools.draft_states,
+            "host": pools.host_pages,
         },
         "host_state_bytes": p.host_state_bytes,
         "arena_bytes": p.arena_bytes,
         "journal_bytes": p.journal_bytes,
         "swap_bytes": p.swap_bytes,
-        "draft": _draft_json(p),
-        "pflash": _scorer_json(p),
+        "draft": {
+            "kind": p.draft.kind.value if p.draft is not None else None,
+            "lookup": p.drafting.lookup,
+            "max_drafts": p.drafting.max_drafts,
+            "fixed": p.drafting.fixed,
+            "left_out": p.draft_left_out or None,
+            "stage": p.draft.index if p.draft is not None else None,
+            "captures": list(p.draft.captures) if p.draft is not None else [],
+            "device": _device_json(p.draft_device),
+        },
+        "pflash": None
+        if p.scorer is None
+        else {
+            "name": p.scorer.name,
+            "window_tokens": p.scorer.window_tokens,
+            "device": _device_json(p.scorer_device),
+        },
         "goal": p.goal or None,
         "speeds_measured": p.measured or None,
         "stages": [
@@ -171,43 +176,11 @@ def as_json(result: Result) -> dict[str, object]:
     }
 
 
-def _draft_json(p: Placement) -> dict[str, object]:
-    stage, device = p.draft, p.draft_device
-    return {
-        "kind": stage.kind.value if stage is not None else None,
-        "lookup": p.drafting.lookup,
-        "max_drafts": p.drafting.max_drafts,
-        "fixed": p.drafting.fixed,
-        "left_out": p.draft_left_out or None,
-        "stage": stage.index if stage is not None else None,
-        "captures": list(stage.captures) if stage is not None else [],
-        "device": _device_json(device) if device is not None else None,
-    }
-
-
-def _scorer_json(p: Placement) -> dict[str, object] | None:
-    if p.scorer is None or p.scorer_device is None:
+def _device_json(d: DevicePlan | None) -> dict[str, object] | None:
+    if d is None:
         return None
-    name, window = p.scorer.name, p.scorer.window_tokens
-    return {"name": name, "window_tokens": window, "device": _device_json(p.scorer_device)}
-
-
-def _device_json(d: DevicePlan) -> dict[str, object]:
-    return {
-        "device": str(d.device),
-        "group": d.device.group,
-        "backend": d.backend.value,
-        "name": d.name,
-        "memory": d.memory,
-        "layers": [d.layers.start, d.layers.stop],
-        "weight_bytes": d.weight_bytes,
-        "state_bytes": d.state_bytes,
-        "host_state_bytes": d.host_state_bytes,
-        "workspace_bytes": d.workspace_bytes,
-        "free_bytes": d.free_bytes,
-        "reserve_bytes": d.reserve_bytes,
-        "fits": d.fits,
-        "short_bytes": d.short_bytes,
-        "decode_s": d.decode_s,
-        "prefill_s": d.prefill_s,
-    }
+    plain = {field.name: getattr(d, field.name) for field in fields(d)}
+    layers = [d.layers.start, d.layers.stop]
+    return plain | {
+        "device": str(d.device), "group": d.device.group, "backend": d.backend.value, "layers": layers, "fits": d.fits,
+    }  # fmt: skip

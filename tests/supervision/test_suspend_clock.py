@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor import awake
-from lucevisor.deployment.watchdog import Watchdog, Work
+from lucevisor import suspend_clock
 
 
 class Time:
@@ -29,12 +28,12 @@ class Time:
 
 async def clock_over(gaps: list[float]) -> float:
     time_ = Time()
-    clock = awake.AwakeClock(time_)
+    clock = suspend_clock.SuspendAwareClock(time_)
     began = before = clock()
     for gap in gaps:
         time_.now += gap
         now = clock()
-        assert 0.0 <= now - before <= awake.LONGEST_GAP_S + 1e-6
+        assert 0.0 <= now - before <= suspend_clock.LONGEST_GAP_S + 1e-6
         before = now
     return before - began
 
@@ -42,32 +41,32 @@ async def clock_over(gaps: list[float]) -> float:
 @given(st.lists(st.floats(0.0, 300.0), max_size=20))
 def test_a_gap_counts_for_as_long_as_it_lasted_but_no_longer_than_the_longest(gaps):
     passed = asyncio.run(clock_over(gaps))
-    assert passed == pytest.approx(sum(min(gap, awake.LONGEST_GAP_S) for gap in gaps), abs=1e-6)
+    assert passed == pytest.approx(sum(min(gap, suspend_clock.LONGEST_GAP_S) for gap in gaps), abs=1e-6)
 
 
 async def test_the_loop_keeps_the_clock_going_and_lets_it_go():
-    clock = awake.AwakeClock()
+    clock = suspend_clock.SuspendAwareClock()
     began, wall = clock(), time.monotonic()
-    await asyncio.sleep(2.5 * awake.TICK_S)
+    await asyncio.sleep(2.5 * suspend_clock.TICK_S)
     assert clock() - began <= time.monotonic() - wall
-    assert clock() - began > awake.TICK_S
-    held = awake.weakref.ref(clock)
+    assert clock() - began > suspend_clock.TICK_S
+    held = suspend_clock.weakref.ref(clock)
     del clock
-    await asyncio.sleep(2 * awake.TICK_S)
+    await asyncio.sleep(2 * suspend_clock.TICK_S)
     assert held() is None
 
 
 async def test_a_timeout_ends_the_wait_and_one_that_is_not_reached_does_nothing():
     with pytest.raises(TimeoutError):
-        async with awake.timeout(0.05):
+        async with suspend_clock.timeout(0.05):
             await asyncio.sleep(30)
     with pytest.raises(TimeoutError):
-        async with awake.timeout(0.0):
+        async with suspend_clock.timeout(0.0):
             await asyncio.sleep(30)
-    async with awake.timeout(30.0):
+    async with suspend_clock.timeout(30.0):
         await asyncio.sleep(0)
     with pytest.raises(ValueError, match="mine"):
-        async with awake.timeout(30.0):
+        async with suspend_clock.timeout(30.0):
             raise ValueError("mine")
     outer = asyncio.ensure_future(wait_long())
     await asyncio.sleep(0)
@@ -77,19 +76,19 @@ async def test_a_timeout_ends_the_wait_and_one_that_is_not_reached_does_nothing(
 
 
 async def wait_long() -> None:
-    async with awake.timeout(30.0):
+    async with suspend_clock.timeout(30.0):
         await asyncio.sleep(30)
 
 
 WAITING = """
 import asyncio, uvloop
-from lucevisor import awake
+from lucevisor import suspend_clock
 
 async def main():
     over = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().add_reader(0, over.set_result, None)
     print("waits", flush=True)
-    async with awake.timeout(2.5):
+    async with suspend_clock.timeout(2.5):
         await over
     print("heard", flush=True)
 
@@ -110,20 +109,3 @@ def test_a_stopped_process_hears_what_came_meanwhile():
         process.stdin.flush()
         assert process.stdout.readline() == "heard\n"
         process.stdin.close()
-
-
-def test_the_watchdog_wants_to_see_the_same_work_for_the_whole_time():
-    time_ = Time()
-    watchdog = Watchdog(10.0, time_)
-    step, other, reset = Work("left", "step 5"), Work("left", "step 6"), Work("right", "a reset")
-    assert watchdog.look([step]) == {}
-    time_.now += 124.0
-    assert watchdog.look([other]) == {}  # the step was done meanwhile
-    time_.now += 10.0
-    assert watchdog.look([other, reset]) == {}
-    time_.now += 1.0
-    assert watchdog.look([other, reset]) == {other: 11.0}
-    time_.now += 10.0
-    assert watchdog.look([reset]) == {reset: 11.0}
-    assert watchdog.look([]) == {}
-    assert watchdog.look([reset]) == {}
