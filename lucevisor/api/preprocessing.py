@@ -223,7 +223,6 @@ def _initialize(server_pid: int) -> None:
     if not end_with_parent(server_pid):
         os._exit(0)
     os.setsid()  # Ctrl-C is for the supervisor
-    os.nice(10)  # where cores are few, steps go first: the answers that run wait for them
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
