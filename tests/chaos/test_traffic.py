@@ -9,7 +9,7 @@ import random
 import pytest
 from aiohttp import web
 
-from lucevisor.api.listening import listen, url_of
+from lucevisor.api.server import listen, url_of
 from lucevisor.chaos.traffic import FORMS, N_LONG, N_SHORT, Traffic
 
 N_QUESTIONS = N_SHORT + 2 * N_LONG + 2 * len(FORMS) + 2

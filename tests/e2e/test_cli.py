@@ -51,12 +51,12 @@ def test_ctrl_c_in_the_foreground_stops_everything(cli: Cli) -> None:
     process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
     wait_until(cli.ready, 50, "ready")
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 3  # two daemons and a preprocessing worker
+    assert len(children) == 4  # two daemons, a preprocessing worker, and multiprocessing's resource tracker
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert {"listening", "ready", "stopped"} <= {json.loads(line)["event"] for line in output.splitlines()}, output
-    assert not any(alive(c.pid) for c in children)
+    wait_until(lambda: not any(alive(c.pid) for c in children), 20, "no process left")
     assert not (cli.runtime / "lucevisor" / "t").exists()
 
 
