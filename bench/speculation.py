@@ -38,8 +38,8 @@ from records import RESULTS, conditions, write_json
 from lucevisor.app import collector
 from lucevisor.app.run import open_model
 from lucevisor.deployment.service import Service
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.drafting.rest import MOST_REST_STEPS
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.scheduling.unseen import unseen_drafts
 from lucevisor.engine.step import ScheduledSlice
@@ -49,7 +49,7 @@ VERIFIED = (1, 4, 8, 16)  # rows
 WIDTHS = {"mtp": 15, "dflash2": 7}  # the most drafts of a step
 
 
-class FixedWidth(Speculation):
+class FixedWidth(SpecDecodeController):
     """Drafts and verifies always as many tokens as it is told."""
 
     width = 0
@@ -72,7 +72,7 @@ class Knob:
         self.vocabulary = service.model.spec.vocabulary
         settings = self.drafting._settings
         # draft.width, for the widest step, fixes the service's
-        self.adaptive, self.useless = (Speculation(settings.max_drafts, settings.kind) for _ in range(2))
+        self.adaptive, self.useless = (SpecDecodeController(settings.max_drafts, settings.kind) for _ in range(2))
         self.fixed = FixedWidth(settings.max_drafts)
         self.right = self.n_drafted = 0
         self.steps, self.drafts = defaultdict(list), defaultdict(list)

@@ -137,7 +137,7 @@ class ScheduledStep:
     """A step between plan and result.  ``parts``: by sequence id at the time of the plan.
 
     ``plain``: it has no slice but decodes without drafts that ask for neither drafts nor scores, as most steps; masks
-    they may have.  ``waited``: drafts were asked for behind the step before, whether or not it verifies them.
+    they may have.
     """
 
     step_id: int
@@ -145,7 +145,6 @@ class ScheduledStep:
     decodes: bool
     follows: int = 0  # the step that samples the tokens it starts from; 0: they are known
     plain: bool = False
-    waited: bool = False
 
     @property
     def lives(self) -> dict[int, LiveSequence]:

@@ -24,7 +24,7 @@ from lucevisor.config import load
 from lucevisor.deployment.orders import Orders
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting import rest
-from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
@@ -131,7 +131,7 @@ async def test_a_drafter_that_rests_and_wakes_beside_streams_changes_no_token(
 ) -> None:
     for name, n in {"AWAKE_STEPS": 5, "REST_STEPS": 7, "MOST_REST_STEPS": 7}.items():
         monkeypatch.setattr(rest, name, n)
-    monkeypatch.setattr(Speculation, "no_drafts", "says the test")
+    monkeypatch.setattr(SpecDecodeController, "no_drafts", "says the test")
     prompt, wanted = trace("dflash")
     prompts = [prompt[i:] for i in range(4)]
     config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\nwidth = "auto"{device}')

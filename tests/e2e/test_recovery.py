@@ -24,7 +24,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.orders import Orders
 from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.scheduling import batching
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
@@ -175,7 +175,7 @@ async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
 ) -> None:
     """The drafter is asked now and then; in between decodes run ahead of their tokens."""
     asked, n_ahead = itertools.count(), 0
-    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
+    monkeypatch.setattr(SpecDecodeController, "n_ahead", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
     choose = batching.choose_ahead
 
     def count(*arguments: Any) -> Any:

@@ -11,9 +11,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lucevisor.engine.drafting.costs import Round
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.drafting.request import RequestDrafts
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.protocol.steps import Drafted
 
 
@@ -145,7 +144,7 @@ class Simulation:
 
     machine: Machine
     drafters: list[Drafter]
-    policy: Speculation
+    policy: SpecDecodeController
     seed: int = 0
     groups: int | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -202,8 +201,8 @@ class Simulation:
         none = (Drafted(0, []), list[bool]())
         drafts = [self.drafts.get(r.request_id, none) for r in requests]
         offered = [(r, self.policy.candidates(r, drafted)) for r, (drafted, _) in zip(requests, drafts, strict=True)]
-        wanted = self.policy.n_verify(offered, m) if any(drafted.tokens for drafted, _ in drafts) else {}
-        widths = [wanted.get(r.request_id, 0) for r in requests]
+        wanted = self.policy.n_verify(offered, m) if any(drafted.tokens for drafted, _ in drafts) else 0
+        widths = [wanted] * len(requests)
         ahead = [self.policy.n_ahead(r, m) for r in requests]
         while self._measured:
             self._measured.pop(0)()
@@ -214,7 +213,7 @@ class Simulation:
         self._stage_free_at = done_at = began_at + seconds
         run.widths.append(widths[0])
         self.shapes.add(tuple(widths))
-        self._learn(rows, n, told_s, cold=cold, waited=self._waits)
+        self._learn(rows, n, told_s, cold=cold)
         self._waits = any(ahead)
         run.asked.append(ahead[0])
         n_new = 0
@@ -236,13 +235,13 @@ class Simulation:
         """Return what lies before the next step beside drafts, and tell the policy."""
         seconds = self.machine.wait_s if self._waits else 0.0
         if self.machine.wait_s:
-            self.policy.times.add_gap(Round.UNSEEN if self._waits else Round.PLAIN, seconds)
+            self.policy.measured_gap(seconds, drafted=self._waits)
         return seconds
 
-    def _learn(self, rows: int, n: int, seconds: float, *, cold: bool, waited: bool) -> None:
+    def _learn(self, rows: int, n: int, seconds: float, *, cold: bool) -> None:
         """Tell the policy what a step took, at once or, as the scheduler does, when the next one was sent."""
         if self.machine.tells_cold:
-            self._measured.append(lambda: self.policy.measured(rows, n, seconds, cold=cold, waited=waited))
+            self._measured.append(lambda: self.policy.measured(rows, n, seconds, cold=cold))
         else:
             self.policy.measured(rows, n, seconds)
 
@@ -254,7 +253,7 @@ class Simulation:
         else:
             seconds = self.machine.upkeep_s * self.slowness
             if seconds:
-                self.policy.measured_upkeep(len(chosen), seconds)
+                self.policy.measured_upkeep(seconds)
         if self.machine.apart:
             self._drafter_free_at = began_at + seconds
         else:
@@ -272,9 +271,7 @@ class Simulation:
             if n:
                 one = self.requests[i]
                 probabilities, right = self.drafters[i].draft(n, self.n_tokens[i], self.rng)
-                drafted = Drafted(i, [1] * n, probabilities)
-                self.drafts[one.request_id] = drafted, right
-                self.policy.drafted(one, drafted)
+                self.drafts[one.request_id] = Drafted(i, [1] * n, probabilities), right
         return seconds
 
     def _timed(self, seconds: float, shape: tuple[object, ...]) -> tuple[float, float, bool]:
@@ -304,6 +301,6 @@ def fixed_rate(machine: Machine, drafters: list[Drafter], width: int, n_tokens: 
 
 def overlapped_rate(machine: Machine, drafters: list[Drafter], width: int, n_tokens: int = 4000) -> float:
     """The same with a drafter in a daemon of its own and as many micro-batches as are best, 1 or 2."""
-    policies = [(groups, Speculation(width, fixed=True)) for groups in (1, 2)]
+    policies = [(groups, SpecDecodeController(width, fixed=True)) for groups in (1, 2)]
     runs = [Simulation(machine, [*drafters], policy, 1, groups).decode(n_tokens) for groups, policy in policies]
     return max(run.rate for run in runs)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.engine import validation
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.drafting.rest import (
     AWAKE_STEPS,
@@ -17,9 +18,9 @@ from lucevisor.engine.drafting.rest import (
     REST_STEPS,
     DrafterRest,
 )
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
+from lucevisor.engine.scheduling.drafts import Drafting
 from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import StepPlan, WrongResult
@@ -231,12 +232,10 @@ def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() ->
     assert not any(plan.step.drafts_of for plan in following)
 
 
-@pytest.mark.parametrize("why", ["constraint", "probabilities", "bells", "apart"])
-def test_others_wait_for_what_their_drafter_says(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["constraint", "bells", "apart"])
+def test_others_wait_for_what_their_drafter_says(why: str) -> None:
     bench = Bench(speculating(), 1 + (why == "bells"), with_output=why != "apart")
     constraint = ToyConstraint(1) if why == "constraint" else None
-    if why == "probabilities":
-        monkeypatch.setattr(Speculation, "uses_probabilities", True)
     bench.submit("b")
     bench.scheduler.submit(request("a", [1, 2, 3], 50, constraint=constraint), 0.0)
     first = bench.plan()
@@ -314,8 +313,8 @@ def test_a_drafter_that_is_not_asked_rests_without_sequences_and_is_woken_like_a
 ) -> None:
     bench = Bench(speculating(max_context=2_048, pools=PoolSizes(40, 0, 0)))
     drafting = bench.scheduler.drafting
-    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: 0)
-    monkeypatch.setattr(Speculation, "no_drafts", "it does not pay")
+    monkeypatch.setattr(SpecDecodeController, "n_ahead", lambda *_: 0)
+    monkeypatch.setattr(SpecDecodeController, "no_drafts", "it does not pay")
     bench.submit("a", n=2_000)
 
     def decode(n: int) -> list[StepPlan]:
@@ -409,7 +408,7 @@ def test_a_drafter_that_paid_off_drafts_for_the_next_request_that_comes_alone(
     drafting = bench.scheduler.drafting
     monkeypatch.setattr(drafting._rest, "_n_asked", PAID_STEPS if paid else 0)
     bench.scheduler._operations += drafting.rest([])
-    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: 2)
+    monkeypatch.setattr(SpecDecodeController, "n_ahead", lambda *_: 2)
     bench.submit("a", n=40)
     plan = bench.plan()
     assert drafting.resting != paid
@@ -646,7 +645,7 @@ def test_with_the_output_stage_a_micro_batch_is_drafted_before_the_next_one_is_v
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The daemon does one after the other, so those that are ready wait and go together."""
-    monkeypatch.setattr(Speculation, "uses_probabilities", True)
+    monkeypatch.setattr(Drafting, "verifies_unseen", False)
     bench = Bench(speculating())
     bench.submit("a")
     first = bench.plan()
@@ -746,19 +745,16 @@ def test_a_flush_waits_for_the_drafter() -> None:
 # ---- what the policy is told
 
 
-class Recorder(Speculation):
+class Recorder(SpecDecodeController):
     """Verifies two drafts of every slice, and writes down what it is told."""
 
     def __init__(self) -> None:
         super().__init__(4, fixed=True)
         self.told: list[tuple[object, ...]] = []
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
         self.told.append(("verify", [len(drafted.tokens) for _, drafted in drafts], n_decoding))
-        return {own.request_id: 2 for own, _ in drafts}
-
-    def drafted(self, own: RequestDrafts, drafted: Drafted, n_left_out: int = 0) -> None:
-        self.told.append((own.request_id, len(drafted.tokens)))
+        return 2
 
     def verified(self, own: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
         self.told.append((own.request_id, n_drafts, n_accepted))
@@ -797,10 +793,10 @@ def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
     verify = bench.plan()
     assert [s.tokens for s in verify.step.slices] == [[7, 9, 9], [7, 7, 7]]
     bench.answer(verify, n_accepted=2, seconds=2.0)
-    assert policy.told == [("a", 1), ("verify", [1, 0], 2), ("step", 6, 2, 2.0), ("a", 1, 1)]
+    assert policy.told == [("verify", [1, 0], 2), ("step", 6, 2, 2.0), ("a", 1, 1)]
     bench.scheduler.cancel("a", 0.0)
     bench.draft(verify, seconds=3.0)
-    assert policy.told[4:] == [("b", 4), ("drafts", 2, 4, 3.0)]
+    assert policy.told[3:] == [("drafts", 2, 4, 3.0)]
 
 
 def test_what_drafts_took_is_learned_when_the_step_behind_the_one_that_verifies_them_is_sent() -> None:
@@ -817,9 +813,9 @@ def test_what_drafts_took_is_learned_when_the_step_behind_the_one_that_verifies_
     assert [s.drafts_pend for s in second.step.slices] == [True]
     before = len(policy.told)
     bench.draft(first, seconds=0.5)
-    assert policy.told[before:] == [("a", 4)]
+    assert policy.told[before:] == []
     bench.answer(second, seconds=2.0)
-    assert policy.told[before + 1 :] == [("drafts", 1, 4, 0.5), ("step", 3, 1, 2.0), ("a", 2, 0)]
+    assert policy.told[before:] == [("drafts", 1, 4, 0.5), ("step", 3, 1, 2.0), ("a", 2, 0)]
     bench.draft(second, seconds=3.0)
     assert policy.told[-1] == ("drafts", 1, 4, 3.0), "no step is in flight that verifies these"
 
@@ -834,7 +830,7 @@ def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafte
     assert piece.tokens == [7, 5, 6, 8, 1]
 
 
-class Timed(Speculation):
+class Timed(SpecDecodeController):
     """Asks for drafts until it is told of a step, verifies none, and writes down what it is told of times."""
 
     def __init__(self) -> None:
@@ -846,11 +842,11 @@ class Timed(Speculation):
         self.n_decoding.append(n_decoding)
         return 0 if self.told else 2
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {}
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+        return 0
 
     def measured(self, n_rows: int, n_slices: int, seconds: float, *more: object, **how: bool) -> None:
-        self.told.append(("step", how["cold"], how["waited"]))
+        self.told.append(("step", how["cold"]))
 
     def measured_draft(self, n_slices: int, n_ahead: int, seconds: float, *, cold: bool = False) -> None:
         self.told.append(("drafts", cold))
@@ -861,7 +857,7 @@ def adaptive_bench() -> Bench:
     return Bench(replace(bounds, speculation=replace(bounds.speculation, fixed=False)))
 
 
-def test_the_policy_is_told_which_steps_were_cold_and_which_waited_for_drafts() -> None:
+def test_the_policy_is_told_which_steps_were_cold() -> None:
     bench, policy = adaptive_bench(), Timed()
     bench.scheduler.drafting.speculation = policy
     bench.submit("a")
@@ -876,8 +872,8 @@ def test_the_policy_is_told_which_steps_were_cold_and_which_waited_for_drafts() 
         else:
             bench.scheduler.drafting.answered(StepResult(step.step.step_id, 1))
     first, drafts, *later = policy.told
-    assert (first, drafts) == (("step", True, True), ("drafts", True)), "behind the prompt, whose drafts came"
-    assert later == [("step", False, True), ("step", False, False)]
+    assert (first, drafts) == (("step", True), ("drafts", True))
+    assert later == [("step", False), ("step", False)]
 
 
 def test_behind_prompts_all_that_run_count_as_decoding() -> None:
@@ -889,18 +885,17 @@ def test_behind_prompts_all_that_run_count_as_decoding() -> None:
     assert policy.n_decoding == [3, 3, 3]
 
 
-class TwoEach(Speculation):
-    """Two drafts for every slice, where unequal slices take four times as long."""
+class TwoEach(SpecDecodeController):
+    """Two drafts for every slice."""
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.times._uneven.append(4.0)
 
     def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
         return 2
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {own.request_id: 2 for own, _ in drafts}
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+        return 2
 
 
 def test_a_request_that_ends_does_not_make_the_slices_of_a_step_unequal() -> None:

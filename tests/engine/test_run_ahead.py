@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.drafting.request import RequestDrafts
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.scheduling.scheduler import Scheduler
@@ -218,7 +218,7 @@ def test_a_step_ahead_asks_for_drafts_and_is_the_last_of_the_run() -> None:
     assert verify.parts[0].slice.tokens == [5, 8, 9]
 
 
-class Asked(Speculation):
+class Asked(SpecDecodeController):
     """Asks for as many drafts as ``turns`` say, then for none, and verifies all."""
 
     def __init__(self, max_drafts: int) -> None:
@@ -228,8 +228,8 @@ class Asked(Speculation):
     def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
         return self.turns.pop(0) if self.turns else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {own.request_id: len(drafted.tokens) for own, drafted in drafts}
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+        return max(len(drafted.tokens) for _, drafted in drafts)
 
 
 def test_drafts_that_the_text_itself_offers_end_the_run() -> None:

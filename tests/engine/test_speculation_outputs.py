@@ -12,10 +12,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine import validation
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.drafting.lookup import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.drafting.rest import DrafterRest
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import GenerationRequest, RequestState
@@ -30,7 +30,7 @@ from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint, mix
 
 
-class AnyWidth(Speculation):
+class AnyWidth(SpecDecodeController):
     """Any number of drafts for any step, padding and too many included; now and then none are asked for a while."""
 
     def __init__(self, max_drafts: int, seed: int) -> None:
@@ -49,11 +49,9 @@ class AnyWidth(Speculation):
         found = self._any()
         return found if mix(self.seed, self.n // 16) % 2 else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
+    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
         widths = [len(drafted.tokens) for _, drafted in drafts]
-        chosen = [widths, [max(widths)] * len(widths), [min(widths)] * len(widths), [self._any() for _ in widths]]
-        names = [own.request_id for own, _ in drafts]
-        return dict(zip(names, chosen[self._any() % 4], strict=True))
+        return [max(widths), min(widths), self._any()][self._any() % 3]
 
 
 class AnyRest(DrafterRest):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.drafting.statistics import DraftStatistics, StepShare
 from lucevisor.engine.step import ScheduledStep, all_decodes
 from lucevisor.protocol.steps import Drafted, StepResult
@@ -25,7 +25,7 @@ class DraftNotes:
         assert self._noted is None
         self._noted = step, drafts, result
 
-    def learn(self, policy: Speculation) -> None:
+    def learn(self, policy: SpecDecodeController) -> None:
         """Tell what was noted, if there is something."""
         if self._noted is None:
             return
@@ -37,7 +37,7 @@ class DraftNotes:
         if n_asked := sum(piece.n_ahead > 0 for piece in pieces):
             policy.measured_draft(n_asked, step.n_ahead, result.compute_s, cold=result.cold)
         else:
-            policy.measured_upkeep(len(pieces), result.compute_s)
+            policy.measured_upkeep(result.compute_s)
 
     def _count(self, step: ScheduledStep, drafts: Mapping[int, Drafted], seconds: float) -> None:
         shares, n_drafted = [], []

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import within_masks
+from lucevisor.engine.drafting.controller import SpecDecodeController
 from lucevisor.engine.drafting.lookup import INDEX_TOKENS, NgramLookup
 from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.drafting.rest import DrafterRest
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.drafting.statistics import DraftStatistics, StepShare
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
@@ -46,6 +47,9 @@ from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import CloseSequence, Drafted, Operation, Sampled, Slice, StepResult
 
+MIN_EVEN_SLICES: Final = 3
+"""Slices of a step from which all verify as many drafts: a GPU's graphs are of equal slices."""
+
 
 class Drafting:
     """Drafts of the running sequences."""
@@ -55,7 +59,7 @@ class Drafting:
         self._max_context = limits.max_context
         self._pools = pools
         self._running = running
-        self.speculation = Speculation(s.max_drafts, s.kind, fixed=s.fixed, ends_early=s.p_min > 0)
+        self.speculation = SpecDecodeController(s.max_drafts, s.kind, fixed=s.fixed)
         self.statistics = DraftStatistics()
         self._notes = DraftNotes(self.statistics)
         self._rest = DrafterRest()
@@ -69,7 +73,7 @@ class Drafting:
         self.n_stages, self.tells_first = n_stages, n_stages == 1  # the last one tells the first one what it makes
         self._n_decoding = 0  # when the next step was begun
         self._gaps, self._step_s = RoundGaps(lambda: self.tells_first), 0.0  # of the step whose result is applied
-        self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
+        self._promised = 0  # drafts of a slice that the next step verifies, as decided before
 
     # ---- the drafter
 
@@ -149,11 +153,10 @@ class Drafting:
     @property
     def verifies_unseen(self) -> bool:
         """Whether the next step may verify drafts before they are known here: the output stage's daemon makes them, and
-        neither the masks of a constraint nor its width depend on them.  Of several stages the first would keep a prompt
+        the masks of a constraint do not depend on them.  Of several stages the first would keep a prompt
         waiting meanwhile.
         """
-        looks = self.speculation.uses_probabilities and not self.p_min
-        if not self.attached or self._overlaps or not self.tells_first or looks:
+        if not self.attached or self._overlaps or not self.tells_first:
             return False
         alone = self.n_stages == 1
         return all(
@@ -177,7 +180,7 @@ class Drafting:
 
     def with_drafts(self, decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
         """Add drafts to decodes that share a step, before their pages are secured."""
-        promised, self._promised = self._promised, {}
+        promised, self._promised = self._promised, 0
         records = self._offered(decodes)
         if not any(drafted.tokens for _, drafted in records):
             return [*decodes]
@@ -185,18 +188,18 @@ class Drafting:
         widths, most = [], self._settings.max_drafts
         for one in decodes:
             n_left = one.record.max_tokens - one.record.n_generated - 1
-            widths.append(max(0, min(wanted.get(one.record.request.request_id, 0), most, n_left)))
+            widths.append(max(0, min(wanted, most, n_left)))
         widths = within_masks(self._within_states(widths), [one.record.request.constraint for one in decodes])
-        widths = self.speculation.evened(widths, wanted.values())
+        if len(widths) >= MIN_EVEN_SLICES and min(widths):
+            widths = [min(widths)] * len(widths)
         return [padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
 
     def would_draft(self, ahead: Sequence[ScheduledSlice]) -> bool:
         """Whether decodes should wait for the tokens they start from, because drafts are likely to follow these."""
         records = self._offered(ahead)
         offered = any(drafted.tokens for _, drafted in records)
-        wanted = self.speculation.n_verify(records, self._n_decoding) if offered else {}
-        self._promised = wanted if any(wanted.values()) else {}
-        return bool(self._promised)
+        self._promised = self.speculation.n_verify(records, self._n_decoding) if offered else 0
+        return self._promised > 0
 
     def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
         """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
@@ -246,7 +249,6 @@ class Drafting:
 
     def planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
         """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
-        self._gaps.planned(step)
         if self.active and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
@@ -262,7 +264,7 @@ class Drafting:
         """
         self.statistics.upkeep_s += upkeep_s  # while another stage computes, so what it delays is in the gaps
         if self._settings.max_drafts and (gap := self._gaps.applied(scheduled, self._step_s, now)) is not None:
-            self.speculation.times.add_gap(*gap)
+            self.speculation.measured_gap(gap[1], drafted=gap[0])
         if all(step.step_id != scheduled.step_id for step in self.outstanding):
             return  # planned before the drafter was attached, or it does not answer
         self._n_sampled += 1
@@ -287,8 +289,6 @@ class Drafting:
             if part.record.live is not part.live:
                 continue
             drafted = by_sequence.get(sequence)
-            if drafted is not None and part.slice.n_ahead:
-                self.speculation.drafted(part.record.drafts, drafted, part.slice.n_ahead - len(drafted.tokens))
             if part.live.awaiting == expected.step_id:
                 part.live.awaiting, part.live.drafted = 0, drafted
         self._gaps.drafted(expected, result.compute_s)
@@ -328,13 +328,13 @@ class Drafting:
             shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.n_drafts else 0))
         self.statistics.stepped(shares, seconds)
 
-    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float], *, cold: bool, waited: bool) -> None:
-        """Note how long each stage took for a step of decodes; ``cold``: StepResult, ``waited``: ScheduledStep."""
+    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float], *, cold: bool) -> None:
+        """Note how long each stage took for a step of decodes; ``cold``: StepResult."""
         self._notes.learn(self.speculation)
         if self._settings.max_drafts and slices:
             self._rest.stepped()
             n_rows = sum(len(piece.tokens) for piece in slices)
-            self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s), cold=cold, waited=waited)
+            self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s), cold=cold)
 
     # ---- inside
 
@@ -369,7 +369,7 @@ class Drafting:
         )
         n_decoding = self._n_decoding if record.state is RequestState.DECODE else len(self._running)  # prompts end
         wanted = min(most, self.speculation.n_ahead(record.drafts, n_decoding)) if most > 0 else 0
-        if wanted and self.speculation.probes.running is None:
+        if wanted and not self.speculation.trying:
             self._rest.asked()
         return wanted
 

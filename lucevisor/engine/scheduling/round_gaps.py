@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lucevisor.engine.drafting.costs import Round
 from lucevisor.engine.step import ScheduledStep
 
 
@@ -25,34 +24,26 @@ class RoundGaps:
         self._last: ScheduledStep | None = None
         self._applied_at = 0.0
         self._draft_s = 0.0  # of the drafts behind the last step
-        self._unseen: set[int] = set()  # steps in flight that verify drafts which were not known
-
-    def planned(self, step: ScheduledStep) -> None:
-        """Note a step when it is sent."""
-        if any(part.slice.drafts_pend for part in step.parts.values()):
-            self._unseen.add(step.step_id)
 
     def drafted(self, step: ScheduledStep, seconds: float) -> None:
         """Note what the drafts behind a step took."""
         if step is self._last:
             self._draft_s = seconds
 
-    def applied(self, step: ScheduledStep, seconds: float, now: float) -> tuple[Round, float] | None:
-        """Note a step that took ``seconds`` in the stages; return what kind of round there was from the last result to
-        this one, and its gap: negative where stages prepare a step while another one computes.
+    def applied(self, step: ScheduledStep, seconds: float, now: float) -> tuple[bool, float] | None:
+        """Note a step that took ``seconds`` in the stages; return whether drafts were asked for behind the last one,
+        and the gap between the two results: negative where stages prepare a step while another one computes.
 
         None if other steps came in between, or computed prompts.
         """
         last, gap = self._last, now - self._applied_at - self._draft_s - seconds
         self._last, self._applied_at, self._draft_s = step, now, 0.0
-        unseen = step.step_id in self._unseen
-        self._unseen = {number for number in self._unseen if number > step.step_id}
         if last is None or step.step_id != last.step_id + 1 or not step.only_decodes or not last.only_decodes:
             return None
         if step.parts.keys() != last.parts.keys():
             return None
         if last.n_ahead:
-            return Round.UNSEEN if unseen else Round.SEEN, gap
+            return True, gap
         if any(part.slice.n_drafts for part in last.parts.values()) or (self._runs_ahead() and not step.follows):
             return None
-        return Round.PLAIN, gap
+        return False, gap

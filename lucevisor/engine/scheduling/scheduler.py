@@ -253,8 +253,7 @@ class Scheduler(SchedulerState):
         if self.in_flight:
             self.drafting.stepped(self.in_flight[0], sum(stages_s))
         if (self.in_flight and self.in_flight[0].plain) or all_decodes(slices):
-            waited = bool(self.in_flight) and self.in_flight[0].waited
-            self._unlearned = partial(self.drafting.measured, slices, stages_s, cold=cold, waited=waited)
+            self._unlearned = partial(self.drafting.measured, slices, stages_s, cold=cold)
         else:
             self.chunks.measured(slices, max(stages_s), cold=cold)
 
@@ -313,7 +312,6 @@ class Scheduler(SchedulerState):
         follows = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
         drafts_of = max([one.live.awaiting for one in chosen if one.drafts_pend], default=0) if self.n_stages > 1 else 0
         p_min = self.drafting.p_min if len(chosen) == 1 else 0
-        waited = self.drafting.active and not follows and any(one.live.awaiting or one.live.drafted for one in chosen)
         slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live), p_min) for one in chosen]
         self._shares.charge(
             (one.record.request.client_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
@@ -344,7 +342,7 @@ class Scheduler(SchedulerState):
             for one, s in zip(chosen, slices, strict=True)
         }
         self._waits.planned(now)
-        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, follows, plain, waited))
+        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, follows, plain))
         self.drafting.planned(self.in_flight[-1], upkeep=step.upkeep)
         self._backlog.sent(self.chunks.step_s(slices), now)
         return StepPlan(step, tuple([one.record.request.request_id for one in chosen]), mask_jobs(parts.values()))

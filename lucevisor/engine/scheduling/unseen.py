@@ -43,5 +43,5 @@ def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: 
             drafted = drafts.get(sequence, Drafted(sequence, []))
             n_proposed, piece = min(part.n_proposed, len(drafted.tokens)), part.slice.with_drafts(drafted.tokens)
             step.parts[sequence] = replace(part, slice=piece, n_proposed=n_proposed)
-            part.record.drafts.probabilities, found = drafted.probabilities, True
+            found = True
     return found
