@@ -39,7 +39,7 @@ class PreparedRows:
         if len(step.slices) != 1 or not self.stay(step.operations):
             return
         [s] = step.slices
-        if not s.sample or not s.n_ahead or not s.n_drafts:
+        if not s.sample or not s.num_draft_tokens or not s.n_drafts:
             return
         try:
             self._context = s.sequence, s.start, self._context_of([replace(s, tokens=[0] * len(s.tokens))])
@@ -83,7 +83,7 @@ class PreparedRows:
     @staticmethod
     def _key(job: DraftJob) -> tuple[int, int, int, int]:
         s = job.slice
-        return s.sequence, job.position, s.n_ahead, s.draft_from
+        return s.sequence, job.position, s.num_draft_tokens, s.draft_from
 
 
 def preparing(

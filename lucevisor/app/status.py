@@ -13,8 +13,8 @@ from lucevisor.app.compression import pflash_status
 from lucevisor.app.progress import KeptProgress
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting.statistics import DraftCounts, DraftStatistics
-from lucevisor.engine.recovery.recovery import RecoveryStatistics
+from lucevisor.engine.recovery import RecoveryStatistics
+from lucevisor.engine.spec_decode.statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space

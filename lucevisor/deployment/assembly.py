@@ -19,9 +19,8 @@ import structlog
 
 from lucevisor.deployment.draft_assembly import DraftAssembly
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure
-from lucevisor.engine.recovery.replay import StateReplay
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure
+from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import RequestError
 from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.doorbell import ORDERED

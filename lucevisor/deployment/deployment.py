@@ -32,7 +32,7 @@ from lucevisor.deployment.successors import Successors, take_over
 from lucevisor.deployment.watchdog import Work, watch
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
-from lucevisor.engine.pipeline.steps import PipelineFailure
+from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec

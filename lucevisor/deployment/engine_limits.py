@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from lucevisor.config import CacheConfig
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.loading import DraftKind
-
-P_MIN: Final = 20
-"""Percent: in the demo a row of a verify step takes 0.15 to 0.2 of the time of a token with drafts (speculation.md)."""
 
 
 def engine_limits(
@@ -42,16 +36,6 @@ def _residency(placement: Placement) -> Residency | None:
     return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
 
 
-def _rows_cost(placement: Placement) -> bool:
-    """Whether rows of verify steps cost enough to leave out unsure drafts, as on a cpu, and the output stage's daemon,
-    which makes them, can.  Of more than two stages those between would not hear of it.
-    """
-    draft, stages = placement.draft, placement.stages
-    if draft is None or len(stages) > 2:
-        return False
-    return draft.group == stages[-1].group and {draft.backend, stages[-1].shards[-1].backend} == {Backend.CPU}
-
-
 def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:
     drafting, draft = placement.drafting, placement.draft
     return SpeculationSettings(
@@ -60,7 +44,6 @@ def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationS
         lookup=drafting.lookup,
         kind=draft.kind if draft is not None else DraftKind.MTP,
         fixed=drafting.fixed,
-        p_min=P_MIN if _rows_cost(placement) and not drafting.fixed else 0,
         n_vocabulary=spec.vocabulary,
     )
 

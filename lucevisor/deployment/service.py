@@ -38,7 +38,7 @@ from lucevisor.deployment.state_memory import Kept
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import MAX_LOSSES, EngineSettings
 from lucevisor.engine.validation import enabled

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.state_memory import StateMemory, export_state, import_state
 from lucevisor.engine.freezer import FrozenState
-from lucevisor.engine.recovery.replay import StateReplay
+from lucevisor.engine.recovery import StateReplay
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.placement.result import Placement

@@ -11,7 +11,7 @@ import pytest
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.successors import Successors
-from lucevisor.engine.recovery.replay import StateReplay
+from lucevisor.engine.recovery import StateReplay
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.loading import Load, PoolSizes, StageReplay
 

@@ -45,7 +45,9 @@ def target() -> ModelSpec:
 
 def verifying(tokens: list[int], **more: Any) -> Step:
     """A step that verifies drafts behind token 10."""
-    piece = Slice(0, START, [10, *tokens], sample=True, n_drafts=N_DRAFTS, states=STATES, n_ahead=N_AHEAD, **more)
+    piece = Slice(
+        0, START, [10, *tokens], sample=True, n_drafts=N_DRAFTS, states=STATES, num_draft_tokens=N_AHEAD, **more
+    )
     return Step(2, 0, [UseState(0, 0)], [piece])
 
 
@@ -63,7 +65,7 @@ class Driven:
             setattr(self.stage._prepared, name, self._counted(getattr(self.stage._prepared, name)))
         self.stage.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [5, 3])])
         self.width = sum(len(source.layers) for source in self.stage.plan.sources) * 64
-        first = Slice(0, 0, list(range(START)), sample=True, n_ahead=N_DRAFTS)
+        first = Slice(0, 0, list(range(START)), sample=True, num_draft_tokens=N_DRAFTS)
         self.stage.run(Step(1, 0, [], [first]), [self.rows(START, 1)], [[10]])
 
     def _counted(self, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +88,7 @@ class Driven:
     def next(self, n_right: int) -> list[Drafted]:
         """Decode a token behind those, and draft two."""
         self.stage.apply([UseState(0, STATES[n_right])])
-        piece = Slice(0, START + 1 + n_right, [77], sample=True, n_ahead=2)
+        piece = Slice(0, START + 1 + n_right, [77], sample=True, num_draft_tokens=2)
         return self.stage.run(Step(3, 0, [], [piece]), [self.rows(1, 3)], [[4]])
 
 
@@ -132,9 +134,9 @@ def test_moved_pages_are_forgotten() -> None:
     "step",
     [
         Step(2, 0, [SetPages(0, Space.FULL, 2, [1])], ASKED.slices),
-        Step(2, 0, [], [*ASKED.slices, Slice(1, 0, [3], sample=True, n_ahead=2)]),
+        Step(2, 0, [], [*ASKED.slices, Slice(1, 0, [3], sample=True, num_draft_tokens=2)]),
         Step(2, 0, [], []),
-        Step(2, 0, [], [Slice(0, START, [10], sample=True, n_ahead=2)]),
+        Step(2, 0, [], [Slice(0, START, [10], sample=True, num_draft_tokens=2)]),
         Step(2, 0, [], [Slice(0, START, [10, PENDING], True, 1, STATES[:2])]),
     ],
     ids=["pages", "two sequences", "nothing", "no drafts to verify", "none asked for"],
@@ -150,7 +152,7 @@ def test_other_rows_than_those_that_follow_are_not_used() -> None:
     wanted, driven = Driven(), Driven()
     driven.stage.prepare(verifying([PENDING] * N_DRAFTS, draft_from=5), lambda: True)
     assert driven.verify(1) == wanted.verify(1)
-    elsewhere = Slice(0, 70, [1, PENDING], True, 1, STATES[:2], n_ahead=N_AHEAD)
+    elsewhere = Slice(0, 70, [1, PENDING], True, 1, STATES[:2], num_draft_tokens=N_AHEAD)
     driven.stage.prepare(Step(3, 0, [], [elsewhere]), lambda: True)
     assert driven.next(1) == wanted.next(1)
 

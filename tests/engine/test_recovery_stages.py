@@ -11,9 +11,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.drafting.controller import SpecDecodeController
-from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.limits import SpeculationSettings
+from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
@@ -74,11 +73,11 @@ class Idle(SpecDecodeController):
 
     n = 0
 
-    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
+    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
         self.n += 1
         return 3 if self.n % 11 == 0 else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
         return max(len(drafted.tokens) for _, drafted in drafts)
 
 
@@ -87,7 +86,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     *, with_output: bool, lost: int, n_streams: int
 ) -> None:
     speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY)
-    n_ahead = n_drafted = 0
+    num_draft_tokens = n_drafted = 0
     for n_turns in range(40, 60, 3):
         toy = ready(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
         toy.engine._scheduler.drafting.speculation = Idle(3)
@@ -99,7 +98,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
         handles = [toy.engine.submit(one) for one in asked]
         for i in range(n_turns):
             toy.work(i)
-        n_ahead += any(step.follows for step in toy.engine._scheduler.in_flight)
+        num_draft_tokens += any(step.depends_on_step for step in toy.engine._scheduler.in_flight)
         assert toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({lost}))
         toy.work(0)
         toy.come_back()
@@ -109,7 +108,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
             assert told(await events_of(handle))[0] == toy.alone(one)
         assert toy.drafter is not None
         n_drafted += toy.drafter.n_drafted
-    assert n_ahead >= 3
+    assert num_draft_tokens >= 3
     assert n_drafted
 
 

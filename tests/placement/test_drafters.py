@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import CacheConfig
-from lucevisor.deployment.engine_limits import P_MIN, engine_limits
 from lucevisor.model.drafters import DraftSpec, draft_paths, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
@@ -108,17 +107,6 @@ def test_elsewhere_it_has_copies_of_embedding_and_output_matrix(small, dflash, t
     assert len([a for a in there.arenas if a.capture]) == 2
     assert any("draft:0 holds copies of the model's embedding and output matrix" in reason for reason in there.reasons)
     assert not any("holds copies of the model's embedding" in reason for reason in here.reasons)
-
-
-def test_unsure_drafts_are_left_out_where_rows_cost_and_all_stages_hear_of_it(small, dflash, tmp_path):
-    def p_min(devices, **draft):
-        config = configure(tmp_path, devices, [1] * len(devices), DFLASH | draft, dtype="float32")
-        return engine_limits(config.cache, small, placed(small, config, None, dflash), dflash.model).speculation.p_min
-
-    assert p_min(CPUS) == p_min(["left:0"]) == P_MIN
-    assert p_min(CPUS, width=3) == 0
-    assert p_min(CPUS, device="draft:0") == 0
-    assert p_min([*CPUS, "draft:0"], device="draft:0") == 0
 
 
 def test_an_index_that_does_not_exist_is_refused_with_the_nearest(small, dflash, tmp_path):

@@ -21,7 +21,7 @@ from lucevisor.api.ports import Ports
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.prompts.sampling import seed_of_choice
 from lucevisor.compression.compressor import CompressedPrompt
-from lucevisor.engine.constraint import Constraint, LeastTokens
+from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.text.reasoning_budget import ReasoningBudget
 
@@ -69,7 +69,7 @@ def _constraint(
 ) -> Constraint | None:
     """Return what one choice must be: its grammar, its thinking budget and its least length, where it has them."""
     inner, least = _form(prepared, output, ports, room), prepared.options.min_tokens
-    return inner if least == 0 else LeastTokens(least, ends, ports.tokenizer.n_vocab, inner)
+    return inner if least == 0 else MinTokens(least, ends, ports.tokenizer.n_vocab, inner)
 
 
 def _form(prepared: PreparedRequest, output: OutputOptions, ports: Ports, room: int) -> Constraint | None:
