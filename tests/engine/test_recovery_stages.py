@@ -466,25 +466,3 @@ async def test_steps_that_wait_for_drafts_when_two_stages_are_lost(
             toy.pipeline.receive(*other.run_one())
     end_loss(toy)
     assert await check_answers(toy, asked, handles) == ["length"] * 3
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)])
-async def test_steps_that_end_with_the_drafts_that_were_made_when_stages_are_lost(
-    lost: tuple[int, ...], seed: int
-) -> None:
-    """Whoever computes them again takes as many rows."""
-    rng = random.Random(seed)
-    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY, fixed=True, p_min=20)
-    toy = ready(2, pools=PoolSizes(24, 0, 32, draft_states=24), speculation=speculation, max_sequences=8)
-    asked = [request("a", range(70), n=40)]
-    toy.texts[asked[0].sampling.seed] = [*asked[0].prompt, *toy.alone(asked[0])]
-    toy.attach_drafter(with_output=True, wrong=5)
-    handles = {one.request_id: toy.engine.submit(one) for one in asked}
-    for _ in range(rng.randrange(20, 80)):
-        toy.work(rng.randrange(100))
-    assert toy.pipeline is not None
-    for stage in lost:
-        toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({stage}))
-    end_loss(toy)
-    assert await check_answers(toy, asked, handles) == ["length"]

@@ -240,7 +240,7 @@ class SpecDecodeController:
             seconds = self._times.seconds(Batch(n_decoding, self._beside and asked, asked and width > 0), width)
             if seconds is None:
                 return 0
-            rates.append(sum(expected[min(width, len(expected) - 1)] for expected in tokens) / seconds)
+            rates.append(sum(expected[min(width, len(expected) - 1)] for expected in tokens) / max(seconds, 1e-9))
         return max(range(most + 1), key=rates.__getitem__)
 
     @property
@@ -309,7 +309,8 @@ class SpecDecodeController:
         return list(accumulate(accumulate(chances, mul), initial=1.0))
 
     def _rate(self, n_decoding: int, width: int, beside: bool, tokens: Sequence[float]) -> float:
-        return tokens[width] / (self._times.seconds(Batch(n_decoding, beside, width > 0), width) or 1.0)
+        seconds = self._times.seconds(Batch(n_decoding, beside, width > 0), width)
+        return tokens[width] / max(seconds or 1.0, 1e-9)
 
     def _choose(self, n_decoding: int) -> tuple[int, bool]:
         """Return the width, and whether to draft beside the stages; begin a try if one is due."""
