@@ -26,12 +26,11 @@ from records import machine, save, write_json
 
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.arena import Arena, descriptors
-from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.loading import ArenaPlan, Load, PoolSizes
-from lucevisor.protocol.states import Role
+from lucevisor.protocol.messages import Role
 from lucevisor.protocol.steps import Slice, Step
+from lucevisor.protocol.transport import BlockingLink, Link
 
 PEERS = Path(__file__).with_name("hop_peers.py")
 EMPTY = 55  # bytes the raw contenders send for an empty step: about the length of its frame
@@ -98,11 +97,11 @@ class Raw:
 
 
 class OurLink:
-    """aio.Link here, BlockingLink there.  ``how``: empty, decode, arena, inline.  ``spin_us``: the child polls."""
+    """aio.Link here, BlockingLink there.  ``how``: empty, decode, arena, inline."""
 
-    def __init__(self, how, n_bytes, cpu, spin_us=0):
+    def __init__(self, how, n_bytes, cpu):
         self.how = how
-        self.child = Child("link", spin_us, cpu=cpu)
+        self.child = Child("link", cpu=cpu)
         self.rows = os.urandom(n_bytes)
         self.arenas = [Arena.create(ArenaPlan(i, n_bytes, 2)) for i in range(2)] if how == "arena" else []
         self.times = []
@@ -264,7 +263,6 @@ def contenders(cpu, directory):
             "raw socketpair": (Raw(EMPTY, cpu), 200),
             "link": (OurLink("empty", 0, cpu), 200),
             "link, 8 sequences": (OurLink("decode", 0, cpu), 200),
-            "link, daemon polls 50 us": (OurLink("empty", 0, cpu, 50), 200),
             "link, both ends blocking": (OurBlockingLink(cpu), 200),
             **{name: (peer(EMPTY, cpu, directory), 200 if name == "ZeroMQ" else 100) for name, peer in peers},
         }

@@ -1,7 +1,7 @@
 """The far ends of bench/hop.py: one process each, ``python hop_peers.py KIND ADDRESS BYTES``.
 
 raw: ADDRESS is a descriptor; reads BYTES, writes BYTES.  link: ADDRESS is a descriptor; a daemon without a
-model, BYTES microseconds of polling.  zmq, grpc: ADDRESS is a path; echo.
+model.  zmq, grpc: ADDRESS is a path; echo.
 """
 
 import os
@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import attach_all
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Shutdown
 from lucevisor.protocol.steps import Sampled, Step, StepResult
+from lucevisor.protocol.transport import BlockingLink
 
 
 def raw(address, n_bytes):
@@ -31,8 +31,8 @@ def raw(address, n_bytes):
         sock.sendall(buffer)
 
 
-def link(address, spin_us):
-    link = BlockingLink(socket.socket(fileno=int(address)), spin_s=spin_us / 1e6)
+def link(address, _):
+    link = BlockingLink(socket.socket(fileno=int(address)))
     link.send(
         Hello(
             protocol=PROTOCOL_VERSION,

@@ -2,25 +2,19 @@
 
     python bench/plots.py [NAME ...]          (pip install 'lucevisor[bench]')
 
-Writes docs/images/NAME.svg.  Each names the hash of the results it was drawn from, which tests/docs/test_performance.py
-compares: after a new measurement, draw again.
+Writes docs/images/NAME.svg.  Each contains the hash of the results it was drawn from, which
+tests/docs/test_performance.py compares.  Draw again after a new measurement.
 """
 
 import argparse
 import json
-import re
-import statistics
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-import gguf
-
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "bench" / "results", ROOT / "docs" / "images"
-OURS, THEIRS, OTHER, BOUND = "#1f6f8b", "#d98032", "#8a8a8a", "#444444"
-READ_BYTES_PER_S = 4.38e12
-"""What a device-to-device read reaches on an H200."""
+OURS, THEIRS = "#1f6f8b", "#d98032"
 
 
 @dataclass(frozen=True)
@@ -95,85 +89,9 @@ def keys(*labels):
     return [Patch(color=color, label=label) for label, color in labels]
 
 
-PRODUCT = re.compile(r"^(Q\w+) (\d+)x(\d+): c\+\+ ([\d.]+) us [\d.]+ TB/s \| triton ([\d.]+)", re.MULTILINE)
-
-NOW = re.compile(r"^(Q\w+) (\d+)x(\d+): now ([\d.]+) us", re.MULTILINE)
-
-
-def products(text):
-    """(kind, bytes, us in C++, us in Triton) of the products of one row in gemv-h200.txt."""
-    return [
-        (kind, matrix_bytes(kind, n, k), float(ours), float(triton))
-        for kind, n, k, ours, triton in PRODUCT.findall(text)
-    ]
-
-
-def matrix_bytes(kind, n, k):
-    weights, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    return int(n) * int(k) // weights * n_bytes
-
-
-def roofline(figure, text, newer):
-    """Time of products of one row over the bytes of the matrix, and the time that reading them takes."""
-    axes, rows = figure.subplots(), products(text)
-    now = [(matrix_bytes(kind, n, k), float(us)) for kind, n, k, us in NOW.findall(newer)]
-    line = [min(r[1] for r in rows), max(r[1] for r in rows)]
-    axes.plot(
-        [n / 1e6 for n in line], [n / READ_BYTES_PER_S * 1e6 for n in line], color=BOUND, label="bytes / 4.38 TB/s"
-    )
-    axes.scatter([n / 1e6 for n, _ in now], [us for _, us in now], color=OURS, marker="o", label="CUDA C++", s=22)
-    for column, label, color, marker in ((2, "the first CUDA C++", THEIRS, "."), (3, "Triton", OTHER, "^")):
-        axes.scatter(
-            [r[1] / 1e6 for r in rows], [r[column] for r in rows], color=color, marker=marker, label=label, s=22
-        )
-    axes.set(xscale="log", yscale="log", xlabel="MB of the matrix", ylabel="us, one row")
-    axes.legend(frameon=False)
-
-
-def kv_flash(figure, found):
-    """Milliseconds of a decode by context, with a pool and with all pages on the device."""
-    axes = figure.subplots()
-    contexts = [row["context"] for row in found["lru"]]
-    for key, label, color in (("pool_ms", f"pool of {found['pool']:,} tokens", OURS), ("all_ms", "all pages", OTHER)):
-        axes.plot(contexts, [row[key] for row in found["lru"]], marker="o", color=color, label=label)
-    axes.set(xscale="log", xlabel="tokens of context", ylabel="ms a decode, 16 layers", ylim=(0, None))
-    axes.set_xticks(contexts, [f"{n // 1024}K" for n in contexts])
-    axes.minorticks_off()
-    axes.legend(frameon=False, loc="lower left")
-
-
-def recovery(figure, *runs):
-    """What a pause after a killed daemon consists of, medians of the kills beside streams."""
-    axes, parts = figure.subplots(), (("start_s", "start"), ("load_s", "load"), ("rebuild_s", "replay of the journal"))
-    colors = ("#9bbcc8", OURS, THEIRS, "#dddddd")
-    for at, found in enumerate(runs):
-        kills = [one for one in found["kills"] if not one.get("alone") and one.get("beside") != "alone"]
-        left = 0.0
-        spans = [(label, statistics.median(k.get(key, 0.0) for k in kills)) for key, label in parts]
-        pause = statistics.median(k["pause_s"] for k in kills)
-        spans.append(("all else", pause - sum(s for _, s in spans)))
-        for (_, seconds), color in zip(spans, colors, strict=True):
-            axes.barh(at, seconds, left=left, color=color, height=0.5)
-            left += seconds
-        axes.annotate(f"{pause:.2f} s", (left, at), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    names = [
-        f"{Path(r['options']['model']).stem}\n{r['options']['backend']}, {r['options']['streams']} streams"
-        for r in runs
-    ]
-    axes.set_yticks(range(len(runs)), names, fontsize=8)
-    axes.set(xlabel="seconds without a token")
-    axes.margins(x=0.1)
-    labels = [*(label for _, label in parts), "all else"]
-    axes.legend(handles=keys(*zip(labels, colors, strict=True)), frameon=False, ncols=4, loc="upper center",
-                bbox_to_anchor=(0.45, 1.2), fontsize=8)  # fmt: skip
-
-
 PLOTS = {
     "decode-by-streams": Plot(decode, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-seventh.json")),
     "prefill": Plot(prefill, ("speed-h200-27b-seventh.json", "speed-h200-35b-a3b-seventh.json")),
-    "roofline": Plot(roofline, ("gemv-h200.txt", "gemv-instructions-h200.txt"), (6.0, 3.6)),
-    "kv-flash": Plot(kv_flash, ("kv-flash-h200-27b.json",), (6.0, 3.2)),
-    "recovery": Plot(recovery, ("recovery-h200-27b.json", "recovery-cpu.json"), (7.2, 2.4)),
 }
 
 

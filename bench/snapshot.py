@@ -35,8 +35,8 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
-from lucevisor.protocol.transfers import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 

@@ -5,7 +5,7 @@ Reports in one line what an interpreter lacks, before importing anything that ne
 
 import sys
 
-EXIT_CONFIGURATION = 78  # as in lucevisor/protocol/exit_codes.py, which may not be importable here
+EXIT_CONFIGURATION = 78  # as in lucevisor/protocol/process.py, which may not be importable here
 
 if sys.version_info < (3, 11):  # noqa: UP036 - a group's interpreter is the user's choice, not this project's
     print(f"Python {sys.version.split()[0]} of {sys.executable} is too old: 3.11 is the least", file=sys.stderr)

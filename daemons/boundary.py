@@ -20,8 +20,7 @@ from daemons.deferred import QueuedStep, recorded
 from daemons.errors import DeviceError, LoadError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.doorbell import Doorbells
+from lucevisor.protocol.arena import Arena, Doorbells
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.steps import Step
 

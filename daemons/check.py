@@ -17,9 +17,9 @@ from lucevisor.model.gguf_files import open_model
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.checks import Check, Checked, CheckLine, Measure
 from lucevisor.protocol.errors import ArenaError
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Check, Checked, CheckLine, Measure
 from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
 N_TOKENS = 9

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.doorbell import Doorbells
+from lucevisor.protocol.arena import Doorbells
 from lucevisor.protocol.steps import Drafted
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from daemons.errors import StateError
-from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.doorbell import Doorbells
+from lucevisor.protocol.arena import Doorbells
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Shutdown
-from lucevisor.protocol.steps import DraftStep, Masks, Recall, Reset, Slice
+from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice
+from lucevisor.protocol.transport import BlockingLink
 
 _LOOKS: Final = 20
 """At a doorbell, between two looks at the link: some two microseconds."""
@@ -30,7 +30,7 @@ _HOLD_MS: Final = 10
 """How long an answer waits for the next one at a doorbell: longer than most steps of a stage that shares its core."""
 
 
-class StepRecalled(Exception):
+class StepCancelled(Exception):
     """The rows of a posted step never come: the supervisor takes it back, drops all sequences, or ends."""
 
 
@@ -55,9 +55,9 @@ class Inbox:
         return bool(self._waiting) or self._link.wait(timeout_s)
 
     @property
-    def recalling(self) -> bool:
+    def is_cancelling(self) -> bool:
         """Whether posted steps that have not begun are dropped."""
-        ends = any(isinstance(frame.message, Recall | Reset | Shutdown) for frame in self._waiting)
+        ends = any(isinstance(frame.message, CancelPending | Reset | Shutdown) for frame in self._waiting)
         return ends or self._link.closed_because is not None
 
     def await_rows(
@@ -66,13 +66,13 @@ class Inbox:
         """Wait until the rows of a posted step are there; seconds since then, or since this was called if they were.
 
         Polls for ``spin_s``, then sleeps until the bell or the link wakes it; asks ``computing`` meanwhile and does not
-        sleep while that says so.  Raises StepRecalled.
+        sleep while that says so.  Raises StepCancelled.
         """
         began = time.monotonic()
         until = began + self.spin_s
         while not bells.rung(region, step_id):
-            if self.recalling:
-                raise StepRecalled(f"step {step_id}")
+            if self.is_cancelling:
+                raise StepCancelled(f"step {step_id}")
             spins = computing() or time.monotonic() < until
             if spins and any(bells.rung(region, step_id) for _ in range(_LOOKS)):
                 break

@@ -21,12 +21,10 @@ from daemons.errors import describe
 from daemons.options import Options, parse
 from daemons.pulse import Reporter
 from lucevisor.protocol import fault_hooks
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError
-from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
-from lucevisor.protocol.messages import Failed
-from lucevisor.protocol.parent import end_with_parent
-from lucevisor.protocol.states import Channel
+from lucevisor.protocol.messages import Channel, Failed
+from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED, end_with_parent
+from lucevisor.protocol.transport import BlockingLink
 
 
 def main(argv: Sequence[str]) -> int:

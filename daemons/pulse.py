@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Heartbeat, LogLine, Progress
+from lucevisor.protocol.transport import BlockingLink
 
 HEARTBEAT_S = 0.5
 N_WAITING = 1000  # log lines and progress reports kept for a slow supervisor

@@ -167,7 +167,7 @@ class ModelRunner:
     ) -> StepOutput:
         """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled.
 
-        ``await_rows`` of a posted step is called when all but its rows is prepared; it may raise StepRecalled, after
+        ``await_rows`` of a posted step is called when all but its rows is prepared; it may raise StepCancelled, after
         which the step's operations count as applied.  ``queued`` is called before anything waits for the device: the
         time to settle the step before.  That may be deferred, and this step may be queued behind it, where all stages
         are here, or where ``await_rows`` settles it.  ``between``, called between launches, may settle it earlier.

@@ -20,8 +20,8 @@ from daemons.models.stage import LoadedStage
 from daemons.ops.cpu.recording import UnrecordableError
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Space
-from lucevisor.protocol.checks import Check, Measure, Span, Timing
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Check, Measure, Span, Timing
 from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages, Slice, ZeroState
 
 N_WARM = 2

@@ -27,7 +27,7 @@ from lucevisor.model.quant_types import DENSE
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, shard_layouts
-from lucevisor.protocol.checks import Check, Checked, CheckLine, Tune
+from lucevisor.protocol.messages import Check, Checked, CheckLine, Tune
 
 MARGIN = 1.02
 """How much slower the first implementation may measure: two measurements of the same differ by as much."""

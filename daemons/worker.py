@@ -24,7 +24,7 @@ from daemons.check import run_check
 from daemons.errors import DaemonError, describe
 from daemons.failures import failure
 from daemons.identities import opened
-from daemons.inbox import Inbox, StepRecalled
+from daemons.inbox import Inbox, StepCancelled
 from daemons.models.rehearsal import rehearse
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
@@ -34,18 +34,15 @@ from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
 from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.values import Backend
-from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.checks import Check
-from lucevisor.protocol.doorbell import Doorbells
+from lucevisor.protocol.arena import Doorbells
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
-from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.frames import POSTED, Frame
-from lucevisor.protocol.loading import Hello, Load, Rehearse, Rehearsed
-from lucevisor.protocol.messages import PROTOCOL_VERSION, Shutdown
-from lucevisor.protocol.scoring import ScoreWindow, WindowScores
-from lucevisor.protocol.source_hash import source_hash
-from lucevisor.protocol.steps import DraftStep, Recall, Recalled, Reset, ResetDone, Step
-from lucevisor.protocol.transfers import Restore, Save
+from lucevisor.protocol.handshake import source_hash
+from lucevisor.protocol.loading import Hello, Load, WarmedUp, WarmUp
+from lucevisor.protocol.messages import PROTOCOL_VERSION, Check, Restore, Save, ScoreWindow, Shutdown, WindowScores
+from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
+from lucevisor.protocol.steps import CancelPending, DraftStep, PendingCancelled, Reset, ResetDone, Step
+from lucevisor.protocol.transport import BlockingLink
 
 _POLL_S = 5e-5
 """How often the daemon looks whether the device is done while no frame comes; all the time if others wait for it, and
@@ -125,7 +122,7 @@ class _MessageLoop:
         self._n_rows = 0  # of that step
         self._waiting = deque[Frame]()  # what the draft stage shall do behind it
         self._upkeep: tuple[Step, int] | None = None  # a step and its stage that the draft stage has not taken along
-        self._recalled: list[int] = []  # steps that were dropped: a posted one, and all behind it
+        self._cancelled: list[int] = []  # steps that were dropped: a posted one, and all behind it
         self._operated = False  # the operations of the first of them were applied
         self._idle_since = time.monotonic()
 
@@ -230,7 +227,7 @@ class _MessageLoop:
                 return self._score(score)
             case Load() as load:
                 return self._load(load, frame.fds)
-            case Rehearse(load):
+            case WarmUp(load):
                 self._rehearse(load)
                 return None
             case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
@@ -241,12 +238,12 @@ class _MessageLoop:
                 self._end_transfers("the supervisor dropped every sequence")
                 self._runtime.reset()
                 self._inbox.clear()
-                self._recalled, self._operated = [], False
+                self._cancelled, self._operated = [], False
                 self._link.send(ResetDone(token))
                 return None
-            case Recall(stage):
-                self._link.send(Recalled(stage, self._recalled, self._operated))
-                self._recalled, self._operated = [], False
+            case CancelPending(stage):
+                self._link.send(PendingCancelled(stage, self._cancelled, self._operated))
+                self._cancelled, self._operated = [], False
                 return None
             case Check() as order:
                 self._reporter.phase("check")
@@ -261,11 +258,11 @@ class _MessageLoop:
     def _step(self, message: Step | DraftStep, flags: int, wait_s: float) -> int | None:
         step = message.step if isinstance(message, DraftStep) else message
         stage, posted = flags & ~POSTED, bool(flags & POSTED)
-        if isinstance(message, Step) and (self._recalled or (posted and self._inbox.recalling)):
+        if isinstance(message, Step) and (self._cancelled or (posted and self._inbox.is_cancelling)):
             # Also what is not posted: behind one that is dropped it is out of order.
-            self._recalled.append(step.step_id)
+            self._cancelled.append(step.step_id)
             return None
-        if isinstance(message, DraftStep) and step.step_id in self._recalled:
+        if isinstance(message, DraftStep) and step.step_id in self._cancelled:
             return None  # it comes again with its step
         self._reporter.phase("step", step.step_id)
         if isinstance(message, Step) and message.upkeep and self._waiting:
@@ -286,8 +283,8 @@ class _MessageLoop:
                 )
         except (LinkClosed, _StepFailed):
             raise
-        except StepRecalled:
-            self._recalled.append(step.step_id)
+        except StepCancelled:
+            self._cancelled.append(step.step_id)
             self._operated = True
             return None
         except Exception as e:  # process boundary: report, then exit
@@ -358,7 +355,7 @@ class _MessageLoop:
             self._files = opened(load, None)
             done = rehearse(load, self._options.backend, self._files)
         except Exception as error:  # process boundary: the load says it, if it still is so then
-            done = Rehearsed(0.0, describe(error))
+            done = WarmedUp(0.0, describe(error))
         self._link.send(done)
 
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:

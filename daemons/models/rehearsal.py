@@ -27,7 +27,7 @@ from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, LayerRange, Space
 from lucevisor.model.weight_layout import shard_layouts
-from lucevisor.protocol.loading import Load, PoolSizes, Rehearsed, ShardPlan, StagePlan, StageReplay
+from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay, WarmedUp
 from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
 
 FEW_ROWS = 128
@@ -37,7 +37,7 @@ BEHIND = (1023, 778, 502, 301, 131, 47, 21, 6)
 """Tokens of the slices behind the chunks of sequences, at most a chunk: each length is computed by itself."""
 
 
-def rehearse(load: Load, backend: Backend, files: GgufFiles) -> Rehearsed:
+def rehearse(load: Load, backend: Backend, files: GgufFiles) -> WarmedUp:
     """Load some layers of each shard of ``load`` on its device from the open ``files``, replay zeros, and forget them.
 
     On a cpu only kernels are loaded.  What fails is told and left to the Load, which does it anyway.
@@ -54,7 +54,7 @@ def rehearse(load: Load, backend: Backend, files: GgufFiles) -> Rehearsed:
         gc.collect()
         if backend is not Backend.CPU:
             torch.cuda.empty_cache()
-    return Rehearsed(time.monotonic() - started, problem)
+    return WarmedUp(time.monotonic() - started, problem)
 
 
 def _rehearse_shard(spec: ModelSpec, shard: ShardPlan, load: Load, backend: Backend) -> str:

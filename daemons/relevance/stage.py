@@ -25,8 +25,7 @@ from lucevisor.model.pages import pages_of
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, LayerRange, Space
 from lucevisor.protocol.loading import DeviceUse, Load, PoolSizes, ScorePlan, ShardPlan, score_pools
-from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.scoring import ScoreWindow
+from lucevisor.protocol.messages import Progress, ScoreWindow
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, ZeroState
 
 _STAGE = -1

@@ -19,7 +19,7 @@ from daemons.kv.pools import Pools
 from daemons.ops.paged import PagedTensor, Q8Pages
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Q8_GROUP, SCALE, Space, Tier, q8_groups
-from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 
 SEGMENT_BYTES = 8 << 20
 """Bytes of a segment: enough for full speed, few enough to cancel between two of them."""

@@ -22,9 +22,8 @@ from daemons.errors import DaemonError
 from daemons.snapshots.state_map import Conversion, StateMap, StateSegment
 from daemons.snapshots.streams import CopyStream, SnapshotIO, copy_stream_for
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.messages import Failed
+from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, TransferFailed
 from lucevisor.protocol.threads import BegunThread
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
 
 SAVE_NICE = 10
 """Niceness of saving threads, which yield to the compute thread; a request waits for a restore."""

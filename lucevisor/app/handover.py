@@ -27,7 +27,7 @@ import msgspec
 import structlog
 
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol import descriptors
+from lucevisor.protocol import transport as descriptors
 
 log = structlog.get_logger("lucevisor.handover")
 

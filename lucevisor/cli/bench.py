@@ -18,7 +18,7 @@ from lucevisor.config import load, merge_overrides
 from lucevisor.errors import ExitCode
 
 if TYPE_CHECKING:
-    from lucevisor.protocol.checks import CheckLine
+    from lucevisor.protocol.messages import CheckLine
 
 PLAIN = ("draft.kind=off", "cache.prefix_slots=0", "cache.checkpoint_pages=0", "cache.dir=")
 """Settings that make every round the same work; ``--set`` has the last word."""

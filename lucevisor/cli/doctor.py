@@ -10,7 +10,7 @@ import click
 from lucevisor.cli.options import config_argument
 from lucevisor.config import Config, load
 from lucevisor.errors import ExitCode
-from lucevisor.protocol.checks import Check
+from lucevisor.protocol.messages import Check
 from lucevisor.supervision.probe import Probe
 
 

@@ -17,7 +17,7 @@ from lucevisor.cli.progress import SilentDisplay, StartDisplay
 from lucevisor.cli.watch import Watch
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
-from lucevisor.protocol.parent import end_with_parent
+from lucevisor.protocol.process import end_with_parent
 from lucevisor.source_tree import module_command
 
 

@@ -22,11 +22,11 @@ from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import RequestError
-from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.doorbell import ORDERED
+from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.steps import Recalled, Reset, ResetDone, StepResult
+from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepResult
+from lucevisor.protocol.transport import Link
 
 MAX_REPLAYS: Final = 2
 """Loads of a group with a replay since the last loss; the next one goes without, should it be the replay that fails."""
@@ -162,7 +162,7 @@ class PipelineAssembly:
                     self._resetting.discard(group)
                     if not self._resetting:
                         self._all_reset()
-            case StepResult() | Recalled() as result if self._pipeline is not None:
+            case StepResult() | PendingCancelled() as result if self._pipeline is not None:
                 if self._runs(group, result.stage):
                     self._pipeline.receive(result, frame.payload)
                 elif group in self._stage_groups:  # the pipeline would blame the group whose stage it is

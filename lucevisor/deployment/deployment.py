@@ -41,11 +41,11 @@ from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import Arena, descriptors
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.protocol.steps import Step
+from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import AskedStep
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import structlog
 
 from lucevisor.engine.core import Engine
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.steps import Reset
+from lucevisor.protocol.transport import Link
 
 log = structlog.get_logger("assembly")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from lucevisor.config import Config
 from lucevisor.deployment.group_settings import group_devices
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
+from lucevisor.protocol.messages import Check, Checked
 from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.probe import Probe, probe
 from lucevisor.supervision.staging import stage_packages

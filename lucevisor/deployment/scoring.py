@@ -13,10 +13,10 @@ import structlog
 
 from lucevisor.errors import ScoringError
 from lucevisor.placement.result import PlacedScorer
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.scoring import ScoreWindow, WindowScores
+from lucevisor.protocol.messages import ScoreWindow, WindowScores
+from lucevisor.protocol.transport import Link
 
 log = structlog.get_logger("scoring")
 

@@ -23,7 +23,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
 from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, measurement_request
-from lucevisor.protocol.checks import Check, Measure, Timing
+from lucevisor.protocol.messages import Check, Measure, Timing
 from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.probe import Probe, probe
 from lucevisor.supervision.staging import stage_packages

@@ -23,8 +23,8 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.result import Placement
-from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
+from lucevisor.protocol.transport import Link
 from lucevisor.snapshots.layout import unit_tensors
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.snapshots.transfers import Transfer

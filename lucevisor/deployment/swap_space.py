@@ -24,7 +24,7 @@ from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.placement.result import Placement
-from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.snapshots.layout import slot_tensors
 from lucevisor.snapshots.shard_transfers import ShardTransfers
 

@@ -14,7 +14,7 @@ from lucevisor.deployment.group_settings import group_devices, group_threads, ta
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Dtype
 from lucevisor.placement.planner import model_options
-from lucevisor.protocol.checks import Check, CheckLine, Tune
+from lucevisor.protocol.messages import Check, CheckLine, Tune
 from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.probe import probe
 from lucevisor.supervision.staging import stage_packages

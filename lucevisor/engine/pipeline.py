@@ -27,11 +27,11 @@ from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
 from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     DraftStep,
     Masks,
     Operation,
-    Recall,
-    Recalled,
+    PendingCancelled,
     Sampled,
     Step,
     StepResult,
@@ -42,7 +42,7 @@ from lucevisor.protocol.steps import (
 class StageLink(Protocol):
     """The link to the daemon that runs a stage."""
 
-    def send(self, message: bytes | Masks | Recall, /, *, payload: Sequence[bytearray] = ()) -> None:
+    def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
         """Send one encoded frame, or masks with their rows, or a recall, without waiting; never call the pipeline from
         inside.
 
@@ -378,11 +378,11 @@ class Pipeline:
         except (ProtocolError, OSError) as error:
             self._dead_link(stage, f"masks of step {made.message.step_id} could not be sent to stage {stage}: {error}")
 
-    def receive(self, result: StepResult | Recalled, payload: memoryview = _NO_PAYLOAD) -> None:
+    def receive(self, result: StepResult | PendingCancelled, payload: memoryview = _NO_PAYLOAD) -> None:
         """Take a stage's answer: send the step on, or pass it to ``on_result`` when the stage was the last."""
         if not self._open:
             return
-        if isinstance(result, Recalled):
+        if isinstance(result, PendingCancelled):
             self._take_back(result)
             return
         now = self._clock()
@@ -551,9 +551,9 @@ class Pipeline:
             if stage not in self._recalling and any(stage in entry.posted for entry in held):
                 self._recalling.add(stage)
                 with contextlib.suppress(ProtocolError, OSError):  # it is lost, too, of which the owner hears
-                    self._links[stage].send(Recall(stage))
+                    self._links[stage].send(CancelPending(stage))
 
-    def _take_back(self, message: Recalled) -> None:
+    def _take_back(self, message: PendingCancelled) -> None:
         """Take the posted steps back that a stage has not begun, and those behind them."""
         stage = message.stage
         if stage not in self._recalling:

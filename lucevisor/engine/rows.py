@@ -15,7 +15,7 @@ from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.step import StepPlan
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.codec import payload_segments
-from lucevisor.protocol.frames import MAX_PAYLOAD_BYTES
+from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
 
 _FLOAT32_BYTES = 4
 

@@ -18,8 +18,8 @@ from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
+from lucevisor.protocol.messages import SlotPlace
 from lucevisor.protocol.steps import Sampling
-from lucevisor.protocol.transfers import SlotPlace
 
 
 class SlotAccess:

@@ -21,7 +21,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.devices import Inventory, TargetDevice, target_devices
 from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
 from lucevisor.placement.ranges import legal_boundaries
-from lucevisor.protocol.checks import Span, Timing
+from lucevisor.protocol.messages import Span, Timing
 
 PROMPT_TOKENS = 512
 ANSWER_TOKENS = 256

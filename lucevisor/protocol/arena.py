@@ -2,7 +2,11 @@
 
 Knows memfd, seals and mmap; no tensors, no frames.  Invariants: the memory cannot shrink, so reads never raise SIGBUS;
 it has no name in the file system, so a crash leaves nothing behind.  Access is ordered by the frames on the links, or
-by the doorbells in the last page (doorbell.py): there are no locks in shared memory.
+by the doorbells in the last page: there are no locks in shared memory.
+
+Each region has a doorbell, with the step whose rows are there, and when they were.  The reader polls it for a while,
+then sleeps on an event descriptor.  Invariants: a bell is rung after the rows are there, and has one writer; no
+step waits for a bell left by a process that died, as its step is never announced again.
 """
 
 from __future__ import annotations
@@ -10,13 +14,18 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import platform
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Final
 
-from lucevisor.protocol.doorbell import SLOT_BYTES, Doorbells
 from lucevisor.protocol.errors import ArenaError
 from lucevisor.protocol.loading import ArenaPlan
 
+SLOT_BYTES: Final = 64  # a cache line each: the reader of one does not slow the writer of another
+ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+"""Whether this machine's stores become visible in order: a bell must not be seen before the rows."""
 PAGE_BYTES = 4096
 """Alignment of regions, as device drivers require of memory they access directly."""
 
@@ -24,6 +33,47 @@ MAX_ARENA_BYTES = 64 * 1024**3  # more is a mistake in the plan: 16 regions of 8
 MAX_REGIONS = PAGE_BYTES // SLOT_BYTES
 """A bell each, in one page."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Doorbells:
+    """The bells of an arena over ``page``, and ``wake_fd``, an eventfd that this object owns; -1: nobody sleeps."""
+
+    def __init__(self, page: memoryview, wake_fd: int) -> None:
+        self._numbers = page.cast("Q")
+        self.wake_fd = wake_fd
+
+    @staticmethod
+    def make_wake_fd() -> int:
+        """Return a descriptor on which the reader of an arena sleeps; both its stages have it."""
+        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def ring(self, region: int, step_id: int) -> None:
+        """Say that the rows of a step are there."""
+        at = region * (SLOT_BYTES // 8)
+        self._numbers[at + 1] = time.monotonic_ns()
+        self._numbers[at] = step_id
+        if self.wake_fd >= 0:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def rung(self, region: int, step_id: int) -> bool:
+        """Whether the rows of a step are there."""
+        return self._numbers[region * (SLOT_BYTES // 8)] == step_id
+
+    def since_s(self, region: int) -> float:
+        """Seconds since a region's bell was rung."""
+        return (time.monotonic_ns() - self._numbers[region * (SLOT_BYTES // 8) + 1]) / 1e9
+
+    def drain(self) -> None:
+        """Let the next sleep last until the next ring.  Look at the bell after this."""
+        with suppress(BlockingIOError):  # nobody rang
+            os.eventfd_read(self.wake_fd)
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent."""
+        self._numbers.release()
+        if self.wake_fd >= 0:
+            os.close(self.wake_fd)
+            self.wake_fd = -1
 
 
 def stride_bytes(plan: ArenaPlan) -> int:

@@ -12,13 +12,11 @@ from zlib import crc32
 
 import msgspec
 
-from lucevisor.protocol.checks import Check
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.frames import MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES, Header, damaged, pack_header
+from lucevisor.protocol.frames import MAX_DESCRIPTORS, Header, damaged, pack_header
 from lucevisor.protocol.loading import Load
-from lucevisor.protocol.messages import MESSAGES, Message, MessageKind
+from lucevisor.protocol.messages import KIND_OF, MAX_PAYLOAD_BYTES, MESSAGES, Check, Message, MessageKind, Restore, Save
 from lucevisor.protocol.steps import StepResult
-from lucevisor.protocol.transfers import Restore, Save
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,11 +30,9 @@ WITH_DESCRIPTORS = frozenset({MessageKind.LOAD, MessageKind.CHECK, MessageKind.S
 """Kinds whose frames carry descriptors: one per arena and, of a Load, then one that wakes its reader; or the snapshot
 file's."""
 
-KIND_OF: dict[type[Message], MessageKind] = {record: kind for kind, record in MESSAGES.items()}
-
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[MessageKind, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(record, strict=True) for kind, record in MESSAGES.items()
+    kind: msgspec.msgpack.Decoder(message.record, strict=True) for kind, message in MESSAGES.items()
 }
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from lucevisor.protocol.codec import KIND_OF, WITH_DESCRIPTORS, byte_views, decode, encode, n_descriptors
+from lucevisor.protocol.codec import WITH_DESCRIPTORS, byte_views, decode, encode, n_descriptors
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import HEADER_BYTES, KIND_OFFSET, MAGIC, Frame, Header, foreign_bytes, parse_header
-from lucevisor.protocol.messages import Message, MessageKind
-from lucevisor.protocol.states import INITIAL, Channel, LinkState, Role, legal, refusal
+from lucevisor.protocol.messages import KIND_OF, Channel, Message, MessageKind, Role
+from lucevisor.protocol.states import INITIAL, LinkState, legal, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

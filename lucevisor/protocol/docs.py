@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from lucevisor.protocol.codec import WITH_DESCRIPTORS
-from lucevisor.protocol.frames import KIB, LIMITS, MAX_FLAGS, MIB
-from lucevisor.protocol.messages import MESSAGES, MessageKind
-from lucevisor.protocol.states import INITIAL, SENDERS, TRANSITIONS, Channel
+from lucevisor.protocol.frames import MAX_FLAGS
+from lucevisor.protocol.messages import KIB, MESSAGES, MIB, Channel, MessageKind
+from lucevisor.protocol.states import INITIAL, TRANSITIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 COMMAND = "python -m lucevisor.protocol.docs"
@@ -25,21 +25,19 @@ def messages() -> str:
         "| kind | message | channel | from | max metadata | max payload | carries | reason for the limits |",
         "|---:|---|---|---|---:|---:|---|---|",
     ]
-    for kind, record in MESSAGES.items():
-        channel, sender = SENDERS[kind]
+    for kind, message in MESSAGES.items():
         extras = [_descriptors(kind)] if kind in WITH_DESCRIPTORS else []
         if kind in MAX_FLAGS:
             extras.append("stage and whether it is posted in flags" if kind is MessageKind.STEP else "stage in flags")
-        limits = LIMITS[kind]
         cells = [
             str(int(kind)),
-            f"`{record.__name__}`",
-            channel.value,
-            sender.value,
-            _size(limits.metadata_bytes),
-            _size(limits.payload_bytes),
+            f"`{message.record.__name__}`",
+            message.channel.value,
+            message.sender.value,
+            _size(message.max_metadata_bytes),
+            _size(message.max_payload_bytes),
             ", ".join(extras),
-            limits.reason,
+            message.reason,
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -48,7 +46,7 @@ def messages() -> str:
 def fields() -> str:
     """The fields of each record in encoding order."""
     rows = ["| message | encoded as | fields |", "|---|---|---|"]
-    for record in MESSAGES.values():
+    for record in (message.record for message in MESSAGES.values()):
         shape = "array" if record.__struct_config__.array_like else "map"
         names = ", ".join(f"`{name}`" for name in record.__struct_fields__)
         rows.append(f"| `{record.__name__}` | {shape} | {names} |")
@@ -61,8 +59,8 @@ def states() -> str:
     for state, row in TRANSITIONS.items():
         moves: dict[str, list[str]] = {}
         for kind, after in row.items():
-            if SENDERS[kind][0] is Channel.LINK:
-                moves.setdefault(after.name, []).append(MESSAGES[kind].__name__)
+            if MESSAGES[kind].channel is Channel.LINK:
+                moves.setdefault(after.name, []).append(MESSAGES[kind].record.__name__)
         lines += [f"    {state.name} --> {after}: {', '.join(names)}" for after, names in moves.items()]
     return "\n".join([*lines, "```"])
 

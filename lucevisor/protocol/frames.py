@@ -22,23 +22,18 @@ bytes that never arrive.  The payload has none: it is long, and kernel sockets d
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
 
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.messages import PROTOCOL_VERSION, Message, MessageKind
+from lucevisor.protocol.messages import MESSAGES, PROTOCOL_VERSION, Message, MessageKind
 
 MAGIC = b"LVSR"
 HEADER_BYTES = 32
 CHECKED_BYTES = 28  # covered by the header checksum
 KIND_OFFSET = 6
 
-KIB = 1024
-MIB = 1024 * KIB
-MAX_METADATA_BYTES = 4 * MIB
-MAX_PAYLOAD_BYTES = 256 * MIB
 MAX_DESCRIPTORS = 64  # of one frame; the kernel passes at most 253 at once; a pipeline has one arena per boundary
 
 _DIFFER = "supervisor and daemon differ: restart the group after an upgrade"
@@ -48,61 +43,6 @@ _UNCHECKED = struct.Struct("<4sHBBQIII")
 assert _HEADER.size == HEADER_BYTES
 assert _UNCHECKED.size == CHECKED_BYTES
 
-
-class Limits(NamedTuple):
-    """Longest metadata and payload of one kind, in bytes, and why."""
-
-    metadata_bytes: int
-    payload_bytes: int
-    reason: str
-
-
-LIMITS: dict[MessageKind, Limits] = {
-    MessageKind.HELLO: Limits(64 * KIB, 0, "a few hundred bytes per device"),
-    MessageKind.LOAD: Limits(
-        MAX_METADATA_BYTES, 0, "paths of a split file, at most 4 KiB each; 5 bytes for each of 131,072 tokens to replay"
-    ),
-    MessageKind.LOADED: Limits(256 * KIB, 0, "one record per shard, one line per operation"),
-    MessageKind.REHEARSE: Limits(1 * MIB, 0, "as Load, without steps to replay"),
-    MessageKind.REHEARSED: Limits(64 * KIB, 0, "a number and a sentence"),
-    MessageKind.STEP: Limits(
-        MAX_METADATA_BYTES,
-        MAX_PAYLOAD_BYTES,
-        "an id takes at most 5 bytes: the history of a 262,144-token context is 1.3 MiB, a full chunk and the page "
-        "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where there is no arena (planned)",
-    ),
-    MessageKind.STEP_RESULT: Limits(
-        MAX_METADATA_BYTES,
-        MAX_PAYLOAD_BYTES,
-        "at most 15 bytes per log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary",
-    ),
-    MessageKind.DRAFT_STEP: Limits(MAX_METADATA_BYTES, 0, "as Step, and a few ids per slice"),
-    MessageKind.MASKS: Limits(4 * KIB, 64 * MIB, "three numbers; payload: 2,048 rows of a 262,144-word vocabulary"),
-    MessageKind.SCORE_WINDOW: Limits(1 * MIB, 0, "at most 5 bytes per token of a few thousand"),
-    MessageKind.WINDOW_SCORES: Limits(
-        4 * KIB, 4 * MIB, "three numbers; payload: float32 scores of a window of 1 Mi tokens"
-    ),
-    MessageKind.FAILED: Limits(1 * MIB, 0, "a traceback"),
-    MessageKind.RECALL: Limits(4 * KIB, 0, "one number"),
-    MessageKind.RECALLED: Limits(64 * KIB, 0, "an id for each step in flight"),
-    MessageKind.RESET: Limits(4 * KIB, 0, "one number"),
-    MessageKind.CHECK: Limits(1 * MIB, 0, "paths, as in Load"),
-    MessageKind.CHECKED: Limits(1 * MIB, 0, "one line per device and layer"),
-    MessageKind.SHUTDOWN: Limits(64 * KIB, 0, "one sentence"),
-    MessageKind.SAVE: Limits(
-        MAX_METADATA_BYTES,
-        0,
-        "at most 200 bytes per tensor, 1,024 layers of 4; 5 bytes per page, 16,384 for 1 Mi tokens",
-    ),
-    MessageKind.SAVED: Limits(4 * KIB, 0, "three numbers"),
-    MessageKind.RESTORE: Limits(MAX_METADATA_BYTES, 0, "as Save"),
-    MessageKind.RESTORED: Limits(4 * KIB, 0, "three numbers and a remark"),
-    MessageKind.RESET_DONE: Limits(4 * KIB, 0, "one number"),
-    MessageKind.TRANSFER_FAILED: Limits(1 * MIB, 0, "a traceback"),
-    MessageKind.HEARTBEAT: Limits(4 * KIB, 0, "a dozen numbers"),
-    MessageKind.PROGRESS: Limits(4 * KIB, 0, "a dozen numbers"),
-    MessageKind.LOG_LINE: Limits(256 * KIB, 0, "one record; the sender truncates long texts"),
-}
 
 MAX_FLAGS: dict[MessageKind, int] = {MessageKind.STEP: 255, MessageKind.DRAFT_STEP: 255}
 """Largest flags value per kind.  A Step's flags hold its target stage: one record serves every stage of a daemon."""
@@ -139,8 +79,8 @@ class Header(msgspec.Struct, frozen=True):
 
 # Number -> (kind, max flags, max metadata and payload bytes): one lookup per frame.
 _BOUNDS = {
-    int(kind): (kind, MAX_FLAGS.get(kind, 0), limits.metadata_bytes, limits.payload_bytes)
-    for kind, limits in LIMITS.items()
+    int(kind): (kind, MAX_FLAGS.get(kind, 0), message.max_metadata_bytes, message.max_payload_bytes)
+    for kind, message in MESSAGES.items()
 }
 
 

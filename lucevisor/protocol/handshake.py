@@ -1,16 +1,20 @@
-"""Handshake: validate a daemon's Hello before sending it anything to load.
+"""Handshake: validate a daemon's Hello before sending it anything to load, and hash the code that both ends run.
 
-Pure: records in, problems out.  Invariant: every problem carries the line that fixes it, and all problems are reported
-at once, so an environment can be fixed in one pass.
+Every problem carries the line that fixes it, and all problems are reported at once, so an environment can be fixed in
+one pass.  Equal hashes mean equal names and bytes of every Python file of the three packages.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
 
 import msgspec
 
 from lucevisor.model.values import Backend
+from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.loading import DeviceInfo, Hello
 from lucevisor.protocol.messages import PROTOCOL_VERSION
 
@@ -147,3 +151,35 @@ def older(version: str, minimum: str) -> bool:
 
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
+
+
+# ---- source hash
+
+SHARED_PACKAGES = ("model", "protocol")
+"""Packages of lucevisor that daemons import."""
+
+_N_DIGITS = 16
+
+
+def source_hash(lucevisor: Path, daemons: Path) -> str:
+    """16 hex digits over the names and bytes of the ``*.py`` files of the shared packages and the daemon's own.
+
+    The daemon passes the directories it imported from, the supervisor those it puts on the daemon's path.
+    ProtocolError when a directory has no Python files, OSError when one cannot be read.
+    """
+    digest = sha256()
+    for label, directory in (*((name, lucevisor / name) for name in SHARED_PACKAGES), ("daemons", daemons)):
+        paths = sorted(_sources(directory), key=lambda path: path.relative_to(directory).as_posix())
+        if not paths:
+            raise ProtocolError("no Python files", str(directory), "pass the directory of the installed package")
+        for path in paths:
+            name = f"{label}/{path.relative_to(directory).as_posix()}".encode()
+            data = path.read_bytes()
+            # Length-prefixed: no content can imitate the boundary between two files.
+            digest.update(len(name).to_bytes(4, "little") + name + len(data).to_bytes(8, "little"))
+            digest.update(data)
+    return digest.hexdigest()[:_N_DIGITS]
+
+
+def _sources(directory: Path) -> Iterable[Path]:
+    return (path for path in directory.rglob("*.py") if path.is_file())

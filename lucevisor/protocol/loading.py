@@ -234,7 +234,7 @@ class Load(msgspec.Struct, frozen=True):
     spin_s: float = 0.0  # how long a stage polls the doorbell of a step's rows before it sleeps
 
 
-class Rehearse(msgspec.Struct, frozen=True):
+class WarmUp(msgspec.Struct, frozen=True):
     """Prepare for a Load like ``load``, which the group's present daemon was given: open its files, load kernels.
 
     ``load`` has no replay, and no descriptors follow.
@@ -243,8 +243,8 @@ class Rehearse(msgspec.Struct, frozen=True):
     load: Load
 
 
-class Rehearsed(msgspec.Struct, frozen=True):
-    """Answer to Rehearse.  ``problem``: what was left out, and why; the Load will do it."""
+class WarmedUp(msgspec.Struct, frozen=True):
+    """Answer to WarmUp.  ``problem``: what was left out, and why; the Load will do it."""
 
     seconds: float
     problem: str = ""

@@ -1,29 +1,49 @@
-"""All messages of the protocol as typed records, and their kinds.
+"""All messages of the protocol: their records, and one table with the kind, the sender and the limits of each.
 
-A frame's kind selects the record, so metadata carries no type tag; :data:`MESSAGES` is the only table of kinds.
-Records on the hot path (``Step``, ``StepResult``) are encoded as arrays.  No sockets, no tensors.
-
-Direction: ``link`` carries Load, Rehearse, Step, DraftStep, Masks, ScoreWindow, Recall, Reset, Check, Save, Restore and
-Shutdown down, and Hello, Loaded, Rehearsed, StepResult, WindowScores, Recalled, ResetDone, Failed, Checked, Saved,
-Restored and TransferFailed up; ``pulse`` carries Heartbeat, Progress and LogLine up.
-
-The records of loading, checks, steps and transfers live in their own modules.  docs/protocol.md is generated from them.
+A frame's kind selects the record, so metadata carries no type tag.  The records of steps and of loading have their own
+modules.  docs/protocol.md is generated from this package.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Literal
+from enum import IntEnum, StrEnum
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from lucevisor.protocol.checks import Check, Checked
-from lucevisor.protocol.loading import Hello, Load, Loaded, Rehearse, Rehearsed
-from lucevisor.protocol.scoring import ScoreWindow, WindowScores
-from lucevisor.protocol.steps import DraftStep, Masks, Recall, Recalled, Reset, ResetDone, Step, StepResult
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, TransferFailed
+from lucevisor.model.values import Dtype, LayerRange
+from lucevisor.protocol.loading import ArenaPlan, Hello, Load, Loaded, WarmedUp, WarmUp
+from lucevisor.protocol.steps import (
+    CancelPending,
+    DraftStep,
+    Masks,
+    PendingCancelled,
+    Reset,
+    ResetDone,
+    Step,
+    StepResult,
+)
 
 PROTOCOL_VERSION = 1
+
+KIB = 1024
+MIB = 1024 * KIB
+MAX_METADATA_BYTES = 4 * MIB
+MAX_PAYLOAD_BYTES = 256 * MIB
+
+
+class Role(StrEnum):
+    """The two ends."""
+
+    SUPERVISOR = "supervisor"
+    DAEMON = "daemon"
+
+
+class Channel(StrEnum):
+    """The two sockets of a daemon."""
+
+    LINK = "link"
+    PULSE = "pulse"
 
 
 class MessageKind(IntEnum):
@@ -49,10 +69,10 @@ class MessageKind(IntEnum):
     MASKS = 18
     SCORE_WINDOW = 19
     WINDOW_SCORES = 20
-    RECALL = 21
-    RECALLED = 22
-    REHEARSE = 23
-    REHEARSED = 24
+    CANCEL_PENDING = 21
+    PENDING_CANCELLED = 22
+    WARM_UP = 23
+    WARMED_UP = 24
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -106,62 +126,252 @@ class LogLine(msgspec.Struct, frozen=True):
     fields: dict[str, str | int | float | bool | None] = {}
 
 
-Message = (
-    Hello
-    | Load
-    | Loaded
-    | Rehearse
-    | Rehearsed
-    | Step
-    | DraftStep
-    | Masks
-    | ScoreWindow
-    | StepResult
-    | WindowScores
-    | Failed
-    | Recall
-    | Recalled
-    | Reset
-    | ResetDone
-    | Check
-    | Checked
-    | Shutdown
-    | Save
-    | Saved
-    | Restore
-    | Restored
-    | TransferFailed
-    | Heartbeat
-    | Progress
-    | LogLine
-)
+# ---- checks of devices, and times of layers for a placement
 
-MESSAGES: dict[MessageKind, type[Message]] = {
-    MessageKind.HELLO: Hello,
-    MessageKind.LOAD: Load,
-    MessageKind.LOADED: Loaded,
-    MessageKind.REHEARSE: Rehearse,
-    MessageKind.REHEARSED: Rehearsed,
-    MessageKind.STEP: Step,
-    MessageKind.DRAFT_STEP: DraftStep,
-    MessageKind.MASKS: Masks,
-    MessageKind.SCORE_WINDOW: ScoreWindow,
-    MessageKind.WINDOW_SCORES: WindowScores,
-    MessageKind.STEP_RESULT: StepResult,
-    MessageKind.FAILED: Failed,
-    MessageKind.RECALL: Recall,
-    MessageKind.RECALLED: Recalled,
-    MessageKind.RESET: Reset,
-    MessageKind.CHECK: Check,
-    MessageKind.CHECKED: Checked,
-    MessageKind.SHUTDOWN: Shutdown,
-    MessageKind.SAVE: Save,
-    MessageKind.SAVED: Saved,
-    MessageKind.RESTORE: Restore,
-    MessageKind.RESTORED: Restored,
-    MessageKind.RESET_DONE: ResetDone,
-    MessageKind.TRANSFER_FAILED: TransferFailed,
-    MessageKind.HEARTBEAT: Heartbeat,
-    MessageKind.PROGRESS: Progress,
-    MessageKind.LOG_LINE: LogLine,
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Layers to time on a device, with the embedding and the output matrix where set."""
+
+    device: int
+    layers: LayerRange
+    embedding: bool = False
+    output: bool = False
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """Time each of ``spans`` for a slice of ``n_rows`` tokens from position 0, and for one token after it."""
+
+    spans: list[Span]
+    kv_dtype: Dtype
+    n_rows: int
+    threads: int = 0
+    options: dict[str, str] = {}
+
+
+class Tune(msgspec.Struct, frozen=True):
+    """Measure on each of ``devices`` up to how many rows each kernel is the fastest for the model's matrices, and keep
+    that for later loads."""
+
+    devices: list[int]
+    threads: int = 0
+    options: dict[str, str] = {}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Compare one layer on every visible device with the float32 cpu reference, and map ``arenas``, whose descriptors
+    travel with the frame.  With ``measure`` or ``tune``, time layers or kernels instead of comparing one."""
+
+    files: list[str]
+    layer: int
+    dtype: Dtype
+    arenas: list[ArenaPlan] = []
+    measure: Measure | None = None
+    tune: Tune | None = None
+
+
+class CheckLine(msgspec.Struct, frozen=True):
+    subject: str  # "cuda:0 layer 3", "arena"
+    ok: bool
+    detail: str
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds for the layers of a Span, for one token and for ``Measure.n_rows``.  ``end_``: its embedding and output,
+    the output for one row in both."""
+
+    decode_s: float
+    prefill_s: float
+    end_decode_s: float = 0.0
+    end_prefill_s: float = 0.0
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """Answer to Check.  ``timings``: one per Span, in order; empty when one failed, which ``lines`` then reports.
+    ``lines``: also one for each limit that was tuned.  ``warnings``: what costs speed and can be fixed."""
+
+    lines: list[CheckLine]
+    timings: list[Timing] = []
+    warnings: list[str] = []
+
+
+# ---- scoring by the small model of PFlash
+
+
+class ScoreWindow(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive tokens of a window for the scoring model: ``tokens[i]`` is at position ``start + i``.
+
+    ``start`` 0 begins a window and ends the one before.  ``n_query`` is 0 except with the last tokens of a window:
+    the attention of the last ``n_query`` of them, all in this message, is then the score of every token of the window.
+    """
+
+    window: int  # number of the window, for the answer
+    start: int
+    tokens: list[int]
+    n_query: int = 0
+
+
+class WindowScores(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to ScoreWindow.  Payload: with a window's last tokens, float32 scores of all its ``n_scores`` tokens."""
+
+    window: int
+    n_scores: int
+    compute_s: float = 0.0
+
+
+# ---- snapshot transfers
+
+
+class SnapshotTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a snapshot file (docs/snapshot-format.md) and the location of its bytes.
+
+    ``kind`` identifies it within its ``layer``: the name of a state tensor, with suffix ``.scale`` for the scales of
+    q8_0.  Axis 0 of a paged tensor is positions, starting at ``first`` (window layers keep only visible positions).
+    ``draft``: of the drafter, whose layers are numbered by themselves.
+    """
+
+    name: str
+    layer: int  # absolute
+    kind: str
+    dtype: str  # in safetensors notation: F32, BF16, F16, I8
+    shape: tuple[int, ...]
+    offset: int  # from the start of the file
+    n_bytes: int
+    first: int = 0
+    draft: bool = False
+
+
+class SlotPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Pages and state of a prefix slot of ``n_tokens``.
+
+    ``full[i]`` holds positions [64 i, 64 i + 64), ``window[i]`` those of entry ``first_window + i``; ``state`` is the
+    recurrent state, -1 if none.
+    """
+
+    n_tokens: int
+    full: list[int] = []
+    window: list[int] = []
+    first_window: int = 0
+    state: int = -1
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Write ``tensors``, those of the daemon's layers, to a snapshot file, whose descriptor travels with the frame.
+
+    The supervisor keeps every page and state of ``place`` unchanged until the answer, so steps continue meanwhile.
+    ``file`` is for error messages.  Answered by Saved or TransferFailed.
+    """
+
+    transfer: int
+    file: str
+    place: SlotPlace
+    tensors: list[SnapshotTensor]
+
+
+class Saved(msgspec.Struct, frozen=True):
+    transfer: int
+    n_bytes: int
+    seconds: float
+
+
+class Restore(msgspec.Struct, frozen=True):
+    """Read ``tensors`` from a snapshot file into the pages and state of ``place``, which no sequence uses yet.
+
+    The transfer owns them until it is answered by Restored or TransferFailed.  ``place.n_tokens`` may be less than the
+    file holds.
+    """
+
+    transfer: int
+    file: str
+    place: SlotPlace
+    tensors: list[SnapshotTensor]
+
+
+class Restored(msgspec.Struct, frozen=True):
+    transfer: int
+    n_bytes: int
+    seconds: float
+    converted: str = ""  # "BF16 to float32" when file and pools hold different number formats
+
+
+class TransferFailed(msgspec.Struct, frozen=True):
+    """Answer to a Save or Restore that failed; the daemon keeps running.  A device failure is a Failed instead."""
+
+    transfer: int
+    where: str  # file and tensor
+    reason: str
+    advice: str
+    details: str = ""  # traceback
+
+
+# ---- the table
+
+
+Command = (
+    Load | WarmUp | Step | DraftStep | Masks | ScoreWindow | CancelPending | Reset | Check | Save | Restore | Shutdown
+)
+Answer = (
+    Hello | Loaded | WarmedUp | StepResult | WindowScores | PendingCancelled | ResetDone | Checked | Saved | Restored
+)
+Message = Command | Answer | TransferFailed | Failed | Heartbeat | Progress | LogLine
+
+
+class MessageType(NamedTuple):
+    """A kind of message.  ``reason``: of the limits, which are in bytes."""
+
+    record: type[Message]
+    sender: Role
+    max_metadata_bytes: int
+    max_payload_bytes: int
+    reason: str
+    channel: Channel = Channel.LINK
+
+
+_STEP_LIMITS = (
+    "an id takes at most 5 bytes: the history of a 262,144-token context is 1.3 MiB, a full chunk and the page "
+    "tables of 64 such contexts another 1.5 MiB; payload: boundary rows where there is no arena (planned)"
+)
+_RESULT_LIMITS = (
+    "at most 15 bytes per log-probability pair; payload: float32 logits of 256 rows of a 262,144-word vocabulary"
+)
+_LOAD_LIMITS = "paths of a split file, at most 4 KiB each; 5 bytes for each of 131,072 tokens to replay"
+_SAVE_LIMITS = "at most 200 bytes per tensor, 1,024 layers of 4; 5 bytes per page, 16,384 for 1 Mi tokens"
+
+_UP, _DOWN = Role.DAEMON, Role.SUPERVISOR
+MESSAGES: dict[MessageKind, MessageType] = {
+    MessageKind.HELLO: MessageType(Hello, _UP, 64 * KIB, 0, "a few hundred bytes per device"),
+    MessageKind.LOAD: MessageType(Load, _DOWN, MAX_METADATA_BYTES, 0, _LOAD_LIMITS),
+    MessageKind.LOADED: MessageType(Loaded, _UP, 256 * KIB, 0, "one record per shard, one line per operation"),
+    MessageKind.WARM_UP: MessageType(WarmUp, _DOWN, 1 * MIB, 0, "as Load, without steps to replay"),
+    MessageKind.WARMED_UP: MessageType(WarmedUp, _UP, 64 * KIB, 0, "a number and a sentence"),
+    MessageKind.STEP: MessageType(Step, _DOWN, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, _STEP_LIMITS),
+    MessageKind.STEP_RESULT: MessageType(StepResult, _UP, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, _RESULT_LIMITS),
+    MessageKind.DRAFT_STEP: MessageType(DraftStep, _DOWN, MAX_METADATA_BYTES, 0, "as Step, and a few ids per slice"),
+    MessageKind.MASKS: MessageType(
+        Masks, _DOWN, 4 * KIB, 64 * MIB, "three numbers; payload: 2,048 rows of a 262,144-word vocabulary"
+    ),
+    MessageKind.SCORE_WINDOW: MessageType(
+        ScoreWindow, _DOWN, 1 * MIB, 0, "at most 5 bytes per token of a few thousand"
+    ),
+    MessageKind.WINDOW_SCORES: MessageType(
+        WindowScores, _UP, 4 * KIB, 4 * MIB, "three numbers; payload: float32 scores of a window of 1 Mi tokens"
+    ),
+    MessageKind.CANCEL_PENDING: MessageType(CancelPending, _DOWN, 4 * KIB, 0, "one number"),
+    MessageKind.PENDING_CANCELLED: MessageType(PendingCancelled, _UP, 64 * KIB, 0, "an id for each step in flight"),
+    MessageKind.RESET: MessageType(Reset, _DOWN, 4 * KIB, 0, "one number"),
+    MessageKind.RESET_DONE: MessageType(ResetDone, _UP, 4 * KIB, 0, "one number"),
+    MessageKind.CHECK: MessageType(Check, _DOWN, 1 * MIB, 0, "paths, as in Load"),
+    MessageKind.CHECKED: MessageType(Checked, _UP, 1 * MIB, 0, "one line per device and layer"),
+    MessageKind.SAVE: MessageType(Save, _DOWN, MAX_METADATA_BYTES, 0, _SAVE_LIMITS),
+    MessageKind.SAVED: MessageType(Saved, _UP, 4 * KIB, 0, "three numbers"),
+    MessageKind.RESTORE: MessageType(Restore, _DOWN, MAX_METADATA_BYTES, 0, "as Save"),
+    MessageKind.RESTORED: MessageType(Restored, _UP, 4 * KIB, 0, "three numbers and a remark"),
+    MessageKind.TRANSFER_FAILED: MessageType(TransferFailed, _UP, 1 * MIB, 0, "a traceback"),
+    MessageKind.SHUTDOWN: MessageType(Shutdown, _DOWN, 64 * KIB, 0, "one sentence"),
+    MessageKind.FAILED: MessageType(Failed, _UP, 1 * MIB, 0, "a traceback"),
+    MessageKind.HEARTBEAT: MessageType(Heartbeat, _UP, 4 * KIB, 0, "a dozen numbers", Channel.PULSE),
+    MessageKind.PROGRESS: MessageType(Progress, _UP, 4 * KIB, 0, "a dozen numbers", Channel.PULSE),
+    MessageKind.LOG_LINE: MessageType(
+        LogLine, _UP, 256 * KIB, 0, "one record; the sender truncates long texts", Channel.PULSE
+    ),
 }
+KIND_OF: dict[type[Message], MessageKind] = {message.record: kind for kind, message in MESSAGES.items()}

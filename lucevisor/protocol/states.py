@@ -7,23 +7,9 @@ message is in transit, so messages may cross.
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import Enum
 
-from lucevisor.protocol.messages import MessageKind
-
-
-class Role(StrEnum):
-    """The two ends."""
-
-    SUPERVISOR = "supervisor"
-    DAEMON = "daemon"
-
-
-class Channel(StrEnum):
-    """The two sockets of a daemon."""
-
-    LINK = "link"
-    PULSE = "pulse"
+from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
 
 
 class LinkState(Enum):
@@ -36,37 +22,9 @@ class LinkState(Enum):
     CLOSING = "closing"  # Shutdown was sent; what the daemon still sends is read
 
 
-SENDERS: dict[MessageKind, tuple[Channel, Role]] = {
-    MessageKind.HELLO: (Channel.LINK, Role.DAEMON),
-    MessageKind.LOAD: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.LOADED: (Channel.LINK, Role.DAEMON),
-    MessageKind.REHEARSE: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.REHEARSED: (Channel.LINK, Role.DAEMON),
-    MessageKind.STEP: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.DRAFT_STEP: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.MASKS: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.SCORE_WINDOW: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.WINDOW_SCORES: (Channel.LINK, Role.DAEMON),
-    MessageKind.STEP_RESULT: (Channel.LINK, Role.DAEMON),
-    MessageKind.FAILED: (Channel.LINK, Role.DAEMON),
-    MessageKind.RECALL: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.RECALLED: (Channel.LINK, Role.DAEMON),
-    MessageKind.RESET: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.CHECK: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.CHECKED: (Channel.LINK, Role.DAEMON),
-    MessageKind.SHUTDOWN: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.SAVE: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.SAVED: (Channel.LINK, Role.DAEMON),
-    MessageKind.RESTORE: (Channel.LINK, Role.SUPERVISOR),
-    MessageKind.RESTORED: (Channel.LINK, Role.DAEMON),
-    MessageKind.RESET_DONE: (Channel.LINK, Role.DAEMON),
-    MessageKind.TRANSFER_FAILED: (Channel.LINK, Role.DAEMON),
-    MessageKind.HEARTBEAT: (Channel.PULSE, Role.DAEMON),
-    MessageKind.PROGRESS: (Channel.PULSE, Role.DAEMON),
-    MessageKind.LOG_LINE: (Channel.PULSE, Role.DAEMON),
-}
-
 INITIAL: dict[Channel, LinkState] = {Channel.LINK: LinkState.GREETING, Channel.PULSE: LinkState.READY}
+
+_BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED, MessageKind.WARM_UP, MessageKind.WARMED_UP}
 
 TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.GREETING: {
@@ -76,8 +34,8 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.IDLE: {
         MessageKind.LOAD: LinkState.LOADING,
-        MessageKind.REHEARSE: LinkState.IDLE,
-        MessageKind.REHEARSED: LinkState.IDLE,
+        MessageKind.WARM_UP: LinkState.IDLE,
+        MessageKind.WARMED_UP: LinkState.IDLE,
         MessageKind.CHECK: LinkState.IDLE,
         MessageKind.CHECKED: LinkState.IDLE,
         MessageKind.FAILED: LinkState.IDLE,
@@ -85,65 +43,37 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.LOADING: {
         MessageKind.LOADED: LinkState.READY,
-        MessageKind.REHEARSED: LinkState.LOADING,  # answer to a Rehearse sent before the Load
+        MessageKind.WARMED_UP: LinkState.LOADING,  # answer to a WarmUp sent before the Load
         MessageKind.CHECKED: LinkState.LOADING,  # answer to a Check sent before the Load
         MessageKind.FAILED: LinkState.LOADING,  # a process loads once: the next Load goes to the next process
         MessageKind.SHUTDOWN: LinkState.CLOSING,
     },
-    LinkState.READY: {
-        MessageKind.STEP: LinkState.READY,
-        MessageKind.DRAFT_STEP: LinkState.READY,
-        MessageKind.MASKS: LinkState.READY,
-        MessageKind.SCORE_WINDOW: LinkState.READY,
-        MessageKind.WINDOW_SCORES: LinkState.READY,
-        MessageKind.STEP_RESULT: LinkState.READY,
-        MessageKind.RECALL: LinkState.READY,
-        MessageKind.RECALLED: LinkState.READY,
-        MessageKind.RESET: LinkState.READY,
-        MessageKind.RESET_DONE: LinkState.READY,
-        MessageKind.CHECK: LinkState.READY,
-        MessageKind.CHECKED: LinkState.READY,
-        MessageKind.SAVE: LinkState.READY,
-        MessageKind.SAVED: LinkState.READY,
-        MessageKind.RESTORE: LinkState.READY,
-        MessageKind.RESTORED: LinkState.READY,
-        MessageKind.TRANSFER_FAILED: LinkState.READY,
-        MessageKind.FAILED: LinkState.READY,
-        MessageKind.SHUTDOWN: LinkState.CLOSING,
-        MessageKind.HEARTBEAT: LinkState.READY,
-        MessageKind.PROGRESS: LinkState.READY,
-        MessageKind.LOG_LINE: LinkState.READY,
-    },
-    LinkState.CLOSING: {
-        MessageKind.HELLO: LinkState.CLOSING,  # was in transit when Shutdown was sent; so were the others
-        MessageKind.LOADED: LinkState.CLOSING,
-        MessageKind.REHEARSED: LinkState.CLOSING,
-        MessageKind.STEP_RESULT: LinkState.CLOSING,
-        MessageKind.WINDOW_SCORES: LinkState.CLOSING,
-        MessageKind.RECALLED: LinkState.CLOSING,
-        MessageKind.RESET_DONE: LinkState.CLOSING,
-        MessageKind.FAILED: LinkState.CLOSING,
-        MessageKind.CHECKED: LinkState.CLOSING,
-        MessageKind.SAVED: LinkState.CLOSING,
-        MessageKind.RESTORED: LinkState.CLOSING,
-        MessageKind.TRANSFER_FAILED: LinkState.CLOSING,
-        MessageKind.SHUTDOWN: LinkState.CLOSING,  # a second stop
+    LinkState.READY: {kind: LinkState.READY for kind in MESSAGES if kind not in _BEFORE_READY}
+    | {MessageKind.SHUTDOWN: LinkState.CLOSING},
+    LinkState.CLOSING: {  # answers were in transit when Shutdown was sent, which may be sent again
+        kind: LinkState.CLOSING
+        for kind, message in MESSAGES.items()
+        if kind is MessageKind.SHUTDOWN or (message.channel is Channel.LINK and message.sender is Role.DAEMON)
     },
 }
 
 
 def legal(channel: Channel, sender: Role) -> dict[LinkState, dict[MessageKind, LinkState]]:
-    """The part of :data:`TRANSITIONS` that ``sender`` drives on ``channel``."""
+    """Return the part of :data:`TRANSITIONS` that ``sender`` drives on ``channel``."""
     return {
-        state: {kind: after for kind, after in row.items() if SENDERS[kind] == (channel, sender)}
+        state: {kind: after for kind, after in row.items() if _sender(kind) == (channel, sender)}
         for state, row in TRANSITIONS.items()
     }
 
 
 def refusal(channel: Channel, sender: Role, state: LinkState, kind: MessageKind) -> str:
-    """Why ``sender`` must not send ``kind`` on ``channel`` in this state."""
-    right_channel, right_sender = SENDERS[kind]
+    """Return why ``sender`` must not send ``kind`` on ``channel`` in this state."""
+    right_channel, right_sender = _sender(kind)
     if (right_channel, right_sender) != (channel, sender):
         return f"{kind.name} is sent by the {right_sender} on the {right_channel}, not by the {sender} on the {channel}"
     allowed = ", ".join(k.name for k in legal(channel, sender)[state]) or "nothing"
     return f"{kind.name} is not allowed in state {state.value}, where the {sender} may send {allowed}"
+
+
+def _sender(kind: MessageKind) -> tuple[Channel, Role]:
+    return MESSAGES[kind].channel, MESSAGES[kind].sender

@@ -361,16 +361,18 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     invalid: list[int] = []  # of the output stage: sequences whose logits are NaN or infinite; their tokens are void
 
 
-class Recall(msgspec.Struct, frozen=True):
+class CancelPending(msgspec.Struct, frozen=True):
     """Drop the posted steps sent before this that have not begun, and all behind them: a stage before is lost.
-    Answered by Recalled."""
+    Answered by PendingCancelled."""
 
     stage: int
 
 
-class Recalled(msgspec.Struct, frozen=True):
-    """Answer to Recall.  Steps that are not among these were answered before.  ``operated``: the operations of the
-    first of them were applied already."""
+class PendingCancelled(msgspec.Struct, frozen=True):
+    """Answer to CancelPending.  Steps that are not among these were answered before.
+
+    ``operated``: the operations of the first of them were applied already.
+    """
 
     stage: int
     step_ids: list[int]

@@ -16,9 +16,8 @@ import msgspec
 
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import Hello, Load, Loaded
-from lucevisor.protocol.messages import Heartbeat, Message, Progress
-from lucevisor.protocol.scoring import WindowScores
-from lucevisor.protocol.steps import PENDING, Recalled, Sampled, Scored, Slice, Step, StepResult
+from lucevisor.protocol.messages import Heartbeat, Message, Progress, WindowScores
+from lucevisor.protocol.steps import PENDING, PendingCancelled, Sampled, Scored, Slice, Step, StepResult
 
 MAX_INTEGER: Final = 2**56
 """More than any count or number of bytes."""
@@ -105,8 +104,8 @@ def _check_message(message: Message, payload: memoryview, daemon: DaemonFacts) -
         case Progress():
             _check_counts("Progress", done_bytes=message.done_bytes, total_bytes=message.total_bytes)
             _require(message.stage in daemon.stages or message.stage == -1, f"Progress is of stage {message.stage}")
-        case Recalled(stage=stage):
-            _require(stage in daemon.stages, f"Recalled is of stage {stage}, which it does not run")
+        case PendingCancelled(stage=stage):
+            _require(stage in daemon.stages, f"PendingCancelled is of stage {stage}, which it does not run")
         case WindowScores(n_scores=n_scores, compute_s=compute_s):
             _check_counts("WindowScores", n_scores=n_scores)
             _check_time("WindowScores.compute_s", compute_s, daemon.age_s)

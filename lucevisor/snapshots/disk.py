@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 
 from lucevisor.errors import ConfigError
-from lucevisor.protocol.transfers import SnapshotTensor
+from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots.file_format import LENGTH_BYTES, header_bytes, parse
 from lucevisor.snapshots.layout import Fault, SnapshotError, SnapshotHeader
 from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, read_name, victims

@@ -20,7 +20,7 @@ import msgspec
 
 from lucevisor.kv.residency import PagedOut
 from lucevisor.model.values import PAGE_TOKENS, Dtype
-from lucevisor.protocol.transfers import SnapshotTensor
+from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots.layout import (
     DRAFT,
     ITEM_BYTES,

@@ -17,7 +17,7 @@ from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import SCALE, Dtype, LayerRange, Space
-from lucevisor.protocol.transfers import SnapshotTensor
+from lucevisor.protocol.messages import SnapshotTensor
 
 Q8_GROUP = 32
 TARGET, DRAFT = "layers", "draft"

@@ -31,7 +31,7 @@ from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import Placement
-from lucevisor.protocol.transfers import SlotPlace
+from lucevisor.protocol.messages import SlotPlace
 from lucevisor.snapshots.async_store import AsyncSnapshotStore
 from lucevisor.snapshots.layout import DraftModel, Fault, NextToken, SlotRecord, StateModel
 from lucevisor.snapshots.policy import (

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from lucevisor.model.values import LayerRange
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor, TransferFailed
+from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor, TransferFailed
+from lucevisor.protocol.transport import Link
 from lucevisor.snapshots.transfers import Transfer, TransferKind, TransferTable
 
 

@@ -24,7 +24,7 @@ import structlog
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.model.values import LayerRange
-from lucevisor.protocol.transfers import SnapshotTensor
+from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.index import RemovedFiles, SnapshotIndex

@@ -24,7 +24,7 @@ import structlog
 
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import LayerRange
-from lucevisor.protocol.transfers import SnapshotTensor
+from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
 from lucevisor.snapshots.file_format import lay_out, pack

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
+from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import MAX_INTEGER, AskedStep
 from lucevisor.supervision.states import State
 

@@ -25,10 +25,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.states import Channel
+from lucevisor.protocol.messages import Channel
+from lucevisor.protocol.transport import Link
 from lucevisor.supervision.environment import Handles, Launch
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.output import Lines

@@ -18,13 +18,13 @@ import structlog
 from msgspec.structs import replace
 
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
-from lucevisor.protocol.loading import Hello, Load, Loaded, Rehearse, Rehearsed
+from lucevisor.protocol.loading import Hello, Load, Loaded, WarmedUp, WarmUp
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import StepResult
+from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import DaemonFacts, fault_of
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
@@ -99,7 +99,7 @@ class Daemon:
         """
         self._on_rehearsed = done
         with contextlib.suppress(ProtocolError):
-            self.link.send(Rehearse(replace(load, replay=[])))
+            self.link.send(WarmUp(replace(load, replay=[])))
 
     # ---- instructions of the machine
 
@@ -202,7 +202,7 @@ class Daemon:
                 self.loaded = loaded
                 problem = self._callbacks.check_loaded(self.name, loaded)
                 self._emit(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
-            case Rehearsed(seconds, problem):
+            case WarmedUp(seconds, problem):
                 self._log.info("rehearsed", seconds=round(seconds, 3), left_out=problem or None)
                 self._on_rehearsed()
             case Failed() as failed:

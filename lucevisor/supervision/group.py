@@ -18,10 +18,10 @@ from lucevisor import awake
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.handshake import Expected
 from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Heartbeat
+from lucevisor.protocol.transport import Link
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import SpawnError

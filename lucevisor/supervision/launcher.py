@@ -13,9 +13,9 @@ from typing import Protocol
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.transport import Link
 from lucevisor.supervision.child import Child, Ended, SpawnError, find_python, spawn
 from lucevisor.supervision.environment import launch
 from lucevisor.supervision.events import ProcessSignal

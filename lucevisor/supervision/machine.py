@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 
-from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION
+from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import ProcessSignal, Timer
 from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits

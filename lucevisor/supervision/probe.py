@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from lucevisor.config import GroupConfig
 from lucevisor.model.values import Backend
-from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.checks import Check, Checked
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
-from lucevisor.protocol.messages import Failed, Shutdown
+from lucevisor.protocol.messages import Check, Checked, Failed, Shutdown
+from lucevisor.protocol.transport import Link
 from lucevisor.supervision.child import Ended, SpawnError
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.launcher import Launcher

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lucevisor
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
+from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 from lucevisor.source_tree import locate
 
 _NAME = "staging"

@@ -25,7 +25,8 @@ from lucevisor.model.gguf_files import open_model, part_paths
 from lucevisor.model.values import Space
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Role
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, Sampling, Step, StepResult
 from lucevisor.protocol.steps import Scored as PromptScores
 from lucevisor.text.template import ChatTemplate

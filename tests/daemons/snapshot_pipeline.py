@@ -18,8 +18,8 @@ from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
-from lucevisor.protocol.transfers import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 

@@ -18,8 +18,8 @@ from daemons.weights.packed import CHUNK, TILE_ROWS, PackedWeights, empty_packed
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.protocol.checks import Check
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Check
 from tests.families.pipeline import pools_of
 
 CPU = torch.device("cpu")

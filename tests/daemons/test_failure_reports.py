@@ -15,8 +15,8 @@ from daemons.ops.basic import rotate
 from daemons.options import Options
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Backend
-from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
-from lucevisor.protocol.loading import Rehearsed
+from lucevisor.protocol.loading import WarmedUp
+from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
 
 
 class Sent:
@@ -89,7 +89,7 @@ def test_a_rehearsal_that_fails_in_any_way_is_told_and_ends_nothing(monkeypatch)
     phases = SimpleNamespace(phase=lambda *_: None)
     _MessageLoop(link, phases, Options("left", Backend.CPU, 0, 0, 0, 1, ()))._rehearse(None)
     [message] = link.messages
-    assert isinstance(message, Rehearsed)
+    assert isinstance(message, WarmedUp)
     assert "blk.0.attn_q.weight" in message.problem
 
 

@@ -13,8 +13,8 @@ from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.messages import Restored, TransferFailed
 from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, ZeroState
-from lucevisor.protocol.transfers import Restored, TransferFailed
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
 

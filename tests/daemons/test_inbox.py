@@ -12,29 +12,29 @@ from types import SimpleNamespace
 import pytest
 
 from daemons.errors import StateError
-from daemons.inbox import Inbox, StepRecalled
+from daemons.inbox import Inbox, StepCancelled
 from daemons.options import Options
 from daemons.step_output import StepOutput
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Message, MessageKind, Shutdown
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Message, MessageKind, Role, Shutdown
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
+    CancelPending,
     Drafted,
     DraftStep,
     Masks,
-    Recall,
-    Recalled,
+    PendingCancelled,
     Reset,
     ResetDone,
     Slice,
     Step,
     StepResult,
 )
+from lucevisor.protocol.transport import BlockingLink
 
 
 class Ends:
@@ -114,18 +114,18 @@ def test_frames_that_come_meanwhile_keep_their_order_and_masks_are_set_aside(end
     assert [ends.inbox.receive().message for _ in range(2)] == [Step(8, 0), Step(9, 1)]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("message", [Recall(1), Reset(4), Shutdown()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("message", [CancelPending(1), Reset(4), Shutdown()], ids=lambda m: type(m).__name__)
 def test_a_step_that_is_dropped_does_not_wait_and_those_behind_it_are_dropped_too(ends: Ends, message: Message) -> None:
     ends.supervisor.send(Step(8, 0))
     timer = ends.later(ends.supervisor.send, message)
-    with pytest.raises(StepRecalled):
+    with pytest.raises(StepCancelled):
         ends.await_rows(1, 7)
     timer.join()
-    assert ends.inbox.recalling
+    assert ends.inbox.is_cancelling
     assert ends.inbox.receive().message == Step(8, 0)  # type: ignore[union-attr]
-    assert ends.inbox.recalling  # so step 8 is not begun
+    assert ends.inbox.is_cancelling  # so step 8 is not begun
     assert ends.inbox.receive().message == message  # type: ignore[union-attr]
-    assert not ends.inbox.recalling
+    assert not ends.inbox.is_cancelling
 
 
 def test_an_answer_that_waits_for_the_next_one_does_not_wait_as_long_as_rows_do(ends: Ends) -> None:
@@ -158,7 +158,7 @@ def test_drafts_that_the_first_stage_was_told_are_answered_with_the_next_step_wh
 
 def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:
     timer = ends.later(ends.supervisor.close)
-    with pytest.raises(StepRecalled):
+    with pytest.raises(StepCancelled):
         ends.await_rows(1, 7)
     timer.join()
     assert ends.inbox.receive() is None
@@ -166,35 +166,35 @@ def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:
 
 def test_a_step_that_a_reset_has_dropped_is_not_given_back_by_a_later_recall(ends: Ends) -> None:
     def run_step(*_: object) -> None:
-        raise StepRecalled
+        raise StepCancelled
 
     loop = ends.loop(run_step=run_step, reset=lambda: None)
     for frame in (
         Frame(MessageKind.STEP, 0, POSTED, Step(8, 0), memoryview(b"")),
-        Frame(MessageKind.RECALL, 0, 0, Recall(0), memoryview(b"")),
+        Frame(MessageKind.CANCEL_PENDING, 0, 0, CancelPending(0), memoryview(b"")),
         Frame(MessageKind.STEP, 0, POSTED, Step(9, 0), memoryview(b"")),
         Frame(MessageKind.RESET, 0, 0, Reset(4), memoryview(b"")),
-        Frame(MessageKind.RECALL, 0, 0, Recall(0), memoryview(b"")),
+        Frame(MessageKind.CANCEL_PENDING, 0, 0, CancelPending(0), memoryview(b"")),
     ):
         assert loop._handle(frame) is None
     answers = [ends.supervisor.receive().message for _ in range(3)]  # type: ignore[union-attr]
-    assert answers == [Recalled(0, [8], True), ResetDone(4), Recalled(0, [], False)]
+    assert answers == [PendingCancelled(0, [8], True), ResetDone(4), PendingCancelled(0, [], False)]
 
 
 def test_a_step_that_is_not_posted_does_not_go_before_one_that_is_dropped(ends: Ends) -> None:
     """A prompt that came while a decode waited for its token."""
 
     def run_step(*_: object) -> None:
-        raise StepRecalled
+        raise StepCancelled
 
     loop = ends.loop(run_step=run_step)
     for frame in (
         Frame(MessageKind.STEP, 0, POSTED, Step(8, 0), memoryview(b"")),
         Frame(MessageKind.STEP, 0, 0, Step(9, 0), memoryview(b"")),
-        Frame(MessageKind.RECALL, 0, 0, Recall(0), memoryview(b"")),
+        Frame(MessageKind.CANCEL_PENDING, 0, 0, CancelPending(0), memoryview(b"")),
     ):
         assert loop._handle(frame) is None
-    assert ends.supervisor.receive().message == Recalled(0, [8, 9], True)  # type: ignore[union-attr]
+    assert ends.supervisor.receive().message == PendingCancelled(0, [8, 9], True)  # type: ignore[union-attr]
 
 
 def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
@@ -203,7 +203,7 @@ def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
 
     def run_step(step: Step, *_: object) -> StepOutput:
         if step.step_id > 7:
-            raise StepRecalled
+            raise StepCancelled
         return StepOutput(StepResult(step.step_id, 1), [])
 
     def run_draft(message: DraftStep, _: float) -> StepOutput:
@@ -217,9 +217,9 @@ def test_drafts_behind_a_step_that_is_dropped_are_not_made(ends: Ends) -> None:
             (MessageKind.DRAFT_STEP, 2, DraftStep(Step(step_id, 0))),
         ):
             assert loop._handle(Frame(kind, 0, flags, message, memoryview(b""))) is None
-    assert loop._handle(Frame(MessageKind.RECALL, 0, 0, Recall(1), memoryview(b""))) is None
+    assert loop._handle(Frame(MessageKind.CANCEL_PENDING, 0, 0, CancelPending(1), memoryview(b""))) is None
     answers = [ends.supervisor.receive().message for _ in range(3)]  # type: ignore[union-attr]
-    assert answers == [StepResult(7, 1), StepResult(7, 2), Recalled(1, [8], True)]
+    assert answers == [StepResult(7, 1), StepResult(7, 2), PendingCancelled(1, [8], True)]
     assert loop._handle(Frame(MessageKind.DRAFT_STEP, 0, 2, DraftStep(Step(8, 0)), memoryview(b""))) is None
     assert drafted == [7, 8]
 
@@ -280,10 +280,10 @@ def test_a_recall_that_was_read_together_with_the_step_ends_the_wait(ends: Ends)
     """The socket tells nothing of it any more."""
     ends.supervisor.send(Step(7, 1))
     ends.supervisor.send(Step(8, 0))
-    ends.supervisor.send(Recall(1))
+    ends.supervisor.send(CancelPending(1))
     frame = ends.inbox.receive()
     assert frame is not None
-    with pytest.raises(StepRecalled):
+    with pytest.raises(StepCancelled):
         ends.await_rows(1, 7)
 
 

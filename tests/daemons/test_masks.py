@@ -16,10 +16,10 @@ from daemons.errors import StateError
 from daemons.inbox import Inbox
 from daemons.masks import apply_masks
 from daemons.sampling import Sampler
-from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.messages import Message, Shutdown
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Message, Role, Shutdown
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Masks, Reset, Sampling, Slice, Step
+from lucevisor.protocol.transport import BlockingLink
 
 CPU = torch.device("cpu")
 MASKED = [Slice(0, 9, [1], True, masked=True), Slice(1, 4, [1, 2, 3], True, n_drafts=2, masked=True)]

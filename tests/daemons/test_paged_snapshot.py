@@ -16,7 +16,7 @@ from daemons.snapshots.streams import HostCopyStream, SnapshotIO
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.transfers import SlotPlace
+from lucevisor.protocol.messages import SlotPlace
 from lucevisor.snapshots.layout import slot_tensors
 
 LAYERS = tuple(LayerSpec(i, Space.FULL, {}, attention_state(2, 32, 32)) for i in range(2))

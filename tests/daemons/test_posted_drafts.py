@@ -17,10 +17,10 @@ from lucevisor.model.values import Backend
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     DraftStep,
     Operation,
-    Recall,
-    Recalled,
+    PendingCancelled,
     Slice,
     Step,
     StepResult,
@@ -179,5 +179,5 @@ def test_a_step_whose_drafts_have_not_come_is_given_back() -> None:
         states = [0, 8, 9, 10]
         both.post(Step(2, 2, [], [Slice(0, 5, [7, *[PENDING] * N], True, N, states)], drafts_of=1), 0)
         wait_until(lambda: ("step", 2) in both.reporters[0].phases)
-        both.links[0].send(Recall(0))
-        assert both.answer(0) == Recalled(0, [2], True)
+        both.links[0].send(CancelPending(0))
+        assert both.answer(0) == PendingCancelled(0, [2], True)

@@ -26,7 +26,6 @@ from lucevisor.model.drafters import open_draft, read_draft_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.loading import (
@@ -40,14 +39,14 @@ from lucevisor.protocol.loading import (
     arena_regions,
     token_region_bytes,
 )
-from lucevisor.protocol.messages import Failed, Shutdown
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Failed, Role, Shutdown
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     OpenSequence,
     Operation,
-    Recall,
-    Recalled,
+    PendingCancelled,
     Sampling,
     SetPages,
     Slice,
@@ -55,6 +54,7 @@ from lucevisor.protocol.steps import (
     StepResult,
     ZeroState,
 )
+from lucevisor.protocol.transport import BlockingLink
 from tests.daemons.test_run_ahead import BACKENDS, Reporter
 from tests.families.golden import opened
 from tests.families.pipeline import pools_of
@@ -153,10 +153,10 @@ class TwoStages:
         posted = POSTED if stage or step.waits else 0
         self.links[stage].send(encode(step, step.step_id, stage | posted))
 
-    def answer(self, stage: int) -> StepResult | Recalled:
+    def answer(self, stage: int) -> StepResult | PendingCancelled:
         frame = self.links[stage].receive()
         assert frame is not None
-        assert isinstance(frame.message, StepResult | Recalled), frame.message
+        assert isinstance(frame.message, StepResult | PendingCancelled), frame.message
         return frame.message
 
     def close(self) -> None:
@@ -270,14 +270,14 @@ def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.M
         # a loss takes back what waits behind it; the step on the device is answered all the same
         both.post(Step(2, 2, [], [Slice(0, 5, [PENDING], True)], depends_on_step=1), 0)
         wait_until(lambda: ("step", 2) in both.reporters[0].phases)
-        both.links[0].send(Recall(0))
+        both.links[0].send(CancelPending(0))
         n_polled = event.polled
         wait_until(lambda: event.is_waited_for or event.polled > n_polled + 100)
         event.at = 0.0
         first = both.answer(0)
         assert isinstance(first, StepResult)
         assert first.step_id == 1
-        assert both.answer(0) == Recalled(0, [2], True)
+        assert both.answer(0) == PendingCancelled(0, [2], True)
         second = both.answer(1)
         assert isinstance(second, StepResult)
         assert len(second.sampled) == 1

@@ -19,7 +19,7 @@ from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.loading import Load, PoolSizes, ScorePlan
-from lucevisor.protocol.scoring import ScoreWindow
+from lucevisor.protocol.messages import ScoreWindow
 from tests.daemons.test_changed_while_loading import Reporter
 from tests.families.pipeline import Pipeline, load_stages
 from tests.model.drafter_files import TARGET

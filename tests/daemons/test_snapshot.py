@@ -15,7 +15,7 @@ from daemons.snapshots import state_map as rows_of
 from daemons.snapshots import streams
 from daemons.snapshots.state_map import StateMap, split_ranges
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.transfers import Restore, Restored, Save, SlotPlace, TransferFailed
+from lucevisor.protocol.messages import Restore, Restored, Save, SlotPlace, TransferFailed
 from lucevisor.snapshots.layout import NextToken
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model

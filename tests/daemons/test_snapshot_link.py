@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Shutdown
-from lucevisor.protocol.states import Role
+from lucevisor.protocol.messages import Restore, Restored, Role, Save, Saved, Shutdown, SlotPlace, TransferFailed
 from lucevisor.protocol.steps import (
     CopyState,
     OpenSequence,
@@ -26,7 +24,7 @@ from lucevisor.protocol.steps import (
     Step,
     ZeroState,
 )
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
+from lucevisor.protocol.transport import BlockingLink
 from lucevisor.snapshots.layout import NextToken, SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import GOLDEN, golden_spec, ids_of, state_model

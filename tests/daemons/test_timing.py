@@ -10,7 +10,7 @@ from daemons.check import run_check
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.speeds import kinds_of, units_of
-from lucevisor.protocol.checks import Check, Measure, Span
+from lucevisor.protocol.messages import Check, Measure, Span
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"

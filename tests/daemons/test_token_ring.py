@@ -16,8 +16,7 @@ from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from daemons.token_ring import FollowingStep, TokenRing, without_tokens
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.arena import Arena
-from lucevisor.protocol.doorbell import Doorbells
+from lucevisor.protocol.arena import Arena, Doorbells
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes, token_region_bytes
 from lucevisor.protocol.steps import (
     PENDING,

@@ -23,7 +23,7 @@ from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import shard_layouts
-from lucevisor.protocol.checks import Check, Tune
+from lucevisor.protocol.messages import Check, Tune
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"

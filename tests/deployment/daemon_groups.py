@@ -23,17 +23,17 @@ from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
 from lucevisor.engine.settings import EngineSettings
-from lucevisor.protocol.codec import KIND_OF
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Recall, Recalled, Reset, ResetDone, StepResult
+from lucevisor.protocol.messages import KIND_OF
+from lucevisor.protocol.steps import CancelPending, PendingCancelled, Reset, ResetDone, StepResult
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import HYBRID, limits
 from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage
 
 
-def frame(message: StepResult | Recalled | ResetDone, payload: bytes | memoryview = b"") -> Frame:
+def frame(message: StepResult | PendingCancelled | ResetDone, payload: bytes | memoryview = b"") -> Frame:
     return Frame(KIND_OF[type(message)], 0, 0, message, memoryview(bytearray(payload)))
 
 
@@ -42,7 +42,7 @@ class Process:
 
     def __init__(self, stages: dict[int, ToyStage], told: ToyLimits, drafter: ToyDrafter | None = None) -> None:
         self.alive = True
-        self.inbox: deque[Reset | Recall | bytes] = deque()
+        self.inbox: deque[Reset | CancelPending | bytes] = deque()
         self.resets = 0
         self.last_reset = 0
         self._daemon = ToyDaemon(stages, told)
@@ -59,7 +59,7 @@ class Process:
             self._daemon.send(self.inbox.popleft())  # type: ignore[arg-type]
         return self._daemon.ready
 
-    def send(self, message: Reset | Recall | bytes) -> None:
+    def send(self, message: Reset | CancelPending | bytes) -> None:
         if not self.alive:
             raise LinkClosed("end of file", "link", "the daemon has exited; see its log")
         self.inbox.append(message)

@@ -16,8 +16,7 @@ from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.messages import MessageKind
-from lucevisor.protocol.scoring import ScoreWindow, WindowScores
+from lucevisor.protocol.messages import MessageKind, ScoreWindow, WindowScores
 
 
 class Daemon:

@@ -9,7 +9,7 @@ import pytest
 from lucevisor.config import Config, load
 from lucevisor.deployment import tuning
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.checks import Checked, CheckLine
+from lucevisor.protocol.messages import Checked, CheckLine
 from lucevisor.supervision.probe import Probe
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo.toml"

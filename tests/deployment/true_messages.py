@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.protocol.checks import Checked, CheckLine, Timing
 from lucevisor.protocol.loading import (
     DeviceInfo,
     DeviceUse,
@@ -15,14 +14,25 @@ from lucevisor.protocol.loading import (
     Load,
     Loaded,
     PoolSizes,
-    Rehearsed,
     ShardPlan,
     StagePlan,
+    WarmedUp,
 )
-from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Message, Progress
-from lucevisor.protocol.scoring import WindowScores
-from lucevisor.protocol.steps import Drafted, PageScores, Recalled, ResetDone, Sampled, Scored, StepResult
-from lucevisor.protocol.transfers import Restored, Saved, TransferFailed
+from lucevisor.protocol.messages import (
+    Checked,
+    CheckLine,
+    Failed,
+    Heartbeat,
+    LogLine,
+    Message,
+    Progress,
+    Restored,
+    Saved,
+    Timing,
+    TransferFailed,
+    WindowScores,
+)
+from lucevisor.protocol.steps import Drafted, PageScores, PendingCancelled, ResetDone, Sampled, Scored, StepResult
 
 STAGE = StagePlan(0, [ShardPlan(0, LayerRange(0, 4))], None, None, embedding=True, output=True)
 DRAFT = DraftPlan(1, DraftKind.MTP, [], 0, LayerRange(0, 1), [])
@@ -34,7 +44,7 @@ NONE = memoryview(b"")
 MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     (Hello(1, "abc", 7, "3.12", "/usr/bin/python", "2.9", Backend.CPU, [DEVICE], 1 << 30, {"numpy": "2"}), None, NONE),
     (Loaded([USE], {"linear": "triton"}, 1.5, draft=USE), LOAD, NONE),
-    (Rehearsed(0.5), None, NONE),
+    (WarmedUp(0.5), None, NONE),
     (
         StepResult(
             3, 0, [Sampled(0, 5, -0.5, [(5, -0.5), (6, -1.0)], 2.0)], 0.1, 0.2,
@@ -45,7 +55,7 @@ MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     ),
     (StepResult(3, 1, [], 0.1, 0.2, drafts=[Drafted(0, [5, 6], [0.5, 0.25])]), LOAD, NONE),
     (WindowScores(1, 2, 0.1), LOAD, memoryview(struct.pack("2f", 0.5, 0.25))),
-    (Recalled(0, [3, 4], operated=True), LOAD, NONE),
+    (PendingCancelled(0, [3, 4], operated=True), LOAD, NONE),
     (ResetDone(4), LOAD, NONE),
     (Failed("step 3", "cpu:0", "out of memory", "free some"), LOAD, NONE),
     (Checked([CheckLine("cpu:0", True, "fine")], [Timing(0.1, 0.2)]), LOAD, NONE),

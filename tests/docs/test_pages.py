@@ -1,7 +1,6 @@
 """Documents name what exists: links between pages with their headings, files of the project, the map of packages."""
 
 import re
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -61,12 +60,3 @@ def test_decisions_are_numbered_once_and_as_their_titles_say():
     assert [page.name[:4] for page in decisions] == [f"{n:04}" for n in range(1, len(decisions) + 1)]
     wrong = [page.name for page in decisions if not re.match(rf"# {int(page.name[:4])}\. ", page.read_text())]
     assert not wrong
-
-
-def test_the_changelog_says_a_thing_once():
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    entries = [
-        " ".join(entry.split()) for entry in re.findall(r"^- (.+?)(?=^- |^#|\Z)", text, re.MULTILINE | re.DOTALL)
-    ]
-    begins = Counter(entry[:60] for entry in entries)
-    assert not [begin for begin, n in begins.items() if n > 1]

@@ -11,6 +11,7 @@ from daemons.draft.deferred import MOST_ROWS, MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.stage import DraftStage
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Space
+from lucevisor.protocol.messages import Save, SlotPlace
 from lucevisor.protocol.steps import (
     CloseSequence,
     CopyPage,
@@ -21,7 +22,6 @@ from lucevisor.protocol.steps import (
     Slice,
     UseState,
 )
-from lucevisor.protocol.transfers import Save, SlotPlace
 from tests.drafters.test_stage import KINDS, Driver, Text, alone, assert_same, load, load_again
 
 

@@ -18,7 +18,7 @@ from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.probe import inventory
 from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted, write
 from lucevisor.placement.speeds import MeasurementRequest
-from lucevisor.protocol.checks import Timing
+from lucevisor.protocol.messages import Timing
 from tests.e2e.process import ROOT, Cli
 from tests.e2e.service import generate, running
 

@@ -14,7 +14,7 @@ from lucevisor.engine.request import FinishedEvent, InvalidRequest, NotReady, Qu
 from lucevisor.engine.rows import RowsMissing
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Recalled, StepResult
+from lucevisor.protocol.steps import PendingCancelled, StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyModel, mix, toy_row
 
@@ -365,7 +365,7 @@ async def test_logits_that_are_no_numbers_end_their_request_alone_and_name_the_s
     assert toy.pipeline is not None
     receive, drawn = toy.pipeline.receive, list[int]()
 
-    def spoil(result: StepResult | Recalled, payload: memoryview = NO_PAYLOAD) -> None:
+    def spoil(result: StepResult | PendingCancelled, payload: memoryview = NO_PAYLOAD) -> None:
         if isinstance(result, StepResult) and result.stage == 1 and any(one.sequence == 0 for one in result.sampled):
             drawn.append(result.step_id)
             result = structs.replace(result, invalid=[0]) if len(drawn) == 3 else result

@@ -8,13 +8,14 @@ from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult,
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import POSTED
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Role
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     CloseSequence,
     DraftStep,
-    Recall,
-    Recalled,
+    PendingCancelled,
     Sampled,
     Slice,
     Step,
@@ -26,15 +27,15 @@ class Wire:
     """A link that decodes what it is given: ``sent`` holds (stage, the message)."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[int, Step | DraftStep | Recall]] = []
+        self.sent: list[tuple[int, Step | DraftStep | CancelPending]] = []
         self.error: Exception | None = None
         self._connection = Connection(Role.DAEMON)
         self._connection.state = LinkState.READY
 
-    def send(self, message: bytes | Recall, /) -> None:
+    def send(self, message: bytes | CancelPending, /) -> None:
         if self.error is not None:
             raise self.error
-        if isinstance(message, Recall):
+        if isinstance(message, CancelPending):
             self.sent.append((message.stage, message))
             return
         self._connection.receive(message)
@@ -158,7 +159,7 @@ def test_steps_that_the_output_stage_gives_back_come_to_both_again() -> None:
     bench.pipeline.receive(StepResult(1, 0))
     bench.pipeline.lose([0])
     bench.pipeline.receive(StepResult(1, 1, SAMPLED))
-    bench.pipeline.receive(Recalled(1, [2, 3], operated=True))
+    bench.pipeline.receive(PendingCancelled(1, [2, 3], operated=True))
     assert not bench.pipeline.settled  # the drafter is at step 1
     bench.pipeline.receive(StepResult(1, 2))
     assert bench.pipeline.settled

@@ -12,7 +12,7 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.kv.residency import PagedOut, Residency
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import Space
-from lucevisor.protocol.transfers import SlotPlace
+from lucevisor.protocol.messages import SlotPlace
 from tests.engine.test_residency import EXACT, PLAIN, RANKED, SLIDING, bounds
 from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, request, told
 from tests.engine.toy_pipeline import ToyStage

@@ -7,7 +7,8 @@ import pytest
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Role
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 
 

@@ -10,11 +10,11 @@ from lucevisor.protocol.codec import decode
 from lucevisor.protocol.frames import HEADER_BYTES, POSTED, parse_header
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     Drafted,
     DraftStep,
     OpenSequence,
-    Recall,
-    Recalled,
+    PendingCancelled,
     Sampled,
     Sampling,
     Slice,
@@ -28,10 +28,10 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Step]] = []
-        self.recalls: list[Recall] = []
+        self.recalls: list[CancelPending] = []
 
     def send(self, message: object, /, *, payload: object = ()) -> None:
-        if isinstance(message, Recall):
+        if isinstance(message, CancelPending):
             self.recalls.append(message)
             return
         assert isinstance(message, bytes)
@@ -123,10 +123,12 @@ def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to
     bench.pipeline.submit(step(2))
     bench.answer(1, 0)  # stage 1 is at step 1, stage 0 at step 2
     bench.pipeline.lose([0])
-    assert [wire.recalls for wire in bench.wires] == [[], [Recall(1)], [Recall(2)]]
+    assert [wire.recalls for wire in bench.wires] == [[], [CancelPending(1)], [CancelPending(2)]]
     bench.answer(1, 1)
-    bench.pipeline.receive(Recalled(1, [2], operated=True))
-    bench.pipeline.receive(Recalled(2, [1, 2], operated=False))  # step 1 has come to stage 2: it goes there at once
+    bench.pipeline.receive(PendingCancelled(1, [2], operated=True))
+    bench.pipeline.receive(
+        PendingCancelled(2, [1, 2], operated=False)
+    )  # step 1 has come to stage 2: it goes there at once
     assert bench.wires[2].ids == [(2 | POSTED, 1), (2 | POSTED, 2), (2, 1)]
     assert told == [False, False]
     bench.answer(1, 2)
@@ -149,9 +151,9 @@ def test_a_stage_that_rang_and_was_lost_before_it_was_heard_has_done_the_step() 
     bench.pipeline.submit(step(2))
     bench.answer(1, 1)
     bench.pipeline.lose([0])
-    bench.pipeline.receive(Recalled(1, [2], operated=False))
+    bench.pipeline.receive(PendingCancelled(1, [2], operated=False))
     bench.answer(1, 2)
-    bench.pipeline.receive(Recalled(2, [2], operated=False))
+    bench.pipeline.receive(PendingCancelled(2, [2], operated=False))
     assert bench.done == [1]
     assert [one.step for one in bench.pipeline.in_flight if one.stage == 0] == [step(2)]
     assert bench.pipeline.settled
@@ -161,7 +163,7 @@ def test_a_recall_of_what_a_stage_has_not_fails_the_pipeline() -> None:
     bench = Bench()
     bench.pipeline.submit(step(1))
     bench.pipeline.lose([0])
-    bench.pipeline.receive(Recalled(1, [5], operated=False))
+    bench.pipeline.receive(PendingCancelled(1, [5], operated=False))
     assert [(failure.stage, failure.code) for failure in bench.failures] == [(1, "protocol_error")]
 
 
@@ -217,7 +219,7 @@ def test_a_step_that_follows_a_lost_one_waits_for_its_token_and_holds_up_those_b
     bench.pipeline.lose([1])
     assert not bench.pipeline.settled
     assert bench.pipeline.oldest_in_flight(9.0) is None  # nobody works on anything
-    bench.pipeline.receive(Recalled(0, [2], operated=True))
+    bench.pipeline.receive(PendingCancelled(0, [2], operated=True))
     assert bench.pipeline.settled
     bench.pipeline.restore({1: tail}, {})  # type: ignore[dict-item]
     bench.pipeline.submit(step(3))
@@ -268,8 +270,8 @@ def test_the_first_stage_has_a_step_before_its_drafts(*, heard: bool) -> None:
 def test_a_step_that_is_given_back_waits_for_its_drafts() -> None:
     bench = drafting(3)
     bench.pipeline.lose([1])
-    bench.pipeline.receive(Recalled(0, [2], operated=False))
-    bench.pipeline.receive(Recalled(2, [2], operated=False))
+    bench.pipeline.receive(PendingCancelled(0, [2], operated=False))
+    bench.pipeline.receive(PendingCancelled(2, [2], operated=False))
     assert bench.wires[0].ids[1:] == [(POSTED, 2)]
     drafted(bench, 11, 12)
     assert bench.wires[0].sent[2:] == [(0, verifying(2, 0, [11, 12, 12]))]
@@ -310,7 +312,7 @@ def test_of_a_drafter_that_is_lost_any_drafts_will_do() -> None:
     bench = drafting(2)
     bench.pipeline.drafts.detach()
     bench.pipeline.lose([1])
-    bench.pipeline.receive(Recalled(0, [2], operated=False))
+    bench.pipeline.receive(PendingCancelled(0, [2], operated=False))
     bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
     assert bench.wires[0].sent[2:] == [(0, verifying(2, 0, [7, 7, 7]))]
 

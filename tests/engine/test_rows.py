@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucevisor.engine.rows import RowCollector, RowsMissing, max_rows_per_step
-from lucevisor.protocol.frames import MAX_PAYLOAD_BYTES
+from lucevisor.protocol.messages import MAX_PAYLOAD_BYTES
 
 
 @pytest.mark.parametrize(

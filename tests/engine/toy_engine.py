@@ -16,7 +16,7 @@ from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, Re
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import DraftStep, Recalled, Sampling, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, PendingCancelled, Sampling, Step, StepResult
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
 from tests.engine.toy_pipeline import (
     ToyConstraint,
@@ -74,7 +74,7 @@ class ToyEngine:
         self.model = ToyModel(n_stages, limits.spaces, limits.window_tokens, attends_host=exact)
         self._alone: dict[str, list[int]] = {}
         self.late = False  # answers arrive some time after they are given
-        self._mail: list[tuple[ToyDaemon, StepResult | Recalled, memoryview]] = []
+        self._mail: list[tuple[ToyDaemon, StepResult | PendingCancelled, memoryview]] = []
         self.now = 0.0
         self.failures: list[PipelineFailure] = []
         self.lost: list[PipelineFailure] = []  # why drafters were lost

@@ -24,9 +24,11 @@ from lucevisor.protocol.codec import encode, payload_segments
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.states import LinkState, Role
+from lucevisor.protocol.messages import Role
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import (
     PENDING,
+    CancelPending,
     CloseSequence,
     CopyPage,
     CopyState,
@@ -37,8 +39,7 @@ from lucevisor.protocol.steps import (
     PageIn,
     PageOut,
     PageScores,
-    Recall,
-    Recalled,
+    PendingCancelled,
     Sampled,
     Sampling,
     Scored,
@@ -580,7 +581,7 @@ class ToyDaemon:
     def __init__(self, stages: dict[int, ToyStage], limits: ToyLimits):
         self.stages, self.limits = stages, limits
         self.drafter: ToyDraftStage | None = None
-        self.inbox: deque[tuple[int, Step | DraftStep | Recall]] = deque()
+        self.inbox: deque[tuple[int, Step | DraftStep | CancelPending]] = deque()
         self.masks: dict[int, np.ndarray] = {}  # by step: [rows, V]
         self.dead = False
         self._connection = Connection(Role.DAEMON)
@@ -596,12 +597,12 @@ class ToyDaemon:
 
     @property
     def _recalls(self) -> bool:
-        return any(isinstance(message, Recall) for _, message in self.inbox)
+        return any(isinstance(message, CancelPending) for _, message in self.inbox)
 
-    def send(self, message: bytes | Masks | Recall, /, *, payload: Sequence[bytearray] = ()) -> None:
+    def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
         if self.dead:
             raise BrokenPipeError("the daemon is dead")
-        if isinstance(message, Recall):
+        if isinstance(message, CancelPending):
             self.inbox.append((0, message))
             return
         if isinstance(message, Masks):
@@ -620,13 +621,13 @@ class ToyDaemon:
             assert isinstance(frame.message, Step | DraftStep)
             self.inbox.append((frame.flags, frame.message))
 
-    def run_one(self) -> tuple[StepResult | Recalled, memoryview]:
+    def run_one(self) -> tuple[StepResult | PendingCancelled, memoryview]:
         """Execute the oldest step received, or give posted ones back."""
-        if self._recalls and (self.inbox[0][0] & POSTED or isinstance(self.inbox[0][1], Recall)):
+        if self._recalls and (self.inbox[0][0] & POSTED or isinstance(self.inbox[0][1], CancelPending)):
             return self._give_back(), _NO_PAYLOAD
         flags, message = self.inbox.popleft()
         stage = flags & ~POSTED
-        assert not isinstance(message, Recall)
+        assert not isinstance(message, CancelPending)
         step = message.step if isinstance(message, DraftStep) else message
         if step.n_tokens > self.limits.max_step_tokens:
             raise Violation(
@@ -661,13 +662,13 @@ class ToyDaemon:
         payload_segments(result, payload)  # must fit together
         return result, payload
 
-    def _give_back(self) -> Recalled:
+    def _give_back(self) -> PendingCancelled:
         """Drop a posted step and those behind it, before a recall; of the first the operations may be applied."""
         dropped: list[Step] = []
-        kept: list[tuple[int, Step | DraftStep | Recall]] = []
+        kept: list[tuple[int, Step | DraftStep | CancelPending]] = []
         while True:
             flags, message = self.inbox.popleft()
-            if isinstance(message, Recall):
+            if isinstance(message, CancelPending):
                 break
             if isinstance(message, Step):
                 dropped.append(message)
@@ -679,7 +680,7 @@ class ToyDaemon:
             self.stages[message.stage].operate(dropped[0], self.limits.max_sequences)
             if dropped[0].upkeep and message.stage == self.limits.n_stages - 1 and self.drafter is not None:
                 self.drafter.take_operations(dropped[0].operations)
-        return Recalled(message.stage, [step.step_id for step in dropped], operated)
+        return PendingCancelled(message.stage, [step.step_id for step in dropped], operated)
 
 
 class ToyRows:
@@ -749,7 +750,9 @@ def toy_daemons(
 
 
 def run_all(
-    daemons: Sequence[ToyDaemon], receive: Callable[[StepResult | Recalled, memoryview], None], n_most: int = 100_000
+    daemons: Sequence[ToyDaemon],
+    receive: Callable[[StepResult | PendingCancelled, memoryview], None],
+    n_most: int = 100_000,
 ) -> None:
     """Let the daemons work until all are idle; the first that can goes first.  Violation when that takes too long."""
     for _ in range(n_most):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lucevisor.model.values import Space
-from lucevisor.protocol.transfers import SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.snapshots.transfers import Transfer, TransferKind
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import ToyEngine

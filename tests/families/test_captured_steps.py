@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from daemons.graphs import CAPTURE_AT, StepGraphs
-from daemons.inbox import StepRecalled
+from daemons.inbox import StepCancelled
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
@@ -117,7 +117,7 @@ def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
     found = []
 
     def recalled() -> None:
-        raise StepRecalled("step 1")
+        raise StepCancelled("step 1")
 
     for c in (Pipeline(spec, eager(plain)), Pipeline(spec, captured)):
         c.open(0)
@@ -127,7 +127,7 @@ def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
             rows.append(c.run((0, [token])))
             if i >= CAPTURE_AT - 1:
                 [stage] = c.stages
-                with pytest.raises(StepRecalled):
+                with pytest.raises(StepCancelled):
                     stage.forward(Step(2, 0, [], [Slice(0, c.texts[0].length, [7], True)]), None, await_rows=recalled)
         found.append(torch.cat(rows))
     assert torch.equal(*found)

@@ -20,8 +20,8 @@ from lucevisor.model.quant_types import DENSE, NATIVE, WeightFormat, format_byte
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, shard_layouts
-from lucevisor.protocol.checks import Check
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
+from lucevisor.protocol.messages import Check
 from tests.families.pipeline import Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.shapes import (

@@ -19,14 +19,13 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from lucevisor.protocol.asyncio_link import Link
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode, n_descriptors
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed, ProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import CHECKED_BYTES, HEADER_BYTES
-from lucevisor.protocol.messages import MESSAGES, MessageKind
-from lucevisor.protocol.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
+from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
+from lucevisor.protocol.states import TRANSITIONS, LinkState, legal
+from lucevisor.protocol.transport import BlockingLink, Link
 from tests.fuzz.steady import amounts, mutated, run
 
 NUMBERS = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1)
@@ -78,10 +77,10 @@ def record(rng, cls, **given):
 
 def frame(rng, kind):
     """(bytes of a frame, how many descriptors it names)."""
-    message, payload = record(rng, MESSAGES[kind]), b""
+    message, payload = record(rng, MESSAGES[kind].record), b""
     if kind is MessageKind.STEP_RESULT:
         shapes = [[rng.randrange(4) for _ in range(rng.randrange(3))] for _ in range(rng.randrange(3))]
-        message = record(rng, MESSAGES[kind], segments=[(f"layer {i}", shape) for i, shape in enumerate(shapes)])
+        message = record(rng, MESSAGES[kind].record, segments=[(f"layer {i}", shape) for i, shape in enumerate(shapes)])
         payload = rng.randbytes(sum(4 * math.prod(shape) for shape in shapes))
     elif kind is MessageKind.STEP and rng.random() < 0.5:
         payload = rng.randbytes(rng.randrange(300))
@@ -101,10 +100,10 @@ def corpus():
         start = state = rng.choice(list(LinkState)) if channel is Channel.LINK else LinkState.READY
         frames, n_fds = [], 0
         for _ in range(rng.randint(1, 6)):
-            legal = [kind for kind in TRANSITIONS[state] if SENDERS[kind] == (channel, sender)]
-            if not legal:
+            kinds = list(legal(channel, sender)[state])
+            if not kinds:
                 break
-            kind = rng.choice(legal)
+            kind = rng.choice(kinds)
             data, n = frame(rng, kind)
             frames.append(data)
             kinds.add(kind)
@@ -202,7 +201,7 @@ def frame_case(rng):
             error = found
             break
     for frame in frames:
-        assert type(frame.message) is MESSAGES[frame.kind]
+        assert type(frame.message) is MESSAGES[frame.kind].record
     if error is None:
         return "all read" if not connection.unfinished else "waits"
     assert error.what

@@ -8,8 +8,8 @@ import torch
 from daemons.kv.pools import Pools
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.messages import Restored
 from lucevisor.protocol.steps import CopyState
-from lucevisor.protocol.transfers import Restored
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
 

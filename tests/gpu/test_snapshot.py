@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from daemons.snapshots import state_map as rows_of
 from lucevisor.model.values import Backend, Dtype, Space
-from lucevisor.protocol.transfers import Restored
+from lucevisor.protocol.messages import Restored
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 

@@ -9,7 +9,7 @@ from daemons.check import run_check
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype
 from lucevisor.placement.speeds import kinds_of, units_of
-from lucevisor.protocol.checks import Span
+from lucevisor.protocol.messages import Span
 from tests.daemons.test_timing import GOLDEN, order
 
 pytestmark = [

@@ -33,7 +33,7 @@ from lucevisor.placement.speeds import (
     model_key,
     units_of,
 )
-from lucevisor.protocol.checks import Timing
+from lucevisor.protocol.messages import Timing
 from tests.model.qwen35_file import QWEN36_27B, write
 from tests.placement.made import DEMO, bare_spec, configure, cpu, gpu
 from tests.placement.test_partition import every_split

@@ -4,10 +4,10 @@ import asyncio
 import os
 import socket
 
-from lucevisor.protocol.asyncio_link import Link
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
+from lucevisor.protocol.transport import Link
 
 RESULT = StepResult(7, 1, [Sampled(3, 5)], segments=[("logits", [4])])
 RESULT_BYTES = encode(RESULT, 7, payload_bytes=16) + b"0123456789abcdef"

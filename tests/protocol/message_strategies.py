@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lucevisor.protocol import messages
 from lucevisor.protocol.codec import encode, n_descriptors
-from lucevisor.protocol.messages import MESSAGES, MessageKind
-from lucevisor.protocol.states import SENDERS, TRANSITIONS, Channel, LinkState, Role
+from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
+from lucevisor.protocol.states import TRANSITIONS, LinkState, legal
 from lucevisor.protocol.steps import Step, StepResult
 
 SCALARS = {
@@ -53,7 +53,7 @@ def record(cls, **given):
 
 MESSAGE = {
     kind: record(cls, segments=st.just([])) if cls is StepResult else record(cls)  # segments describe a payload
-    for kind, cls in MESSAGES.items()
+    for kind, cls in ((kind, message.record) for kind, message in MESSAGES.items())
 }
 
 
@@ -108,7 +108,7 @@ def streams(draw, max_frames=6):
     frames = []
     fd = 1000  # numbers only: nothing opens or closes them
     for _ in range(draw(st.integers(1, max_frames))):
-        kinds = [kind for kind in TRANSITIONS[state] if SENDERS[kind] == (channel, sender)]
+        kinds = list(legal(channel, sender)[state])
         if not kinds:
             break
         kind = draw(st.sampled_from(kinds))

@@ -9,14 +9,13 @@ import threading
 import pytest
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, LinkOverflow, LocalProtocolError
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Shutdown
+from lucevisor.protocol.messages import Check, Shutdown
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
+from lucevisor.protocol.transport import BlockingLink
 from tests.protocol.asyncio_links import RESULT, RESULT_BYTES, STEP, new_link, open_fds
 
 

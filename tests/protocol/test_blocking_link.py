@@ -12,14 +12,13 @@ import time
 import pytest
 
 from lucevisor.model.values import Backend, Dtype
-from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.loading import ArenaPlan, Hello
-from lucevisor.protocol.messages import Failed, Shutdown
-from lucevisor.protocol.states import Channel, LinkState, Role
+from lucevisor.protocol.messages import Channel, Check, Failed, Role, Shutdown
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.transport import BlockingLink
 
 STEP = Step(7, 1, slices=[Slice(3, 100, [5], True)])
 STEP_BYTES = encode(STEP, 7, payload_bytes=16) + b"0123456789abcdef"
@@ -321,18 +320,6 @@ def test_a_forbidden_message_leaves_the_link_usable(pair):
         daemon.send(StepResult(1, 0), payload=[b"1234"])
     daemon.send(StepResult(1, 0, [Sampled(1, 2)]), request_id=9)
     assert supervisor.receive().request_id == 9
-
-
-def test_spinning_receives_the_same(raw):
-    peer, link = raw
-    assert link.state is LinkState.READY
-    link._spin_s = 0.02
-    peer.sendall(encode(Reset(1)))
-    assert link.receive().message.token == 1
-    threading.Timer(0.05, lambda: peer.sendall(encode(Reset(2)))).start()  # after the spin: it sleeps and is woken
-    assert link.receive().message.token == 2
-    peer.close()
-    assert link.receive() is None
 
 
 def messages(link, n):

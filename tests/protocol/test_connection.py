@@ -7,14 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.values import Dtype
-from lucevisor.protocol.checks import Check
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.connection import READ_BUFFER_BYTES, Connection
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.frames import MIB
 from lucevisor.protocol.loading import ArenaPlan
-from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, MessageKind, Shutdown
-from lucevisor.protocol.states import Channel, LinkState, Role
+from lucevisor.protocol.messages import MIB, Channel, Check, Failed, Heartbeat, LogLine, MessageKind, Role, Shutdown
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Slice, Step, StepResult
 from tests.protocol.message_strategies import streams
 

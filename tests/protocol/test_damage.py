@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lucevisor.protocol.codec import decode, encode
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import RemoteProtocolError
-from lucevisor.protocol.frames import HEADER_BYTES, LIMITS, pack_header, parse_header
-from lucevisor.protocol.messages import MESSAGES, MessageKind
-from lucevisor.protocol.states import Channel, LinkState, Role
+from lucevisor.protocol.frames import HEADER_BYTES, pack_header, parse_header
+from lucevisor.protocol.messages import MESSAGES, Channel, MessageKind, Role
+from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Sampled, Slice, Step, StepResult
 from tests.protocol.message_strategies import streams
 
@@ -125,13 +125,13 @@ def fuzz(n, seed):
                 )
         else:
             metadata = bytearray(rng.randbytes(rng.randrange(60)))
-        payload_bytes = rng.choice((0, 0, rng.randrange(LIMITS[kind].payload_bytes + 1)))
+        payload_bytes = rng.choice((0, 0, rng.randrange(MESSAGES[kind].max_payload_bytes + 1)))
         header = parse_header(memoryview(pack_header(kind, 0, 0, bytes(metadata), payload_bytes)))
         try:
             message = decode(header, memoryview(metadata))
         except RemoteProtocolError:
             continue
-        assert type(message) is MESSAGES[kind]
+        assert type(message) is MESSAGES[kind].record
         n_accepted += 1
     return n_accepted
 
@@ -140,28 +140,20 @@ def peak_kib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def test_fuzzed_metadata_never_crashes_the_decoder():
+@pytest.mark.timeout(300)
+def test_fuzzed_metadata_and_streams_never_crash():
     before = peak_kib()
     assert 0 < fuzz(20_000, seed=1) < 20_000
-    assert peak_kib() - before < ALLOWED_GROWTH_KIB
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_million_fuzzed_inputs():
-    before = peak_kib()
-    for seed in range(20):
-        assert 0 < fuzz(40_000, seed) < 40_000
-        rng = random.Random(seed)
-        stream = bytearray(b"".join(encode(StepResult(i, 0, [Sampled(1, i)])) for i in range(4)))
-        for _ in range(10_000):
-            connection = Connection(Role.SUPERVISOR)
-            connection.state = LinkState.READY
-            damaged = bytearray(stream)
-            for _ in range(rng.randint(1, 3)):
-                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-            connection.receive(damaged)
-            frames, error = collect(connection)
-            assert len(frames) < 4 or damaged == stream
-            assert error is not None or damaged == stream or connection.unfinished
+    rng = random.Random(1)
+    stream = bytearray(b"".join(encode(StepResult(i, 0, [Sampled(1, i)])) for i in range(4)))
+    for _ in range(2_000):
+        connection = Connection(Role.SUPERVISOR)
+        connection.state = LinkState.READY
+        damaged = bytearray(stream)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        connection.receive(damaged)
+        frames, error = collect(connection)
+        assert len(frames) < 4 or damaged == stream
+        assert error is not None or damaged == stream or connection.unfinished
     assert peak_kib() - before < ALLOWED_GROWTH_KIB

@@ -6,8 +6,7 @@ import pytest
 
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.docs import PAGE, main, page
-from lucevisor.protocol.frames import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, MIB
-from lucevisor.protocol.messages import MESSAGES, Shutdown
+from lucevisor.protocol.messages import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, MESSAGES, MIB, Shutdown
 from lucevisor.protocol.steps import Operation
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -37,7 +36,7 @@ def test_lost_markers_are_an_error():
 
 def test_every_message_has_its_row():
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", TEXT, re.MULTILINE)
-    assert {(int(kind), name) for kind, name in rows} == {(int(k), r.__name__) for k, r in MESSAGES.items()}
+    assert {(int(kind), name) for kind, name in rows} == {(int(k), m.record.__name__) for k, m in MESSAGES.items()}
 
 
 def test_the_example_frame():

@@ -8,15 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.frames import (
-    HEADER_BYTES,
-    LIMITS,
-    MAX_METADATA_BYTES,
-    MAX_PAYLOAD_BYTES,
-    pack_header,
-    parse_header,
-)
-from lucevisor.protocol.messages import MessageKind
+from lucevisor.protocol.frames import HEADER_BYTES, pack_header, parse_header
+from lucevisor.protocol.messages import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, MESSAGES, MessageKind
 
 # Written by hand after docs/protocol.md, checks by a bitwise CRC-32: a Shutdown without reason.
 METADATA = bytes.fromhex("81a6726561736f6ea0")
@@ -57,21 +50,21 @@ def test_random_bytes_are_refused(data):
 
 @pytest.mark.parametrize("kind", list(MessageKind))
 def test_lengths_over_the_limit_of_the_kind_are_refused_on_both_ends(kind):
-    limits = LIMITS[kind]
-    assert limits.metadata_bytes <= MAX_METADATA_BYTES
-    assert limits.payload_bytes <= MAX_PAYLOAD_BYTES
-    parse_header(header(kind, metadata_bytes=limits.metadata_bytes, payload_bytes=limits.payload_bytes))
+    limits = MESSAGES[kind]
+    assert limits.max_metadata_bytes <= MAX_METADATA_BYTES
+    assert limits.max_payload_bytes <= MAX_PAYLOAD_BYTES
+    parse_header(header(kind, metadata_bytes=limits.max_metadata_bytes, payload_bytes=limits.max_payload_bytes))
     for metadata_bytes, payload_bytes in [
-        (limits.metadata_bytes + 1, 0),
-        (0, limits.payload_bytes + 1),
+        (limits.max_metadata_bytes + 1, 0),
+        (0, limits.max_payload_bytes + 1),
         (2**32 - 1, 0),
     ]:
         with pytest.raises(RemoteProtocolError, match=f"{kind.name} announces"):
             parse_header(header(kind, metadata_bytes=metadata_bytes, payload_bytes=payload_bytes))
     with pytest.raises(LocalProtocolError, match="metadata of"):
-        pack_header(kind, 0, 0, bytes(limits.metadata_bytes + 1), 0)
+        pack_header(kind, 0, 0, bytes(limits.max_metadata_bytes + 1), 0)
     with pytest.raises(LocalProtocolError, match="payload of"):
-        pack_header(kind, 0, 0, b"", limits.payload_bytes + 1)
+        pack_header(kind, 0, 0, b"", limits.max_payload_bytes + 1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 
 CHILD = """
 import os, sys, time
-from lucevisor.protocol.parent import end_with_parent
+from lucevisor.protocol.process import end_with_parent
 print(end_with_parent(int(sys.argv[1])), flush=True)
 time.sleep(60)
 """

@@ -5,14 +5,22 @@ import socket
 
 import pytest
 
-from lucevisor.protocol.blocking_link import BlockingLink
 from lucevisor.protocol.codec import encode, n_descriptors
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.frames import LIMITS
-from lucevisor.protocol.messages import MessageKind
-from lucevisor.protocol.states import LinkState, Role
-from lucevisor.protocol.transfers import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor
+from lucevisor.protocol.messages import (
+    MESSAGES,
+    MessageKind,
+    Restore,
+    Restored,
+    Role,
+    Save,
+    Saved,
+    SlotPlace,
+    SnapshotTensor,
+)
+from lucevisor.protocol.states import LinkState
+from lucevisor.protocol.transport import BlockingLink
 
 PLACE = SlotPlace(130, [4, 1, 9], [2, 3], 1, 7)
 TENSOR = SnapshotTensor("layers.12.k", 12, "k", "BF16", (130, 4, 256), 4096, 130 * 2048)
@@ -80,4 +88,4 @@ def test_the_largest_save_fits_its_limit():
     place = SlotPlace(1 << 20, list(range(1 << 24, (1 << 24) + 16384)), list(range(16384)), 0, 1)
     for order in (Save(1 << 61, "x" * 255, place, tensors), Restore(1 << 61, "x" * 255, place, tensors)):
         kind = MessageKind.SAVE if isinstance(order, Save) else MessageKind.RESTORE
-        assert len(encode(order)) < LIMITS[kind].metadata_bytes
+        assert len(encode(order)) < MESSAGES[kind].max_metadata_bytes

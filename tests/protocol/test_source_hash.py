@@ -11,7 +11,7 @@ import pytest
 import daemons
 import lucevisor
 from lucevisor.protocol.errors import ProtocolError
-from lucevisor.protocol.source_hash import SHARED_PACKAGES, source_hash
+from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 
 LUCEVISOR = Path(lucevisor.__file__).resolve().parent
 DAEMONS = Path(daemons.__file__).parent
@@ -39,7 +39,7 @@ def test_both_sides_compute_the_same():
     code = (
         "import sys, lucevisor, importlib.util\n"
         "from pathlib import Path\n"
-        "from lucevisor.protocol.source_hash import source_hash\n"
+        "from lucevisor.protocol.handshake import source_hash\n"
         "daemons = Path(importlib.util.find_spec('daemons').origin).parent\n"
         "print(source_hash(Path(lucevisor.__file__).parent, daemons), 'daemons' in sys.modules)\n"
     )

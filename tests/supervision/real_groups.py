@@ -14,8 +14,8 @@ from pathlib import Path
 import lucevisor
 from lucevisor.config import GroupConfig
 from lucevisor.model.values import Dtype, LayerRange
+from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.source_hash import source_hash
 from lucevisor.supervision.callbacks import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import LocalLauncher

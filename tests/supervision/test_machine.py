@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.protocol.exit_codes import EXIT_CONFIGURATION
+from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.events import ProcessSignal, Timer
 from lucevisor.supervision.machine import InvalidGroupTransition

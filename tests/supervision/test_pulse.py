@@ -11,9 +11,8 @@ import pytest
 
 from daemons import pulse
 from daemons.pulse import N_WAITING, Reporter
-from lucevisor.protocol.blocking_link import BlockingLink
-from lucevisor.protocol.messages import Heartbeat, LogLine, Progress
-from lucevisor.protocol.states import Channel, Role
+from lucevisor.protocol.messages import Channel, Heartbeat, LogLine, Progress, Role
+from lucevisor.protocol.transport import BlockingLink
 
 
 @pytest.fixture

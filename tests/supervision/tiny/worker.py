@@ -19,9 +19,9 @@ import daemons
 import lucevisor
 from lucevisor.model.values import Backend
 from lucevisor.protocol.codec import encode
-from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded, Rehearse, Rehearsed
+from lucevisor.protocol.handshake import source_hash
+from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded, WarmedUp, WarmUp
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, LogLine, Progress, Shutdown
-from lucevisor.protocol.source_hash import source_hash
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
 
 LIBC = ctypes.CDLL(None)
@@ -59,9 +59,9 @@ class Tiny:
             match frame.message:
                 case Load() as load:
                     self.load(load)
-                case Rehearse():
+                case WarmUp():
                     self.at("rehearsal")
-                    self.link.send(Rehearsed(0.0))
+                    self.link.send(WarmedUp(0.0))
                 case Step() as step:
                     self.step(step)
                 case Reset(token):

@@ -1,4 +1,4 @@
-"""Ties a process to its parent: a daemon to its supervisor, a supervisor to the command that started it for itself."""
+"""The end of a daemon's process: its exit codes, and its tie to the supervisor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import ctypes
 import os
 import signal
 from typing import Final
+
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 78
+"""The same start would fail again, so it is not retried (EX_CONFIG of sysexits.h)."""
 
 _PR_SET_PDEATHSIG: Final = 1
 

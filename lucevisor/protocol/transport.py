@@ -1,0 +1,470 @@
+"""The two ends of a link or pulse over a Unix socket: in the supervisor's event loop, and blocking in a daemon.
+
+The protocol is in ``connection``.  A peer that dies with unread bytes causes ECONNRESET instead of end of file; the
+kernel delivers earlier bytes first, so frames sent before a death are received.  End of file arrives when the *last*
+copy of the other end is closed: a third process that inherited it would hide the peer's death.
+
+Invariants of :class:`Link`: no task or future per frame; ``on_frame`` gets every valid frame that arrived before the
+link died, in order; then ``on_closed`` is called exactly once, from its own loop callback.  A daemon may report a
+failure and die before the supervisor's next write fails, so after a failed write the link first reads what has arrived.
+The loop watches an epoll descriptor that contains the socket instead of the socket: uvloop (libuv) silently stops
+watching a descriptor on POLLERR, which is what a daemon that dies with unread bytes causes.
+
+Invariants of :class:`BlockingLink`: a frame is written whole or the link is dead; end of file, EPIPE and ECONNRESET all
+become ``LinkClosed``.  Descriptors travel as SCM_RIGHTS and are close-on-exec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from lucevisor.protocol.connection import Connection
+from lucevisor.protocol.errors import LinkClosed, LinkOverflow, ProtocolError, RemoteProtocolError
+from lucevisor.protocol.frames import MAX_DESCRIPTORS, Frame
+from lucevisor.protocol.messages import Channel, Message, Role
+from lucevisor.protocol.states import LinkState
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# Plain ints: operations on the enums of socket run Python code, here once per frame.
+RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
+LOST_FLAG = int(socket.MSG_CTRUNC)
+ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
+
+MAX_BUFFERS = 512  # of one sendmsg; the kernel takes at most 1024 (UIO_MAXIOV)
+MAX_QUEUED_BYTES = 16 * 1024 * 1024
+"""Send queue limit: thousands of step plans.  A daemon that is this far behind has stopped reading."""
+
+_READ_BUDGET_BYTES = 4 * 1024 * 1024  # per callback: a long payload must not starve the other links
+_DAEMON_GONE = "the daemon has exited; see its log"
+_PEER_GONE = "the peer has exited or closed the link; a daemon exits now, a supervisor restarts the group"
+
+
+class Link:
+    """Frames over ``sock``, which this object owns.  Create it inside the running loop.
+
+    ``on_frame(frame)`` runs in the reader callback; if it raises, the link is closed and the exception goes to the
+    loop's exception handler.  ``on_closed(reason)`` gets a LinkClosed, RemoteProtocolError or LinkOverflow.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_frame: Callable[[Frame], None],
+        on_closed: Callable[[ProtocolError], None],
+        *,
+        role: Role = Role.SUPERVISOR,
+        channel: Channel = Channel.LINK,
+        name: str = "link",
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        sock.set_inheritable(False)
+        self._sock = sock
+        self._poll = select.epoll()
+        self._poll.register(sock.fileno(), select.EPOLLIN)
+        self._connection = Connection(role, channel, name)
+        self._name = name
+        self._on_frame = on_frame
+        self._on_closed = on_closed
+        self._max_queued_bytes = max_queued_bytes
+        self._queue: deque[tuple[list[bytes | memoryview], list[int]]] = deque()
+        self._queued_bytes = 0
+        self._write_error: LinkClosed | None = None
+        self._closed: ProtocolError | None = None
+        self._loop.add_reader(self._poll.fileno(), self._ready)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be sent or received."""
+        return self._closed is not None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes waiting for the peer to read."""
+        return self._queued_bytes
+
+    @property
+    def state(self) -> LinkState:
+        return self._connection.state
+
+    def send(
+        self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
+    ) -> None:
+        """Write one frame now if the socket has room, otherwise queue it.
+
+        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  Queued ``fds`` are
+        duplicated.  Payload buffers are not copied: do not change them until ``queued_bytes`` is 0.
+        LocalProtocolError: not allowed now.  LinkClosed, LinkOverflow: the link is dead, ``on_closed`` follows.
+        """
+        dead = self._closed or self._write_error
+        if dead is not None:
+            raise LinkClosed(f"the link is closed: {dead.what}", self._name, dead.advice)
+        if isinstance(message, bytes):
+            self._connection.send_encoded(message)
+            buffers: list[bytes | memoryview] = [message]
+        else:
+            buffers = self._connection.send(message, request_id, payload=payload, n_fds=len(fds))
+        if self._queue:
+            self._enqueue(buffers, fds)
+            return
+        try:
+            if len(buffers) == 1 and not fds:
+                n_sent = self._sock.send(buffers[0])
+                if n_sent == len(buffers[0]):
+                    return
+            else:
+                n_sent = self._sock.sendmsg(buffers[:MAX_BUFFERS], pack(fds))
+                fds = ()
+        except BlockingIOError:
+            n_sent = 0
+        except ConnectionError as error:
+            raise self._write_failed(error) from error
+        rest = after(buffers, n_sent)
+        if rest:
+            self._enqueue(rest, fds)
+            self._poll.modify(self._sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def close(self, reason: str = "closed by the supervisor") -> None:
+        """Close the link and drop its queue; idempotent."""
+        self._finish(LinkClosed(reason, self._name, "nothing to do", local=True))
+
+    # ---- out
+
+    def _enqueue(self, buffers: list[bytes | memoryview], fds: Sequence[int]) -> None:
+        if self._queued_bytes > self._max_queued_bytes:
+            overflow = LinkOverflow(
+                f"{self._queued_bytes} bytes are queued and the daemon does not read",
+                self._name,
+                "the daemon hangs or is stopped: restart the group",
+            )
+            self._finish(overflow)
+            raise overflow
+        self._queue.append((buffers, [os.dup(fd) for fd in fds]))
+        self._queued_bytes += sum(map(len, buffers))
+
+    def _flush(self) -> None:
+        while self._queue:
+            buffers, fds = self._queue[0]
+            try:
+                n_sent = self._sock.sendmsg(buffers[:MAX_BUFFERS], pack(fds))
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                self._write_failed(error)
+                return
+            close_all(fds)
+            self._queued_bytes -= n_sent
+            rest = after(buffers, n_sent)
+            if rest:
+                self._queue[0] = (rest, [])
+            else:
+                self._queue.popleft()
+        self._poll.modify(self._sock.fileno(), select.EPOLLIN)
+
+    def _write_failed(self, error: ConnectionError) -> LinkClosed:
+        """Stop writing; the reader closes the link after the last bytes that arrived."""
+        self._write_error = LinkClosed(f"the daemon is gone: {error}", self._name, _DAEMON_GONE)
+        self._drop_queue()
+        self._loop.call_soon(self._read_rest)
+        return self._write_error
+
+    def _drop_queue(self) -> None:
+        for _, fds in self._queue:
+            close_all(fds)
+        if self._queue:
+            self._queue.clear()
+            self._poll.modify(self._sock.fileno(), select.EPOLLIN)
+        self._queued_bytes = 0
+
+    # ---- in
+
+    def _ready(self) -> None:
+        """The socket is readable or writable: try both."""
+        if self._queue:
+            self._flush()
+        budget = _READ_BUDGET_BYTES
+        while budget > 0 and self._closed is None:
+            room = self._connection.buffer()
+            n = self._read(room)
+            if n < len(room):  # drained, or nearly; otherwise the loop calls again
+                return
+            budget -= n
+
+    def _read_rest(self) -> None:
+        while self._closed is None:
+            if self._read(self._connection.buffer()) == 0 and self._closed is None:
+                assert self._write_error is not None
+                self._finish(self._write_error)
+
+    def _read(self, room: memoryview) -> int:
+        """Receive once and deliver the frames; 0 when there was nothing to read."""
+        try:
+            n = self._sock.recv_into(room)
+        except BlockingIOError:
+            return 0
+        except ConnectionError as error:
+            self._finish(self._gone(f"the daemon is gone: {error}"))
+            return 0
+        if n == 0:
+            self._finish(self._gone("end of file"))
+            return 0
+        self._connection.received(n)
+        try:
+            frames = self._connection.events()
+        except RemoteProtocolError as error:
+            self._finish(error)
+            return 0
+        self._deliver(frames)
+        if self._connection.error is not None:  # the stream broke after those frames
+            self._finish(self._connection.error)
+        return n
+
+    def _deliver(self, frames: list[Frame]) -> None:
+        try:
+            for frame in frames:
+                self._on_frame(frame)
+                if self._closed is not None:  # the callback closed the link
+                    return
+        except BaseException as error:
+            self._finish(LinkClosed(f"on_frame raised {error!r}", self._name, "report it", local=True))
+            raise
+
+    def _gone(self, what: str) -> LinkClosed:
+        return LinkClosed(f"{what} {self._connection.unfinished}".strip(), self._name, _DAEMON_GONE)
+
+    def _finish(self, reason: ProtocolError) -> None:
+        if self._closed is not None:
+            return
+        self._closed = reason
+        self._loop.remove_reader(self._poll.fileno())
+        self._drop_queue()
+        self._poll.close()
+        self._sock.close()
+        self._loop.call_soon(self._on_closed, reason)
+
+
+class BlockingLink:
+    """Frames over ``sock``, which this object owns.
+
+    One thread receives; any thread may send, a lock keeps frames whole.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        role: Role = Role.DAEMON,
+        channel: Channel = Channel.LINK,
+        name: str = "link",
+    ) -> None:
+        sock.setblocking(True)
+        sock.set_inheritable(False)
+        self.closed_because: LinkClosed | None = None
+        self._sock = sock
+        self._connection = Connection(role, channel, name)
+        self._name = name
+        self._frames: deque[Frame] = deque()
+        self._send_lock = Lock()
+        self._held: list[bytes | memoryview] = []  # frames that wait for the next one
+        self._send_broken: LinkClosed | None = None
+
+    @property
+    def state(self) -> LinkState:
+        return self._connection.state
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 after ``close``."""
+        return self._sock.fileno()
+
+    @property
+    def buffered(self) -> bool:
+        """Whether ``receive`` returns a frame that has come already, of which the socket tells nothing any more."""
+        return bool(self._frames)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a frame has begun to arrive, or the link is dead; False after ``timeout_s``."""
+        if self._frames or self.closed_because is not None or self._sock.fileno() < 0:
+            return True
+        try:
+            return bool(select.select([self._sock], [], [], timeout_s)[0])
+        except (OSError, ValueError):  # close() in another thread
+            return True
+
+    def receive(self) -> Frame | None:
+        """Block until the next frame; None when the link is dead (``closed_because`` has the reason).
+
+        RemoteProtocolError when the peer violated the protocol, on this and every later call.  ``send`` still works, so
+        a daemon can report it in a Failed before it exits.
+        """
+        while not self._frames:
+            if self.closed_because is not None:
+                return None
+            self._frames.extend(self._connection.events())
+            if not self._frames:
+                self._fill()
+        return self._frames.popleft()
+
+    def send(
+        self, message: Message | bytes, *, request_id: int = 0, payload: Sequence[Buffer] = (), fds: Sequence[int] = ()
+    ) -> None:
+        """Write one frame; blocks while the peer's buffer is full.
+
+        ``message``: a record, or bytes of ``codec.encode`` (then without payload and descriptors).  LinkClosed when
+        the link is dead, LocalProtocolError when this message is not allowed.
+        """
+        with self._send_lock:
+            self._check_sending()
+            if isinstance(message, bytes):
+                self._connection.send_encoded(message)
+                buffers: list[bytes | memoryview] = [message]
+            else:
+                buffers = self._connection.send(message, request_id, payload=payload, n_fds=len(fds))
+            if fds:
+                self._write_held()
+            self._write_all(buffers, fds)
+
+    def hold(self, message: Message, *, request_id: int = 0) -> None:
+        """Let a frame wait for the next one, ``flush``, or until ``receive`` waits for the peer.  Raises as ``send``.
+
+        Each write wakes the peer; where cores are few it takes the place of who has more urgent work.
+        """
+        with self._send_lock:
+            self._check_sending()
+            self._held += self._connection.send(message, request_id)
+
+    @property
+    def holds(self) -> bool:
+        """Whether a frame waits for the next one."""
+        return bool(self._held)
+
+    def flush(self) -> None:
+        """Write the frames that wait for the next one.  LinkClosed when the link is dead."""
+        with self._send_lock:
+            self._write_held()
+
+    def _check_sending(self) -> None:
+        if self._send_broken is not None:
+            raise LinkClosed(self._send_broken.what, self._name, _PEER_GONE, local=self._send_broken.local)
+
+    def _write_held(self) -> None:
+        if self._held:
+            self._check_sending()
+            self._write_all([], ())
+
+    def _write_all(self, buffers: list[bytes | memoryview], fds: Sequence[int]) -> None:
+        """Write frames behind those that wait for them."""
+        held, self._held = self._held, []
+        try:
+            self._write(held + buffers, fds)
+        except ConnectionError as error:
+            self._send_broken = LinkClosed(f"the peer is gone: {error}", self._name, _PEER_GONE)
+            raise self._send_broken from error
+        except BaseException as error:  # a signal handler raised: the frame may be truncated, so none may follow
+            self._send_broken = LinkClosed(f"sending was interrupted by {error!r}", self._name, _PEER_GONE, local=True)
+            raise
+
+    def close(self) -> None:
+        """Close the link; idempotent.  A ``receive`` in another thread returns None."""
+        if self._sock.fileno() < 0:
+            return
+        closed = LinkClosed("the link was closed by this side", self._name, "nothing to do", local=True)
+        self.closed_because = self.closed_because or closed
+        self._send_broken = self._send_broken or closed
+        with suppress(OSError):  # ENOTCONN: the peer closed first
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread blocked in recv; close alone would not
+        self._sock.close()
+        close_all(self._connection.take_descriptors())
+        for frame in self._frames:
+            close_all(frame.fds)
+        self._frames.clear()
+
+    def _write(self, buffers: list[bytes | memoryview], fds: Sequence[int]) -> None:
+        if len(buffers) == 1 and not fds:
+            self._sock.sendall(buffers[0])
+            return
+        ancillary = pack(fds)
+        while buffers:
+            n_sent = self._sock.sendmsg(buffers[:MAX_BUFFERS], ancillary)
+            ancillary = []  # the descriptors went with the first byte
+            buffers = after(buffers, n_sent)
+
+    def _fill(self) -> None:
+        """Feed the connection the next bytes, or mark the link dead."""
+        buffer = self._connection.buffer()
+        if self._held and not self.wait(0.0):
+            with suppress(LinkClosed):  # reading says so, too
+                self.flush()
+        try:
+            n, ancillary, flags, _ = self._receive_message(buffer)
+        except ConnectionError as error:
+            self._dead(f"the peer is gone: {error}")
+            return
+        except OSError:
+            if self.closed_because is None:
+                raise
+            return  # close() in another thread
+        if n == 0:
+            self._dead("end of file")
+            return
+        if flags & LOST_FLAG:
+            self._connection.error = RemoteProtocolError(
+                "descriptors were lost in transit",
+                self._name,
+                "raise the limit of open files (ulimit -n), then restart the group",
+            )
+        self._connection.received(n, unpack(ancillary) if ancillary else ())
+
+    def _receive_message(self, buffer: memoryview) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
+        return self._sock.recvmsg_into([buffer], ANCILLARY_BYTES, RECEIVE_FLAGS)
+
+    def _dead(self, what: str) -> None:
+        place = self._connection.unfinished
+        self.closed_because = self.closed_because or LinkClosed(f"{what} {place}".strip(), self._name, _PEER_GONE)
+        close_all(self._connection.take_descriptors())
+
+
+# ---- descriptors and buffers
+
+
+def pack(fds: Sequence[int]) -> list[tuple[int, int, Buffer]]:
+    """Ancillary data for a sendmsg; ``fds`` travel with its first byte."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+
+
+def unpack(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors in the ancillary data of a recvmsg, now owned by the caller."""
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close unclaimed descriptors."""
+    for fd in fds:
+        os.close(fd)
+
+
+def after(buffers: Sequence[bytes | memoryview], n_sent: int) -> list[bytes | memoryview]:
+    """What remains of ``buffers`` after a sendmsg wrote the first ``n_sent`` bytes."""
+    rest: list[bytes | memoryview] = []
+    for buffer in buffers:
+        if n_sent >= len(buffer):
+            n_sent -= len(buffer)
+        else:
+            rest.append(memoryview(buffer)[n_sent:] if n_sent else buffer)
+            n_sent = 0
+    return rest
