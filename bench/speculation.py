@@ -37,9 +37,9 @@ from records import RESULTS, conditions, write_json
 from lucevisor.app import collector
 from lucevisor.app.run import open_model
 from lucevisor.deployment.service import Service
+from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.spec_decode.controller import MAX_SUSPEND_STEPS, SpecDecodeController
-from lucevisor.engine.spec_decode.drafting import placeholder_drafts
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.protocol.steps import Drafted, Sampling
 

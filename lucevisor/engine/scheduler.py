@@ -19,6 +19,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final, Protocol
 
+from lucevisor.engine.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
 from lucevisor.engine.request import (
@@ -37,7 +38,6 @@ from lucevisor.engine.scheduling.backlog import Backlog
 from lucevisor.engine.scheduling.chunking import SharedChunks
 from lucevisor.engine.scheduling.waits import WaitEstimate
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix, WantedRows
-from lucevisor.engine.spec_decode.drafting import Drafting, with_same_draft_step
 from lucevisor.engine.step import (
     ScheduledSequence,
     ScheduledSlice,

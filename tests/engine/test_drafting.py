@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.engine import validation
+from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
@@ -19,7 +20,6 @@ from lucevisor.engine.spec_decode.controller import (
     RequestDrafts,
     SpecDecodeController,
 )
-from lucevisor.engine.spec_decode.drafting import Drafting
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import Space

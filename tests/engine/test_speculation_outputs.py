@@ -11,10 +11,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine import validation
+from lucevisor.engine import drafting, validation
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import GenerationRequest, RequestHandle, RequestState
-from lucevisor.engine.spec_decode import drafting
 from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.step import StepPlan
