@@ -160,7 +160,7 @@ def _check_device(config: Config) -> None:
     if device is None:
         return
     why = "the model's file has no MTP head, and draft.path is empty"
-    if device.group not in {target.group for target in config.placement.devices}:
+    if config.placement.devices and device.group not in {target.group for target in config.placement.devices}:
         reason = f"has no device in placement.target_devices and no drafter to run: {why}"
         hint = f"name a drafter in draft.path, or remove [groups.{device.group}] and draft.device"
         raise ConfigError(f"groups.{device.group}", NO_VALUE, reason, hint, file=str(config.file))

@@ -84,14 +84,19 @@ def _check_split(pending: PendingConfig) -> None:
     what = "weights" if isinstance(split, WeightedSplit) else "ranges"
     names = ", ".join(map(str, devices))
     why = f"has {len(split.values)} {what} for {len(devices)} devices"
-    key = "placement.target_layer_split"
-    pending.refuse(key, LayerSplit().write(split), why, f'write one for each of {names}, or "auto"')
+    hint = f'write one for each of {names}, or "auto"'
+    if not devices:
+        why, hint = (
+            f"has {what} for devices that are not named",
+            'list them in placement.target_devices, or write "auto"',
+        )
+    pending.refuse("placement.target_layer_split", LayerSplit().write(split), why, hint)
 
 
 def _resolve_devices(pending: PendingConfig) -> None:
     key = "placement.target_devices"
     written: Sequence[DeviceRef] | None = pending.values.get(key)
-    if written is None:
+    if not written:  # invalid, or all of them, which the daemons tell
         return
     n_errors = len(pending.errors)
     resolved: list[DeviceRef] = []

@@ -151,12 +151,13 @@ class PlacementConfig:
     devices: Annotated[
         tuple[DeviceRef, ...],
         Key(
-            Several(DeviceName(), at_least=1, distinct=False),  # duplicates are detected once groups are known
+            Several(DeviceName(), distinct=False),  # duplicates are detected once groups are known
             "Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one "
-            "memory, so `left:0` and `left:1` are two shards in one process.",
+            "memory, so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the "
+            "order of this file.",
             name="target_devices",
         ),
-    ]
+    ] = ()
     split: Annotated[
         Split,
         Key(

@@ -323,7 +323,6 @@ class Several(ValueType[tuple[Any, ...]]):
     """A list of values of one type; as text, separated by commas (`[]` is the empty list)."""
 
     item: ValueType[Any]
-    at_least: int = 0
     distinct: bool = True
     wants: ClassVar[str] = "a list"
 
@@ -337,8 +336,6 @@ class Several(ValueType[tuple[Any, ...]]):
 
     def _read_each(self, values: Sequence[object]) -> tuple[Any, ...]:
         check_length(values)
-        if len(values) < self.at_least:
-            raise Refused("is empty", f"list at least {self.at_least}", value=[])
         read: list[Any] = []
         for index, value in enumerate(values):
             try:

@@ -37,6 +37,7 @@ from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype
+from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
@@ -306,8 +307,9 @@ class Deployment:
     async def _place(self, hellos: Mapping[str, Hello]) -> Placement:
         await self._weights.settle()
         inventory = {group: hello.devices for group, hello in hellos.items()}
-        speeds = await speeds_for(self._model.spec, self._model.files, self._config, inventory)
-        config, model = with_sizes(self._config, self._sizes), self._model
+        config, model = with_target_devices(self._config, inventory), self._model
+        speeds = await speeds_for(model.spec, model.files, config, inventory)
+        config = with_sizes(config, self._sizes)
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.score_spec)
         self.unfit = why_unfit(result, self._sizes)
         if isinstance(result, Infeasible) or self.unfit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from lucevisor.config import Config
+from lucevisor.config import Config, DeviceRef
 from lucevisor.config.draft import DRAFTER_CHOICES
 from lucevisor.config.sections import GroupConfig
 from lucevisor.deployment.affinity import usable_cores
@@ -21,13 +21,14 @@ def group_devices(config: Config, name: str) -> list[int]:
     """Indices of the group's devices that the placement, the drafter or the scoring model names."""
     drafter = config.draft.device if config.draft.kind in DRAFTER_CHOICES else None
     scorer = config.pflash.device if config.scores else None
-    devices = [*config.placement.devices, *(each for each in (drafter, scorer) if each is not None)]
+    targets = config.placement.devices or [DeviceRef(name, 0)]  # all devices that it has: the first at least
+    devices = [*targets, *(each for each in (drafter, scorer) if each is not None)]
     return list(dict.fromkeys(device.index for device in devices if device.group == name))
 
 
 def target_groups(config: Config) -> list[str]:
     """Groups that hold layers of the model, in layer order: those that serving needs."""
-    return list(dict.fromkeys(device.group for device in config.placement.devices))
+    return list(dict.fromkeys(device.group for device in config.placement.devices)) or list(config.groups)
 
 
 def group_threads(config: Config, name: str) -> int:
@@ -58,7 +59,8 @@ def core_plan(config: Config) -> CorePlan:
     other daemons run where they find a core: nobody waits for them while the output stage is at work.  Beside a group
     that `groups.NAME.cores` pins, or a GPU, nothing is pinned.
     """
-    usable, last = usable_cores(), config.placement.devices[-1].group
+    targets = [device.group for device in config.placement.devices] or list(config.groups)
+    usable, last = usable_cores(), targets[-1]
     n_own, n_busy = group_threads(config, last), sum(group_threads(config, name) for name in config.groups)
     alike = all(group.backend == "cpu" and not group.cores for group in config.groups.values())
     if not alike or len(target_groups(config)) < 2 or spin_s(config) or n_busy > len(usable):

@@ -22,6 +22,7 @@ from lucevisor.deployment.affinity import usable_cores
 from lucevisor.deployment.installed import installed
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
+from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.protocol.handshake import MIN_PACKAGES, MIN_PYTHON, MIN_TORCH, older
 from lucevisor.supervision.child import SpawnError, find_python
@@ -53,7 +54,7 @@ def check_before_start(config: Config, model: ServedModel) -> None:
 def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
     """What memory the devices have is not known yet; what the plan refuses without knowing it, it always refuses."""
     try:
-        plan(model.spec, config, {}, None, model.draft_spec, model.score_spec)
+        plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.score_spec)
     except ConfigError as error:
         yield error
 

@@ -6,9 +6,10 @@ Knows no model.  Invariant: all cpu devices of all groups share one memory, ``ho
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lucevisor.config import Config, DeviceRef
+from lucevisor.errors import NO_VALUE
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacementError
 from lucevisor.protocol.loading import DeviceInfo
@@ -58,6 +59,22 @@ class Memory:
         return None if self.free_bytes is None else max(0, self.free_bytes - self.reserve_bytes)
 
 
+def with_target_devices(config: Config, inventory: Inventory) -> Config:
+    """Return the configuration with all devices of all groups if it names none; of a group that was not queried, one.
+
+    Raises PlacementError for a group without a device.
+    """
+    if config.placement.devices:
+        return config
+    devices = []
+    for group in config.groups:
+        indices = [info.index for info in inventory[group]] if group in inventory else [0]
+        if not indices:
+            raise _no_device(config, "placement.target_devices", group, NO_VALUE)
+        devices += [DeviceRef(group, index) for index in indices]
+    return replace(config, placement=replace(config.placement, devices=tuple(devices)))
+
+
 def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetDevice, ...]:
     """Find each configured device in the inventory, in layer order.
 
@@ -92,16 +109,17 @@ def find_device(
         return by_index.get(device.index, found[0])
     if device.index in by_index:
         return by_index[device.index]
-    file = str(config.file)
     if not by_index:
-        hint = f"check groups.{device.group}.python and visible_devices: lucevisor doctor lists what that torch sees"
-        raise PlacementError(
-            key, str(device), f"does not exist: the group {device.group} has no device", hint, file=file
-        )
+        raise _no_device(config, key, device.group, str(device))
     near = min(by_index, key=lambda index: (index in taken, abs(index - device.index)))
     has = ", ".join(f"{device.group}:{index} ({info.name})" for index, info in sorted(by_index.items()))
     hint = f"nearest: {device.group}:{near}" if near not in taken else "remove it: the others are already used"
-    raise PlacementError(key, str(device), f"does not exist: the group has {has}", hint, file=file)
+    raise PlacementError(key, str(device), f"does not exist: the group has {has}", hint, file=str(config.file))
+
+
+def _no_device(config: Config, key: str, group: str, value: object) -> PlacementError:
+    hint = f"check groups.{group}.python and visible_devices: lucevisor doctor lists what that torch sees"
+    return PlacementError(key, value, f"does not exist: the group {group} has no device", hint, file=str(config.file))
 
 
 def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:

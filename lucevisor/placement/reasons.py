@@ -42,6 +42,7 @@ def reasons_of(decisions: Decisions) -> tuple[str, ...]:
     return (
         *(chosen.reason for chosen in decisions.formats),
         *_kept_smaller(decisions),
+        *_devices(decisions),
         _layers(decisions),
         *_speeds(decisions),
         *_drafts(decisions),
@@ -76,6 +77,11 @@ def _kept_smaller(decisions: Decisions) -> Iterator[str]:
         kept, plain = (sum(layer.unit_bytes(f) for layer in paged) for f in (inputs.kv_dtype, inputs.dtype))
         change = f"{format_bytes(kept)} as {inputs.kv_dtype}, {format_bytes(plain)} as {inputs.dtype}"
         yield f"keys and values of {PAGE_TOKENS} tokens in all layers take {change}"
+
+
+def _devices(decisions: Decisions) -> Iterator[str]:
+    if "placement.target_devices" not in decisions.config.set_keys:
+        yield "devices: all of all groups, as placement.target_devices names none"
 
 
 def _layers(decisions: Decisions) -> str:

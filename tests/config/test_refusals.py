@@ -137,13 +137,6 @@ def test_one_wrong_setting(file, more, key, value, why, hint):
             "nearest: cpu",
         ),
         ('backend = "cpu"\n[placement]', "\n[placement]", "groups.right.backend", "is missing", "cpu, cuda, hip"),
-        (
-            f"target_devices = {DEVICES}",
-            "",
-            "placement.target_devices",
-            "is missing",
-            "add target_devices =",
-        ),
     ],
 )
 def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
@@ -162,7 +155,6 @@ def test_one_wrong_line_of_the_smallest_file(file, old, new, key, why, hint):
         ('["left:0", "right: 1"]', "placement.target_devices[1]", "is not GROUP:INDEX", "nearest: right:1"),
         ('["left:0", 0]', "placement.target_devices[1]", "is an integer, not GROUP:INDEX", ""),
         ('"left:0"', "placement.target_devices", "is text, not a list", ""),
-        ("[]", "placement.target_devices", "is empty", "at least 1"),
         ('["left:0"]', "groups.right", "would have nothing to do", "add right:0"),
     ],
 )
@@ -191,6 +183,13 @@ def test_one_wrong_list_of_devices(file, devices, key, why, hint):
 )
 def test_one_wrong_split(file, split, key, why, hint):
     assert_told(error_of(file(f"{SMALLEST}target_layer_split = {split}\n")), key, why, hint)
+
+
+@pytest.mark.parametrize("split", ["[0.5, 0.5]", '["0-4", "4-8"]'])
+def test_a_split_needs_named_devices(file, split):
+    text = SMALLEST.replace(f"target_devices = {DEVICES}", f"target_layer_split = {split}")
+    why = "for devices that are not named"
+    assert_told(error_of(file(text)), "placement.target_layer_split", why, "placement.target_devices")
 
 
 def test_the_same_device_under_two_names(file):

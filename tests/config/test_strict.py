@@ -65,7 +65,7 @@ KINDS = [
     Line(),
     Line(may_be_empty=False),
     Several(Whole(0, 3)),
-    Several(Choice(("a", "b")), at_least=1),
+    Several(Choice(("a", "b"))),
 ]
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.dates(),

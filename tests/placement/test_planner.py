@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 
+from lucevisor.config import load
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import padded_rows
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.model.weight_layout import weight_bytes
-from lucevisor.placement.devices import HOST_PAGES, HOST_RESERVE
+from lucevisor.placement.devices import HOST_PAGES, HOST_RESERVE, with_target_devices
+from lucevisor.placement.result import PlacementError
 from tests.model.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, Shape, write
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, GIB, box, configure, cpu, gpu, placed, refused, wrong
 
@@ -305,6 +307,25 @@ def test_a_device_that_is_not_there(demo, tmp_path):
     assert "remove it" in wrong(demo, config, {"cuda": [gpu(0)]}).hint
     assert "has no device" in wrong(demo, config, {"cuda": []}).why
     placed(demo, configure(tmp_path, ["left:0", "left:7"]), {"left": [cpu()]})  # on a cpu every index is the host
+
+
+def test_without_devices_named_all_of_all_groups_are_used(demo, tmp_path):
+    (tmp_path / "plan.toml").write_text(
+        '[model]\npath = "m"\n[groups.nv]\nbackend = "cuda"\n[groups.host]\nbackend = "cpu"\n'
+    )
+    config = load(tmp_path / "plan.toml")
+
+    def devices(inventory):
+        return [str(device) for device in with_target_devices(config, inventory).placement.devices]
+
+    found = {"nv": [gpu(0), gpu(1)], "host": [cpu()]}
+    assert devices(found) == ["nv:0", "nv:1", "host:0"]
+    assert devices({}) == ["nv:0", "host:0"]
+    assert [str(device.device) for device in placed(demo, with_target_devices(config, found), found).devices] == [
+        "nv:0", "nv:1", "host:0",
+    ]  # fmt: skip
+    with pytest.raises(PlacementError, match="the group nv has no device"):
+        devices({**found, "nv": []})
 
 
 def test_pages_that_hold_less_than_the_context(demo, tmp_path):
