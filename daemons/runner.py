@@ -24,7 +24,7 @@ from daemons.draft.prepared import preparing
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from daemons.failures import try_to_load
-from daemons.identities import opened, unchanged
+from daemons.identities import open_files, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter, warn_once
@@ -77,18 +77,16 @@ class ModelRunner:
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
     @classmethod
-    def load(
-        cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter, files: GgufFiles | None = None
-    ) -> tuple[ModelRunner, Loaded]:
+    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
         """Attach the arenas, load and warm up every stage, and load the draft stage and the scoring stage.
 
-        ``files``: the model's, if they are open.  Raises GgufError, ArenaError, LoadError or DeviceError.
+        Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
         n_own = 2 * len(load.arenas)
         if len(fds) != n_own + bool(load.replay):
             raise ValueError(f"Load names {n_own + bool(load.replay)} files, {len(fds)} descriptors arrived")
-        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), opened(load, files))
+        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), open_files(load))
         replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
         uses, kernels = list[DeviceUse](), dict[str, str]()
         for plan in load.stages:

@@ -28,9 +28,9 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     from lucevisor.deployment.probe import inventory
     from lucevisor.deployment.speeds import read, speeds_for, wanted
     from lucevisor.placement.devices import with_target_devices
-    from lucevisor.placement.explain import as_json as plan_json
-    from lucevisor.placement.explain import text
     from lucevisor.placement.planner import plan as make_plan
+    from lucevisor.placement.report import as_json as plan_json
+    from lucevisor.placement.report import text
     from lucevisor.placement.result import Infeasible
 
     if measure and no_probe:

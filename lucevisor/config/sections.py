@@ -1,7 +1,6 @@
-"""The sections of the configuration file: name, type, default, unit and meaning of every key.
+"""The sections of the configuration file with type, default, unit and meaning of every key, and `Config`.
 
-Knows nothing about files or the machine. Invariant: a field with a `Key` is a key of the file with the same name (or
-`Key.name`); its default applies if the key is not set; its value type accepts exactly the values of the field's type.
+A field with a `Key` is a key of the file with the same name, or `Key.name`.
 """
 
 from __future__ import annotations
@@ -12,46 +11,46 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
-from lucevisor.config.names import Environment, FilePath, VisibleDevice
-from lucevisor.config.strict import AUTO, Choice, Line, OrAuto, Real, Several, Size, ValueType, Whole
-from lucevisor.config.values import (
-    BACKENDS,
+from msgspec import Meta
+
+from lucevisor.config.formats import (
+    COMMAND,
+    CURVE_POINT,
+    DEVICE,
+    ENVIRONMENT,
+    HOST,
+    HUB_PATH,
     HUB_PREFIX,
+    LINE,
+    MODEL_PATH,
+    OPTIONAL_DEVICE,
+    ORIGIN,
+    PATH,
+    RESTART_LIMIT,
+    SIZE,
+    SPLIT,
+    VISIBLE_DEVICE,
     Auto,
-    DeviceName,
     DeviceRef,
     HubFile,
-    LayerSplit,
     RestartLimit,
-    Restarts,
     Split,
     hub_file,
+    write_split,
 )
+from lucevisor.config.schema import Key, keys_of
+from lucevisor.errors import format_error
 
 Backend = Literal["cpu", "cuda", "hip"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvDType = Literal["auto", "float32", "float16", "bfloat16", "q8_0"]
 AutoWord = Literal["auto"]
+Goal = Literal["latency", "throughput"]
 
 USUAL_CHUNK: Final = 512
 """Tokens of an automatic prefill chunk where a longer one gains nothing or does not fit."""
-Goal = Literal["latency", "throughput"]
-Normalise = Literal["off", "fix", "move"]
-NORMALISE: tuple[Normalise, ...] = ("off", "fix", "move")
-GOALS: tuple[Goal, ...] = ("latency", "throughput")
-
-_RESTART_LIMIT = RestartLimit(10, 60)
-_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """The value type and documentation of one key."""
-
-    kind: ValueType[Any]
-    text: str
-    unit: str = ""
-    name: str = ""
+VISIBLE_DEVICES: Final = {"cpu": "", "cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
+"""The environment variable that limits the devices torch sees, by backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,35 +59,34 @@ class ModelConfig:
 
     path: Annotated[
         str,
+        MODEL_PATH,
         Key(
-            FilePath(may_be_empty=False, hub=True),
             "The GGUF file, the first part of a split one, or a file on the Hugging Face hub. "
-            "Relative to the directory of this file.",
+            "Relative to the directory of this file."
         ),
     ]
     name: Annotated[
-        str, Key(Line(), "The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem.")
+        str, LINE, Key("The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem.")
     ] = ""
     chat_template: Annotated[
         str,
+        PATH,
         Key(
-            FilePath(),
             "A file with a Jinja chat template, in place of the one in the model's file. Relative to the directory of "
-            "this file. Empty: the model's own.",
+            "this file. Empty: the model's own."
         ),
     ] = ""
     yarn_attn_factor: Annotated[
         Literal["default", "file"],
         Key(
-            Choice(("default", "file")),
             "Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the "
-            "model file.",
+            "model file."
         ),
     ] = "default"
 
     @property
     def source(self) -> Path | HubFile:
-        """Where the file is: a local path, or a file on the hub."""
+        """The local path, or the file on the hub."""
         return source_of(self.path)
 
 
@@ -98,50 +96,47 @@ class GroupConfig:
     to 32 of `a-z 0-9 _ -`; a group named `cpu`, `cuda` or `hip` must have that backend."""
 
     name: str
-    backend: Annotated[Backend, Key(Choice(BACKENDS), "The accelerator stack of the group's torch build.")]
+    backend: Annotated[Backend, Key("The accelerator stack of the group's torch build.")]
     python: Annotated[
         str,
+        COMMAND,
         Key(
-            FilePath(command=True),
             "The group's interpreter, in an environment with torch, numpy, gguf and msgspec. A bare name is looked up "
-            "on PATH; a path is relative to the directory of this file. Empty: the supervisor's own interpreter.",
+            "on PATH; a path is relative to the directory of this file. Empty: the supervisor's own interpreter."
         ),
     ] = ""
     env: Annotated[
-        Mapping[str, str], Key(Environment(), "Environment variables for the daemon, added to the supervisor's.")
+        Mapping[str, str], ENVIRONMENT, Key("Environment variables for the daemon, added to the supervisor's.")
     ] = field(default_factory=lambda: MappingProxyType({}))
     visible_devices: Annotated[
         tuple[str, ...],
+        VISIBLE_DEVICE,
         Key(
-            Several(VisibleDevice()),
             "Devices visible to the daemon, by number or UUID, passed on as `CUDA_VISIBLE_DEVICES` or "
             "`HIP_VISIBLE_DEVICES`; index 0 in `target_devices` is the first of them. Empty: those visible to the "
-            "supervisor. Backends cuda and hip.",
+            "supervisor. Backends cuda and hip."
         ),
     ] = ()
     threads: Annotated[
-        int | AutoWord,
+        Annotated[int, Meta(ge=1, le=1024)] | AutoWord,
         Key(
-            OrAuto(Whole(1, 1024)),
             "Compute threads of the daemon. `auto`: as many as `cores`, else an equal share of the usable cores per "
-            "cpu group. Backend cpu.",
+            "cpu group. Backend cpu."
         ),
     ] = "auto"
     cores: Annotated[
-        tuple[int, ...],
+        tuple[Annotated[int, Meta(ge=0, le=8191)], ...],
         Key(
-            Several(Whole(0, 8191)),
             "Processor cores the daemon is pinned to. Empty: not pinned, but where cpu groups have as many threads as "
-            "there are cores, that of the last layers has some of its own.",
+            "there are cores, that of the last layers has some of its own."
         ),
     ] = ()
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
-        variable = visible_devices_variable(self.backend)
-        if not self.visible_devices or not variable:
-            return dict(self.env)
-        return {**self.env, variable: ",".join(self.visible_devices)}
+        variable = VISIBLE_DEVICES[self.backend]
+        shown = {variable: ",".join(self.visible_devices)} if self.visible_devices and variable else {}
+        return {**self.env, **shown}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +145,8 @@ class PlacementConfig:
 
     devices: Annotated[
         tuple[DeviceRef, ...],
+        DEVICE,
         Key(
-            Several(DeviceName(), distinct=False),  # duplicates are detected once groups are known
             "Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one "
             "memory, so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the "
             "order of this file.",
@@ -160,8 +155,8 @@ class PlacementConfig:
     ] = ()
     split: Annotated[
         Split,
+        SPLIT,
         Key(
-            LayerSplit(),
             "How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; "
             'ranges name the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, '
             "by free memory and the speed of each device, which the first start with a model measures.",
@@ -171,15 +166,14 @@ class PlacementConfig:
     goal: Annotated[
         Goal,
         Key(
-            Choice(GOALS),
             'What `target_layer_split = "auto"` minimises: `latency` the time of one request through all devices, '
-            "`throughput` the time of the slowest stage, which limits the throughput of many requests.",
+            "`throughput` the time of the slowest stage, which limits the throughput of many requests."
         ),
     ] = "latency"
 
     def split_text(self) -> str:
         """Return the split in the form of `--set placement.target_layer_split=`."""
-        written = LayerSplit().write(self.split)
+        written = write_split(self.split)
         return ",".join(str(part) for part in written) if isinstance(written, list) else str(written)
 
 
@@ -190,42 +184,32 @@ class EngineConfig:
     dtype: Annotated[
         DType,
         Key(
-            Choice((AUTO, "float32", "bfloat16", "float16")),
             "Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the "
-            "given devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices.",
+            "given devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices."
         ),
     ] = "auto"
-    kv_dtype: Annotated[
-        KvDType,
-        Key(
-            Choice((AUTO, "float32", "float16", "bfloat16", "q8_0")),
-            "Type of keys and values in the pages. `auto`: as `dtype`.",
-        ),
-    ] = "auto"
+    kv_dtype: Annotated[KvDType, Key("Type of keys and values in the pages. `auto`: as `dtype`.")] = "auto"
     max_context: Annotated[
-        int | AutoWord,
+        Annotated[int, Meta(ge=1, le=2**30)] | AutoWord,
         Key(
-            OrAuto(Whole(1, 2**30)),
             "Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold.",
             "tokens",
         ),
     ] = "auto"
     max_sequences: Annotated[
-        int, Key(Whole(1, 4096), "Sequences that run concurrently; others wait in the queue.", "sequences")
+        int, Meta(ge=1, le=4096), Key("Sequences that run concurrently; others wait in the queue.", "sequences")
     ] = 8
     prefill_chunk: Annotated[
-        int | AutoWord,
+        Annotated[int, Meta(ge=1, le=2**20)] | AutoWord,
         Key(
-            OrAuto(Whole(1, 2**20)),
             "Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. "
             "`auto`: 2048 on GPUs with memory for it, else 512.",
             "tokens",
         ),
     ] = "auto"
     pages: Annotated[
-        int | AutoWord,
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord,
         Key(
-            OrAuto(Whole(1, 2**31 - 1)),
             "Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' "
             "free memory allows; on a cpu a quarter of the usable memory, or one sequence.",
             "pages",
@@ -233,11 +217,10 @@ class EngineConfig:
     ] = "auto"
     swap_space: Annotated[
         int,
+        SIZE,
         Key(
-            Size(),
             "Most host memory for what preempted requests have computed, so that they go on where they were; 0: they "
-            "compute it again.",
-            "bytes",
+            "compute it again."
         ),
     ] = 4 * 2**30
 
@@ -248,52 +231,218 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP endpoint."""
+
+    host: Annotated[
+        str, HOST, Key("Address to listen on. Any address but loopback needs `api_keys_file` or `allow_open = true`.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), Key("Port to listen on; 0: any free one, see `lucevisor status`.")] = (
+        8080
+    )
+    api_keys_file: Annotated[
+        str,
+        PATH,
+        Key(
+            "File of accepted keys, one per line, with a name behind it or without: `KEY NAME`. Empty lines and lines "
+            "that start with `#` are skipped. Empty: no key is required."
+        ),
+    ] = ""
+    admin_keys_file: Annotated[
+        str, PATH, Key("Like `api_keys_file`: keys that may also restart groups over HTTP. Empty: nobody may.")
+    ] = ""
+    tls_cert_file: Annotated[
+        str, PATH, Key("Certificate in PEM, its chain behind it: serves HTTPS instead of HTTP. Needs `tls_key_file`.")
+    ] = ""
+    tls_key_file: Annotated[str, PATH, Key("Private key of `tls_cert_file` in PEM, without a password.")] = ""
+    allow_open: Annotated[bool, Key("Serve other machines without an API key.")] = False
+    max_queue: Annotated[
+        int,
+        Meta(ge=1, le=2**20),
+        Key(
+            "Requests that may wait in the queue, shared equally by the clients that wait; further ones get 429.",
+            "requests",
+        ),
+    ] = 256
+    max_connections: Annotated[
+        int,
+        Meta(ge=1, le=2**16),
+        Key(
+            "Open connections; a further one replaces the longest idle one, else a slow body, or gets 503.",
+            "connections",
+        ),
+    ] = 1024
+    drain_s: Annotated[
+        float,
+        Meta(ge=0.01, le=86400.0),
+        Key("How long a stop waits for running requests; then they end with an error.", "seconds"),
+    ] = 2.0
+    cors_origins: Annotated[
+        tuple[str, ...], ORIGIN, Key("Origins whose pages may call the endpoint from a browser. Empty: none.")
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Reuse of computed prompts, in memory and on disk. Except for `normalise` it never changes answers. See
     docs/prefix-cache.md.
     """
 
-    prefix_slots: Annotated[int, Key(Whole(0, 2**20), "Prompt prefixes kept in memory; 0 is off.", "slots")] = 32
+    prefix_slots: Annotated[int, Meta(ge=0, le=2**20), Key("Prompt prefixes kept in memory; 0 is off.", "slots")] = 32
     memory: Annotated[
         int,
+        SIZE,
         Key(
-            Size(),
             "Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of "
-            "recurrent layers, which are reserved at start.",
-            "bytes",
+            "recurrent layers, which are reserved at start."
         ),
     ] = 2**30
     states: Annotated[
         Literal["device", "host"],
         Key(
-            Choice(("device", "host")),
             "Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or "
-            "used; the devices hold the states of running sequences only. Pages stay on the devices.",
+            "used; the devices hold the states of running sequences only. Pages stay on the devices."
         ),
     ] = "device"
-    dir: Annotated[
-        str, Key(FilePath(), "Directory for snapshots, which survive a restart. Empty: none are written.")
-    ] = ""
-    disk: Annotated[int, Key(Size(), "Total size of snapshots.", "bytes")] = 20 * 2**30
-    min_tokens: Annotated[int, Key(Whole(0, 2**30), "Shorter prefixes are not cached.", "tokens")] = 256
+    dir: Annotated[str, PATH, Key("Directory for snapshots, which survive a restart. Empty: none are written.")] = ""
+    disk: Annotated[int, SIZE, Key("Total size of snapshots.")] = 20 * 2**30
+    min_tokens: Annotated[int, Meta(ge=0, le=2**30), Key("Shorter prefixes are not cached.", "tokens")] = 256
     checkpoint_pages: Annotated[
         int,
+        Meta(ge=0, le=2**20),
         Key(
-            Whole(0, 2**20),
             "For models with recurrent layers: a prompt without chat turns is checkpointed at its last multiple of so "
             "many pages of 64 tokens; 0: at its end only.",
             "pages",
         ),
     ] = 4
     normalise: Annotated[
-        Normalise,
+        Literal["off", "fix", "move"],
         Key(
-            Choice(NORMALISE),
             "What to do with system prompt lines that some agents change every turn, such as a date or a billing "
             "header: `off` nothing; `fix` replaces their values by fixed words, so the model does not see them; `move` "
-            "moves dates behind the last message.",
+            "moves dates behind the last message."
         ),
     ] = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """Speculative decoding: cheaply drafted tokens that the model verifies in one step. It never changes answers."""
+
+    kind: Annotated[
+        Literal["auto", "off", "lookup", "mtp", "dflash"],
+        Key(
+            "What drafts. `lookup` repeats what followed the same tokens before; `mtp` is a multi-token prediction "
+            "head, of the model's own file or of `path`; `dflash` is a drafter model in `path`. `auto`: the drafter in "
+            "`path`, else the model's own MTP head if it has one, and `lookup` beside it or alone; a drafter that does "
+            "not fit is left out with a notice."
+        ),
+    ] = "auto"
+    path: Annotated[
+        str,
+        HUB_PATH,
+        Key(
+            "The drafter's GGUF file, or its safetensors file or directory; required for `dflash`. Relative to the "
+            "directory of this file."
+        ),
+    ] = ""
+    device: Annotated[
+        DeviceRef | None,
+        OPTIONAL_DEVICE,
+        Key(
+            "Where the drafter runs: any device of any group, also of one without layers. Empty: where the last layers "
+            "are."
+        ),
+    ] = None
+    width: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | AutoWord,
+        Key("Most drafts verified in one step. `auto`: chosen by recent acceptance.", "tokens"),
+    ] = "auto"
+
+    @property
+    def source(self) -> Path | HubFile | None:
+        """The drafter's file; None if `path` is empty."""
+        return source_of(self.path) if self.path else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFlashConfig:
+    """KV Flash: any context in a bounded number of pages on the devices. Beyond them answers change, except with
+    policy `exact`, which is slower. See docs/kv-flash.md."""
+
+    pool_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=2**31 - 1)] | AutoWord,
+        Key("Kept per sequence, 512 or more; 0: off; `auto`: up to 16384.", "tokens"),
+    ] = 0
+    policy: Annotated[
+        Literal["lru", "qk", "drafter", "exact"],
+        Key(
+            "Which pages stay. `lru`: the first and the last ones; `qk`: those that queries attend to most; "
+            "`drafter`: those that the scoring model of `[pflash]` finds relevant to the end of a prompt; `exact`: the "
+            "first and the last ones, and all others are read from host memory."
+        ),
+    ] = "lru"
+    host: Annotated[
+        int,
+        SIZE,
+        Key(
+            "Host memory of all groups for pages that were paged out, which policy `lru` does not need; taken at "
+            "start, as much as `engine.max_sequences` contexts fill."
+        ),
+    ] = 8 * 2**30
+    tau: Annotated[
+        int, Meta(ge=1, le=2**20), Key("With `qk`: tokens between two selections of the pages to keep.", "tokens")
+    ] = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PFlashConfig:
+    """PFlash: a small scoring model shortens long prompts to their relevant parts before prefill. It changes what the
+    model reads. See docs/pflash.md."""
+
+    mode: Annotated[Literal["off", "auto", "always"], Key("`auto`: only prompts of at least `threshold` tokens.")] = (
+        "off"
+    )
+    path: Annotated[
+        str,
+        HUB_PATH,
+        Key(
+            "The scoring model's GGUF file, of any family with attention layers, such as Qwen3-0.6B; required unless "
+            "`mode` is off. Relative to the directory of this file."
+        ),
+    ] = ""
+    device: Annotated[
+        DeviceRef | None,
+        OPTIONAL_DEVICE,
+        Key(
+            "Where the scoring model runs: any device of any group, also of one without layers. Empty: where the last "
+            "layers are."
+        ),
+    ] = None
+    threshold: Annotated[int, Meta(ge=1, le=2**30), Key("Shortest prompt that `auto` shortens.", "tokens")] = 32000
+    keep_ratio: Annotated[float, Meta(gt=0, le=1), Key("Share that is kept of what may be shortened.")] = 0.05
+    curve: Annotated[
+        tuple[tuple[int, float], ...],
+        CURVE_POINT,
+        Key(
+            "The share by the prompt's length, instead of `keep_ratio`: points in ascending order, linear between them "
+            "and constant beyond."
+        ),
+    ] = ()
+    window: Annotated[
+        int,
+        Meta(ge=512, le=2**20),
+        Key(
+            "Tokens that the scoring model reads at once, at most its context; longer parts take several windows.",
+            "tokens",
+        ),
+    ] = 8192
+
+    @property
+    def source(self) -> Path | HubFile | None:
+        """The scoring model's file; None if `path` is empty."""
+        return source_of(self.path) if self.path else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,31 +451,35 @@ class RecoveryConfig:
 
     hold_s: Annotated[
         float,
-        Key(
-            Real(0.0, 86400.0),
-            "How long running requests wait for a daemon to come back; 0: they fail immediately.",
-            "seconds",
-        ),
+        Meta(ge=0.0, le=86400.0),
+        Key("How long running requests wait for a daemon to come back; 0: they fail immediately.", "seconds"),
     ] = 120.0
-    journal: Annotated[
-        int, Key(Size(), "Host memory for boundary activations, from which a lost shard is rebuilt.", "bytes")
-    ] = 2 * 2**30
+    journal: Annotated[int, SIZE, Key("Host memory for boundary activations, from which a lost shard is rebuilt.")] = (
+        2 * 2**30
+    )
     spares: Annotated[
         int,
-        Key(
-            Whole(0, 8),
-            "Daemons per group kept running without weights, so that a restart only loads the weights.",
-            "daemons",
-        ),
+        Meta(ge=0, le=8),
+        Key("Daemons per group kept running without weights, so that a restart only loads the weights.", "daemons"),
     ] = 0
     restart_limit: Annotated[
         RestartLimit,
+        RESTART_LIMIT,
         Key(
-            Restarts(),
             "Most restarts of one group in a period; after one more the group is FAILED and tried again after 1 "
-            "minute, then 2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED.",
+            "minute, then 2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED."
         ),
-    ] = _RESTART_LIMIT
+    ] = field(default=RestartLimit(10, 60))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Logging to standard error and to a file that outlives the supervisor."""
+
+    format: Annotated[Literal["auto", "console", "json"], Key("`auto`: console on a terminal, JSON otherwise.")] = (
+        "auto"
+    )
+    level: Annotated[Literal["debug", "info", "warning", "error"], Key("Lowest level that is logged.")] = "info"
 
 
 def source_of(path: str) -> Path | HubFile:
@@ -334,6 +487,78 @@ def source_of(path: str) -> Path | HubFile:
     return hub_file(path) if path.startswith(HUB_PREFIX) else Path(path)
 
 
-def visible_devices_variable(backend: Backend) -> str:
-    """Return the environment variable that limits the devices torch sees, empty if the backend has none."""
-    return _VISIBLE_DEVICES.get(backend, "")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A warning at start: a key, its value, why, and what to do."""
+
+    key: str
+    value: object
+    why: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return format_error(self.key, self.value, self.why, self.hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A complete, resolved and valid configuration. Two are equal if they mean the same, wherever they came from."""
+
+    file: Path = field(compare=False)
+    model: ModelConfig
+    groups: Mapping[str, GroupConfig]
+    placement: PlacementConfig
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+    cache: CacheConfig = CacheConfig()
+    draft: DraftConfig = DraftConfig()
+    kvflash: KvFlashConfig = KvFlashConfig()
+    pflash: PFlashConfig = PFlashConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    log: LogConfig = LogConfig()
+    set_keys: frozenset[str] = field(default=frozenset(), compare=False)
+    notices: tuple[Notice, ...] = field(default=(), compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)  # of the command line: `load` takes them again
+
+    def as_dict(self) -> dict[str, object]:
+        """Return all keys and values as in the file, JSON-compatible; loading it gives an equal configuration."""
+        sections: dict[str, object] = {}
+        for name in SECTIONS:
+            sections[name] = _written(getattr(self, name))
+            if name == "model":
+                sections[GROUPS] = {group.name: _written(group) for group in self.groups.values()}
+        return sections
+
+    @property
+    def scores(self) -> bool:
+        """True if PFlash or KV Flash asks the scoring model of `[pflash]`."""
+        return self.pflash.mode != "off" or (self.kvflash.policy == "drafter" and self.kvflash.pool_tokens != 0)
+
+    def threads_of(self, group: str, usable_cores: int) -> int:
+        """Return the compute threads of a cpu group on a machine where the supervisor may use `usable_cores`."""
+        config = self.groups[group]
+        if config.threads != "auto":
+            return config.threads
+        n_cpu_groups = sum(other.backend == "cpu" for other in self.groups.values())
+        return len(config.cores) or max(1, usable_cores // max(1, n_cpu_groups))
+
+
+GROUPS = "groups"
+SECTIONS: Mapping[str, type[Any]] = {
+    "model": ModelConfig,
+    "placement": PlacementConfig,
+    "engine": EngineConfig,
+    "server": ServerConfig,
+    "cache": CacheConfig,
+    "draft": DraftConfig,
+    "kvflash": KvFlashConfig,
+    "pflash": PFlashConfig,
+    "recovery": RecoveryConfig,
+    "log": LogConfig,
+}
+"""Sections by their names in the file, in its order; `[groups.NAME]`, one GroupConfig each, comes after model."""
+
+
+def _written(section: object) -> dict[str, object]:
+    """Return a section's keys and values as in the file."""
+    return {name: key.write(getattr(section, key.field)) for name, key in keys_of(type(section)).items()}

@@ -18,15 +18,14 @@ from typing import Final
 import msgspec
 
 from lucevisor.config import Config, GroupConfig
-from lucevisor.deployment.affinity import usable_cores
+from lucevisor.deployment.group_settings import usable_cores
 from lucevisor.deployment.installed import installed
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.protocol.handshake import MIN_PACKAGES, MIN_PYTHON, MIN_TORCH, older
-from lucevisor.supervision.child import SpawnError, find_python
-from lucevisor.supervision.environment import environment
+from lucevisor.supervision.child import SpawnError, environment, find_python
 
 _PACKAGES: Final = ("torch", *sorted(MIN_PACKAGES))
 _BUILDS: Final = {"cuda": ("cuda", "a CUDA"), "hip": ("hip", "a ROCm")}

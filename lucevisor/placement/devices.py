@@ -1,4 +1,4 @@
-"""The configured devices, matched with the inventory, and the memories they allocate from.
+"""The configured devices, matched with the inventory, the memories they allocate from, and the dtypes they compute in.
 
 Knows no model.  Invariant: all cpu devices of all groups share one memory, ``host``; every other device has its own.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lucevisor.config import Config, DeviceRef
+from lucevisor.config import Config, DeviceRef, DType, KvDType
 from lucevisor.errors import NO_VALUE
-from lucevisor.model.values import Backend
+from lucevisor.model.values import Backend, Dtype
 from lucevisor.placement.result import PlacementError
 from lucevisor.protocol.loading import DeviceInfo
 
@@ -101,12 +101,12 @@ def find_device(
 
     Raises PlacementError for an index that the group does not have, with the nearest that is not ``taken``.
     """
-    found = None if inventory is None else inventory.get(device.group)
-    if found is None:
+    devices = None if inventory is None else inventory.get(device.group)
+    if devices is None:
         return None
-    by_index = {info.index: info for info in found}
-    if backend is Backend.CPU and found:
-        return by_index.get(device.index, found[0])
+    by_index = {info.index: info for info in devices}
+    if backend is Backend.CPU and devices:
+        return by_index.get(device.index, devices[0])
     if device.index in by_index:
         return by_index[device.index]
     if not by_index:
@@ -132,7 +132,7 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
         free, known = target.info.free_bytes, out.get(target.memory)
         if known is not None and known.free_bytes is not None:
             free = min(free, known.free_bytes)
-        spares = max(_spare_bytes(one, targets) for one in targets if one.memory == target.memory)
+        spares = max(_spare_bytes(other, targets) for other in targets if other.memory == target.memory)
         out[target.memory] = Memory(target.memory, free, min(free, _reserve(target, free) + spares))
     return out
 
@@ -147,4 +147,55 @@ def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:
     """What spares take of a target's memory: on a GPU those of its group, in the host those of all cpu groups."""
     if target.backend is not Backend.CPU:
         return target.n_spares * SPARE_DEVICE_BYTES
-    return target.n_spares * SPARE_HOST_BYTES * len({one.device.group for one in targets if one.memory == HOST})
+    return target.n_spares * SPARE_HOST_BYTES * len({other.device.group for other in targets if other.memory == HOST})
+
+
+_AUTO = "auto"
+_PREFERENCE = (Dtype.BFLOAT16, Dtype.FLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """A dtype, why it was chosen, and notices for the user."""
+
+    dtype: Dtype
+    reason: str
+    notices: tuple[str, ...] = ()
+
+
+def choose_dtype(configured: DType, targets: Sequence[TargetDevice]) -> DtypeChoice:
+    """Choose the dtype of activations and arithmetic, one for the whole pipeline, as activations cross every boundary.
+
+    ``auto``: with a GPU, bfloat16 if all devices multiply it natively, else float16, else float32; on cpus alone,
+    bfloat16 or float32.  Devices that were not queried count as supporting what their backend usually does.
+    """
+    if configured != _AUTO:
+        dtype = Dtype(configured)
+        slow = [str(s.device) for s in targets if s.info is not None and dtype not in s.info.dtypes]
+        names = ", ".join(slow)
+        notice = f"engine.dtype = {configured}: {names} cannot multiply it natively and will be slow; nearest: auto"
+        return DtypeChoice(dtype, f"dtype {dtype}: as configured", (notice,) if slow else ())
+    only_cpu = all(target.backend is Backend.CPU for target in targets)
+    lacking = ""
+    for dtype in _PREFERENCE[:1] if only_cpu else _PREFERENCE:
+        without = [target for target in targets if not _native(target, dtype)]
+        if not without:
+            unknown = "" if all(target.info for target in targets) else " as far as known"
+            return DtypeChoice(dtype, f"dtype {dtype}: every device multiplies it natively{unknown}{lacking}")
+        names = ", ".join(str(target.device) for target in without)
+        why = "cannot multiply natively" if any(target.info for target in without) else "were not asked about"
+        lacking += f"; not {dtype}, which {names} {why}"
+    return DtypeChoice(Dtype.FLOAT32, f"dtype {Dtype.FLOAT32}: the one format that all devices share{lacking}")
+
+
+def choose_kv_dtype(configured: KvDType, dtype: Dtype) -> DtypeChoice:
+    """Choose the dtype of keys and values.  ``auto``: that of the activations."""
+    if configured == _AUTO:
+        return DtypeChoice(dtype, f"kv_dtype {dtype}: as dtype")
+    return DtypeChoice(Dtype(configured), f"kv_dtype {configured}: as configured")
+
+
+def _native(target: TargetDevice, dtype: Dtype) -> bool:
+    if target.info is not None:
+        return dtype in target.info.dtypes
+    return target.backend is not Backend.CPU

@@ -49,7 +49,7 @@ class ShardTransfers:
         self._links[group] = link
         self._refusing = ""
 
-    async def quieten(self, reason: str) -> None:
+    async def quiesce(self, reason: str) -> None:
         """Refuse snapshots until ``resume`` or a daemon is ready, and wait for those in progress: their daemons write
         pages."""
         self._refusing = reason
