@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from daemons.draft.unseen import unseen_draft
+from daemons.draft.jobs import placeholder_draft
 from daemons.kv.batch import Layout
 
 DRAFTS = [11, 12, 13]
@@ -27,7 +27,7 @@ def cases(*keys: str) -> list[Layout]:
     ("drawn", "right"), [([9, 12, 13, 4], 0), ([11, 9, 13, 4], 1), ([11, 12, 9, 13], 2), ([11, 12, 13, 4], 3)]
 )
 def test_drafts_begin_behind_those_that_were_right(drawn: list[int], right: int) -> None:
-    found = unseen_draft(cases("a", "a", "a", "a"), DRAFTS, 2, torch.tensor(drawn))
+    found = placeholder_draft(cases("a", "a", "a", "a"), DRAFTS, 2, torch.tensor(drawn))
     assert found is not None
     metadata = torch.zeros(3, dtype=torch.int64)
     found.layout.fill(metadata)
@@ -36,7 +36,7 @@ def test_drafts_begin_behind_those_that_were_right(drawn: list[int], right: int)
 
 
 def test_without_drafts_there_is_one_case() -> None:
-    found = unseen_draft(cases("a"), [], 0, torch.tensor([8]))
+    found = placeholder_draft(cases("a"), [], 0, torch.tensor([8]))
     assert found is not None
     metadata = torch.zeros(3, dtype=torch.int64)
     found.layout.fill(metadata)
@@ -44,4 +44,4 @@ def test_without_drafts_there_is_one_case() -> None:
 
 
 def test_cases_of_different_graphs_wait_for_the_host() -> None:
-    assert unseen_draft(cases("a", "a", "b", "b"), DRAFTS, 0, torch.tensor([1, 2, 3, 4])) is None
+    assert placeholder_draft(cases("a", "a", "b", "b"), DRAFTS, 0, torch.tensor([1, 2, 3, 4])) is None
