@@ -110,9 +110,10 @@ class Recovery:
     def survives(self, record: RequestRecord) -> bool:
         """Count the last loss or restart under a running request, once; return whether it is held."""
         if record.loss != self._n_begun:
-            n_known, counts = len(record.tokens), self._reason == "loss"
+            n_known, lost = len(record.tokens), self._reason == "loss"
+            counts = lost and record.n_in_flight > 0  # what only waited for its next chunk killed nobody
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
-            record.recovered = record.recovered or counts
+            record.recovered = record.recovered or lost
             record.loss, record.lost_at = self._n_begun, n_known
             record.paused_at = self.since if record.paused_at is None else record.paused_at
             self._totals = dataclasses.replace(self._totals, n_sequences=self._totals.n_sequences + 1)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lucevisor.api.generation.merge import merged
+from lucevisor.api.generation import merged
 from lucevisor.engine.request import FinishedEvent, RequestHandle, Timings, TokenEvent, Usage
 
 END = FinishedEvent("stop", Usage(1, 0, 3), Timings(0, 0, 0))
