@@ -28,7 +28,7 @@ _N_SHOWN = 5
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
 @click.option("--minutes", type=RangeOfNumbers(0.01, 10_000), default=2.0, show_default=True)
-@click.option("--seed", type=int, help="Of the faults' kinds and times (default: another one every time).")
+@click.option("--seed", type=int, help="Seed for kinds and times of faults (default: random).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed: int | None, as_json: bool) -> int:
     """Start CONFIG (default: the demo) in float32, in a directory of its own, and let eight clients ask it while its

@@ -126,10 +126,7 @@ class GroupConfig:
     ] = "auto"
     cores: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=8191)], ...],
-        Key(
-            "Processor cores the daemon is pinned to. Empty: not pinned, but where cpu groups have as many threads as "
-            "there are cores, that of the last layers has some of its own."
-        ),
+        Key("Processor cores the daemon is pinned to. Empty: not pinned."),
     ] = ()
 
     def environment(self) -> dict[str, str]:
@@ -202,7 +199,7 @@ class EngineConfig:
     prefill_chunk: Annotated[
         Annotated[int, Meta(ge=1, le=2**20)] | AutoWord,
         Key(
-            "Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. "
+            "Maximum tokens of a prompt in one step; fewer while other requests decode. "
             "`auto`: 2048 on GPUs with memory for it, else 512.",
             "tokens",
         ),
@@ -218,10 +215,7 @@ class EngineConfig:
     swap_space: Annotated[
         int,
         SIZE,
-        Key(
-            "Most host memory for what preempted requests have computed, so that they go on where they were; 0: they "
-            "compute it again."
-        ),
+        Key("Host memory for the state of preempted requests, from which they continue; 0: they are computed again."),
     ] = 4 * 2**30
 
     @property
@@ -357,7 +351,9 @@ class DraftConfig:
     ] = None
     width: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | AutoWord,
-        Key("Most drafts verified in one step. `auto`: chosen by recent acceptance.", "tokens"),
+        Key(
+            "Maximum number of drafts verified in one step. `auto`: chosen by measured times and acceptance.", "tokens"
+        ),
     ] = "auto"
 
     @property
@@ -466,7 +462,7 @@ class RecoveryConfig:
         RestartLimit,
         RESTART_LIMIT,
         Key(
-            "Most restarts of one group in a period; after one more the group is FAILED and tried again after 1 "
+            "Maximum restarts of a group in a period; after one more the group is FAILED and tried again after 1 "
             "minute, then 2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED."
         ),
     ] = field(default=RestartLimit(10, 60))
