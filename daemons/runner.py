@@ -20,7 +20,6 @@ from daemons import device as devices
 from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width, hand_over, rows_of
 from daemons.deferred import DeferredDrafts, DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
-from daemons.draft.prepared import preparing
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from daemons.failures import try_to_load
@@ -61,7 +60,8 @@ class ModelRunner:
             SharedMemoryBuffer(arena, load.dtype, arena_width(load, i, self.spec), pinned=pinned)
             for i, arena in enumerate(arenas)
         ]
-        self._ring = next((TokenRing(arenas[p.tokens]) for p in load.stages if p.tokens is not None), None)
+        tokens = next((p.tokens for p in load.stages if p.tokens is not None), None)
+        self._ring = None if tokens is None else TokenRing(arenas[tokens], self.spec.vocabulary)
         self._settled_at = self._upkeep_s = 0.0
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
@@ -184,8 +184,8 @@ class ModelRunner:
         deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
-            rows_in, arrival, waits = self._rows_of(plan, step, await_rows)
-            out = stage.forward(step, rows_in, fill or following, waits, following.shorten if following else None)
+            rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
+            out = stage.forward(step, rows_in, fill or following, arrival, following.shorten if following else None)
             if following is not None:
                 arrival, step, sampled = following.arrival, following.step, following.tokens
             wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
@@ -287,16 +287,6 @@ class ModelRunner:
     def awaits_drafts(self, step: Step) -> bool:
         """Whether the device has nothing to do behind a step until ``run_draft``."""
         return self.defers_drafts and self._asks(step) and not (self._draft and self._draft.has_begun(step))
-
-    def _rows_of(
-        self, plan: StagePlan, step: Step, wait: RowWait | None
-    ) -> tuple[Tensor | None, Arrival, Callable[[], None]]:
-        """A step's rows, their arrival, and what waits for that; on a cpu drafts behind it are prepared meanwhile."""
-        rows, arrival = rows_of(self._boundaries, plan.source, step, wait)
-        if wait is None or self.defers_drafts or self._draft is None or plan.source is None or not self._asks(step):
-            return rows, arrival, arrival
-        rung = partial(self._boundaries[plan.source].bells.rung, step.region, step.step_id)
-        return rows, arrival, preparing(self._draft.prepare, partial(self.draft_step, step.step_id), rung, arrival)
 
     def _asks(self, step: Step) -> bool:
         """Whether the draft stage, if it is here, is asked for drafts behind a step."""

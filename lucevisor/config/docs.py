@@ -6,10 +6,12 @@ Invariant: every key of the schema is on the page once, with the default that `l
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +64,23 @@ def _section(name: str, section: type[Any]) -> Iterator[str]:
     yield f"{_paragraph(section)}\n"
     yield "| key | default | values | meaning |"
     yield "|---|---|---|---|"
+    texts = texts_of(section)
     for name, key in keys_of(section).items():
-        values = f"{key.allowed}; {key.key.unit}" if key.key.unit else key.allowed
-        cells = (f"`{name}`", default_of(key), values, key.key.text)
+        values = f"{key.allowed}; {key.unit}" if key.unit else key.allowed
+        cells = (f"`{name}`", default_of(key), values, texts[key.field])
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
+
+
+def texts_of(section: type[Any]) -> dict[str, str]:
+    """Return the text below each field of a section class."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for statement, following in pairwise(definition.body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            texts[ast.unparse(statement.target)] = " ".join(ast.literal_eval(following.value).split())
+    return texts
 
 
 def _paragraph(section: type[Any]) -> str:

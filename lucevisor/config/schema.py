@@ -1,4 +1,4 @@
-"""The keys of a section: a frozen dataclass whose fields are annotated with `Key`, bounds (`msgspec.Meta`) or a Format.
+"""The keys of a section: the fields of a frozen dataclass, annotated with bounds (`msgspec.Meta`), a Format or a Key.
 
 msgspec converts and checks the values of TOML's own types, `formats` parses the others.
 """
@@ -37,9 +37,8 @@ _WANTED = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Documentation of one key; `name` in the file, where the field's name differs."""
+    """Unit of a key, and its name in the file where the field's name differs."""
 
-    text: str
     unit: str = ""
     name: str = ""
 
@@ -52,10 +51,10 @@ class Text(str):
 
 @dataclass(frozen=True, slots=True)
 class FieldKey:
-    """One key of a section: its field, documentation, type and default (`dataclasses.MISSING` if it is required)."""
+    """One key of a section: its field, unit, type and default (`dataclasses.MISSING` if it is required)."""
 
     field: str
-    key: Key
+    unit: str
     type: Any
     format: Format | None
     default: Any
@@ -218,13 +217,14 @@ def _keys_of(section: type[Any]) -> dict[str, FieldKey]:
     hints = get_type_hints(section, include_extras=True)
     keys: dict[str, FieldKey] = {}
     for field in dataclasses.fields(section):
-        type_, *notes = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (str,)
-        key = next((note for note in notes if isinstance(note, Key)), None)
-        if key is None:
+        if not field.metadata.get("in_file", True):
             continue
+        hint = hints[field.name]
+        type_, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        key = next((note for note in notes if isinstance(note, Key)), Key())
         form = next((note for note in notes if isinstance(note, Format)), None)
         bounds = tuple(note for note in notes if isinstance(note, msgspec.Meta))
         bounded = Annotated[(type_, *bounds)] if bounds else type_
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        keys[key.name or field.name] = FieldKey(field.name, key, bounded, form, default)
+        keys[key.name or field.name] = FieldKey(field.name, key.unit, bounded, form, default)
     return keys

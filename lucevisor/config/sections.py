@@ -1,6 +1,6 @@
 """The sections of the configuration file with type, default, unit and meaning of every key, and `Config`.
 
-A field with a `Key` is a key of the file with the same name, or `Key.name`.
+A field is a key of the file with the same name, or `Key.name`; the text below it is on docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -57,32 +57,17 @@ VISIBLE_DEVICES: Final = {"cpu": "", "cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP
 class ModelConfig:
     """The model to serve: one GGUF file."""
 
-    path: Annotated[
-        str,
-        MODEL_PATH,
-        Key(
-            "The GGUF file, the first part of a split one, or a file on the Hugging Face hub. "
-            "Relative to the directory of this file."
-        ),
-    ]
-    name: Annotated[
-        str, LINE, Key("The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem.")
-    ] = ""
-    chat_template: Annotated[
-        str,
-        PATH,
-        Key(
-            "A file with a Jinja chat template, in place of the one in the model's file. Relative to the directory of "
-            "this file. Empty: the model's own."
-        ),
-    ] = ""
-    yarn_attn_factor: Annotated[
-        Literal["default", "file"],
-        Key(
-            "Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the "
-            "model file."
-        ),
-    ] = "default"
+    path: Annotated[str, MODEL_PATH]
+    """The GGUF file, the first part of a split one, or a file on the Hugging Face hub. Relative to the directory of
+    this file."""
+    name: Annotated[str, LINE] = ""
+    """The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem."""
+    chat_template: Annotated[str, PATH] = ""
+    """A file with a Jinja chat template, in place of the one in the model's file. Relative to the directory of this
+    file. Empty: the model's own."""
+    yarn_attn_factor: Literal["default", "file"] = "default"
+    """Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the model
+    file."""
 
     @property
     def source(self) -> Path | HubFile:
@@ -95,39 +80,22 @@ class GroupConfig:
     """A backend group: the devices that one Python interpreter can use, served by one shard daemon. `NAME` is yours: 1
     to 32 of `a-z 0-9 _ -`; a group named `cpu`, `cuda` or `hip` must have that backend."""
 
-    name: str
-    backend: Annotated[Backend, Key("The accelerator stack of the group's torch build.")]
-    python: Annotated[
-        str,
-        COMMAND,
-        Key(
-            "The group's interpreter, in an environment with torch, numpy, gguf and msgspec. A bare name is looked up "
-            "on PATH; a path is relative to the directory of this file. Empty: the supervisor's own interpreter."
-        ),
-    ] = ""
-    env: Annotated[
-        Mapping[str, str], ENVIRONMENT, Key("Environment variables for the daemon, added to the supervisor's.")
-    ] = field(default_factory=lambda: MappingProxyType({}))
-    visible_devices: Annotated[
-        tuple[str, ...],
-        VISIBLE_DEVICE,
-        Key(
-            "Devices visible to the daemon, by number or UUID, passed on as `CUDA_VISIBLE_DEVICES` or "
-            "`HIP_VISIBLE_DEVICES`; index 0 in `target_devices` is the first of them. Empty: those visible to the "
-            "supervisor. Backends cuda and hip."
-        ),
-    ] = ()
-    threads: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | AutoWord,
-        Key(
-            "Compute threads of the daemon. `auto`: as many as `cores`, else an equal share of the usable cores per "
-            "cpu group. Backend cpu."
-        ),
-    ] = "auto"
-    cores: Annotated[
-        tuple[Annotated[int, Meta(ge=0, le=8191)], ...],
-        Key("Processor cores the daemon is pinned to. Empty: not pinned."),
-    ] = ()
+    name: str = field(metadata={"in_file": False})
+    backend: Backend
+    """The accelerator stack of the group's torch build."""
+    python: Annotated[str, COMMAND] = ""
+    """The group's interpreter, in an environment with torch, numpy, gguf and msgspec. A bare name is looked up on PATH;
+    a path is relative to the directory of this file. Empty: the supervisor's own interpreter."""
+    env: Annotated[Mapping[str, str], ENVIRONMENT] = field(default_factory=lambda: MappingProxyType({}))
+    """Environment variables for the daemon, added to the supervisor's."""
+    visible_devices: Annotated[tuple[str, ...], VISIBLE_DEVICE] = ()
+    """Devices visible to the daemon, by number or UUID, passed on as `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES`;
+    index 0 in `target_devices` is the first of them. Empty: those visible to the supervisor. Backends cuda and hip."""
+    threads: Annotated[int, Meta(ge=1, le=1024)] | AutoWord = "auto"
+    """Compute threads of the daemon. `auto`: as many as `cores`, else an equal share of the usable cores per cpu group.
+    Backend cpu."""
+    cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
+    """Processor cores the daemon is pinned to. Empty: not pinned."""
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
@@ -140,33 +108,17 @@ class GroupConfig:
 class PlacementConfig:
     """Which devices hold which layers."""
 
-    devices: Annotated[
-        tuple[DeviceRef, ...],
-        DEVICE,
-        Key(
-            "Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one "
-            "memory, so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the "
-            "order of this file.",
-            name="target_devices",
-        ),
-    ] = ()
-    split: Annotated[
-        Split,
-        SPLIT,
-        Key(
-            "How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; "
-            'ranges name the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, '
-            "by free memory and the speed of each device, which the first start with a model measures.",
-            name="target_layer_split",
-        ),
-    ] = field(default=Auto())
-    goal: Annotated[
-        Goal,
-        Key(
-            'What `target_layer_split = "auto"` minimises: `latency` the time of one request through all devices, '
-            "`throughput` the time of the slowest stage, which limits the throughput of many requests."
-        ),
-    ] = "latency"
+    devices: Annotated[tuple[DeviceRef, ...], DEVICE, Key(name="target_devices")] = ()
+    """Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one memory,
+    so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the order of this
+    file."""
+    split: Annotated[Split, SPLIT, Key(name="target_layer_split")] = field(default=Auto())
+    """How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; ranges name
+    the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, by free memory and the
+    speed of each device, which the first start with a model measures."""
+    goal: Goal = "latency"
+    """What `target_layer_split = "auto"` minimises: `latency` the time of one request through all devices, `throughput`
+    the time of the slowest stage, which limits the throughput of many requests."""
 
     def split_text(self) -> str:
         """Return the split in the form of `--set placement.target_layer_split=`."""
@@ -178,45 +130,23 @@ class PlacementConfig:
 class EngineConfig:
     """Number formats, context length and concurrency."""
 
-    dtype: Annotated[
-        DType,
-        Key(
-            "Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the "
-            "given devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices."
-        ),
-    ] = "auto"
-    kv_dtype: Annotated[KvDType, Key("Type of keys and values in the pages. `auto`: as `dtype`.")] = "auto"
-    max_context: Annotated[
-        Annotated[int, Meta(ge=1, le=2**30)] | AutoWord,
-        Key(
-            "Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold.",
-            "tokens",
-        ),
-    ] = "auto"
-    max_sequences: Annotated[
-        int, Meta(ge=1, le=4096), Key("Sequences that run concurrently; others wait in the queue.", "sequences")
-    ] = 8
-    prefill_chunk: Annotated[
-        Annotated[int, Meta(ge=1, le=2**20)] | AutoWord,
-        Key(
-            "Maximum tokens of a prompt in one step; fewer while other requests decode. "
-            "`auto`: 2048 on GPUs with memory for it, else 512.",
-            "tokens",
-        ),
-    ] = "auto"
-    pages: Annotated[
-        Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord,
-        Key(
-            "Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' "
-            "free memory allows; on a cpu a quarter of the usable memory, or one sequence.",
-            "pages",
-        ),
-    ] = "auto"
-    swap_space: Annotated[
-        int,
-        SIZE,
-        Key("Host memory for the state of preempted requests, from which they continue; 0: they are computed again."),
-    ] = 4 * 2**30
+    dtype: DType = "auto"
+    """Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the given
+    devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices."""
+    kv_dtype: KvDType = "auto"
+    """Type of keys and values in the pages. `auto`: as `dtype`."""
+    max_context: Annotated[Annotated[int, Meta(ge=1, le=2**30)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold."""
+    max_sequences: Annotated[int, Meta(ge=1, le=4096), Key(unit="sequences")] = 8
+    """Sequences that run concurrently; others wait in the queue."""
+    prefill_chunk: Annotated[Annotated[int, Meta(ge=1, le=2**20)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Maximum tokens of a prompt in one step; fewer while other requests decode. `auto`: 2048 on GPUs with memory for
+    it, else 512."""
+    pages: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord, Key(unit="pages")] = "auto"
+    """Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' free
+    memory allows; on a cpu a quarter of the usable memory, or one sequence."""
+    swap_space: Annotated[int, SIZE] = 4 * 2**30
+    """Host memory for the state of preempted requests, from which they continue; 0: they are computed again."""
 
     @property
     def least_chunk(self) -> int:
@@ -228,52 +158,29 @@ class EngineConfig:
 class ServerConfig:
     """The HTTP endpoint."""
 
-    host: Annotated[
-        str, HOST, Key("Address to listen on. Any address but loopback needs `api_keys_file` or `allow_open = true`.")
-    ] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535), Key("Port to listen on; 0: any free one, see `lucevisor status`.")] = (
-        8080
-    )
-    api_keys_file: Annotated[
-        str,
-        PATH,
-        Key(
-            "File of accepted keys, one per line, with a name behind it or without: `KEY NAME`. Empty lines and lines "
-            "that start with `#` are skipped. Empty: no key is required."
-        ),
-    ] = ""
-    admin_keys_file: Annotated[
-        str, PATH, Key("Like `api_keys_file`: keys that may also restart groups over HTTP. Empty: nobody may.")
-    ] = ""
-    tls_cert_file: Annotated[
-        str, PATH, Key("Certificate in PEM, its chain behind it: serves HTTPS instead of HTTP. Needs `tls_key_file`.")
-    ] = ""
-    tls_key_file: Annotated[str, PATH, Key("Private key of `tls_cert_file` in PEM, without a password.")] = ""
-    allow_open: Annotated[bool, Key("Serve other machines without an API key.")] = False
-    max_queue: Annotated[
-        int,
-        Meta(ge=1, le=2**20),
-        Key(
-            "Requests that may wait in the queue, shared equally by the clients that wait; further ones get 429.",
-            "requests",
-        ),
-    ] = 256
-    max_connections: Annotated[
-        int,
-        Meta(ge=1, le=2**16),
-        Key(
-            "Open connections; a further one replaces the longest idle one, else a slow body, or gets 503.",
-            "connections",
-        ),
-    ] = 1024
-    drain_s: Annotated[
-        float,
-        Meta(ge=0.01, le=86400.0),
-        Key("How long a stop waits for running requests; then they end with an error.", "seconds"),
-    ] = 2.0
-    cors_origins: Annotated[
-        tuple[str, ...], ORIGIN, Key("Origins whose pages may call the endpoint from a browser. Empty: none.")
-    ] = ()
+    host: Annotated[str, HOST] = "127.0.0.1"
+    """Address to listen on. Any address but loopback needs `api_keys_file` or `allow_open = true`."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8080
+    """Port to listen on; 0: any free one, see `lucevisor status`."""
+    api_keys_file: Annotated[str, PATH] = ""
+    """File of accepted keys, one per line, with a name behind it or without: `KEY NAME`. Empty lines and lines that
+    start with `#` are skipped. Empty: no key is required."""
+    admin_keys_file: Annotated[str, PATH] = ""
+    """Like `api_keys_file`: keys that may also restart groups over HTTP. Empty: nobody may."""
+    tls_cert_file: Annotated[str, PATH] = ""
+    """Certificate in PEM, its chain behind it: serves HTTPS instead of HTTP. Needs `tls_key_file`."""
+    tls_key_file: Annotated[str, PATH] = ""
+    """Private key of `tls_cert_file` in PEM, without a password."""
+    allow_open: bool = False
+    """Serve other machines without an API key."""
+    max_queue: Annotated[int, Meta(ge=1, le=2**20), Key(unit="requests")] = 256
+    """Requests that may wait in the queue, shared equally by the clients that wait; further ones get 429."""
+    max_connections: Annotated[int, Meta(ge=1, le=2**16), Key(unit="connections")] = 1024
+    """Open connections; a further one replaces the longest idle one, or gets 503."""
+    drain_s: Annotated[float, Meta(ge=0.01, le=86400.0), Key(unit="seconds")] = 2.0
+    """How long a stop waits for running requests; then they end with an error."""
+    cors_origins: Annotated[tuple[str, ...], ORIGIN] = ()
+    """Origins whose pages may call the endpoint from a browser. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,79 +189,45 @@ class CacheConfig:
     docs/prefix-cache.md.
     """
 
-    prefix_slots: Annotated[int, Meta(ge=0, le=2**20), Key("Prompt prefixes kept in memory; 0 is off.", "slots")] = 32
-    memory: Annotated[
-        int,
-        SIZE,
-        Key(
-            "Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of "
-            "recurrent layers, which are reserved at start."
-        ),
-    ] = 2**30
-    states: Annotated[
-        Literal["device", "host"],
-        Key(
-            "Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or "
-            "used; the devices hold the states of running sequences only. Pages stay on the devices."
-        ),
-    ] = "device"
-    dir: Annotated[str, PATH, Key("Directory for snapshots, which survive a restart. Empty: none are written.")] = ""
-    disk: Annotated[int, SIZE, Key("Total size of snapshots.")] = 20 * 2**30
-    min_tokens: Annotated[int, Meta(ge=0, le=2**30), Key("Shorter prefixes are not cached.", "tokens")] = 256
-    checkpoint_pages: Annotated[
-        int,
-        Meta(ge=0, le=2**20),
-        Key(
-            "For models with recurrent layers: a prompt without chat turns is checkpointed at its last multiple of so "
-            "many pages of 64 tokens; 0: at its end only.",
-            "pages",
-        ),
-    ] = 4
-    normalise: Annotated[
-        Literal["off", "fix", "move"],
-        Key(
-            "What to do with system prompt lines that some agents change every turn, such as a date or a billing "
-            "header: `off` nothing; `fix` replaces their values by fixed words, so the model does not see them; `move` "
-            "moves dates behind the last message."
-        ),
-    ] = "off"
+    prefix_slots: Annotated[int, Meta(ge=0, le=2**20), Key(unit="slots")] = 32
+    """Prompt prefixes kept in memory; 0 is off."""
+    memory: Annotated[int, SIZE] = 2**30
+    """Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of recurrent
+    layers, which are reserved at start."""
+    states: Literal["device", "host"] = "device"
+    """Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or used;
+    the devices hold the states of running sequences only. Pages stay on the devices."""
+    dir: Annotated[str, PATH] = ""
+    """Directory for snapshots, which survive a restart. Empty: none are written."""
+    disk: Annotated[int, SIZE] = 20 * 2**30
+    """Total size of snapshots."""
+    min_tokens: Annotated[int, Meta(ge=0, le=2**30), Key(unit="tokens")] = 256
+    """Shorter prefixes are not cached."""
+    checkpoint_pages: Annotated[int, Meta(ge=0, le=2**20), Key(unit="pages")] = 4
+    """For models with recurrent layers: a prompt without chat turns is checkpointed at its last multiple of so many
+    pages of 64 tokens; 0: at its end only."""
+    normalise: Literal["off", "fix", "move"] = "off"
+    """What to do with system prompt lines that some agents change every turn, such as a date or a billing header: `off`
+    nothing; `fix` replaces their values by fixed words, so the model does not see them; `move` moves dates behind the
+    last message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """Speculative decoding: cheaply drafted tokens that the model verifies in one step. It never changes answers."""
 
-    kind: Annotated[
-        Literal["auto", "off", "lookup", "mtp", "dflash"],
-        Key(
-            "What drafts. `lookup` repeats what followed the same tokens before; `mtp` is a multi-token prediction "
-            "head, of the model's own file or of `path`; `dflash` is a drafter model in `path`. `auto`: the drafter in "
-            "`path`, else the model's own MTP head if it has one, and `lookup` beside it or alone; a drafter that does "
-            "not fit is left out with a notice."
-        ),
-    ] = "auto"
-    path: Annotated[
-        str,
-        HUB_PATH,
-        Key(
-            "The drafter's GGUF file, or its safetensors file or directory; required for `dflash`. Relative to the "
-            "directory of this file."
-        ),
-    ] = ""
-    device: Annotated[
-        DeviceRef | None,
-        OPTIONAL_DEVICE,
-        Key(
-            "Where the drafter runs: any device of any group, also of one without layers. Empty: where the last layers "
-            "are."
-        ),
-    ] = None
-    width: Annotated[
-        Annotated[int, Meta(ge=1, le=64)] | AutoWord,
-        Key(
-            "Maximum number of drafts verified in one step. `auto`: chosen by measured times and acceptance.", "tokens"
-        ),
-    ] = "auto"
+    kind: Literal["auto", "off", "lookup", "mtp", "dflash"] = "auto"
+    """What drafts. `lookup` repeats what followed the same tokens before; `mtp` is a multi-token prediction head, of
+    the model's own file or of `path`; `dflash` is a drafter model in `path`. `auto`: the drafter in `path`, else the
+    model's own MTP head if it has one, and `lookup` beside it or alone; a drafter that does not fit is left out with a
+    notice."""
+    path: Annotated[str, HUB_PATH] = ""
+    """The drafter's GGUF file, or its safetensors file or directory; required for `dflash`. Relative to the directory
+    of this file."""
+    device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
+    """Where the drafter runs: any device of any group, also of one without layers. Empty: where the last layers are."""
+    width: Annotated[Annotated[int, Meta(ge=1, le=64)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Maximum number of drafts verified in one step. `auto`: chosen by measured times and acceptance."""
 
     @property
     def source(self) -> Path | HubFile | None:
@@ -367,29 +240,17 @@ class KvFlashConfig:
     """KV Flash: any context in a bounded number of pages on the devices. Beyond them answers change, except with
     policy `exact`, which is slower. See docs/kv-flash.md."""
 
-    pool_tokens: Annotated[
-        Annotated[int, Meta(ge=0, le=2**31 - 1)] | AutoWord,
-        Key("Kept per sequence, 512 or more; 0: off; `auto`: up to 16384.", "tokens"),
-    ] = 0
-    policy: Annotated[
-        Literal["lru", "qk", "drafter", "exact"],
-        Key(
-            "Which pages stay. `lru`: the first and the last ones; `qk`: those that queries attend to most; "
-            "`drafter`: those that the scoring model of `[pflash]` finds relevant to the end of a prompt; `exact`: the "
-            "first and the last ones, and all others are read from host memory."
-        ),
-    ] = "lru"
-    host: Annotated[
-        int,
-        SIZE,
-        Key(
-            "Host memory of all groups for pages that were paged out, which policy `lru` does not need; taken at "
-            "start, as much as `engine.max_sequences` contexts fill."
-        ),
-    ] = 8 * 2**30
-    tau: Annotated[
-        int, Meta(ge=1, le=2**20), Key("With `qk`: tokens between two selections of the pages to keep.", "tokens")
-    ] = 64
+    pool_tokens: Annotated[Annotated[int, Meta(ge=0, le=2**31 - 1)] | AutoWord, Key(unit="tokens")] = 0
+    """Kept per sequence, 512 or more; 0: off; `auto`: up to 16384."""
+    policy: Literal["lru", "qk", "drafter", "exact"] = "lru"
+    """Which pages stay. `lru`: the first and the last ones; `qk`: those that queries attend to most; `drafter`: those
+    that the scoring model of `[pflash]` finds relevant to the end of a prompt; `exact`: the first and the last ones,
+    and all others are read from host memory."""
+    host: Annotated[int, SIZE] = 8 * 2**30
+    """Host memory of all groups for pages that were paged out, which policy `lru` does not need; taken at start, as
+    much as `engine.max_sequences` contexts fill."""
+    tau: Annotated[int, Meta(ge=1, le=2**20), Key(unit="tokens")] = 64
+    """With `qk`: tokens between two selections of the pages to keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,43 +258,23 @@ class PFlashConfig:
     """PFlash: a small scoring model shortens long prompts to their relevant parts before prefill. It changes what the
     model reads. See docs/pflash.md."""
 
-    mode: Annotated[Literal["off", "auto", "always"], Key("`auto`: only prompts of at least `threshold` tokens.")] = (
-        "off"
-    )
-    path: Annotated[
-        str,
-        HUB_PATH,
-        Key(
-            "The scoring model's GGUF file, of any family with attention layers, such as Qwen3-0.6B; required unless "
-            "`mode` is off. Relative to the directory of this file."
-        ),
-    ] = ""
-    device: Annotated[
-        DeviceRef | None,
-        OPTIONAL_DEVICE,
-        Key(
-            "Where the scoring model runs: any device of any group, also of one without layers. Empty: where the last "
-            "layers are."
-        ),
-    ] = None
-    threshold: Annotated[int, Meta(ge=1, le=2**30), Key("Shortest prompt that `auto` shortens.", "tokens")] = 32000
-    keep_ratio: Annotated[float, Meta(gt=0, le=1), Key("Share that is kept of what may be shortened.")] = 0.05
-    curve: Annotated[
-        tuple[tuple[int, float], ...],
-        CURVE_POINT,
-        Key(
-            "The share by the prompt's length, instead of `keep_ratio`: points in ascending order, linear between them "
-            "and constant beyond."
-        ),
-    ] = ()
-    window: Annotated[
-        int,
-        Meta(ge=512, le=2**20),
-        Key(
-            "Tokens that the scoring model reads at once, at most its context; longer parts take several windows.",
-            "tokens",
-        ),
-    ] = 8192
+    mode: Literal["off", "auto", "always"] = "off"
+    """`auto`: only prompts of at least `threshold` tokens."""
+    path: Annotated[str, HUB_PATH] = ""
+    """The scoring model's GGUF file, of any family with attention layers, such as Qwen3-0.6B; required unless `mode` is
+    off. Relative to the directory of this file."""
+    device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
+    """Where the scoring model runs: any device of any group, also of one without layers. Empty: where the last layers
+    are."""
+    threshold: Annotated[int, Meta(ge=1, le=2**30), Key(unit="tokens")] = 32000
+    """Shortest prompt that `auto` shortens."""
+    keep_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    """Share that is kept of what may be shortened."""
+    curve: Annotated[tuple[tuple[int, float], ...], CURVE_POINT] = ()
+    """The share by the prompt's length, instead of `keep_ratio`: points in ascending order, linear between them and
+    constant beyond."""
+    window: Annotated[int, Meta(ge=512, le=2**20), Key(unit="tokens")] = 8192
+    """Tokens that the scoring model reads at once, at most its context; longer parts take several windows."""
 
     @property
     def source(self) -> Path | HubFile | None:
@@ -445,37 +286,25 @@ class PFlashConfig:
 class RecoveryConfig:
     """What happens when a daemon dies."""
 
-    hold_s: Annotated[
-        float,
-        Meta(ge=0.0, le=86400.0),
-        Key("How long running requests wait for a daemon to come back; 0: they fail immediately.", "seconds"),
-    ] = 120.0
-    journal: Annotated[int, SIZE, Key("Host memory for boundary activations, from which a lost shard is rebuilt.")] = (
-        2 * 2**30
-    )
-    spares: Annotated[
-        int,
-        Meta(ge=0, le=8),
-        Key("Daemons per group kept running without weights, so that a restart only loads the weights.", "daemons"),
-    ] = 0
-    restart_limit: Annotated[
-        RestartLimit,
-        RESTART_LIMIT,
-        Key(
-            "Maximum restarts of a group in a period; after one more the group is FAILED and tried again after 1 "
-            "minute, then 2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED."
-        ),
-    ] = field(default=RestartLimit(10, 60))
+    hold_s: Annotated[float, Meta(ge=0.0, le=86400.0), Key(unit="seconds")] = 120.0
+    """How long running requests wait for a daemon to come back; 0: they fail immediately."""
+    journal: Annotated[int, SIZE] = 2 * 2**30
+    """Host memory for boundary activations, from which a lost shard is rebuilt."""
+    spares: Annotated[int, Meta(ge=0, le=8), Key(unit="daemons")] = 0
+    """Daemons per group kept running without weights, so that a restart only loads the weights."""
+    restart_limit: Annotated[RestartLimit, RESTART_LIMIT] = field(default=RestartLimit(10, 60))
+    """Maximum restarts of a group in a period; after one more the group is FAILED and tried again after 1 minute, then
+    2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """Logging to standard error and to a file that outlives the supervisor."""
 
-    format: Annotated[Literal["auto", "console", "json"], Key("`auto`: console on a terminal, JSON otherwise.")] = (
-        "auto"
-    )
-    level: Annotated[Literal["debug", "info", "warning", "error"], Key("Lowest level that is logged.")] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
+    """`auto`: console on a terminal, JSON otherwise."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
 
 
 def source_of(path: str) -> Path | HubFile:

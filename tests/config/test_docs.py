@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import DeviceRef, Ranges, WeightedSplit, load
-from lucevisor.config.docs import PAGE, main, page
+from lucevisor.config.docs import PAGE, main, page, texts_of
 from lucevisor.config.load import from_tree
 from lucevisor.config.schema import keys_of
 from lucevisor.config.sections import GROUPS, SECTIONS, GroupConfig
@@ -113,7 +113,7 @@ def test_the_promised_file_loads():
 def test_every_key_is_documented_and_its_default_is_taken_by_its_kind(section):
     assert section.__doc__
     for name, each in keys_of(section).items():
-        assert each.key.text.endswith("."), name
+        assert texts_of(section)[each.field].endswith("."), name
         assert each.allowed, name
         if not each.required:
             assert each.read(each.write(each.default), ETC) == each.default, name
