@@ -290,7 +290,7 @@ class ModelRunner:
 
     def _asks(self, step: Step) -> bool:
         """Whether the draft stage, if it is here, is asked for drafts behind a step."""
-        return self._draft is not None and any(s.n_ahead for s in step.slices)
+        return self._draft is not None and any(s.num_draft_tokens for s in step.slices)
 
     @torch.inference_mode()
     def run_draft(self, message: DraftStep, wait_s: float) -> StepOutput:

@@ -27,7 +27,7 @@ from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, RequestContext, context_of
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.compression.compressor import CompressedPrompt
-from lucevisor.engine.constraint import Constraint, LeastTokens
+from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
 from lucevisor.text.reasoning_budget import ReasoningBudget
 
@@ -75,7 +75,7 @@ def _constraint(
 ) -> Constraint | None:
     """Return what one choice must be: its grammar, its thinking budget and its least length, where it has them."""
     inner, least = _form(prepared, output, ctx, room), prepared.options.min_tokens
-    return inner if least == 0 else LeastTokens(least, ends, ctx.tokenizer.n_vocab, inner)
+    return inner if least == 0 else MinTokens(least, ends, ctx.tokenizer.n_vocab, inner)
 
 
 def _form(prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, room: int) -> Constraint | None:

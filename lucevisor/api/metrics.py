@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from lucevisor.api.app_context import AppContext, SnapshotMetrics
 from lucevisor.compression.compressor import CompressionStatistics
-from lucevisor.engine.drafting.statistics import DraftStatistics
-from lucevisor.engine.recovery.recovery import RecoveryStatistics
+from lucevisor.engine.recovery import RecoveryStatistics
+from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
 from lucevisor.supervision.states import State
