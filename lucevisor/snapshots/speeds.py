@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lucevisor.engine.pipeline.steps import PipelineResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.snapshots.policy import SnapshotSpeeds
 from lucevisor.snapshots.store import StoreStatistics
 
