@@ -233,7 +233,7 @@ async def serve(config, model, run_dir, options, drafter):
         await service.start()
         if not await service.wait_ready(options.timeout):
             raise RuntimeError(f"not ready: {service.reason()}")
-        collector.quieten()
+        collector.quiesce()
         if drafter == "none":
             return await measure_without(service, options)
         while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event

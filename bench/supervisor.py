@@ -94,7 +94,7 @@ async def measure(options, step_s, n_steps, parts):
             stop = asyncio.Event()
             tasks = [asyncio.create_task(stream(service, i, stop)) for i in range(options.sequences)]
             await steps(service, n_steps // 4)  # warm up
-            collector.quieten()  # as `lucevisor start` does
+            collector.quiesce()  # as `lucevisor start` does
             profile = cProfile.Profile()
             if options.profile:
                 profile.enable()

@@ -16,7 +16,7 @@ from lucevisor.model.drafters import open_draft
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.values import FileIdentity
 from lucevisor.placement.stages import LoadFiles
-from lucevisor.snapshots.layout import DraftModel
+from lucevisor.snapshots.file_format import DraftModel
 
 
 class ServedWeights:

@@ -25,9 +25,8 @@ from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.protocol.transport import Link
-from lucevisor.snapshots.layout import unit_tensors
-from lucevisor.snapshots.shard_transfers import ShardTransfers
-from lucevisor.snapshots.transfers import Transfer
+from lucevisor.snapshots.file_format import unit_tensors
+from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 
 log = structlog.get_logger("deployment")
 
@@ -136,7 +135,7 @@ async def export_state(
     ranges = [stage.layers for group in groups for stage in placement.stages_of(group)]
     own = [layer for layer in layers if any(layer.index in one for one in ranges)]
     began = time.monotonic()
-    await transfers.quieten("its state is handed to another daemon")
+    await transfers.quiesce("its state is handed to another daemon")
     try:
         memory = StateMemory(own, placement.kv_dtype, frozen.units, draft_layers)
     except OSError as error:

@@ -22,7 +22,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.loading import Load
-from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.snapshots.transfers import ShardTransfers
 from lucevisor.supervision.callbacks import LoadOrder
 
 _SETTLE_S: Final = 1.0

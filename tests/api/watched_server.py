@@ -53,7 +53,7 @@ async def main() -> None:
     assert rig.ports.preprocessor is not None
     rig.ports.preprocessor.start(rig.ports)
     runner, url = await serve(create_app(rig.ports), listen("127.0.0.1", 0))
-    collector.quieten()
+    collector.quiesce()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     watch = Watch()

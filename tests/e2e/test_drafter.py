@@ -313,7 +313,7 @@ async def test_a_snapshot_holds_the_drafters_state_and_moves_with_it(
         n_warm = n_steps(service) - before
         assert service.snapshots is not None
         await service.snapshots.save_all(60.0)
-        entries = service.snapshots.store.store.entries
+        entries = service.snapshots.store.entries
         assert any(entry.snapshot.draft_fingerprint for entry in entries)
 
     for draft, split, expected in (
