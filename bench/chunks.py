@@ -25,8 +25,7 @@ from full_size import write_config
 from records import conditions, write_json
 from services import Observer
 
-from lucevisor.app.bench_cases import Case
-from lucevisor.app.benchmark import generate, tokens_per_s
+from lucevisor.app.benchmark import Case, generate, tokens_per_s
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
 from lucevisor.engine.scheduling.chunking import RECENT_S

@@ -26,8 +26,7 @@ from records import RESULTS, conditions, write_json
 from services import Observer
 
 from lucevisor.app import logs
-from lucevisor.app.bench_cases import Case
-from lucevisor.app.benchmark import tokens_per_s
+from lucevisor.app.benchmark import Case, tokens_per_s
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec

@@ -1,18 +1,20 @@
 """How much of the schemas of jsonschemabench is enforced?  Prints the tables of docs/constrained-output.md.
 
-    python bench/jsonschemabench.py REPOSITORY/maskbench/data [--sample 1000] [--list] [--save]
+    python bench/jsonschemabench.py REPOSITORY/maskbench/data [NAME.json ...] [--sample 1000] [--list] [--save]
 
 REPOSITORY is a copy of https://github.com/guidance-ai/jsonschemabench: schemas from the field, each with instances that
 fit and others that do not.  Each schema goes through the product's own preparation, strict and not, and each instance
 is written out and followed by a matcher.  A valid instance that is refused is put down to what lets it pass: further
-properties in every object (*unnamed*: objects are closed on purpose), another order of properties (*order*), or the
-schema without a keyword.  ``--list`` names the instances that are judged wrong for another reason.
+properties in every object (*unnamed*: objects are closed on purpose), another order of properties (*order*), other
+forms of its numbers (*numbers*), or the schema without a keyword; or to what llguidance says.  ``--list`` names the
+instances that are judged wrong for another reason.
 """
 
 import argparse
 import json
 import random
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
 import jsonschema
@@ -24,37 +26,77 @@ from lucevisor.text.grammar.matcher import GrammarError
 IDS = {text[0]: i for i in range(TOKENIZER.n_vocab) if len(text := TOKENIZER.token_bytes(i)) == 1}
 MODES = ("strict", "lenient")
 COLUMNS = ("schemas", "refused", "none fits", "valid", "valid refused", "invalid", "invalid accepted")
+MOST_TRIES = 300
 KEYWORDS = frozenset(jsonschema.Draft202012Validator.VALIDATORS) | {"additionalItems", "dependencies", "$recursiveRef"}
 VALUES = ("enum", "const", "default", "examples")
 
 
 def accepts(found, instance):
-    ids = [IDS[byte] for byte in json.dumps(instance, ensure_ascii=False).encode()]
-    one = found.matcher()
+    return ends(found, as_it_is(instance))
+
+
+def ends(found, text):
+    """Whether an answer may be this text."""
+    one, ids = found.matcher(), [IDS[byte] for byte in text.encode()]
+    return follow(one, ids) == len(ids) and any(allows(one.masks(0, ids, []), i) for i in TOKENIZER.eos_ids)
+
+
+def follow(one, ids):
+    """How many tokens the grammar takes; all at once may take more work than one step may."""
     taken = one.n_valid(0, [], ids)
-    while True:  # all at once may take more work than one step may
-        row = one.masks(0, ids[:taken], [])
-        if not any(row[i // 8] >> (i % 8) & 1 for i in (ids[taken : taken + 1] or TOKENIZER.eos_ids)):
-            return False
-        if taken == len(ids):
-            return True
+    while taken < len(ids) and allows(one.masks(0, ids[:taken], []), ids[taken]):
         taken += 1
+    return taken
 
 
-def ordered(schema, instance):
-    """The instance with the properties of each object in the order of the schemas that name most of them."""
-    known = [list(one["properties"]) for one in parts(schema) if isinstance(one.get("properties"), dict)]
+def allows(row, token):
+    return row[token // 8] >> (token % 8) & 1
 
-    def moved(value):
-        if isinstance(value, list):
-            return [moved(one) for one in value]
-        if not isinstance(value, dict):
-            return value
-        fitting = sorted(known, key=lambda some: -len(value.keys() & some))
-        keys = dict.fromkeys(name for some in fitting for name in some if name in value) | dict.fromkeys(value)
-        return {key: moved(value[key]) for key in keys}
 
-    return moved(instance)
+def fits_in_an_order(found, instance, write):
+    """Whether an answer may be the instance, with the properties of each object in some order."""
+    n_left = MOST_TRIES
+
+    def texts(value, text):
+        nonlocal n_left
+        n_left -= 1
+        ids = [IDS[byte] for byte in text.encode()]
+        if n_left < 0 or follow(found.matcher(), ids) < len(ids):
+            return
+        if isinstance(value, dict):
+            yield from members(value, text + "{", "")
+        elif isinstance(value, list):
+            yield from items(value, text + "[", "")
+        else:
+            yield text + write(value)
+
+    def members(left, text, comma):
+        if not left:
+            yield text + "}"
+        for key, value in left.items():
+            rest = {other: left[other] for other in left if other != key}
+            for more in texts(value, f"{text}{comma}{json.dumps(key, ensure_ascii=False)}: "):
+                yield from members(rest, more, ", ")
+
+    def items(left, text, comma):
+        if not left:
+            yield text + "]"
+            return
+        for more in texts(left[0], text + comma):
+            yield from items(left[1:], more, ", ")
+
+    return any(ends(found, text) for text in texts(instance, ""))
+
+
+def as_it_is(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def plain(value):
+    """A value that is no object or array, numbers as most people write them: 2 for 2.0, 0.000001 for 1e-06."""
+    if not isinstance(value, float):
+        return as_it_is(value)
+    return str(int(value)) if value.is_integer() else format(Decimal(repr(value)), "f")
 
 
 def parts(schema):
@@ -78,14 +120,16 @@ def without(schema, keyword):
 def why_refused(schema, found, instance):
     """What lets a valid instance pass."""
     open_too = grammar(opened(schema), lenient=True)
-    if not isinstance(open_too, str) and accepts(open_too, instance):
-        return "unnamed"
-    moved = ordered(schema, instance)
-    if accepts(found, moved) or (not isinstance(open_too, str) and accepts(open_too, moved)):
-        return "order"
+    for name, write in (("order", as_it_is), ("numbers", plain)):
+        if fits_in_an_order(found, instance, write):
+            return name
+        if not isinstance(open_too, str) and accepts(open_too, instance):
+            return "unnamed"
+        if not isinstance(open_too, str) and fits_in_an_order(open_too, instance, write):
+            return f"{name}, unnamed"
     for keyword in ("format", "pattern", "type", *sorted({key for one in parts(schema) for key in one} & KEYWORDS)):
-        found = grammar(without(opened(schema), keyword), lenient=True)
-        if not isinstance(found, str) and (accepts(found, instance) or accepts(found, moved)):
+        other = grammar(without(opened(schema), keyword), lenient=True)
+        if not isinstance(other, str) and (accepts(other, instance) or fits_in_an_order(other, instance, plain)):
             return keyword
     return "other"
 
@@ -117,7 +161,7 @@ class Tally:
             if accepted != test["valid"]:
                 self.count[f"{kind} {'accepted' if accepted else 'refused'}"] += 1
                 self.reasons[why] += 1
-                if why not in ("unnamed", "order"):
+                if why not in ("unnamed", "order", "order, unnamed"):
                     self.listed.append(f"{name} {index}: {kind} {why}")
 
 
@@ -146,12 +190,13 @@ def show(tallies):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", help="of schemas; all without")
     parser.add_argument("--sample", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    paths = sorted(options.folder.glob("*.json"))
+    paths = [options.folder / name for name in options.names] or sorted(options.folder.glob("*.json"))
     if options.sample:
         paths = random.Random(options.seed).sample(paths, options.sample)
     tallies = measure(paths)

@@ -35,8 +35,8 @@ from records import machine, save, write_json
 from services import DEMO, groups_toml, running
 
 from lucevisor.config import load
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.journal_rows import JournalRows
-from lucevisor.deployment.orders import Orders
 from lucevisor.engine.journal import Journal
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.sequence import LiveSequence
@@ -130,7 +130,7 @@ async def until(condition):
 
 
 async def warm(service):
-    """Wait until all groups have their warm spares: a rehearsal of one takes the devices of others."""
+    """Wait until all groups have their warm spares."""
     n_spares = service.config.recovery.spares * len(service.groups)
     await until(lambda: sum(spare.warm for one in service.groups.values() for spare in one.spares) == n_spares)
 
@@ -168,8 +168,8 @@ async def move(service, path, prompts):
     moved = load(path, [f"placement.target_layer_split={','.join(map(str, shares))}"])
     found = {}
     for name, work in (
-        ("restart", lambda: Orders(service).restart(next(iter(service.groups)), now=False)),
-        ("reload", lambda: Orders(service).reload(moved)),
+        ("restart", lambda: AdminOperations(service).restart(next(iter(service.groups)), now=False)),
+        ("reload", lambda: AdminOperations(service).reload(moved)),
     ):
         before, told = service.engine.statistics().recovery, [0] * len(prompts)
 

@@ -22,7 +22,7 @@ import uvloop
 from records import machine, save
 from services import DEMO, paced_python, running
 
-from lucevisor.app import collector, logs
+from lucevisor.app import logs, process
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import Sampling
 
@@ -94,7 +94,7 @@ async def measure(options, step_s, n_steps, parts):
             stop = asyncio.Event()
             tasks = [asyncio.create_task(stream(service, i, stop)) for i in range(options.sequences)]
             await steps(service, n_steps // 4)  # warm up
-            collector.quiesce()  # as `lucevisor start` does
+            process.freeze_gc()  # as `lucevisor start` does
             profile = cProfile.Profile()
             if options.profile:
                 profile.enable()

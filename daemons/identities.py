@@ -13,15 +13,9 @@ from lucevisor.protocol.loading import Load
 ADVICE = "leave the file alone while a daemon loads it"
 
 
-def opened(load: Load, before: GgufFiles | None) -> GgufFiles:
-    """Return the files of ``load``: those that were opened ``before``, if they are the ones that it asks for.
-
-    Raises GgufError, or LoadError when they do not have the identities that it names.
-    """
-    paths = tuple(map(Path, load.files))
-    if before is not None and before.paths == paths and list(before.identities) == load.identities:
-        return before
-    return expect(open_model(paths), load.identities)
+def open_files(load: Load) -> GgufFiles:
+    """Open the files of ``load``.  Raises GgufError, or LoadError when they are not those that it names."""
+    return expect(open_model(tuple(map(Path, load.files))), load.identities)
 
 
 def expect(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:

@@ -20,11 +20,10 @@ from daemons import device as devices
 from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width, hand_over, rows_of
 from daemons.deferred import DeferredDrafts, DeferredTokens, Fill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
-from daemons.draft.prepared import preparing
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from daemons.failures import try_to_load
-from daemons.identities import opened, unchanged
+from daemons.identities import open_files, unchanged
 from daemons.models.replay import LayerwiseReplay, layerwise_replays, report_replays
 from daemons.models.stage import LoadedStage
 from daemons.pulse import Reporter, warn_once
@@ -77,18 +76,16 @@ class ModelRunner:
         self._draft_inputs = None if load.draft is None else DraftInputs(load.draft, self._boundaries)
 
     @classmethod
-    def load(
-        cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter, files: GgufFiles | None = None
-    ) -> tuple[ModelRunner, Loaded]:
+    def load(cls, load: Load, backend: Backend, fds: Sequence[int], reporter: Reporter) -> tuple[ModelRunner, Loaded]:
         """Attach the arenas, load and warm up every stage, and load the draft stage and the scoring stage.
 
-        ``files``: the model's, if they are open.  Raises GgufError, ArenaError, LoadError or DeviceError.
+        Raises GgufError, ArenaError, LoadError or DeviceError.
         """
         started = time.monotonic()
         n_own = 2 * len(load.arenas)
         if len(fds) != n_own + bool(load.replay):
             raise ValueError(f"Load names {n_own + bool(load.replay)} files, {len(fds)} descriptors arrived")
-        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), opened(load, files))
+        runner = cls(load, backend, attach_all(fds[:n_own], load.arenas), open_files(load))
         replays = layerwise_replays(load, runner.spec, fds[-1] if load.replay else -1)
         uses, kernels = list[DeviceUse](), dict[str, str]()
         for plan in load.stages:
@@ -186,8 +183,8 @@ class ModelRunner:
         deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
-            rows_in, arrival, waits = self._rows_of(plan, step, await_rows)
-            out = stage.forward(step, rows_in, fill or following, waits, following.shorten if following else None)
+            rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
+            out = stage.forward(step, rows_in, fill or following, arrival, following.shorten if following else None)
             if following is not None:
                 arrival, step, sampled = following.arrival, following.step, following.tokens
             wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
@@ -289,16 +286,6 @@ class ModelRunner:
     def awaits_drafts(self, step: Step) -> bool:
         """Whether the device has nothing to do behind a step until ``run_draft``."""
         return self.defers_drafts and self._asks(step) and not (self._draft and self._draft.has_begun(step))
-
-    def _rows_of(
-        self, plan: StagePlan, step: Step, wait: RowWait | None
-    ) -> tuple[Tensor | None, Arrival, Callable[[], None]]:
-        """A step's rows, their arrival, and what waits for that; on a cpu drafts behind it are prepared meanwhile."""
-        rows, arrival = rows_of(self._boundaries, plan.source, step, wait)
-        if wait is None or self.defers_drafts or self._draft is None or plan.source is None or not self._asks(step):
-            return rows, arrival, arrival
-        rung = partial(self._boundaries[plan.source].bells.rung, step.region, step.step_id)
-        return rows, arrival, preparing(self._draft.prepare, partial(self.draft_step, step.step_id), rung, arrival)
 
     def _asks(self, step: Step) -> bool:
         """Whether the draft stage, if it is here, is asked for drafts behind a step."""

@@ -21,24 +21,21 @@ import daemons
 import lucevisor
 from daemons import device as devices
 from daemons.check import run_check
-from daemons.errors import DaemonError, describe
+from daemons.errors import DaemonError
 from daemons.failures import failure
-from daemons.identities import opened
 from daemons.inbox import Inbox, StepCancelled
-from daemons.models.rehearsal import rehearse
 from daemons.ops.selection import triton_reject_reason
 from daemons.options import Options
 from daemons.pulse import Reporter
 from daemons.runner import ModelRunner
 from daemons.snapshots.transfers import TransferExecutor
 from daemons.step_output import StepOutput
-from lucevisor.model.gguf_files import GgufFiles
 from lucevisor.model.values import Backend
 from lucevisor.protocol.arena import Doorbells
 from lucevisor.protocol.errors import LinkClosed, ProtocolError
 from lucevisor.protocol.frames import POSTED, Frame
 from lucevisor.protocol.handshake import source_hash
-from lucevisor.protocol.loading import Hello, Load, WarmedUp, WarmUp
+from lucevisor.protocol.loading import Hello, Load
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Check, Restore, Save, ScoreWindow, Shutdown, WindowScores
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
 from lucevisor.protocol.steps import CancelPending, DraftStep, PendingCancelled, Reset, ResetDone, Step
@@ -115,7 +112,6 @@ class _MessageLoop:
         self._link, self._reporter, self._options = link, reporter, options
         self._inbox = Inbox(link)
         self._runtime: ModelRunner | None = None
-        self._files: GgufFiles | None = None  # the model's, opened by a rehearsal
         self._transfers: TransferExecutor | None = None
         self._broken = False
         self._deferred: StepOutput | None = None  # of a step that is computed on the device
@@ -227,9 +223,6 @@ class _MessageLoop:
                 return self._score(score)
             case Load() as load:
                 return self._load(load, frame.fds)
-            case WarmUp(load):
-                self._rehearse(load)
-                return None
             case Save() | Restore() as order if self._transfers is not None and self._runtime is not None:
                 self._runtime.flush()
                 self._transfers.submit(order, *frame.fds)
@@ -349,19 +342,10 @@ class _MessageLoop:
         self._link.send(answer, payload=[] if scores is None else [scores.contiguous().numpy().data])
         return None
 
-    def _rehearse(self, load: Load) -> None:
-        self._reporter.phase("load")
-        try:
-            self._files = opened(load, None)
-            done = rehearse(load, self._options.backend, self._files)
-        except Exception as error:  # process boundary: the load says it, if it still is so then
-            done = WarmedUp(0.0, describe(error))
-        self._link.send(done)
-
     def _load(self, load: Load, fds: tuple[int, ...]) -> int | None:
         self._reporter.phase("load")
         try:
-            self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter, self._files)
+            self._runtime, loaded = ModelRunner.load(load, self._options.backend, fds, self._reporter)
             self._transfers = TransferExecutor(
                 self._runtime.state_map(),
                 lambda answer, request_id: self._link.send(answer, request_id=request_id),

@@ -6,16 +6,17 @@ exactly one exit code.
     LucevisorError              1  it failed while running
       ConfigError               2  one wrong setting
         ConfigErrors            2  several of them, found at once
-      OrderError                2  an operator asked for what does not exist
+      AdminError                2  an operator asked for what does not exist
       NotRunningError           3  there is no supervisor to talk to
       NotReadyError             4  the pipeline was not ready in time
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, IntEnum
 from pathlib import Path
 from typing import ClassVar, Final
@@ -95,7 +96,7 @@ class ConfigErrors(ConfigError):
         return "\n".join(lines)
 
 
-class OrderError(LucevisorError):
+class AdminError(LucevisorError):
     """A command asked a running supervisor for what it does not have."""
 
     exit_code = ExitCode.USAGE
@@ -113,6 +114,26 @@ class NotReadyError(LucevisorError):
     exit_code = ExitCode.NOT_READY
 
 
+class ScoringError(LucevisorError):
+    """The scoring model did not score a window; the message says why."""
+
+
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return the choice most similar to `word`, or an empty string if none is close."""
+    folded = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(word.lower()[:100], folded, n=1, cutoff=cutoff)
+    return folded[matches[0]] if matches else ""
+
+
+def suggest(word: str, choices: Sequence[str], noun: str = "choices") -> str:
+    """Return the hint for an invalid word: the nearest choice, then all of them if they are few."""
+    near = nearest(word, choices)
+    parts = [f"nearest: {near}"] if near else []
+    if len(choices) <= 16:
+        parts.append(f"{noun}: {', '.join(choices)}")
+    return "; ".join(parts)
+
+
 def format_error(key: str, value: object, why: str, hint: str = "", file: str = "") -> str:
     """Return `FILE: KEY = VALUE: WHY; HINT` on one line, without the parts that are empty."""
     name = _cut(key, _KEY_CHARS)
@@ -128,10 +149,6 @@ def show(value: object) -> str:
     except (ValueError, RecursionError, TypeError):  # too deep, an integer too long, keys that are not text
         text = f"a {type(value).__name__}"
     return _one_line(_cut(text, _VALUE_CHARS))
-
-
-class ScoringError(LucevisorError):
-    """The scoring model did not score a window; the message says why."""
 
 
 def _cut(text: str, n_chars: int) -> str:

@@ -1,4 +1,4 @@
-"""Where the parts of the source tree outside this package are: beside it, or inside it where a wheel was installed.
+"""Location of the parts of the source tree outside this package: beside it, or inside it in an installed wheel.
 
 The wheel has `daemons` as `lucevisor/_daemons`, so that the supervisor's environment has no importable package of that
 name, and the demo and model cards as `lucevisor/_etc` (`[tool.hatch.build.targets.wheel]` in pyproject.toml).
@@ -13,9 +13,9 @@ from typing import Literal
 
 def locate(part: Literal["daemons", "etc"]) -> Path:
     """Return the directory of a part; it does not exist where the installation is broken."""
-    own = Path(__file__).resolve().parent
-    installed = own / f"_{part}"
-    return installed if installed.is_dir() else own.parent / part
+    package = Path(__file__).resolve().parent
+    installed = package / f"_{part}"
+    return installed if installed.is_dir() else package.parent / part
 
 
 def module_command() -> list[str]:

@@ -21,15 +21,11 @@ from daemons.deferred import DeferredDrafts, recorded
 from daemons.device import inferring, launching, memory_free, prepare, torch_device, torch_dtype
 from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
-from daemons.draft.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
-from daemons.draft.jobs import DraftJob, jobs_behind, likely
+from daemons.draft.jobs import DraftJob, jobs_behind, likely, placeholder_draft, without_rejected
 from daemons.draft.mtp import Mtp
-from daemons.draft.prepared import PreparedRows
-from daemons.draft.rejected import without_rejected
-from daemons.draft.unseen import unseen_draft
-from daemons.draft.vocabulary import shared_weights, vocabulary_weights
+from daemons.draft.vocabulary import DraftVocabulary, draft_vocabulary, shared_weights, vocabulary_weights
 from daemons.errors import StateError
 from daemons.graphs import StepGraphs
 from daemons.identities import expect, unchanged
@@ -92,7 +88,6 @@ class DraftStage:
         self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences, forgets=load.attend_host)
         self._deferred = DeferredRows(min(MOST_ROWS_OF_ALL, self.max_step_tokens))
         self._ahead: AheadStep | None = None  # the last step that ``extend`` took
-        self._prepared = PreparedRows(self._layout, self.draft_layout)
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes
@@ -165,17 +160,9 @@ class DraftStage:
         """Apply the target's state operations in order.  Raises StateError at the first invalid one."""
         if not self._deferred.allows(operations):
             self.flush()
-        self._prepared.stay(operations)
         for operation in operations:
             if not isinstance(operation, SetPages) or operation.space in self._spaces:
                 self.sequences.apply(operation)
-
-    def prepare(self, step: Step, goes_on: Callable[[], bool]) -> None:
-        """Arrange the rows of a step that is not computed and the drafts behind it, as long as ``goes_on``, where that
-        saves time.
-        """
-        if self.device.type == "cpu" and not self.drafter.starts_from_hidden:
-            self._prepared.prepare(step, goes_on)
 
     def extends_ahead(self, step: Step) -> bool:
         """Whether ``extend`` can take a step that asks for drafts, before it is known what it draws: on a GPU, which
@@ -207,10 +194,10 @@ class DraftStage:
         self._seen(step.slices)
         self.flush()
         hidden = self._extend(step, features)
-        drafts = None if drawn is None else self._draft_unseen(step, hidden, drawn, began)
+        drafts = None if drawn is None else self._draft_behind_placeholders(step, hidden, drawn, began)
         self._ahead = AheadStep(step.step_id, hidden, drafts)
 
-    def _draft_unseen(
+    def _draft_behind_placeholders(
         self, step: Step, hidden: Tensor, drawn: Tensor, began: torch.cuda.Event
     ) -> DeferredDrafts | None:
         """Drafts behind a step of one slice; None if they have to wait until its tokens are known: without a graph the
@@ -221,7 +208,7 @@ class DraftStage:
             return None
         drawn, first = drawn.to(self.device, non_blocking=True), s.n_context
         jobs = [DraftJob(s, 0, 0, s.start + first + i, first - 1 + i) for i in range(s.n_drafts + 1)]
-        found = unseen_draft([self.draft_layout([job]) for job in jobs], s.drafts, first - 1, drawn)
+        found = placeholder_draft([self.draft_layout([job]) for job in jobs], s.drafts, first - 1, drawn)
         if found is None or not self.graphs.draft.has(found.layout, self.sequences.tables(self.device)):
             return None
         with launching(self.device):
@@ -266,7 +253,7 @@ class DraftStage:
 
     def _extend(self, step: Step, features: Tensor) -> Tensor:
         """Add a step's rows to the context; their hidden states."""
-        layout = self._prepared.context(step.slices) or self._layout(step.slices)
+        layout = self._layout(step.slices)
         with launching(self.device):
             if self.graphs is None:
                 hidden = self.drafter.extend(features, self._batch(layout))
@@ -309,7 +296,6 @@ class DraftStage:
     def reset(self) -> None:
         """Drop all sequences; weights and pools stay."""
         self._deferred.clear()
-        self._prepared.clear()
         self._ahead = None
         self.sequences.reset()
 
@@ -363,7 +349,7 @@ class DraftStage:
             index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
             if self.device.type != "cpu":
                 index = index.pin_memory().to(self.device, non_blocking=True)
-        return self._draft_at(self._prepared.drafts(jobs) or self.draft_layout(jobs), hidden, index)
+        return self._draft_at(self.draft_layout(jobs), hidden, index)
 
     def _draft_at(self, layout: Layout, hidden: Tensor, index: Tensor | None) -> Drafts:
         """Drafts of a layout; ``index`` [B]: the rows of ``hidden`` that precede them, if drafts start from those."""

@@ -21,7 +21,7 @@ import structlog
 from aiohttp import web
 
 from lucevisor.api.errors import ApiError
-from lucevisor.errors import ConfigError, LucevisorError, OrderError, show
+from lucevisor.errors import AdminError, ConfigError, LucevisorError, show
 
 log = structlog.get_logger("lucevisor.admin")
 
@@ -119,7 +119,7 @@ async def _own_user_only(
         return _error(403, f"uid {uid} may not operate a supervisor of uid {os.geteuid()}")
     try:
         return await handler(request)
-    except (ConfigError, OrderError) as e:
+    except (ConfigError, AdminError) as e:
         return _error(400, str(e))
     except LucevisorError as e:
         return _error(409, str(e))

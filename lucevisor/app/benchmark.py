@@ -1,12 +1,14 @@
-"""``lucevisor bench``: tokens a second of a configuration's prompts and answers, in one service without HTTP."""
+"""``lucevisor bench``: tokens a second of a configuration in one service without HTTP, and of llama.cpp beside it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,10 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lucevisor import __version__
-from lucevisor.app.bench_cases import SHORT_PROMPT, Case
-from lucevisor.app.llama_bench import LlamaBench
-from lucevisor.deployment.affinity import take_all, usable_cores
-from lucevisor.deployment.group_settings import group_threads
+from lucevisor.deployment.group_settings import group_threads, usable_cores
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.errors import LucevisorError
@@ -66,24 +65,18 @@ async def measure(
         )
     figures = [Figures(case) for case in wanted]
     for turn in range(-1, n_rounds + 1):
-        for of_case in figures:
-            if turn < 0 and not of_case.case.prompt:
+        for figure in figures:
+            if turn < 0 and not figure.case.prompt:
                 continue
-            found = await tokens_per_s(service, of_case.case, turn)
+            rate = await tokens_per_s(service, figure.case, turn)
             if turn > 0:
-                of_case.rounds.append(found)
+                figure.rounds.append(rate)
         if against is not None and turn > 0:
-            theirs = await asyncio.to_thread(_run_beside, against, wanted)
-            for of_case in figures:
-                of_case.against += [theirs[of_case.case]] if of_case.case in theirs else []
+            theirs = await asyncio.to_thread(against.run, wanted)
+            for figure in figures:
+                figure.against += [theirs[figure.case]] if figure.case in theirs else []
         if turn > 0:
             yield figures
-
-
-def _run_beside(against: LlamaBench, wanted: Sequence[Case]) -> dict[Case, float]:
-    """Its figures, with the cores that this process may use."""
-    take_all()
-    return against.run(wanted)
 
 
 async def tokens_per_s(service: Service, case: Case, turn: int) -> float:
@@ -125,7 +118,7 @@ async def generate(service: Service, n_prompt: int, n_answer: int, name: str) ->
 
 
 def table(figures: Sequence[Figures]) -> str:
-    """Medians with least and most, and llama-bench's beside them."""
+    """Return medians with minimum and maximum, and llama-bench's beside them."""
     has_peer = any(f.against for f in figures)
     rows = [["test", "tokens/s", "least", "most", *(["llama.cpp", "ratio"] if has_peer else [])]]
     for f in figures:
@@ -160,7 +153,7 @@ async def bench(
         if against is not None:
             record["against"] = [str(against.program), *against.arguments]
         async for figures in measure(service, wanted, n_rounds, against):
-            keep(record | {"tests": [of_case.as_json() for of_case in figures]})
+            keep(record | {"tests": [figure.as_json() for figure in figures]})
         return figures
     finally:
         await service.stop(0.0)
@@ -205,3 +198,108 @@ def heading(record: dict[str, Any]) -> str:
         threads = f", {n} thread{'s' if n > 1 else ''}" if n else ""
         lines.append(f"group {name}: {devices}{threads}, torch {group['torch']}")
     return "\n".join([*lines, f"layers: {', '.join(record['layers'])}"])
+
+
+SHORT_PROMPT = 16
+"""Prompt tokens of an answer at depth 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Prefill of ``prompt`` tokens, or decode of ``answer`` tokens behind ``depth`` by ``streams`` at once."""
+
+    prompt: int = 0
+    answer: int = 0
+    depth: int = 0
+    streams: int = 1
+
+    @property
+    def name(self) -> str:
+        if self.prompt:
+            return f"pp{self.prompt}"
+        at, times = f" @ d{self.depth}" if self.depth else "", f" x{self.streams}" if self.streams > 1 else ""
+        return f"tg{self.answer}{at}{times}"
+
+    @property
+    def context(self) -> int:
+        """Positions that a sequence takes."""
+        return self.prompt + 1 if self.prompt else max(self.depth, SHORT_PROMPT) + self.answer
+
+
+def cases(prompts: Sequence[int], answer: int, depths: Sequence[int], streams: Sequence[int]) -> list[Case]:
+    """Return all combinations: depths for one stream, streams without depth."""
+    out = [Case(prompt=n) for n in prompts if n]
+    if answer:
+        out += [Case(answer=answer, depth=depth) for depth in depths]
+        out += [Case(answer=answer, streams=n) for n in streams if n > 1]
+    return list(dict.fromkeys(out))
+
+
+STREAM_ALIGNMENT = 256
+"""llama.cpp rounds the context of a stream up to whole multiples of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaBench:
+    """``program``, and arguments for it and llama-batched-bench, such as ``-t 2`` or ``-ngl 99 -fa on``."""
+
+    program: Path
+    model: Path
+    arguments: Sequence[str] = ()
+    timeout_s: float = 3600.0
+
+    @property
+    def batched(self) -> Path:
+        """The program that decodes several streams at once."""
+        return self.program.with_name("llama-batched-bench")
+
+    def run(self, wanted: Sequence[Case]) -> dict[Case, float]:
+        """Tokens/s of one repetition each, after the programs' own warm-up; without several streams if only
+        llama-bench is there.  Raises LucevisorError.
+        """
+        found: dict[Case, float] = {}
+        alone = [case for case in wanted if case.streams == 1]
+        for depth in dict.fromkeys(case.depth for case in alone):
+            found |= self._alone([case for case in alone if case.depth == depth], depth)
+        for answer in dict.fromkeys(case.answer for case in wanted if case.streams > 1):
+            if self.batched.exists():
+                found |= self._together([c for c in wanted if c.streams > 1 and c.answer == answer], answer)
+        return found
+
+    def _alone(self, wanted: Sequence[Case], depth: int) -> dict[Case, float]:
+        """Cases of one stream and depth: llama-bench has a result for each prompt and each answer."""
+        prompts, answers = (
+            ",".join(str(n) for n in sorted({n for n in lengths if n})) or "0"
+            for lengths in ([c.prompt for c in wanted], [c.answer for c in wanted])
+        )
+        command = [str(self.program), "-m", str(self.model), "-p", prompts, "-n", answers]
+        command += [*(["-d", str(depth)] if depth else []), "-r", "1", "-o", "json", *self.arguments]
+        said = self._output(command)
+        try:
+            rates = {(int(row["n_prompt"]), int(row["n_gen"])): float(row["avg_ts"]) for row in json.loads(said)}
+            return {case: rates[case.prompt, case.answer] for case in wanted}
+        except (ValueError, KeyError, TypeError) as error:
+            raise LucevisorError(f"{self.program} printed no result of llama-bench: {said[:200]!r}") from error
+
+    def _together(self, wanted: Sequence[Case], answer: int) -> dict[Case, float]:
+        """Cases of several streams with the same answer."""
+        streams = sorted({case.streams for case in wanted})
+        context = -(-(SHORT_PROMPT + answer) // STREAM_ALIGNMENT) * STREAM_ALIGNMENT * streams[-1]
+        command = [str(self.batched), "-m", str(self.model), "-c", str(context), "-npp", str(SHORT_PROMPT)]
+        command += ["-ntg", str(answer), "-npl", ",".join(map(str, streams)), "--output-format", "jsonl"]
+        said = self._output([*command, *self.arguments])
+        try:
+            rows: list[dict[str, Any]] = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+            rates = {int(row["pl"]): float(row["speed_tg"]) for row in rows}
+            return {case: rates[case.streams] for case in wanted}
+        except (ValueError, KeyError, TypeError) as error:
+            raise LucevisorError(f"{self.batched} printed no result of llama-batched-bench: {said[:200]!r}") from error
+
+    def _output(self, command: Sequence[str]) -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_s, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LucevisorError(f"{command[0]}: {error}") from error
+        if done.returncode:
+            raise LucevisorError(f"{command[0]} ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+        return done.stdout

@@ -55,12 +55,12 @@ class CacheOperations:
         """
         engine, store = self._service.engine, self._open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
-        found = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
+        files = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
         return {
             "dir": str(store.directory.absolute()) if store is not None else "",
             "disk": store.budget if store is not None else self._service.config.cache.disk,
             "slots": [_slot(engine, slot) for slot in slots] if engine is not None else [],
-            "files": found,
+            "files": files,
         }
 
     async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[JsonObject]:
@@ -70,9 +70,9 @@ class CacheOperations:
         checked, n_aside = [], 0
         try:
             for file in await asyncio.to_thread(maintenance.to_verify, directory, files):
-                one = await asyncio.to_thread(maintenance.verify, directory, file, set_aside=set_aside)
-                checked.append(one)
-                n_aside += bool(one["set_aside"])
+                result = await asyncio.to_thread(maintenance.verify, directory, file, set_aside=set_aside)
+                checked.append(result)
+                n_aside += bool(result["set_aside"])
         finally:
             if n_aside:
                 await self._scan(store)

@@ -62,9 +62,9 @@ def _windows(model: ServedModel, service: Service, tokenizer: Tokenizer) -> Wind
     if model.scorer is None:
         return None
     assert model.spec.files is not None
-    own, of_scorer = model.spec.files.metadata, model.scorer.files.metadata
-    same = all(own.get(key) == of_scorer.get(key) for key in _SAME)
-    return Windows(tokenizer, CurrentScorer(service), None if same else Tokenizer.from_gguf(of_scorer))
+    own_metadata, scorer_metadata = model.spec.files.metadata, model.scorer.files.metadata
+    same = all(own_metadata.get(key) == scorer_metadata.get(key) for key in _SAME)
+    return Windows(tokenizer, CurrentScorer(service), None if same else Tokenizer.from_gguf(scorer_metadata))
 
 
 def pflash_status(service: Service, compressor: Compressor | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a supervisor listens on: its HTTP endpoint and its admin socket.
+"""Listening sockets of a supervisor: its HTTP endpoint and its admin socket.
 
 Knows sockets and servers, no service.  Invariant: listening sockets stay open, and can be handed over, until
 :meth:`Endpoint.drain` or :meth:`Endpoint.close`.

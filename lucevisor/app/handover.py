@@ -19,14 +19,21 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import structlog
 
-from lucevisor.errors import LucevisorError
+from lucevisor.api.listening import adopt
+from lucevisor.api.listening import listen as listen_on
+from lucevisor.app.endpoint import Endpoint
+from lucevisor.app.rundir import RunDirectory
+from lucevisor.app.systemd import Notifier, SystemdReport, watchdog_s
+from lucevisor.config import ServerConfig
+from lucevisor.deployment.service import SAVE_S, Service
+from lucevisor.errors import LucevisorError, unusable
 from lucevisor.protocol import transport as descriptors
 
 log = structlog.get_logger("lucevisor.handover")
@@ -56,30 +63,14 @@ class Offer(msgspec.Struct, forbid_unknown_fields=True):
     watchdog_usec: str = ""
 
 
-class Giver(Protocol):
-    """The supervisor that runs."""
-
-    def offer(self) -> tuple[Offer, list[int]]:
-        """Return what to offer, and the descriptors: lock first, then sockets."""
-
-    def keep(self) -> None:
-        """The other supervisor failed: continue as before."""
-
-    def give_up(self, request: Request) -> None:
-        """The other one serves: leave the name to it, and accept nothing more."""
-
-    async def save(self) -> None:
-        """Save prefix slots for the other one."""
-
-
 class HandoverServer:
     """Listens on ``path`` from ``open`` to ``close``."""
 
-    def __init__(self, path: Path, giver: Giver) -> None:
-        self._path, self._giver = path, giver
+    def __init__(self, path: Path, source: Handover) -> None:
+        self._path, self._source = path, source
         self._sock: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
-        self._taken: socket.socket | None = None  # its end tells the new one that this process has ended
+        self.successor: socket.socket | None = None  # its end tells the new one that this process has ended
 
     def open(self) -> None:
         """Listen, in place of a supervisor that listens there already."""
@@ -101,15 +92,15 @@ class HandoverServer:
 
     async def _serve(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while self._taken is None:
+        while self.successor is None:
             connection, _ = await loop.sock_accept(sock)
             try:
                 if await self._hand_over(connection):
-                    self._taken = connection
+                    self.successor = connection
                     return
             except (TimeoutError, OSError, msgspec.MsgspecError) as error:
                 log.warning("not handed over", reason=f"{type(error).__name__}: {error}")
-                self._giver.keep()
+                self._source.on_failed()
             connection.close()
 
     async def _hand_over(self, connection: socket.socket) -> bool:
@@ -121,7 +112,7 @@ class HandoverServer:
             return False
         async with asyncio.timeout(ANSWER_S):
             request = msgspec.json.decode(await loop.sock_recv(connection, _MAX_BYTES), type=Request)
-        offer, fds = self._giver.offer()
+        offer, fds = self._source.offer()
         connection.sendmsg([msgspec.json.encode(offer)], descriptors.pack([] if offer.refused else fds))
         if offer.refused:
             return False
@@ -129,17 +120,17 @@ class HandoverServer:
         async with asyncio.timeout(SERVING_S):
             if await loop.sock_recv(connection, _MAX_BYTES) != SERVING:
                 raise OSError("the other supervisor ended before it served")
-        self._giver.give_up(request)
+        self._source.on_served(request)
         with contextlib.suppress(OSError):
             await loop.sock_sendall(connection, GIVEN)
-        await self._giver.save()
+        await self._source.save()
         with contextlib.suppress(OSError):
             await loop.sock_sendall(connection, SAVED)
         return True
 
 
-class Taken:
-    """What the supervisor that runs has offered; ``decline`` it, or accept it by ``serving``."""
+class HandoverOffer:
+    """Sockets and lock that the running supervisor offers: `decline` them, or accept by `announce_serving`."""
 
     def __init__(self, connection: socket.socket, offer: Offer, fds: list[int]) -> None:
         self.offer = offer
@@ -153,7 +144,7 @@ class Taken:
         for sock in (*self.sockets, self._connection):
             sock.close()
 
-    async def serving(self) -> None:
+    async def announce_serving(self) -> None:
         """Tell the other one that connections are accepted; return when it has given up the name, or has ended."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._connection, SERVING)
@@ -167,7 +158,7 @@ class Taken:
                 reason=repr(error),
             )
 
-    async def saves(self) -> AsyncIterator[None]:
+    async def wait_for_saves(self) -> AsyncIterator[None]:
         """Yield when the other one has saved prefix slots, for the last time when it has ended."""
         loop, more = asyncio.get_running_loop(), True
         with self._connection, contextlib.suppress(OSError):
@@ -176,7 +167,7 @@ class Taken:
                 yield
 
 
-async def take(path: Path, request: Request) -> Taken | None:
+async def request_handover(path: Path, request: Request) -> HandoverOffer | None:
     """Ask the supervisor that listens on ``path`` for its sockets; None when there is none any more.
 
     Raises LucevisorError when it refuses.
@@ -206,7 +197,7 @@ async def take(path: Path, request: Request) -> Taken | None:
     except LucevisorError:
         connection.close()
         raise
-    return Taken(connection, offer, fds)
+    return HandoverOffer(connection, offer, fds)
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -221,3 +212,117 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     space = socket.CMSG_SPACE((1 + _MAX_SOCKETS) * struct.calcsize("i"))
     data, ancillary, _, _ = connection.recvmsg(_MAX_BYTES, space, descriptors.RECEIVE_FLAGS)
     return data, descriptors.unpack(ancillary)
+
+
+class Handover:
+    """``drain_s``: how long a supervisor that is taken over from has to finish its requests; None: there is none."""
+
+    def __init__(
+        self,
+        service: Service,
+        endpoint: Endpoint,
+        run_dir: RunDirectory,
+        report: SystemdReport,
+        drain_s: float | None,
+        on_drained: Callable[[], None],
+    ) -> None:
+        self.pending = drain_s is not None
+        self._service, self._endpoint, self._run_dir, self._report = service, endpoint, run_dir, report
+        self._drain_s = drain_s or 0.0
+        self._on_drained = on_drained
+        self._server = HandoverServer(run_dir.handover, self)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def listen(self) -> None:
+        """Let another supervisor take over from now on."""
+        try:
+            self._server.open()
+        except OSError as error:
+            raise unusable(self._run_dir.path, error) from error
+
+    async def listen_again(self) -> None:
+        """Listen again after the run directory was removed."""
+        await self._server.close()
+        self.listen()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.close()
+
+    # ---- the new one
+
+    async def take_over(self, server: ServerConfig) -> None:
+        """Serve on the sockets of the supervisor that runs, under its name; on sockets of its own if that has ended.
+
+        Raises LucevisorError, which changes nothing for the other one.
+        """
+        taken = await request_handover(self._run_dir.handover, Request(os.getpid(), self._drain_s))
+        if taken is None:
+            log.info("the other supervisor has ended", name=self._run_dir.name)
+            self._run_dir.claim()
+            await self._endpoint.open_admin()
+            await self._endpoint.open(listen_on(server.host, server.port))
+        else:
+            try:
+                sockets = adopt(taken.sockets, server.host, server.port)
+            except LucevisorError:
+                taken.decline()
+                raise
+            await self._endpoint.open(sockets)
+            await self._endpoint.open_admin()
+            await taken.announce_serving()
+            self._run_dir.adopt(taken.lock)
+            if taken.offer.notify_socket:
+                environ = {"NOTIFY_SOCKET": taken.offer.notify_socket, "WATCHDOG_USEC": taken.offer.watchdog_usec}
+                self._report.use(Notifier(environ), watchdog_s(environ))
+            log.info("taken over", name=self._run_dir.name, from_pid=taken.offer.pid)
+            self._tasks.append(asyncio.create_task(self._scan_saved(taken), name="saves of the other supervisor"))
+        self.pending = False
+        self.listen()
+
+    async def _scan_saved(self, taken: HandoverOffer) -> None:
+        """Use what the other supervisor saves while it ends."""
+        async for _ in taken.wait_for_saves():
+            if self._service.snapshots is not None:
+                await asyncio.to_thread(self._service.snapshots.store.scan)
+        log.info("the other supervisor has ended", pid=taken.offer.pid)
+
+    # ---- the one that runs (lucevisor.app.handover.HandoverSource)
+
+    def offer(self) -> tuple[Offer, list[int]]:
+        """Return what to offer, with the lock of the run directory and the listening sockets."""
+        if self._service.state == "draining":
+            return Offer(os.getpid(), refused="the running supervisor is stopping"), []
+        self._report.reloading()
+        notifier = self._report.notifier
+        offer = Offer(os.getpid(), notify_socket=notifier.name, watchdog_usec=str(int(1e6 * self._report.watchdog_s)))
+        return offer, [self._run_dir.lock, *self._endpoint.sockets]
+
+    def on_failed(self) -> None:
+        """The other supervisor failed: continue as before."""
+        self._report.ready()
+
+    def on_served(self, request: Request) -> None:
+        """Leave the name to the other one; stop when the running requests have ended."""
+        self._report.leave(request.pid)
+        self._run_dir.release()
+        log.info("handed over", to_pid=request.pid, drain_s=request.drain_s)
+        self._tasks.append(asyncio.create_task(self._finish(request.drain_s), name="finish requests"))
+
+    async def save(self) -> None:
+        """Save what has been computed until now."""
+        await self._service.save_prefixes(SAVE_S)
+
+    async def _finish(self, drain_s: float) -> None:
+        ended = await self._endpoint.drain(drain_s)
+        log.info("drained", all_ended=ended)
+        self._on_drained()
+
+
+def no_room_error(service: Service) -> LucevisorError:
+    """Return the error of a new supervisor that did not become ready."""
+    return LucevisorError(
+        f"not taken over, the running supervisor goes on: {service.reason()}; both must fit at once, else stop it first"
+    )

@@ -1,26 +1,25 @@
-"""Follows the log file of a supervisor across rotations.
-
-Invariant: every line comes whole and once, oldest first, as long as the reader keeps up with the rotation.
-"""
+"""Reads the log file of a supervisor across rotations, and renders its lines for a terminal."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
-from lucevisor.app.log_lines import LogQuery, wanted
-from lucevisor.app.logs import N_OLD_FILES
+from lucevisor.app.logs import N_OLD_FILES, record_of
 
 _POLL_S: Final = 0.2  # between looks for later lines
 _READ_BYTES: Final = 64 * 2**10
 _LINE_BYTES: Final = 16 * 2**20  # longer lines are not ours and are skipped
 
 
-def follow(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterator[str]:
+def follow_log(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterator[str]:
     """Yield the wanted lines of the log at ``path``, oldest first; with ``query.follow`` later ones until ``ended``."""
     reader = LogReader(path)
     newest: deque[str] | None = None if query.last is None else deque(maxlen=query.last)
@@ -28,11 +27,11 @@ def follow(path: Path, query: LogQuery, ended: Callable[[], bool]) -> Iterator[s
         while True:
             was_over = query.follow and ended()  # before the read: nothing is written after it
             lines = reader.lines()
-            found = [line for line in lines if wanted(line, query)]
+            matching = [line for line in lines if wanted(line, query)]
             if newest is not None:
-                newest.extend(found)  # until all that is there has been read
-                found, newest = ([], newest) if lines else (list(newest), None)
-            yield from found
+                newest.extend(matching)  # until all that is there has been read
+                matching, newest = ([], newest) if lines else (list(newest), None)
+            yield from matching
             if not lines:
                 if not query.follow or was_over:
                     return
@@ -113,3 +112,39 @@ class LogReader:
             except OSError:
                 continue
         return inodes
+
+
+_SEVERITY: Final = logging.getLevelNamesMapping()
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """``last``: how many of the newest lines, None: all; ``since_s``: Unix time, 0: any."""
+
+    group: str | None = None
+    follow: bool = False
+    last: int | None = None
+    since_s: float = 0.0
+    level: str = "debug"
+
+
+def wanted(line: str, query: LogQuery) -> bool:
+    """Return whether a line of the log is of the group, level and time that the query names."""
+    if query.group is None and query.since_s == 0 and query.level == "debug":
+        return True
+    record = record_of(line)
+    if record is None:
+        return False
+    if query.group is not None and record.get("group") != query.group:
+        return False
+    if _SEVERITY.get(str(record.get("level", "info")).upper(), logging.INFO) < _SEVERITY[query.level.upper()]:
+        return False
+    return query.since_s == 0 or seconds_of(record) >= query.since_s
+
+
+def seconds_of(record: dict[str, Any]) -> float:
+    """Return when a record was made, in Unix time; 0 when it does not say."""
+    try:
+        return datetime.fromisoformat(str(record.get("timestamp"))).timestamp()
+    except ValueError:
+        return 0.0

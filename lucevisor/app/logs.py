@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -26,8 +27,6 @@ import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from lucevisor.app.log_lines import ConsoleLine
-
 FILE: Final = "supervisor.jsonl"
 FILE_BYTES: Final = 8 * 2**20
 N_OLD_FILES: Final = 3
@@ -35,45 +34,30 @@ N_OLD_FILES: Final = 3
 
 REFUSALS_PER_S: Final = 10.0
 REFUSALS_BURST: Final = 100.0
-"""So many records of refused requests are written; the next one says how many were not."""
+"""Written records of refused requests; the next one says how many were left out."""
+
+STARTED: Final = "supervisor starts"
+"""The first record of a run."""
+
+_SHORT: Final = ("method", "path", "status", "duration_s", "prompt_tokens", "generated_tokens", "first_token_s")
+_ZERO_UNLESS: Final = ("cached_tokens", "accepted_tokens", "rejected_tokens", "queue_s")
+_ALWAYS: Final = ("event", "level", "timestamp")
 
 N_QUEUED: Final = 4096
 CLOSING_S: Final = 1.0
 """How long `close` waits for each writer."""
 
-Sink = Literal["file", "stderr"]
-
-
-class Drops:
-    """Counts the records that a sink never got.  Thread-safe."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.unreported = 0
-        self.reason = ""
-        self._lock = threading.Lock()
-
-    def add(self, reason: str) -> None:
-        with self._lock:
-            self.total += 1
-            self.unreported += 1
-            self.reason = reason
-
-    def reported(self, n: int) -> None:
-        with self._lock:
-            self.unreported -= n
-
-
-_drops: dict[Sink, Drops] = {"file": Drops(), "stderr": Drops()}  # of this process, over all calls of `configure`
+_dropped = {"file": 0, "stderr": 0}  # records of this process, over all calls of `configure`
+_sinks: dict[str, _Sink] = {}
+_file: _RotatingFile | None = None
 
 
 class _Queue(QueueHandler):
-    """Queues a record for a writer thread; drops it when the queue is full."""
+    """Queues a record for the writer thread of a sink; drops it when the queue is full."""
 
-    def __init__(self, drops: Drops) -> None:
-        self.records: queue.Queue[Any] = queue.Queue(N_QUEUED)
-        super().__init__(self.records)
-        self.drops = drops
+    def __init__(self, sink: _Sink) -> None:
+        super().__init__(sink.records)
+        self._sink = sink
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Leave structlog's records to the writer thread; render others now, with arguments and traceback."""
@@ -81,75 +65,74 @@ class _Queue(QueueHandler):
         return prepared
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        try:
-            self.queue.put_nowait(record)
-        except queue.Full:
-            self.drops.add(f"{N_QUEUED} records wait to be written")
+        self._sink.put(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        self.drops.add("the record cannot be rendered")
+        self._sink.drop("the record cannot be rendered")
 
 
-class _Writer(QueueListener):
-    """The thread that feeds one sink.  A daemon thread: a write that hangs does not hold up the exit."""
+class _Sink(QueueListener):
+    """Renders and writes records in a thread of its own.  `write` takes all of its bytes or raises OSError.
 
-    def __init__(self, records: queue.Queue[Any], handler: logging.Handler) -> None:
-        super().__init__(records, handler)
-        self._records = records
+    It is a daemon thread: a write that hangs does not hold up the exit.
+    """
 
-    def finish(self, deadline_s: float) -> None:
-        """Write what is queued and end, or give up at the deadline."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            with contextlib.suppress(queue.Full):
-                self._records.put(None, timeout=deadline_s)  # what `QueueListener` takes for the end
-            thread.join(deadline_s)
+    def __init__(self, name: Literal["file", "stderr"], write: Callable[[bytes], None], renderer: Processor) -> None:
+        self.records: queue.Queue[Any] = queue.Queue(N_QUEUED)
+        super().__init__(self.records)
+        self._name, self._write = name, write
+        self._formatter = ProcessorFormatter(
+            processors=[ProcessorFormatter.remove_processors_meta, renderer], foreign_pre_chain=[_from_library]
+        )
+        self._n_unreported, self._reason, self._lock = 0, "", threading.Lock()
+        self._entry = _Queue(self)
+        logging.getLogger().addHandler(self._entry)
+        self.start()
 
-
-class _SinkHandler(logging.Handler):
-    """Renders and writes records, in the writer's thread; an error drops the record.  ``write`` takes all or raises."""
-
-    def __init__(self, sink: Sink, write: Callable[[bytes], None], formatter: logging.Formatter) -> None:
-        super().__init__()
-        self.sink = sink
-        self.drops = _drops[sink]
-        self._write = write
-        self.setFormatter(formatter)
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """Write without the handler's lock: `logging.shutdown` takes it, and would wait for a write that hangs."""
-        self.emit(record)
-        return True
-
-    def emit(self, record: logging.LogRecord) -> None:
-        n_missing = self.drops.unreported
+    def put(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)
+            self.records.put_nowait(record)
+        except queue.Full:
+            self.drop(f"{N_QUEUED} records wait to be written")
+
+    def drop(self, reason: str) -> None:
+        """Count a record that is not written."""
+        with self._lock:
+            _dropped[self._name] += 1
+            self._n_unreported += 1
+            self._reason = reason
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Write a record, after one that says how many are missing before it."""
+        n_missing = self._n_unreported
+        try:
+            text = str(record.msg) if getattr(record, "plain", False) else self._formatter.format(record)
             if n_missing:
                 text = f"{self._drop_notice(n_missing)}\n{text}"
             self._write(f"{text}\n".encode(errors="backslashreplace"))
         except OSError as error:
-            self.drops.add(error.strerror or str(error))
+            self.drop(error.strerror or str(error))
         except Exception as error:  # a log record about this would end here as well
-            self.drops.add(f"{type(error).__name__}: {error}")
+            self.drop(f"{type(error).__name__}: {error}")
         else:
-            self.drops.reported(n_missing)
-
-    def format(self, record: logging.LogRecord) -> str:
-        return str(record.msg) if getattr(record, "plain", False) else super().format(record)
+            with self._lock:
+                self._n_unreported -= n_missing
 
     def _drop_notice(self, n_missing: int) -> str:
-        event = {
-            "event": "log records dropped",
-            "level": "warning",
-            "timestamp": _iso(time.time()),
-            "records": n_missing,
-            "sink": self.sink,
-            "reason": self.drops.reason,
-        }
-        record = logging.LogRecord("lucevisor", logging.WARNING, "", 0, event, None, None)
+        event = {"event": "log records dropped", "level": "warning", "timestamp": _iso(time.time())}
+        more = {"records": n_missing, "sink": self._name, "reason": self._reason}
+        record = logging.LogRecord("lucevisor", logging.WARNING, "", 0, event | more, None, None)
         record._logger, record._name = None, "warning"  # by which ProcessorFormatter knows records of structlog
-        return self.format(record)
+        return self._formatter.format(record)
+
+    def close(self) -> None:
+        """Write what is queued and end, or give up after CLOSING_S."""
+        logging.getLogger().removeHandler(self._entry)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with contextlib.suppress(queue.Full):
+                self.records.put(None, timeout=CLOSING_S)  # what `QueueListener` takes for the end
+            thread.join(CLOSING_S)
 
 
 class _RotatingFile(RotatingFileHandler):
@@ -182,22 +165,18 @@ class _RotatingFile(RotatingFileHandler):
             raise
 
 
-class _Stderr:
-    """Standard error, past its buffer and lock where nothing else shares it."""
+def _stderr_writer(stream: IO[str]) -> Callable[[bytes], None]:
+    """Return a writer to standard error, past the stream's buffer and lock unless progress bars share a terminal."""
+    if not stream.isatty():  # the interpreter takes the stream's lock at exit
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            fd = stream.fileno()
+            return lambda data: _write_all(fd, data)
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._fd: int | None = None
-        if not stream.isatty():  # else progress bars may share it, through the stream
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                self._fd = stream.fileno()
+    def write(data: bytes) -> None:
+        stream.write(data.decode())
+        stream.flush()
 
-    def write(self, data: bytes) -> None:
-        if self._fd is not None:  # past the stream's lock: the interpreter takes that at exit
-            _write_all(self._fd, data)
-        else:
-            self._stream.write(data.decode())
-            self._stream.flush()
+    return write
 
 
 class RefusalLimit:
@@ -227,30 +206,6 @@ class RefusalLimit:
         return event
 
 
-class _Logs:
-    """The open sinks, each with its queue and writer thread."""
-
-    def __init__(self, handlers: list[_SinkHandler], file: _RotatingFile | None) -> None:
-        self.file = file
-        self.parts = {handler.sink: (_Queue(handler.drops), handler) for handler in handlers}
-        self._writers = [_Writer(entry.records, handler) for entry, handler in self.parts.values()]
-        for entry, _ in self.parts.values():
-            logging.getLogger().addHandler(entry)
-        for writer in self._writers:
-            writer.start()
-
-    def close(self) -> None:
-        for entry, _ in self.parts.values():
-            logging.getLogger().removeHandler(entry)
-        for writer in self._writers:
-            writer.finish(CLOSING_S)
-        if self.file is not None:
-            self.file.close()
-
-
-_open: _Logs | None = None
-
-
 def configure(
     form: Literal["auto", "console", "json"], level: str, directory: Path | None = None, *, to_terminal: bool = True
 ) -> None:
@@ -258,16 +213,14 @@ def configure(
 
     ``auto`` is console on a terminal, JSON elsewhere.  Raises OSError when the file in ``directory`` cannot be opened.
     """
-    global _open
+    global _file
     close()
-    handlers: list[_SinkHandler] = []
-    file = _RotatingFile(directory / FILE) if directory is not None else None
-    if file is not None:
-        json_lines = _formatter(structlog.processors.JSONRenderer(ensure_ascii=False))
-        handlers.append(_SinkHandler("file", file.write, json_lines))
+    if directory is not None:
+        _file = _RotatingFile(directory / FILE)
+        _sinks["file"] = _Sink("file", _file.write, structlog.processors.JSONRenderer(ensure_ascii=False))
     if to_terminal:
-        rendered = _formatter(_renderer(form, is_terminal=sys.stderr.isatty()))
-        handlers.append(_SinkHandler("stderr", _Stderr(sys.stderr).write, rendered))
+        renderer = _renderer(form, is_terminal=sys.stderr.isatty())
+        _sinks["stderr"] = _Sink("stderr", _stderr_writer(sys.stderr), renderer)
     logging.getLogger().setLevel(logging.WARNING)
     ours = logging.getLogger("lucevisor")
     ours.setLevel(logging.DEBUG)  # structlog filters by level before a record is made
@@ -285,7 +238,6 @@ def configure(
         cache_logger_on_first_use=False,
     )
     set_level(level)
-    _open = _Logs(handlers, file)
 
 
 def set_level(level: str) -> None:
@@ -296,10 +248,12 @@ def set_level(level: str) -> None:
 
 def close() -> None:
     """Write what is queued, within `CLOSING_S` for each sink, and close the file.  Idempotent."""
-    global _open
-    logs, _open = _open, None
-    if logs is not None:
-        logs.close()
+    global _file
+    while _sinks:
+        _sinks.popitem()[1].close()
+    if _file is not None:
+        _file.close()
+        _file = None
 
 
 atexit.register(close)
@@ -307,37 +261,29 @@ atexit.register(close)
 
 def print_line(line: str) -> None:
     """Show a line on standard error without waiting for it, in order with the records there."""
-    part = _open.parts.get("stderr") if _open is not None else None
-    if part is None:
-        with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
+    if sink := _sinks.get("stderr"):
+        record = logging.LogRecord("lucevisor", logging.INFO, "", 0, line, None, None)
+        record.plain = True
+        sink.put(record)
         return
-    record = logging.LogRecord("lucevisor", logging.INFO, "", 0, line, None, None)
-    record.plain = True
-    part[0].enqueue(record)
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def path() -> Path | None:
     """Return the file that is logged to."""
-    return Path(_open.file.baseFilename) if _open is not None and _open.file is not None else None
+    return Path(_file.baseFilename) if _file is not None else None
 
 
 def dropped() -> Mapping[str, int]:
     """Return how many records each sink has dropped since this process started."""
-    return {sink: drops.total for sink, drops in _drops.items()}
+    return dict(_dropped)
 
 
 def _renderer(form: str, *, is_terminal: bool) -> Processor:
     if form == "json" or (form == "auto" and not is_terminal):
         return structlog.processors.JSONRenderer(ensure_ascii=False)
     return ConsoleLine(colors=is_terminal)
-
-
-def _formatter(renderer: Processor) -> ProcessorFormatter:
-    """Return the formatter of our own records and of libraries that use the standard library's logging."""
-    return ProcessorFormatter(
-        processors=[ProcessorFormatter.remove_processors_meta, renderer], foreign_pre_chain=[_from_library]
-    )
 
 
 def _from_library(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -357,3 +303,66 @@ def _write_all(fd: int, data: bytes) -> None:
             left = left[os.write(fd, left) :]
         except BlockingIOError:  # another process made the pipe non-blocking
             select.select([], [fd], [])
+
+
+# ---- text for a terminal
+
+
+def record_of(line: str) -> dict[str, Any] | None:
+    """Return the record of a line, or None if it is not one."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class ConsoleLine:
+    """Renders records for a terminal: local time of day, level, event, fields; requests and states as short lines."""
+
+    def __init__(self, *, colors: bool) -> None:
+        self._render = structlog.dev.ConsoleRenderer(
+            colors=colors,
+            pad_event_to=24,
+            exception_formatter=structlog.dev.plain_traceback,  # the rich one shows local variables: prompts
+        )
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
+        if event.get("event") == "request" and "path" in event:
+            event = short_request(event)
+        elif event.get("event") == "group state" and {"group", "state"} <= event.keys():
+            event = short_state(event)
+        try:
+            at = datetime.fromisoformat(str(event.get("timestamp"))).astimezone()
+            event["timestamp"] = at.strftime("%H:%M:%S.%f")[:-3]
+        except ValueError:
+            pass
+        return str(self._render(logger, method, event))
+
+    def line(self, line: str) -> str:
+        """Render a line of the log file."""
+        record = record_of(line)
+        if record is None or not all(isinstance(record.get(key), str) for key in _ALWAYS):
+            return line.rstrip("\n")
+        return self(None, "", record)
+
+
+def short_state(event: EventDict) -> EventDict:
+    """Return the record of a group's state as a sentence: ``group left is loading: hello``."""
+    rest = {k: v for k, v in event.items() if k not in ("group", "state", "reason") and v is not None}
+    why = f": {event['reason']}" if event.get("reason") else ""
+    return {**rest, "event": f"group {event['group']} is {event['state']}{why}"}
+
+
+def short_request(event: EventDict) -> EventDict:
+    """Return a request's record with its figures in the event: ``POST /v1/chat 200 4.1s 19→127 tok 31 tok/s``."""
+    rest = {k: v for k, v in event.items() if k not in _SHORT and not (k in _ZERO_UNLESS and not v)}
+    parts = [str(event.get("method", "")), str(event["path"]), str(event.get("status", ""))]
+    duration_s = float(event.get("duration_s", 0.0))
+    parts.append(f"{duration_s:.1f}s" if duration_s >= 0.1 else f"{1e3 * duration_s:.0f}ms")
+    if (n := event.get("generated_tokens")) is not None:
+        parts.append(f"{event.get('prompt_tokens', 0)}→{n} tok")
+        decode_s = duration_s - (event.get("first_token_s") or 0.0)
+        if n > 1 and decode_s > 0:
+            parts.append(f"{(n - 1) / decode_s:.0f} tok/s")
+    return {**rest, "event": " ".join(parts)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from lucevisor.app.model_source import resolve_drafter, resolve_model, resolve_scorer
+from lucevisor.app.model_source import resolve_file
 from lucevisor.config import Config
 from lucevisor.deployment.served_model import ServedDrafter, ServedModel, ServedScorer
 from lucevisor.errors import NO_VALUE, ConfigError
@@ -37,7 +37,7 @@ def open_model(config: Config, notify: _Notify = lambda _: None) -> ServedModel:
     Raises ConfigError naming ``model.path``, ``model.chat_template``, ``draft.path``, ``draft.kind``, ``pflash.path``
     or a group that has nothing to do.
     """
-    path = resolve_model(config, notify)
+    path = resolve_file(config, "model.path", config.model.source, notify)
     try:
         spec = open_spec(path, model_options(config))
         files = part_paths(path)
@@ -78,7 +78,7 @@ def open_scorer(config: Config, notify: _Notify = lambda _: None) -> ServedScore
     source = config.pflash.source
     if not config.scores or source is None:
         return None
-    path = resolve_scorer(config, source, notify)
+    path = resolve_file(config, "pflash.path", source, notify)
     try:
         spec = open_spec(path)
         Tokenizer.from_gguf(spec.files.metadata if spec.files is not None else {})
@@ -99,7 +99,7 @@ def open_drafter(config: Config, target: ModelSpec, notify: _Notify = lambda _: 
         return None
     drafter = None
     if source is not None:
-        path = resolve_drafter(config, source, notify)
+        path = resolve_file(config, "draft.path", source, notify)
         try:
             files = open_draft(draft_paths(path))
             drafter = _read(files, target, kind if kind != "auto" else _kind_of(files, target), config)
@@ -124,7 +124,7 @@ def _unreadable(config: Config, key: str, value: str, error: Exception, hint: st
 
 
 def has_mtp_head(target: ModelSpec) -> bool:
-    """Whether the model's file says that it has a multi-token prediction head."""
+    """Return whether the model's file has a multi-token prediction head."""
     assert target.files is not None
     n = target.files.metadata.get(f"{target.architecture}.nextn_predict_layers", 0)
     return isinstance(n, int) and n > 0
@@ -160,7 +160,7 @@ def _check_device(config: Config) -> None:
     if device is None:
         return
     why = "the model's file has no MTP head, and draft.path is empty"
-    if device.group not in {target.group for target in config.placement.devices}:
+    if config.placement.devices and device.group not in {target.group for target in config.placement.devices}:
         reason = f"has no device in placement.target_devices and no drafter to run: {why}"
         hint = f"name a drafter in draft.path, or remove [groups.{device.group}] and draft.device"
         raise ConfigError(f"groups.{device.group}", NO_VALUE, reason, hint, file=str(config.file))

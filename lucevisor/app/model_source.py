@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from lucevisor.config import Config
-from lucevisor.config.values import HubFile
+from lucevisor.config import Config, HubFile
 from lucevisor.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,41 +41,22 @@ def part_names(file: str) -> list[str]:
     return [f"{file[: match.start()]}-{i:05d}-of-{match[2]}{match[3]}" for i in range(1, int(match[2]) + 1)]
 
 
-def resolve_model(config: Config, notify: Callable[[str], None] = lambda _: None) -> Path:
-    """Return the path of the model's (first) file on this machine, downloading it from the hub if need be.
-
-    ``notify`` gets lines of progress; on a terminal huggingface_hub shows its own bar instead.  With HF_HUB_OFFLINE=1,
-    or while the hub does not answer, the cache is used.  Raises ConfigError naming ``model.path``.
-    """
-    return _resolve(config, "model.path", config.model.source, notify)
-
-
-def resolve_drafter(config: Config, source: Path | HubFile, notify: Callable[[str], None] = lambda _: None) -> Path:
-    """Return the path of the drafter's (first) file, or of its directory, in the same way.
-
-    Raises ConfigError naming ``draft.path``.
-    """
-    return _resolve(config, "draft.path", source, notify, directories=True)
-
-
-def resolve_scorer(config: Config, source: Path | HubFile, notify: Callable[[str], None] = lambda _: None) -> Path:
-    """Return the path of the scoring model's (first) file in the same way.
-
-    Raises ConfigError naming ``pflash.path``.
-    """
-    return _resolve(config, "pflash.path", source, notify)
-
-
-def _resolve(
-    config: Config, key: str, source: Path | HubFile, notify: Callable[[str], None], *, directories: bool = False
+def resolve_file(
+    config: Config, key: str, source: Path | HubFile, notify: Callable[[str], None] = lambda _: None
 ) -> Path:
+    """Return the path of the (first) file that `key` names on this machine, downloading it from the hub if need be.
+
+    A drafter may be a directory.  ``notify`` gets lines of progress; on a terminal huggingface_hub shows its own bar
+    instead.  With HF_HUB_OFFLINE=1, or while the hub does not answer, the cache is used.  Raises ConfigError naming
+    ``key``.
+    """
     if isinstance(source, HubFile):
         return _Download(config, key, source, notify).run()
-    if source.is_file() or (directories and source.is_dir()):
+    if source.is_file() or (key == "draft.path" and source.is_dir()):
         return source
-    why = (
-        "is a directory" if source.is_dir() else "is not a regular file" if source.exists() else "there is no such file"
-    )
+    why = "is a directory" if source.is_dir() else "there is no such file"
+    if source.exists() and not source.is_dir():
+        why = "is not a regular file"
     raise ConfigError(key, str(source), why, "a path is relative to the configuration file", file=str(config.file))
 
 
@@ -140,12 +120,12 @@ class _Download:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import OfflineModeIsEnabled
 
-        found = try_to_load_from_cache(self.source.repo_id, name, revision=commit)
-        if not isinstance(found, str):
+        cached = try_to_load_from_cache(self.source.repo_id, name, revision=commit)
+        if not isinstance(cached, str):
             raise self._refusal(name, error) from error
         if not isinstance(error, OfflineModeIsEnabled):
             self.notify(f"{self.source.repo_id}/{name} from the cache, for the hub says: {_first_line(error)}")
-        return Path(found)
+        return Path(cached)
 
     def _fetch(self, name: str, facts: HfFileMetadata) -> None:
         """Download the file to its place in the cache, unless it is there."""
@@ -249,7 +229,7 @@ class _Download:
 
 
 def _has_bar() -> bool:
-    """Whether huggingface_hub shows its progress bar."""
+    """Return whether huggingface_hub shows its progress bar."""
     from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined]  # as above
 
     return sys.stderr.isatty() and not are_progress_bars_disabled()

@@ -79,32 +79,32 @@ def read_again(overrides: Overrides) -> Config:
     return load(overrides.file, overrides.in_force)
 
 
-def keys_at_once(found: Config, tls: ssl.SSLContext | None) -> set[str]:
+def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
     """Return the keys that ``apply`` applies."""
-    return _KEYS | _TLS_KEYS if tls is not None and found.server.tls_cert_file else set(_KEYS)
+    return _KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_KEYS)
 
 
-def apply(config: Config, found: Config, ports: Ports, tls: ssl.SSLContext | None) -> Reloaded:
+def apply(config: Config, after: Config, ports: Ports, tls: ssl.SSLContext | None) -> Reloaded:
     """Apply what needs no new deployment of ``found``, and read the files of keys and TLS again.
 
     Raises ConfigError, and then changes nothing.
     """
-    client_keys, admin_keys = keys_of(found.server)
-    at_once = keys_at_once(found, tls)
-    if tls is not None and found.server.tls_cert_file:
-        files = Path(found.server.tls_cert_file), Path(found.server.tls_key_file)
+    client_keys, admin_keys = keys_of(after.server)
+    at_once = keys_at_once(after, tls)
+    if tls is not None and after.server.tls_cert_file:
+        files = Path(after.server.tls_cert_file), Path(after.server.tls_key_file)
         server_context(*files)  # a pair that does not fit would leave the context without a key
         tls.load_cert_chain(*files)
     ports.keys.replace(client_keys)
     ports.admin_keys.replace(admin_keys)
-    ports.settings = replace(ports.settings, cors_origins=found.server.cors_origins)
-    logs.set_level(found.log.level)
-    changed = changed_keys(config, found)
+    ports.settings = replace(ports.settings, cors_origins=after.server.cors_origins)
+    logs.set_level(after.log.level)
+    changed = changed_keys(config, after)
     names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]
     in_force = replace(
         config,
-        log=replace(config.log, level=found.log.level),
-        server=replace(config.server, **{name: getattr(found.server, name) for name in names}),
+        log=replace(config.log, level=after.log.level),
+        server=replace(config.server, **{name: getattr(after.server, name) for name in names}),
     )
     return Reloaded(in_force, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
 

@@ -10,7 +10,9 @@ import asyncio
 import os
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,28 +21,26 @@ import uvloop
 
 from lucevisor import __version__
 from lucevisor.api.context import ACTIVE
+from lucevisor.api.keys import ApiKeys
 from lucevisor.api.listening import adopt, listen
-from lucevisor.api.ports import NotReadyPart, Ports, SnapshotMetrics
+from lucevisor.api.ports import ApiSettings, ModelCard, NotReadyPart, Ports, SamplingDefaults, SnapshotMetrics
+from lucevisor.api.prompts.preprocessing import Preprocessor
 from lucevisor.api.server import create_app
 from lucevisor.api.traces import no_trace
-from lucevisor.app import collector, logs, traces
-from lucevisor.app.api_ports import make_ports
+from lucevisor.app import logs, traces
 from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
-from lucevisor.app.group_metrics import group_metrics
-from lucevisor.app.log_lines import STARTED
+from lucevisor.app.handover import Handover, no_room_error
+from lucevisor.app.model_cards import FamilyCard, find_card
 from lucevisor.app.model_files import open_model, open_tokenizer
-from lucevisor.app.progress import KeptProgress
-from lucevisor.app.reload import Overrides, apply, keys_at_once, read_again, tls_of
-from lucevisor.app.run_options import RunOptions, refuse_faults
+from lucevisor.app.process import EarlySignals, Hangup, connections_within, freeze_gc, raise_file_limit
+from lucevisor.app.reload import Overrides, apply, keys_at_once, keys_of, read_again, tls_of
 from lucevisor.app.rundir import RunDirectory, log_path
-from lucevisor.app.signals import EarlySignals, Hangup
-from lucevisor.app.status import Address, status
-from lucevisor.app.succession import Succession, refuse_without_room
+from lucevisor.app.status import Address, LoadProgress, group_metrics, status
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
 from lucevisor.config import Config
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
@@ -49,10 +49,13 @@ from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
 from lucevisor.snapshots.maintenance import check_directory
+from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
+from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
 
 FETCH_S = 6 * 3600.0
-"""What systemd grants the download of a model file."""
+"""Time that systemd grants the download of a model file."""
 
 RUN_DIRECTORY_S = 1.0
 """Seconds between two looks whether the run directory is whole."""
@@ -75,7 +78,7 @@ def run(config: Config, name: str, observer: Display, options: RunOptions) -> Ex
         run_dir.claim()
     try:
         problem = _open_log(config, run_dir, options)
-        log.info(STARTED, version=__version__, name=name, config=str(config.file), pid=os.getpid())
+        log.info(logs.STARTED, version=__version__, name=name, config=str(config.file), pid=os.getpid())
         if problem:
             log.warning("the log ends with this process", directory=str(run_dir.path), reason=problem)
         if options.limits is None:
@@ -153,21 +156,19 @@ class Supervisor:
         self._ports.grammars.prepare()
         self._display = observer
         self._stop_asked = asyncio.Event()
-        self._progress = KeptProgress(observer)
+        self._progress = LoadProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
-        self._orders = Orders(self.service)
+        self._admin_operations = AdminOperations(self.service)
         self._add_running(self._ports)
         self._app = create_app(self._ports)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._in_a_line)
-        self._succession = Succession(
+        self._handover = Handover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
-        self._restarts: set[asyncio.Task[None]] = set()
-        self._reloads: set[asyncio.Task[dict[str, object]]] = set()
         self.cache = CacheOperations(self.service)
         self._n_stops = 0
-        self._hurried_stops: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # the loop keeps no reference to them
 
     async def run(self, early: EarlySignals) -> ExitCode:
         """Start, serve, stop."""
@@ -195,7 +196,7 @@ class Supervisor:
             await asked
         finally:
             watch.cancel()
-            await self._succession.close()
+            await self._handover.close()
             await self.service.stop()
             await self._endpoint.close()
             if self._traces is not None:
@@ -210,13 +211,13 @@ class Supervisor:
         Raises LucevisorError when a group is given up before requests were served: another try would say the same.
         """
         server = self.config.server
-        if not self._succession.pending:
+        if not self._handover.pending:
             await self._endpoint.open_admin()
             sockets = adopt(listen_sockets(), server.host, server.port)
             await self._endpoint.open(sockets or listen(server.host, server.port))
             self._prepare()
             self._listening()
-            self._succession.offer_it()
+            self._handover.listen()
             await self.service.start()
             if not await self.service.wait_ready(None) and self.service.state == "failed":
                 raise LucevisorError(f"{self.run_dir.name} did not start: {self.service.failure()}")
@@ -225,24 +226,24 @@ class Supervisor:
         await self.service.start()
         if await self.service.wait_ready(None):
             self._prepare()
-            await self._succession.take_over(server)
+            await self._handover.take_over(server)
             self._listening()
             self._progress.announced = True
             self._progress.ready(self.service)
         elif not self._stop_asked.is_set():
-            raise refuse_without_room(self.service)
+            raise no_room_error(self.service)
 
     async def _watch_run_directory(self) -> None:
         """Make the run directory whole again when something of it was removed, so that commands find this process."""
         told = ""
         while True:
             await asyncio.sleep(RUN_DIRECTORY_S)
-            if not self.url or self._succession.pending or self.run_dir.whole:
+            if not self.url or self._handover.pending or self.run_dir.whole:
                 continue
             try:
                 self.run_dir.renew()
                 await self._endpoint.open_admin()
-                await self._succession.offer_again()
+                await self._handover.listen_again()
             except (OSError, LucevisorError) as error:
                 if str(error) != told:
                     log.error("the run directory was removed and cannot be made again: no command finds this process",
@@ -255,7 +256,7 @@ class Supervisor:
     def _prepare(self) -> None:
         if self._ports.preprocessor is not None:
             self._ports.preprocessor.start(self._ports)
-        collector.quieten()
+        freeze_gc()
 
     def _listening(self) -> None:
         self._display.listening(self.url)
@@ -267,7 +268,7 @@ class Supervisor:
 
     def _in_a_line(self) -> tuple[str, str]:
         """Return the state, and what `systemctl status` shows of it."""
-        if self._succession.pending:
+        if self._handover.pending:
             return "starting", f"about to take over: {self.service.reason() or 'ready'}"
         state = self.service.state
         text = f"{self.service.model.name} at {self.url}" if state == "ready" else self.service.reason()
@@ -289,9 +290,13 @@ class Supervisor:
         log.info("stopping", reason=reason, ask=self._n_stops)
         self._stop_asked.set()
         if self._n_stops > 1:
-            task = asyncio.create_task(self.service.stop(0.0, 1.0 if self._n_stops == 2 else 0.0), name="hurried stop")
-            self._hurried_stops.add(task)
-            task.add_done_callback(self._hurried_stops.discard)
+            self._spawn(self.service.stop(0.0, 1.0 if self._n_stops == 2 else 0.0), "hurried stop")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _reread(self) -> None:
         """Read the configuration again; apply what needs no new deployment, and log what was."""
@@ -319,36 +324,33 @@ class Supervisor:
 
     async def restart(self, groups: list[str], *, now: bool) -> None:
         for group in groups or list(self.service.groups):
-            await self._orders.restart(group, now=now)
+            await self._admin_operations.restart(group, now=now)
 
     async def reload(self, overrides: list[str]) -> dict[str, object]:
-        task = asyncio.create_task(self._reload(overrides), name="reload")
-        self._reloads.add(task)
-        task.add_done_callback(self._reloads.discard)
+        task = self._spawn(self._reload(overrides), "reload")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if its client is gone
-        return await asyncio.shield(task)  # half a move would serve nobody
+        changed: dict[str, object] = await asyncio.shield(task)  # half a move would serve nobody
+        return changed
 
     async def _reload(self, overrides: list[str]) -> dict[str, object]:
         with self._report.reload():
             later = replace(self._overrides, of_reload=overrides)
-            found, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
-            await asyncio.to_thread(check_before_start, found, self.model)
-            changed = await self._orders.reload(found, keys_at_once(found, self._tls))
-            apply(self.config, found, self._ports, self._tls)
-        self.config, self._overrides, self._described = found, later, described
+            after, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
+            await asyncio.to_thread(check_before_start, after, self.model)
+            changed = await self._admin_operations.reload(after, keys_at_once(after, self._tls))
+            apply(self.config, after, self._ports, self._tls)
+        self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
 
     def _begin_restart(self, group: str, now: bool) -> None:
-        """Restart a group in the background; raises OrderError if there is none of that name."""
-        self._orders.check_group(group)
-        task = asyncio.create_task(self._restart_one(group, now), name=f"restart {group}")
-        self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
+        """Restart a group in the background; raises AdminError if there is none of that name."""
+        self._admin_operations.check_group(group)
+        self._spawn(self._restart_one(group, now), f"restart {group}")
 
     async def _restart_one(self, group: str, now: bool) -> None:
         try:
-            await self._orders.restart(group, now=now)
+            await self._admin_operations.restart(group, now=now)
         except LucevisorError as error:
             log.warning("not restarted", group=group, reason=str(error))
 
@@ -387,3 +389,96 @@ class Supervisor:
     def _snapshot_figures(self) -> SnapshotMetrics | None:
         snapshots = self.service.snapshots
         return figures(snapshots.store) if snapshots is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """``to_terminal``: log to standard error, too.  ``take_over_s``: take over from a running supervisor of the same
+    name, which then has so long to finish requests.  ``limits``: deadlines of supervision, None for the usual ones.
+    """
+
+    to_terminal: bool = True
+    take_over_s: float | None = None
+    limits: SupervisionLimits | None = None
+
+
+def refuse_faults(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the fault hooks of processes would be on."""
+    settings = [(fault_hooks.VARIABLE, environ.get(fault_hooks.VARIABLE, ""))]
+    for name, group in config.groups.items():
+        settings.append(
+            (f"groups.{name}.env.{fault_hooks.VARIABLE}", group.environment().get(fault_hooks.VARIABLE, ""))
+        )
+    for key, value in settings:
+        if value:
+            why = "switches on hooks by which the processes of this supervisor can be broken"
+            raise ConfigError(key, value, why, "unset it; it is for `lucevisor chaos`")
+
+
+def fault_limits(text: str) -> SupervisionLimits:
+    """Return the limits that ``--allow-faults`` names, as ``NAME=SECONDS,...``.  Raises ConfigError."""
+    known = {field.name for field in fields(SupervisionLimits) if field.name.endswith("_s")}
+    limits = {}
+    for part in filter(None, text.split(",")):
+        name, _, seconds = part.partition("=")
+        try:
+            limits[name] = float(seconds)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in known or not limits[name] > 0:
+            raise ConfigError("--allow-faults", part, "is not NAME=SECONDS of a deadline", f"names: {', '.join(known)}")
+    return replace(SupervisionLimits(), **limits)  # type: ignore[arg-type]
+
+
+def make_ports(
+    config: Config, model: ServedModel, tokenizer: Tokenizer, not_ready: Callable[[], Sequence[NotReadyPart]]
+) -> Ports:
+    """Return the ports of a server that has no engine yet; raises the limit of open files for its connections."""
+    metadata = model.metadata
+    client_keys, admin_keys = keys_of(config.server)
+    card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
+    direct = card.sampling_without_thinking
+    return Ports(
+        model=_model_card(model, metadata),
+        tokenizer=tokenizer,
+        template=ChatTemplate.from_gguf(metadata),
+        not_ready=not_ready,
+        preprocessor=Preprocessor(metadata),
+        defaults=SamplingDefaults.from_gguf(metadata, card.sampling.defaults()),
+        direct_defaults=None if direct is None else direct.defaults(),
+        efforts=dict(card.thinking_budgets.items()),
+        stop_ids=card.stop_ids(tokenizer),
+        keys=ApiKeys(client_keys),
+        admin_keys=ApiKeys(admin_keys),
+        settings=_settings(config),
+        log_drops=logs.dropped,
+        banned=tuple(range(tokenizer.n_vocab, model.spec.vocabulary)),
+    )
+
+
+def _model_card(model: ServedModel, metadata: Mapping[str, object]) -> ModelCard:
+    return ModelCard(
+        name=model.name,
+        created_s=int(model.files[0].stat().st_mtime),
+        size_bytes=sum(file.stat().st_size for file in model.files),
+        path=str(model.files[0]),
+        architecture=model.spec.architecture,
+        quant=model.spec.quant,
+        n_parameters=0 if model.spec.files is None else sum(prod(t.shape) for t in model.spec.files.tensors.values()),
+        facts={key: value for key, value in metadata.items() if not isinstance(value, list) and key != TEMPLATE_KEY},
+    )
+
+
+def _settings(config: Config) -> ApiSettings:
+    server = config.server
+    max_connections = connections_within(raise_file_limit(), len(config.groups))
+    if max_connections < server.max_connections:
+        log.warning("fewer connections", max_connections=max_connections,
+                    reason="the limit of open files is low: raise it (`ulimit -Hn`, LimitNOFILE=)")  # fmt: skip
+    return ApiSettings(
+        host=server.host,
+        allow_open=server.allow_open,
+        cors_origins=server.cors_origins,
+        normalise=config.cache.normalise,
+        max_connections=min(server.max_connections, max_connections),
+    )

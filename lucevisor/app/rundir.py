@@ -173,7 +173,7 @@ class RunDirectory:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of it was removed; also while another process holds the name."""
+        """True if nothing of it was removed, or while another process holds the name."""
         if self._lock is None:
             return True
         try:
@@ -273,7 +273,7 @@ class RunDirectory:
 
 
 def _is_of_another(own: Path) -> bool:
-    """Whether a ``process-PID`` is that of another process that runs."""
+    """Return whether a ``process-PID`` belongs to another process that runs."""
     pid = own.name.removeprefix(_OWN)
     return pid.isdecimal() and int(pid) != os.getpid() and start_ticks(int(pid)) is not None
 
@@ -304,7 +304,7 @@ def read_pid(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a running supervisor holds the run directory."""
+    """Return whether a running supervisor holds the run directory."""
     try:
         fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -343,9 +343,9 @@ def find(name: str | None, socket: Path | None) -> Running:
         return Running(socket.parent.name, socket, read_pid(socket.parent))
     all_running = running()
     if name is not None:
-        for one in all_running:
-            if one.name == check_name(name):
-                return one
+        for supervisor in all_running:
+            if supervisor.name == check_name(name):
+                return supervisor
         raise NotRunningError(f"no supervisor named {name!r} runs{_names(all_running)}")
     if not all_running:
         raise NotRunningError("no supervisor runs: start one with `lucevisor start CONFIG`")
@@ -355,4 +355,4 @@ def find(name: str | None, socket: Path | None) -> Running:
 
 
 def _names(all_running: list[Running]) -> str:
-    return f" ({', '.join(one.name for one in all_running)})" if all_running else ""
+    return f" ({', '.join(supervisor.name for supervisor in all_running)})" if all_running else ""

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from lucevisor.api.ports import DeviceMetrics, GroupMetrics
 from lucevisor.app import logs
 from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status
-from lucevisor.app.progress import KeptProgress
 from lucevisor.compression.compressor import Compressor
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.drafting.statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.recovery.recovery import RecoveryStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import DeviceUse
+from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.group import GroupSupervisor
+from lucevisor.supervision.states import State
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the endpoint is; the certificate is empty without TLS."""
+    """Address of the endpoint; the certificate is empty without TLS."""
 
     url: str
     tls_cert_file: str
@@ -34,7 +37,7 @@ def status(
     service: Service,
     name: str,
     address: Address,
-    progress: KeptProgress,
+    progress: LoadProgress,
     requests: list[dict[str, object]],
     compressor: Compressor | None = None,
     overrides: Sequence[Mapping[str, object]] = (),
@@ -152,7 +155,7 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
     }
 
 
-def _group(service: Service, group: GroupSupervisor, progress: KeptProgress) -> dict[str, Any]:
+def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> dict[str, Any]:
     """``state_s``: for how long it has been in its state; ``loading``: phase and bytes while it loads."""
     placement = service.placement
     stages = placement.stages_of(group.name) if placement is not None else ()
@@ -206,8 +209,8 @@ def _recovery(now: RecoveryStatistics) -> dict[str, Any]:
     """``held_s``: for how long requests wait for a lost daemon now; the rest is counted since the start."""
     return {
         "held_s": round(now.held_s, 3),
-        "pauses": {reason: one.n for reason, one in now.pauses.items()},
-        "pause_s": {reason: round(one.seconds, 3) for reason, one in now.pauses.items()},
+        "pauses": {reason: pause.n for reason, pause in now.pauses.items()},
+        "pause_s": {reason: round(pause.seconds, 3) for reason, pause in now.pauses.items()},
         "longest_pause_s": round(now.longest_pause_s, 3),
         "sequences": now.n_sequences,
         "rebuilding_tokens": {"done": now.rebuilding[0], "of": now.rebuilding[1]},
@@ -263,3 +266,97 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
         ],
         "boundaries": [{"hops": b.n_hops, "seconds": round(b.seconds, 6)} for b in statistics.steps.boundaries],
     }
+
+
+class LoadProgress:
+    """An observer that passes everything on to another one."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.announced = True
+        """False while the observer is not told that requests are served."""
+        self._states: dict[str, tuple[State, str, float]] = {}  # with reason and since when
+        self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
+
+    def state(self, group: str, state: State, reason: str) -> None:
+        """Called when a group changes its state."""
+        self._states[group] = state, reason, time.monotonic()
+        self._shards.pop(group, None)
+        self._observer.state(group, state, reason)
+
+    def progress(self, group: str, progress: Progress) -> None:
+        """Called when a shard has loaded more bytes."""
+        if (
+            group in self._states and self._states[group][0] is State.LOADING
+        ):  # reports have a channel of their own and may come after READY
+            self._shards.setdefault(group, {})[progress.stage, progress.device] = progress
+        self._observer.progress(group, progress)
+
+    def ready(self, service: Service) -> None:
+        """Called when the endpoint is ready."""
+        if self.announced:
+            self._observer.ready(service)
+
+    def state_s(self, group: str) -> float:
+        """Return for how many seconds a group has been in its state."""
+        return time.monotonic() - self._states[group][2] if group in self._states else 0.0
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups that were asked to start, as in the status."""
+        return [
+            {
+                "name": name,
+                "state": state.value,
+                "reason": reason,
+                "state_s": self.state_s(name),
+                "loading": self.loading(name),
+            }
+            for name, (state, reason, _) in list(self._states.items())
+            if state is not State.STOPPED
+        ]
+
+    def loading(self, group: str) -> dict[str, Any] | None:
+        """Return phase and bytes of a group that loads, all its shards together; None for others."""
+        shards = list(self._shards.get(group, {}).values())
+        if not shards:
+            return None
+        last = min(shards, key=lambda shard: shard.done_bytes / max(1, shard.total_bytes))
+        return {
+            "phase": last.phase,
+            "done_bytes": sum(shard.done_bytes for shard in shards),
+            "total_bytes": sum(shard.total_bytes for shard in shards),
+        }
+
+
+_RESTART_REASONS: Final = ("failure", "lack", "operator")
+"""All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
+
+
+def group_metrics(service: Service) -> list[GroupMetrics]:
+    """Return the figures of all groups as of now."""
+    return [
+        GroupMetrics(
+            name=name,
+            state=group.state.name.lower(),
+            restarts={reason: service.restart_reasons[name][reason] for reason in _RESTART_REASONS},
+            spare_bytes=[spare.rss_bytes for spare in group.spares if spare.warm],
+            rss_bytes=group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
+            devices=_device_metrics(group),
+        )
+        for name, group in service.groups.items()
+    ]
+
+
+def _device_metrics(group: GroupSupervisor) -> list[DeviceMetrics]:
+    """Return one record a device; a device with several shards has the sum of their bytes."""
+    by_device: dict[str, DeviceMetrics] = {}
+    for shard in devices(group):
+        name, before = shard["device"], by_device.get(shard["device"])
+        by_device[name] = DeviceMetrics(
+            name=name,
+            weights=shard["weight_bytes"] + (before.weights if before is not None else 0),
+            state=shard["state_bytes"] + (before.state if before is not None else 0),
+            free=shard["free_bytes"],
+            total=shard["total_bytes"],
+        )
+    return list(by_device.values())

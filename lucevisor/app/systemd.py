@@ -141,8 +141,8 @@ def listen_sockets(environ: Mapping[str, str] = os.environ, pid: int | None = No
     count = environ.get("LISTEN_FDS", "")
     if environ.get("LISTEN_PID") != str(pid or os.getpid()) or not count.isdecimal():
         return []
-    found = []
+    sockets = []
     for fd in range(_FIRST_FD, _FIRST_FD + int(count)):
         os.set_inheritable(fd, False)
-        found.append(socket.socket(fileno=fd))
-    return found
+        sockets.append(socket.socket(fileno=fd))
+    return sockets

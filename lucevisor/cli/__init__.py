@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed while running, 2 wrong usage or configuration, 3 no
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import TextIO
 import click
 
 from lucevisor import __version__
-from lucevisor.errors import ExitCode, LucevisorError
+from lucevisor.errors import ExitCode, LucevisorError, nearest
 
 COMMANDS = {
     "start": ("lucevisor.cli.start", "Start the daemons and serve an OpenAI-compatible endpoint."),
@@ -81,8 +80,8 @@ class _Lazy(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; one that does not exist is refused with the nearest that does."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], COMMANDS, 1, 0.5)
-            ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            near = nearest(args[0], COMMANDS)
+            ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {near!r}?" if near else ""))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -90,7 +89,7 @@ class _Lazy(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            takes_name = error.ctx is not None and any(one.name == "name" for one in error.ctx.command.params)
+            takes_name = error.ctx is not None and any(param.name == "name" for param in error.ctx.command.params)
             if takes_name and "unexpected extra argument" in error.message:
                 raise click.UsageError(f"{error.message}; a supervisor is named with --name", error.ctx) from None
             raise

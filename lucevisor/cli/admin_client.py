@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lucevisor.app.rundir import MAX_SOCKET_BYTES, read_pid
-from lucevisor.errors import LucevisorError, NotRunningError, OrderError
+from lucevisor.errors import AdminError, LucevisorError, NotRunningError
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -28,7 +28,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 class AdminClient:
     """Calls raise NotRunningError if nothing listens, LucevisorError with the supervisor's message if it refuses, and
-    of these OrderError if what was asked for is wrong."""
+    of these AdminError if what was asked for is wrong."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,7 +52,7 @@ class AdminClient:
             connection.close()
         answer = json.loads(raw)
         if response.status == 400:
-            raise OrderError(str(answer.get("error", answer)))
+            raise AdminError(str(answer.get("error", answer)))
         if response.status != 200:
             raise LucevisorError(str(answer.get("error", answer)))
         return dict(answer)

@@ -79,13 +79,11 @@ def bench(
     import uvloop
 
     from lucevisor.app import logs
-    from lucevisor.app.bench_cases import cases
+    from lucevisor.app.benchmark import LlamaBench, cases, table
     from lucevisor.app.benchmark import bench as run
-    from lucevisor.app.benchmark import table
-    from lucevisor.app.llama_bench import LlamaBench
     from lucevisor.app.model_files import open_model
+    from lucevisor.deployment.probe import tune
     from lucevisor.deployment.service import Service
-    from lucevisor.deployment.tuning import tune
 
     if answer == 1:
         raise click.UsageError("--answer 1: a speed needs two tokens at least; 0 measures no answers")
@@ -129,8 +127,8 @@ def _refuse_idle(*, tunes: bool, writes: bool) -> None:
 
 
 def _tuned(lines: Sequence[CheckLine]) -> str:
-    found = [f"{line.subject}: {line.detail}" for line in lines]
-    return "\n".join(found) or "nothing to tune: each matrix of the model has one kernel here"
+    texts = [f"{line.subject}: {line.detail}" for line in lines]
+    return "\n".join(texts) or "nothing to tune: each matrix of the model has one kernel here"
 
 
 def _words(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
@@ -18,7 +18,7 @@ from lucevisor.app.rundir import find
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
 from lucevisor.config import load
-from lucevisor.config.strict import Refused, Size
+from lucevisor.config.formats import InvalidValue, size
 from lucevisor.errors import ExitCode
 
 _KIB = 1024
@@ -33,21 +33,9 @@ class _Bytes(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return Size().from_text(str(value))
-        except Refused as refused:
-            self.fail(f"{value} {refused.why}; {refused.hint}", param, ctx)
-
-
-class _Place(Protocol):
-    """A directory or a supervisor.  All methods raise LucevisorError."""
-
-    def show(self) -> JsonObject: ...
-
-    def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[JsonObject]: ...
-
-    def prune(self, to: int | None, *, refused: bool) -> list[JsonObject]: ...
-
-    def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]: ...
+            return size(value)
+        except InvalidValue as error:
+            self.fail(f"{value} {error.why}; {error.hint}", param, ctx)
 
 
 class _Directory:
@@ -110,7 +98,9 @@ def _where(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--config", "-c", type=path, help="Configuration file whose cache.dir is meant.")(with_dir)
 
 
-def _place(config: Path | None, directory: Path | None, name: str | None, socket: Path | None) -> _Place:
+def _place(
+    config: Path | None, directory: Path | None, name: str | None, socket: Path | None
+) -> _Directory | _Supervisor:
     if config is None and directory is None:
         return _Supervisor(find(name, socket).socket)
     if name is not None or socket is not None:
@@ -137,23 +127,23 @@ def cache() -> None:
 @cache.command("ls")
 @_where
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(place: _Place, as_json: bool) -> int:
+def list_(place: _Directory | _Supervisor, as_json: bool) -> int:
     """List every snapshot, most recently used first; reads headers only."""
-    found = place.show()
-    files, slots, disk_bytes = found["files"], found["slots"], found["disk"]
+    contents = place.show()
+    files, slots, disk_bytes = contents["files"], contents["slots"], contents["disk"]
     if as_json:
         click.echo(json.dumps(files, indent=2))
         return ExitCode.DONE
     if files:
-        _print(["file", "state", "model", "tokens", "size", "kv", "last used"], [_row(one) for one in files])
-    total = _size(sum(one["n_bytes"] for one in files))
-    if found["dir"]:
+        _print(["file", "state", "model", "tokens", "size", "kv", "last used"], [_row(entry) for entry in files])
+    total = _size(sum(entry["n_bytes"] for entry in files))
+    if contents["dir"]:
         click.echo(f"{len(files)} files, {total}" + (f" of {_size(disk_bytes)}" if disk_bytes is not None else ""))
     else:
         click.echo("no files: cache.dir is not in use")
     if slots:
-        longest = max(one["n_tokens"] for one in slots)
-        n_disk = sum(one["origin"] == "disk" for one in slots)
+        longest = max(entry["n_tokens"] for entry in slots)
+        n_disk = sum(entry["origin"] == "disk" for entry in slots)
         click.echo(f"{len(slots)} prefix slots in memory, {n_disk} of them from disk, the longest has {longest} tokens")
     return ExitCode.DONE
 
@@ -162,18 +152,18 @@ def list_(place: _Place, as_json: bool) -> int:
 @_where
 @click.argument("files", nargs=-1)
 @click.option("--set-aside", is_flag=True, help="Rename what is damaged, so that no supervisor tries it.")
-def verify(place: _Place, files: tuple[str, ...], set_aside: bool) -> int:
+def verify(place: _Directory | _Supervisor, files: tuple[str, ...], set_aside: bool) -> int:
     """Compare every checksum of FILES, or of all snapshots.  Exit code 1 when one is damaged."""
     n_checked = n_damaged = 0
-    for one in place.verify(files, set_aside=set_aside):
-        if one.get("gone"):
-            click.echo(f"{one['file']}: removed meanwhile")
+    for entry in place.verify(files, set_aside=set_aside):
+        if entry.get("gone"):
+            click.echo(f"{entry['file']}: removed meanwhile")
             continue
         n_checked += 1
-        n_damaged += bool(one["problem"])
-        click.echo(f"{one['file']}: {one['problem'] or 'good'}")
-        if one["set_aside"]:
-            click.echo(f"{one['file']}: set aside as {one['set_aside']}")
+        n_damaged += bool(entry["problem"])
+        click.echo(f"{entry['file']}: {entry['problem'] or 'good'}")
+        if entry["set_aside"]:
+            click.echo(f"{entry['file']}: set aside as {entry['set_aside']}")
     click.echo(f"{n_checked} checked, {n_damaged} damaged")
     return ExitCode.FAILED if n_damaged else ExitCode.DONE
 
@@ -182,7 +172,7 @@ def verify(place: _Place, files: tuple[str, ...], set_aside: bool) -> int:
 @_where
 @click.option("--to", type=_Bytes(), help="Space that may stay in use, e.g. 5GiB.  Default: cache.disk.")
 @click.option("--refused", is_flag=True, help="Remove files that were set aside as well.")
-def prune(place: _Place, to: int | None, refused: bool) -> int:
+def prune(place: _Directory | _Supervisor, to: int | None, refused: bool) -> int:
     """Remove leftovers, then the least recently used snapshots until the rest fits."""
     _print_gone(place.prune(to, refused=refused))
     return ExitCode.DONE
@@ -192,7 +182,7 @@ def prune(place: _Place, to: int | None, refused: bool) -> int:
 @_where
 @click.argument("files", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Every file of lucevisor's in the directory.")
-def rm(place: _Place, files: tuple[str, ...], everything: bool) -> int:
+def rm(place: _Directory | _Supervisor, files: tuple[str, ...], everything: bool) -> int:
     """Remove FILES.  Names that are not lucevisor's are refused."""
     if bool(files) == everything:
         raise click.UsageError("name FILES, or give --all")
@@ -204,20 +194,20 @@ def rm(place: _Place, files: tuple[str, ...], everything: bool) -> int:
 
 
 def _print_gone(gone: Sequence[JsonObject]) -> None:
-    for one in gone:
-        click.echo(f"removed {one['file']}, {_size(one['n_bytes'])}")
-    click.echo(f"{len(gone)} files removed, {_size(sum(one['n_bytes'] for one in gone))} free")
+    for entry in gone:
+        click.echo(f"removed {entry['file']}, {_size(entry['n_bytes'])}")
+    click.echo(f"{len(gone)} files removed, {_size(sum(entry['n_bytes'] for entry in gone))} free")
 
 
-def _row(one: JsonObject) -> list[str]:
+def _row(entry: JsonObject) -> list[str]:
     return [
-        one["file"],
-        one["state"] + (f" ({one['problem']})" if one["problem"] else ""),
-        one.get("model", ""),
-        str(one.get("n_tokens", "")),
-        _size(one["n_bytes"]),
-        one.get("kv_dtype", ""),
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(one["used_s"])),
+        entry["file"],
+        entry["state"] + (f" ({entry['problem']})" if entry["problem"] else ""),
+        entry.get("model", ""),
+        str(entry.get("n_tokens", "")),
+        _size(entry["n_bytes"]),
+        entry.get("kv_dtype", ""),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used_s"])),
     ]
 
 

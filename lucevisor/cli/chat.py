@@ -7,8 +7,8 @@ the next one.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -20,9 +20,8 @@ import click
 
 from lucevisor.app.rundir import find
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.cli.openai_client import connect
 from lucevisor.cli.options import RangeOfNumbers, target_options
-from lucevisor.errors import ExitCode
+from lucevisor.errors import ExitCode, LucevisorError, nearest
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -43,7 +42,7 @@ HISTORY_LINES = 1000
 
 @dataclass
 class Conversation:
-    """What is sent with a question."""
+    """Messages and settings that are sent with a question."""
 
     system: str = ""
     think: bool = False
@@ -79,8 +78,8 @@ class Conversation:
             return "/think takes on or off"
         if name == "/help":
             return HELP
-        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
-        return f"there is no command {name}; " + (f"did you mean {near[0]}?" if near else "/help lists them")
+        near = nearest(name, COMMANDS)
+        return f"there is no command {name}; " + (f"did you mean {near}?" if near else "/help lists them")
 
 
 @click.command()
@@ -142,8 +141,8 @@ def _line_editing() -> Iterator[None]:
 
 
 def _completion(text: str, index: int) -> str | None:
-    found = [name for name in COMMANDS if name.startswith(text)] if text else []
-    return found[index] if index < len(found) else None
+    names = [name for name in COMMANDS if name.startswith(text)] if text else []
+    return names[index] if index < len(names) else None
 
 
 def _read() -> str | None:
@@ -240,3 +239,21 @@ class _Shown:
 
         parts = [Text(self._thought.strip(), style="dim")] if self._thought.strip() else []
         return Group(*parts, Markdown(self.text))
+
+
+def connect(status: dict[str, Any], key: str = "") -> OpenAI:
+    """Return a client of the supervisor with that status.  Raises LucevisorError if the `openai` package is missing."""
+    try:
+        from openai import DefaultHttpxClient, OpenAI
+    except ImportError as e:
+        raise LucevisorError("this command needs the `openai` package: pip install 'lucevisor[client]'") from e
+    http_client = DefaultHttpxClient(verify=_trusting(cert)) if (cert := status["tls_cert_file"]) else None
+    return OpenAI(base_url=f"{status['url']}/v1", api_key=key or "none", max_retries=0, http_client=http_client)
+
+
+def _trusting(cert_file: str) -> ssl.SSLContext:
+    """Trust this one certificate, of the supervisor on this machine, whatever name it is for."""
+    context = ssl.create_default_context(cafile=cert_file)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lucevisor.cli.admin_client import AdminClient
-from lucevisor.cli.openai_client import connect
+from lucevisor.cli.chat import connect
 from lucevisor.config import merge_overrides
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 from lucevisor.source_tree import locate
@@ -83,7 +83,7 @@ def _run(admin: AdminClient, began: float, max_tokens: int, *, exact: bool) -> i
     _print_shards(status)
     client = connect(status)
     first = [_ask(client, status, question, max_tokens) for question in QUESTIONS]
-    again = _ask_and_kill(client, status, QUESTIONS[0], max_tokens)
+    again = _ask(client, status, QUESTIONS[0], max_tokens, kill=True)
     after = admin.call("GET", "/status")["groups"][-1]
     click.echo(f"group {after['name']} has another process: pid {after['pid']}, restarts {after['restarts']}")
     if again == first[0]:
@@ -103,39 +103,12 @@ def _print_shards(status: dict[str, Any]) -> None:
             click.echo(f"  {where} layers [{start},{stop}), {device['weight_bytes']} bytes of weights")
 
 
-def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int) -> str:
+def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int, *, kill: bool = False) -> str:
+    """Stream an answer and return it.  With `kill`, kill the last group's daemon in the middle, and show the gap."""
     import openai
 
-    began = time.monotonic()
-    try:
-        answer = client.chat.completions.create(
-            model=status["model"]["name"],
-            messages=[{"role": "user", "content": question}],
-            temperature=0,
-            max_tokens=max_tokens,
-        )
-    except openai.OpenAIError as error:
-        raise LucevisorError(f"no answer to {question!r}: {error}") from error
-    seconds = time.monotonic() - began
-    text = (answer.choices[0].message.content or "").strip()
-    n = answer.usage.completion_tokens if answer.usage is not None else 0
-    path = " -> ".join(
-        f"{d['device']} [{d['layers'][0]},{d['layers'][1]})" for g in status["groups"] for d in g["devices"]
-    )
-    click.echo(
-        f"\nQ: {question}\nA: {text}\n   {n} tokens in {seconds:.2f} s, {n / seconds:.1f} tokens/s, computed by {path}"
-    )
-    if not text:
-        raise LucevisorError(f"no answer to {question!r}")
-    return text
-
-
-def _ask_and_kill(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int) -> str:
-    """Stream an answer, kill the last group's daemon in the middle of it, and show the gap."""
-    import openai
-
-    victim, text, n = status["groups"][-1], "", 0
-    gap_s, last_s, killed = 0.0, time.monotonic(), False
+    victim, text, n, n_tokens = status["groups"][-1], "", 0, 0
+    began, last_s, gap_s = time.monotonic(), time.monotonic(), 0.0
     click.echo(f"\nQ: {question}\nA: ", nl=False)
     try:
         stream = client.chat.completions.create(
@@ -144,24 +117,29 @@ def _ask_and_kill(client: OpenAI, status: dict[str, Any], question: str, max_tok
             temperature=0,
             max_tokens=max_tokens,
             stream=True,
+            stream_options={"include_usage": True},
         )
         for chunk in stream:
-            if not chunk.choices or not (piece := chunk.choices[0].delta.content):
+            n_tokens = chunk.usage.completion_tokens if chunk.usage is not None else n_tokens
+            if not chunk.choices or not (content := chunk.choices[0].delta.content):
                 continue
-            now, n = time.monotonic(), n + 1
-            if killed and now - last_s > gap_s:
-                gap_s = now - last_s
-            last_s, text = now, text + piece
-            click.echo(piece, nl=False)
-            if n == KILL_AFTER:
+            now, n, text = time.monotonic(), n + 1, text + content
+            gap_s, last_s = max(gap_s, now - last_s) if n > KILL_AFTER else 0.0, now
+            click.echo(content, nl=False)
+            if kill and n == KILL_AFTER:
                 os.kill(victim["pid"], signal.SIGKILL)
-                killed = True
                 click.echo(f" [pid {victim['pid']} of group {victim['name']} is killed] ", nl=False)
     except openai.OpenAIError as error:
-        raise LucevisorError(f"the answer broke off: {error}") from error
-    if not killed:
+        raise LucevisorError(f"no answer to {question!r}: {error}") from error
+    if not text.strip():
+        raise LucevisorError(f"no answer to {question!r}")
+    if kill and n < KILL_AFTER:
         raise LucevisorError("the answer ended before a daemon could be killed")
-    click.echo(f"\n   the stream paused for {gap_s:.2f} s, and no token was lost")
+    seconds = time.monotonic() - began
+    devices = (device for group in status["groups"] for device in group["devices"])
+    path = " -> ".join("{} [{},{})".format(device["device"], *device["layers"]) for device in devices)
+    told = f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s, computed by {path}"
+    click.echo(f"\n   the stream paused for {gap_s:.2f} s, and no token was lost" if kill else f"\n   {told}")
     return text.strip()
 
 

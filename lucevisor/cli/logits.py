@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
+import numpy as np
+import uvloop
 
+from lucevisor.app import logs
+from lucevisor.app.model_files import open_model
 from lucevisor.cli.options import OutputFile, config_argument
 from lucevisor.cli.progress import SilentDisplay
-from lucevisor.config import load
-from lucevisor.errors import ExitCode
+from lucevisor.config import Config, load
+from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.service import Observer, Service
+from lucevisor.engine.rows import max_rows_per_step
+from lucevisor.errors import ConfigError, ExitCode
 
 
 @click.command()
@@ -32,14 +41,6 @@ from lucevisor.errors import ExitCode
 def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) -> int:
     """Run token ids through the pipeline of daemons; save float32 logits of every position and the residual stream
     after every layer (row 0: the embedding output)."""
-    import msgspec
-    import numpy as np
-    import uvloop
-
-    from lucevisor.app import logs
-    from lucevisor.app.logits import logits_of
-    from lucevisor.app.model_files import open_model
-
     loaded = load(config, overrides)
     logs.configure(loaded.log.format, "warning")
     model = open_model(loaded)
@@ -60,3 +61,18 @@ def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) 
         np.savez(file, logits=result.logits, hidden=result.hidden, input_ids=np.asarray(ids, dtype=np.int32))
     click.echo(f"{out}: logits {list(result.logits.shape)}, hidden {list(result.hidden.shape)}")
     return ExitCode.DONE
+
+
+async def logits_of(config: Config, model: ServedModel, run_dir: Path, ids: list[int], observer: Observer) -> Any:
+    """Start the daemons, run ``ids`` through the whole model, stop.  Returns an IdsOutput."""
+    service = Service(config, model, run_dir, observer)
+    try:
+        await service.start()
+        if not await service.wait_ready(None) or service.engine is None or service.placement is None:
+            raise ConfigError("CONFIG", str(config.file), service.reason() or "the model did not become ready")
+        spec = model.spec
+        rows = max_rows_per_step(spec.vocabulary, spec.hidden_size, spec.n_layers, hidden=True)
+        rows = min(service.placement.prefill_chunk, rows)
+        return await service.engine.run_ids(ids, want_hidden=True, rows_per_step=rows)
+    finally:
+        await service.stop(0.0)

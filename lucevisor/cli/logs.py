@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 import time
@@ -13,13 +12,12 @@ from typing import Any
 
 import click
 
-from lucevisor.app.log_lines import STARTED, ConsoleLine, LogQuery, record_of, seconds_of
-from lucevisor.app.log_reader import follow as follow_log
-from lucevisor.app.logs import FILE
+from lucevisor.app.log_reader import LogQuery, follow_log, seconds_of
+from lucevisor.app.logs import FILE, STARTED, ConsoleLine, record_of
 from lucevisor.app.rundir import check_name, find, is_locked, log_path, run_path, running
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import target_options
-from lucevisor.errors import ExitCode, NotRunningError
+from lucevisor.errors import ExitCode, NotRunningError, nearest
 
 MAX_LINES = 1_000_000
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -113,5 +111,5 @@ def _groups_of(path: Path) -> list[str]:
 
 def _check_group(group: str, names: list[str]) -> None:
     if group not in names:
-        near = difflib.get_close_matches(group, names, 1, 0.0)
-        raise click.UsageError(f"there is no group {group!r}: the groups are {', '.join(names)}; nearest: {near[0]}")
+        near = nearest(group, names, 0.0)
+        raise click.UsageError(f"there is no group {group!r}: the groups are {', '.join(names)}; nearest: {near}")

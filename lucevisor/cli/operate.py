@@ -13,7 +13,7 @@ import click
 from lucevisor.app.rundir import find, is_locked
 from lucevisor.cli.admin_client import AdminClient
 from lucevisor.cli.options import Seconds, target_options
-from lucevisor.cli.watch import call_and_watch
+from lucevisor.cli.progress import call_and_watch
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 PIPED_COLUMNS = 80
@@ -79,8 +79,8 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
     order: dict[str, Any] = {"groups": [] if rolling else [group], "now": now}
     answer = call_and_watch(AdminClient(target.socket), "restart", "/restart", order, timeout_s=3600.0)
     done = [g for g in answer["groups"] if rolling or g["name"] == group]
-    for one in done:
-        click.echo(f"group {one['name']} is {one['state']}, pid {one['pid']}, restarts {one['restarts']}")
+    for entry in done:
+        click.echo(f"group {entry['name']} is {entry['state']}, pid {entry['pid']}, restarts {entry['restarts']}")
     click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
     click.echo(_recovered(before["recovery"], answer["engine"]["recovery"]))
     return ExitCode.DONE
@@ -110,7 +110,9 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
         click.echo("nothing has changed")
         return ExitCode.DONE
     for group in answer["groups"]:
-        layers = ", ".join(f"{one['device']} [{one['layers'][0]},{one['layers'][1]})" for one in group["devices"])
+        layers = ", ".join(
+            f"{device['device']} [{device['layers'][0]},{device['layers'][1]})" for device in group["devices"]
+        )
         click.echo(f"group {group['name']} is {group['state']}, pid {group['pid']}: {layers or 'no layers'}")
     click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
     click.echo(_recovered(before["recovery"], answer["engine"]["recovery"]))
@@ -118,7 +120,7 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
 
 
 def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What became of the requests that ran."""
+    """Return what happened to the requests that ran."""
     paused_s = sum(now["pause_s"].values()) - sum(before["pause_s"].values())
     names = ("sequences", "kept_tokens", "rebuilt_tokens", "recomputed_tokens")
     sequences, kept, rebuilt, recomputed = (now[name] - before[name] for name in names)

@@ -27,9 +27,10 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
     from lucevisor.deployment.preflight import check_before_start
     from lucevisor.deployment.probe import inventory
     from lucevisor.deployment.speeds import read, speeds_for, wanted
-    from lucevisor.placement.explain import as_json as plan_json
-    from lucevisor.placement.explain import text
+    from lucevisor.placement.devices import with_target_devices
     from lucevisor.placement.planner import plan as make_plan
+    from lucevisor.placement.report import as_json as plan_json
+    from lucevisor.placement.report import text
     from lucevisor.placement.result import Infeasible
 
     if measure and no_probe:
@@ -45,6 +46,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool, no_probe: bool
         raise ConfigErrors(
             [ConfigError(f"groups.{name}", NO_VALUE, why, hint, file=str(config)) for name, why in problems.items()]
         )
+    loaded = with_target_devices(loaded, found)
     if measure:
         speeds = asyncio.run(speeds_for(model.spec, model.files, loaded, found, fresh=True))
     else:

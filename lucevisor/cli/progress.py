@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from lucevisor.app import logs
-from lucevisor.app.progress import KeptProgress
+from lucevisor.app.status import LoadProgress
+from lucevisor.cli.admin_client import AdminClient
 from lucevisor.config import Config
+from lucevisor.errors import LucevisorError
 from lucevisor.supervision.states import State
 
 if TYPE_CHECKING:
@@ -53,8 +56,7 @@ class StartDisplay:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._kept = KeptProgress(SilentDisplay())
-        self._states = dict.fromkeys(config.groups, (State.STOPPED, ""))
+        self._progress = LoadProgress(SilentDisplay())
         self._quarters: dict[tuple[str, int, int], int] = {}
         self._url = ""
         self._announced = self._away = False
@@ -82,8 +84,7 @@ class StartDisplay:
 
     def state(self, group: str, state: State, reason: str) -> None:
         """Called when a group changes its state, which is also logged."""
-        self._kept.state(group, state, reason)
-        self._states[group] = state, reason
+        self._progress.state(group, state, reason)
         if state in _ENDING:
             self._end()
         elif state in _COMING and self._announced:
@@ -94,7 +95,7 @@ class StartDisplay:
 
     def progress(self, group: str, progress: Progress) -> None:
         """Called when a shard has loaded more bytes."""
-        self._kept.progress(group, progress)
+        self._progress.progress(group, progress)
         if self._console is not None or not progress.total_bytes:
             return
         key = (group, progress.stage, progress.device)
@@ -127,7 +128,12 @@ class StartDisplay:
 
     def _warnings(self, service: Service) -> list[str]:
         loaded = ((name, group.loaded) for name, group in service.groups.items())
-        return [f"group {name} is slow: {one}" for name, of in loaded if of is not None for one in of.warnings]
+        return [
+            f"group {name} is slow: {warning}"
+            for name, reply in loaded
+            if reply is not None
+            for warning in reply.warnings
+        ]
 
     def _say(self, line: str) -> None:
         if self._console is not None:
@@ -157,18 +163,9 @@ class StartDisplay:
 
         if self._live is None:
             return Text()
-        groups: list[dict[str, Any]] = [
-            {
-                "name": name,
-                "state": state.value,
-                "reason": reason,
-                "state_s": self._kept.state_s(name),
-                "loading": self._kept.loading(name),
-            }
-            for name, (state, reason) in list(self._states.items())
-            if state is not State.STOPPED  # not asked to start yet
-        ]
-        return wait_view("restart" if self._announced else "start", groups, time.monotonic() - self._began)
+        return wait_view(
+            "restart" if self._announced else "start", self._progress.groups(), time.monotonic() - self._began
+        )
 
 
 def first_request(url: str, *, keys: bool) -> list[str]:
@@ -178,3 +175,59 @@ def first_request(url: str, *, keys: bool) -> list[str]:
         lines.append("  -H 'authorization: Bearer KEY' \\")
     content = '"messages": [{"role": "user", "content": "What does os.path.join do?"}]'
     return [*lines, "  -H 'content-type: application/json' \\", f"  -d '{{{content},", '       "temperature": 0}\'']
+
+
+_LOOK_S = 0.2
+
+
+class Watch:
+    """``with Watch("start") as watch``, then `show` each status.  Draws on standard error if that is a terminal."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began = time.monotonic()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Watch:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def on(self) -> bool:
+        """True if standard error is a terminal."""
+        return self._live is not None
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Draw the groups that are not ready, and the time since the watch began."""
+        if self._live is not None:
+            from lucevisor.cli.status_view import wait_view
+
+            view = wait_view(self._what, status["groups"], time.monotonic() - self._began)
+            self._live.update(view, refresh=True)
+
+
+def call_and_watch(
+    client: AdminClient, what: str, target: str, body: dict[str, Any], timeout_s: float
+) -> dict[str, Any]:
+    """POST to the supervisor and return its answer, which may take minutes; meanwhile show how it goes."""
+    with Watch(what) as watch:
+        if not watch.on:
+            return client.call("POST", target, body, timeout_s)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.call, "POST", target, body, timeout_s)
+            while not answer.done():
+                with contextlib.suppress(LucevisorError):
+                    watch.show(client.call("GET", "/status"))
+                time.sleep(_LOOK_S)
+            return answer.result()

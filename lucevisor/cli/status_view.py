@@ -184,9 +184,9 @@ def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
     n_looked_up = d["lookups"]["slices"]
     positions = " ".join(f"{share:.2f}" for share in d["acceptance_by_position"][:SHOWN_POSITIONS])
     apart = [
-        f"{origin} {one['acceptance_length']:.2f} ({one['verify_slices']} slices)"
-        for origin, one in d["origins"].items()
-        if one["verify_slices"]
+        f"{origin} {counts['acceptance_length']:.2f} ({counts['verify_slices']} slices)"
+        for origin, counts in d["origins"].items()
+        if counts["verify_slices"]
     ]
     return [
         *lines,
@@ -204,10 +204,14 @@ def draft_lines(d: dict[str, Any], *, verbose: bool = False) -> list[str]:
 def override_lines(overrides: Sequence[Status]) -> list[str]:
     """Keys that are set elsewhere than in the file, and what the file says."""
     lines = []
-    for one in overrides:
-        hides = "which the file does not set" if one["hides"] is None else f"the file has {json.dumps(one['hides'])}"
-        value = "not shown" if one["value"] is None else one["value"]
-        lines.append(f"{one['key']} = {value} by {one['source']} --set; {hides}")
+    for override in overrides:
+        hides = (
+            "which the file does not set"
+            if override["hides"] is None
+            else f"the file has {json.dumps(override['hides'])}"
+        )
+        value = "not shown" if override["value"] is None else override["value"]
+        lines.append(f"{override['key']} = {value} by {override['source']} --set; {hides}")
     return lines
 
 
@@ -226,7 +230,7 @@ def pflash_lines(p: dict[str, Any]) -> list[str]:
 
 
 def cache_lines(c: dict[str, Any]) -> list[str]:
-    """What is remembered of prompts, and the snapshots when they are on."""
+    """Return lines on prefix slots, and on snapshots when they are on."""
     lines = []
     if c["max_slots"]:
         memory = f"{format_bytes(c['bytes'])} of {format_bytes(c['memory'])}"

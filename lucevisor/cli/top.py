@@ -42,7 +42,7 @@ from lucevisor.placement.formatting import format_bytes, format_seconds
 _QUIT = ("q", "Q", "\x1b")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 60
-_MOST_REQUESTS = 20
+_MAX_REQUESTS = 20
 _BAR = (24, 72)
 """Columns of a bar on narrow and on wide terminals."""
 _BESIDE_BAR = 56
@@ -50,7 +50,7 @@ _BESIDE_BAR = 56
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What a stage did between two answers; ``compute`` and ``wait`` are shares of that time."""
+    """Load of a stage between two answers; ``compute`` and ``wait`` are shares of that time."""
 
     name: str
     n_steps: int
@@ -213,17 +213,17 @@ def _requests(requests: list[Status]) -> RenderableType:
     if not requests:
         return Text("no request in flight", "dim")
     table = _table("request", "for", "first", "prompt", "generated", "drafts")
-    for one in requests[:_MOST_REQUESTS]:
-        table.add_row(*_request_cells(one))
-    return Group(table, Text(f"and {len(requests) - _MOST_REQUESTS} more")) if len(requests) > _MOST_REQUESTS else table
+    for request in requests[:_MAX_REQUESTS]:
+        table.add_row(*_request_cells(request))
+    return Group(table, Text(f"and {len(requests) - _MAX_REQUESTS} more")) if len(requests) > _MAX_REQUESTS else table
 
 
-def _request_cells(one: Status) -> Iterator[Text]:
-    first = one["first_token_s"]
-    yield Text(one["id"][:20])
-    yield Text(format_seconds(one["elapsed_s"]))
+def _request_cells(request: Status) -> Iterator[Text]:
+    first = request["first_token_s"]
+    yield Text(request["id"][:20])
+    yield Text(format_seconds(request["elapsed_s"]))
     yield Text("waits", "yellow") if first is None else Text(format_seconds(first))
-    yield Text(str(one["prompt_tokens"]))
-    yield Text(str(one["generated_tokens"]))
-    share = f" {one['accepted_tokens'] / one['generated_tokens']:.0%}" if one["generated_tokens"] else ""
-    yield Text(f"{one['accepted_tokens']}{share}")
+    yield Text(str(request["prompt_tokens"]))
+    yield Text(str(request["generated_tokens"]))
+    share = f" {request['accepted_tokens'] / request['generated_tokens']:.0%}" if request["generated_tokens"] else ""
+    yield Text(f"{request['accepted_tokens']}{share}")

@@ -6,16 +6,18 @@ Invariant: every key of the schema is on the page once, with the default that `l
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lucevisor.config.schema import GROUPS, SECTIONS, FieldKey, keys_of
-from lucevisor.config.sections import GroupConfig
-from lucevisor.config.strict import SIZE_UNITS, Size
+from lucevisor.config.formats import SIZE, SIZE_UNITS
+from lucevisor.config.schema import FieldKey, keys_of
+from lucevisor.config.sections import GROUPS, SECTIONS, GroupConfig
 from lucevisor.errors import ExitCode, show
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -62,23 +64,34 @@ def _section(name: str, section: type[Any]) -> Iterator[str]:
     yield f"{_paragraph(section)}\n"
     yield "| key | default | values | meaning |"
     yield "|---|---|---|---|"
-    for key, each in keys_of(section).items():
-        cells = (f"`{key}`", default_of(each), _values(each), each.key.text)
+    texts = texts_of(section)
+    for name, key in keys_of(section).items():
+        values = f"{key.allowed}; {key.unit}" if key.unit else key.allowed
+        cells = (f"`{name}`", default_of(key), values, texts[key.field])
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
+
+
+def texts_of(section: type[Any]) -> dict[str, str]:
+    """Return the text below each field of a section class."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for statement, following in pairwise(definition.body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            texts[ast.unparse(statement.target)] = " ".join(ast.literal_eval(following.value).split())
+    return texts
 
 
 def _paragraph(section: type[Any]) -> str:
     return " ".join((inspect.getdoc(section) or "").split())
 
 
-def default_of(each: FieldKey) -> str:
+def default_of(key: FieldKey) -> str:
     """Return a key's default as written in the file, in Markdown."""
-    if each.required:
+    if key.required:
         return "required"
-    if isinstance(each.key.kind, Size):
-        return f"`{_size(each.default)}`"
-    return f"`{show(each.key.kind.write(each.default))}`"
+    return f"`{_size(key.default)}`" if key.format is SIZE else f"`{show(key.write(key.default))}`"
 
 
 def _size(size_bytes: int) -> str:
@@ -87,11 +100,6 @@ def _size(size_bytes: int) -> str:
         if size_bytes and size_bytes % unit_bytes == 0:
             return f'"{size_bytes // unit_bytes}{unit}"'
     return str(size_bytes)
-
-
-def _values(each: FieldKey) -> str:
-    values = each.key.kind.allowed()
-    return f"{values}; {each.key.unit}" if each.key.unit and each.key.unit not in values else values
 
 
 def main(arguments: Sequence[str] | None = None) -> ExitCode:
@@ -106,10 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> ExitCode:
     if not options.check:
         options.file.write_text(made, encoding="utf-8")
         return ExitCode.DONE
-    found = options.file.read_text(encoding="utf-8") if options.file.exists() else ""
-    if found == made:
+    current = options.file.read_text(encoding="utf-8") if options.file.exists() else ""
+    if current == made:
         return ExitCode.DONE
-    difference = difflib.unified_diff(found.splitlines(), made.splitlines(), "current", "generated", lineterm="", n=0)
+    difference = difflib.unified_diff(current.splitlines(), made.splitlines(), "current", "generated", lineterm="", n=0)
     print("\n".join(difference))
     print(f"{options.file.name} is out of date: run python -m lucevisor.config.docs", file=sys.stderr)
     return ExitCode.FAILED

@@ -1,32 +1,47 @@
 """Loads a TOML file with `--set` overrides into a `Config`.
 
-Knows nothing about devices or models, and reads only two files: the configuration and the API keys. Invariant: `load`
-returns a valid Config or raises ConfigError with every fault found, never another exception; unknown keys are never
-skipped.
+`load` returns a valid Config or raises ConfigError with every fault of the file, never another exception.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
-from lucevisor.config.effects import not_yet_effective
-from lucevisor.config.names import FilePath
-from lucevisor.config.resolve import OVERRIDE, PendingConfig, resolve
-from lucevisor.config.schema import GROUPS, SECTIONS, Config, FieldKey, keys_of
-from lucevisor.config.sections import GroupConfig
-from lucevisor.config.strict import Refused, Text, choose, kind_of, nearest, plain
-from lucevisor.config.toml_limits import MAX_FILE_BYTES, fault
-from lucevisor.config.values import GROUP_NAME
-from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
+from lucevisor.config.checks import OVERRIDE, PendingConfig, check_values, unused_settings
+from lucevisor.config.formats import GROUP_NAME, InvalidValue, kind_of
+from lucevisor.config.schema import FieldKey, Text, keys_of, plain
+from lucevisor.config.sections import GROUPS, SECTIONS, Config, GroupConfig
+from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, nearest, suggest
 
+MAX_FILE_BYTES: Final = 256 * 1024
+MAX_NAME_PARTS: Final = 8
+"""Parts of a dotted name; the longest in the schema, groups.NAME.env.VARIABLE, has four."""
+MAX_KEYS: Final = 1000
+"""Assignments and table headers in a file, including inline tables."""
 _MAX_OVERRIDES = 256
-_ENV = "env"
+
+# Possessive and with optional closing quotes, so that no character is looked at twice; what never closes, tomllib
+# refuses.
+_TOKEN: Final = re.compile(
+    r"""
+      (?P<part> \"{3} (?: [^"\\] | \\. | "{1,2}(?!") )*+ "{0,5}
+              | '{3} (?: [^'] | '{1,2}(?!') )*+ '{0,5}
+              | " (?: [^"\\\n] | \\. )*+ "?
+              | ' [^'\n]*+ '?
+              | [A-Za-z0-9_+:-]++ )
+    | (?P<blank> [ \t]++ )
+    | (?P<dot> \. )
+    | (?P<key> = | ^\[ )
+    | (?P<other> \#[^\n]*+ | . )
+    """,
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -38,26 +53,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         file = path.absolute()
     except OSError as error:
-        raise ConfigError(
-            "",
-            NO_VALUE,
-            f"the working directory no longer exists: {error.strerror}",
-            "change to another",
-            file=str(path),
-        ) from None
+        why = f"the working directory no longer exists: {error.strerror}"
+        raise ConfigError("", NO_VALUE, why, "change to another", file=str(path)) from None
     return from_tree(tree, file, overrides, shown_as=str(path))
 
 
 def values_in_file(path: Path, keys: Iterable[str]) -> dict[str, object]:
     """Return what the file at `path` says for each of `keys`; None where it does not set it.  Raises ConfigError."""
-    tree = _read_tree(path)
-    return {key: _lookup(tree, key.split(".")) for key in keys}
-
-
-def _lookup(tree: object, parts: Sequence[str]) -> object:
-    if not parts:
-        return tree
-    return _lookup(tree.get(parts[0]), parts[1:]) if isinstance(tree, Mapping) else None
+    tree, values = _read_tree(path), {}
+    for key in keys:
+        value: object = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        values[key] = value
+    return values
 
 
 def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] = (), *, shown_as: str = "") -> Config:
@@ -74,10 +83,35 @@ def from_tree(tree: Mapping[str, object], file: Path, overrides: Sequence[str] =
         _read_section(pending, name, section, sections.get(name, {}), file.parent)
         if name == "model":
             _read_groups(pending, sections.get(GROUPS, {}), file.parent)
-    resolve(pending)
+    check_values(pending)
     if pending.errors:
         raise pending.errors[0] if len(pending.errors) == 1 else ConfigErrors(pending.errors)
     return dataclasses.replace(_build(pending, file), overrides=tuple(overrides))
+
+
+def changed_keys(before: Config, after: Config) -> list[str]:
+    """Return the dotted keys whose values differ; `groups.NAME` for a group that only one of them has."""
+    old, new = _flat(before), _flat(after)
+    of_one = sorted(before.groups.keys() ^ after.groups.keys())
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    prefixes = tuple(f"{GROUPS}.{name}." for name in of_one)
+    return [key for key in differing if not key.startswith(prefixes)] + [f"{GROUPS}.{name}" for name in of_one]
+
+
+def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Return `KEY=VALUE` overrides in which those of `later` replace the earlier ones of the same key."""
+    keys = {override.partition("=")[0] for override in later}
+    return [*(override for override in earlier if override.partition("=")[0] not in keys), *later]
+
+
+def _flat(config: Config) -> Mapping[str, Any]:
+    """Return values by dotted key."""
+    sections: dict[str, Any] = config.as_dict()
+    groups = {f"{GROUPS}.{name}": keys for name, keys in sections.pop(GROUPS).items()}
+    return {f"{name}.{key}": value for name, keys in {**sections, **groups}.items() for key, value in keys.items()}
+
+
+# ---- the file and the overrides
 
 
 def _read_tree(path: Path) -> Mapping[str, object]:
@@ -91,8 +125,8 @@ def _read_tree(path: Path) -> Mapping[str, object]:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        near = difflib.get_close_matches(path.name, (file.name for file in path.parent.glob("*.toml")), n=1)
-        hint = f"nearest: {path.with_name(near[0])}" if near else "name a configuration file"
+        near = nearest(path.name, (file.name for file in path.parent.glob("*.toml")), 0.6)
+        hint = f"nearest: {path.with_name(near)}" if near else "name a configuration file"
         raise wrong(f"cannot be read: {why}", f"{hint}; etc/lucevisor.toml shows every key") from None
     if len(content) > MAX_FILE_BYTES:
         raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", "name a configuration file in TOML, not a model")
@@ -100,12 +134,37 @@ def _read_tree(path: Path) -> Mapping[str, object]:
         text = content.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise wrong(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
-    if too_much := fault(text):
-        raise wrong(too_much, "name a configuration file; etc/lucevisor.toml shows every key")
+    if exceeded := _exceeded_limit(text):
+        raise wrong(exceeded, "name a configuration file; etc/lucevisor.toml shows every key")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, too many digits, nested too deep
         raise wrong(f"is not TOML: {error}", "quote text, and write lists in square brackets") from None
+
+
+def _exceeded_limit(text: str) -> str:
+    """Return which limit `text` exceeds, or an empty string.
+
+    tomllib keeps every prefix of a dotted name, so time and memory grow quadratically with its parts: 50,000 parts take
+    6 GB.  Within these limits both are linear.
+    """
+    n_keys = n_dots = 0
+    for token in _TOKEN.finditer(text):
+        match token.lastgroup:
+            case "dot":
+                n_dots += 1
+            case "key":
+                n_keys, n_dots = n_keys + 1, 0
+            case "other":
+                n_dots = 0
+            case _:  # a part, or blanks beside a dot
+                continue
+        if n_dots >= MAX_NAME_PARTS or n_keys > MAX_KEYS:
+            line = text.count("\n", 0, token.start()) + 1
+            if n_keys > MAX_KEYS:
+                return f"has more than {MAX_KEYS} keys (line {line})"
+            return f"has a dotted name of more than {MAX_NAME_PARTS} parts (line {line})"
+    return ""
 
 
 def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: PendingConfig) -> dict[str, object]:
@@ -119,17 +178,17 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: P
         parts = key.split(".")
         if not equals:
             pending.errors.append(ConfigError(OVERRIDE, override, "is not KEY=VALUE", "such as --set server.port=8081"))
-        elif parts[0] not in SECTIONS and parts[0] != GROUPS and len(parts) > 1:
-            hint = _nearest_section(parts[0])
-            pending.errors.append(
-                ConfigError(key, text, f"is not a key: there is no section {parts[0]}", hint, file=OVERRIDE)
-            )
+            continue
+        why, hint = "", ""
+        if parts[0] not in SECTIONS and parts[0] != GROUPS and len(parts) > 1:
+            why, hint = f"is not a key: there is no section {parts[0]}", _nearest_section(parts[0])
         elif not _is_key(parts):
-            pending.errors.append(ConfigError(key, text, "is not a key", _nearest_key(key), file=OVERRIDE))
+            hint = suggest(key, _all_keys()) or f"such as server.port, or {GROUPS}.NAME.threads"
+            why = "is not a key"
         elif key in pending.overridden:
-            pending.errors.append(
-                ConfigError(key, text, "is set twice", f"give one {OVERRIDE} for each key", file=OVERRIDE)
-            )
+            why, hint = "is set twice", f"give one {OVERRIDE} for each key"
+        if why:
+            pending.errors.append(ConfigError(key, text, why, hint, file=OVERRIDE))
         else:
             pending.overridden.add(key)
             _put(sections, parts, Text(text))
@@ -139,7 +198,7 @@ def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: P
 def _is_key(parts: Sequence[str]) -> bool:
     """Return whether dotted parts could be a key; whether the key exists is checked with all others."""
     if parts[0] == GROUPS:
-        return len(parts) == 3 or (len(parts) == 4 and parts[2] == _ENV)
+        return len(parts) == 3 or (len(parts) == 4 and parts[2] == "env")
     return len(parts) == 2
 
 
@@ -154,24 +213,25 @@ def _put(table: dict[str, object], parts: Sequence[str], value: Text) -> None:
     table[parts[-1]] = value
 
 
+# ---- sections and groups
+
+
 def _read_groups(pending: PendingConfig, groups: object, folder: Path) -> None:
     if not isinstance(groups, dict):
-        pending.refuse(
-            GROUPS, groups, f"is {kind_of(groups)}, not a table", f"write [{GROUPS}.NAME] and backend = below it"
-        )
+        hint = f"write [{GROUPS}.NAME] and backend = below it"
+        pending.refuse(GROUPS, groups, f"is {kind_of(groups)}, not a table", hint)
         return
     if not groups:
-        pending.refuse(
-            GROUPS, NO_VALUE, "is missing", f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
-        )
+        hint = f"add [{GROUPS}.NAME] with backend = cpu, cuda or hip for each interpreter"
+        pending.refuse(GROUPS, NO_VALUE, "is missing", hint)
     for name, group in groups.items():
-        if not GROUP_NAME.fullmatch(name):
-            near = "".join(letter for letter in name.lower()[:32] if GROUP_NAME.fullmatch(letter))
-            hint = f"nearest: {near}" if near else "such as left"
-            pending.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group name: use 1 to 32 of a-z 0-9 _ -", hint)
+        if GROUP_NAME.fullmatch(name):
+            pending.group_names.append(name)
+            _read_section(pending, f"{GROUPS}.{name}", GroupConfig, group, folder)
             continue
-        pending.group_names.append(name)
-        _read_section(pending, f"{GROUPS}.{name}", GroupConfig, group, folder)
+        near = "".join(letter for letter in name.lower()[:32] if GROUP_NAME.fullmatch(letter))
+        hint = f"nearest: {near}" if near else "such as left"
+        pending.refuse(f"{GROUPS}.{name}", NO_VALUE, "is not a group name: use 1 to 32 of a-z 0-9 _ -", hint)
 
 
 def _read_section(pending: PendingConfig, name: str, section: type[Any], table: object, folder: Path) -> None:
@@ -184,47 +244,40 @@ def _read_section(pending: PendingConfig, name: str, section: type[Any], table: 
         if key not in keys:
             hint = _nearest_in_section(key, list(keys))
             pending.refuse(f"{name}.{key}", table[key], f"is not a key of [{name}]", hint)
-    for key, each in keys.items():
+    for key, field_key in keys.items():
         dotted = f"{name}.{key}"
         if key in table:
             pending.set_keys.add(dotted)
-            _read_key(pending, dotted, each, table[key], folder)
-        elif each.required:
-            pending.refuse(
-                dotted, NO_VALUE, "is missing", f"add {key} = under [{name}]: {plain(each.key.kind.allowed())}"
-            )
+            _read_key(pending, dotted, field_key, table[key], folder)
+        elif field_key.required:
+            hint = f"add {key} = under [{name}]: {plain(field_key.allowed)}"
+            pending.refuse(dotted, NO_VALUE, "is missing", hint)
         else:
-            pending.values[dotted] = each.default
+            pending.values[dotted] = field_key.default
 
 
-def _read_key(pending: PendingConfig, key: str, each: FieldKey, raw: object, folder: Path) -> None:
-    kind = each.key.kind
+def _read_key(pending: PendingConfig, key: str, field_key: FieldKey, raw: object, folder: Path) -> None:
     try:
-        value = kind.read(raw)
-        if isinstance(kind, FilePath):
-            value = kind.resolve(value, folder)
-    except Refused as refused:
-        pending.refuse(key, refused.value if refused.inside else raw, refused.why, refused.hint, inside=refused.inside)
-        return
-    pending.values[key] = value
+        pending.values[key] = field_key.read(raw, folder)
+    except InvalidValue as error:
+        pending.refuse(key, error.value, error.why, error.hint, inside=error.inside)
 
 
 def _build(pending: PendingConfig, file: Path) -> Config:
     """Return the Config of valid values."""
 
-    def made(name: str, section: type[Any], /, **more: object) -> Any:
-        return section(
-            **more, **{each.field: pending.values[f"{name}.{key}"] for key, each in keys_of(section).items()}
-        )
+    def make(name: str, section: type[Any], /, **more: object) -> Any:
+        keys = keys_of(section)
+        return section(**more, **{keys[key].field: pending.values[f"{name}.{key}"] for key in keys})
 
-    groups = {name: made(f"{GROUPS}.{name}", GroupConfig, name=name) for name in pending.group_names}
+    groups = {name: make(f"{GROUPS}.{name}", GroupConfig, name=name) for name in pending.group_names}
     config = Config(
         file=file,
         groups=MappingProxyType(groups),
         set_keys=frozenset(pending.set_keys),
-        **{name: made(name, section) for name, section in SECTIONS.items()},
+        **{name: make(name, section) for name, section in SECTIONS.items()},
     )
-    return dataclasses.replace(config, notices=(*pending.notices, *not_yet_effective(config)))
+    return dataclasses.replace(config, notices=(*pending.notices, *unused_settings(config)))
 
 
 def _all_keys() -> list[str]:
@@ -235,15 +288,10 @@ def _all_keys() -> list[str]:
 def _nearest_section(name: str) -> str:
     """Return the hint for an unknown section: a key of that name, else similar sections."""
     key = next((dotted for dotted in _all_keys() if dotted.endswith(f".{name}")), "")
-    return f"nearest: {key}" if key else choose(name, [*SECTIONS, GROUPS], "sections")
+    return f"nearest: {key}" if key else suggest(name, [*SECTIONS, GROUPS], "sections")
 
 
 def _nearest_in_section(key: str, keys: list[str]) -> str:
     """Return the hint for an unknown key: the same key in another section, else the nearest in its own."""
     elsewhere = next((dotted for dotted in _all_keys() if dotted.endswith(f".{key}")), "")
-    return f"nearest: {elsewhere}" if elsewhere and not nearest(key, keys) else choose(key, keys, "keys")
-
-
-def _nearest_key(key: str) -> str:
-    """Return the hint for an override of an unknown key."""
-    return choose(key, _all_keys()) or f"such as server.port, or {GROUPS}.NAME.threads"
+    return f"nearest: {elsewhere}" if elsewhere and not nearest(key, keys) else suggest(key, keys, "keys")

@@ -1,7 +1,6 @@
-"""The sections of the configuration file: name, type, default, unit and meaning of every key.
+"""The sections of the configuration file with type, default, unit and meaning of every key, and `Config`.
 
-Knows nothing about files or the machine. Invariant: a field with a `Key` is a key of the file with the same name (or
-`Key.name`); its default applies if the key is not set; its value type accepts exactly the values of the field's type.
+A field is a key of the file with the same name, or `Key.name`; the text below it is on docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -12,83 +11,67 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
-from lucevisor.config.names import Environment, FilePath, VisibleDevice
-from lucevisor.config.strict import AUTO, Choice, Line, OrAuto, Real, Several, Size, ValueType, Whole
-from lucevisor.config.values import (
-    BACKENDS,
+from msgspec import Meta
+
+from lucevisor.config.formats import (
+    COMMAND,
+    CURVE_POINT,
+    DEVICE,
+    ENVIRONMENT,
+    HOST,
+    HUB_PATH,
     HUB_PREFIX,
+    LINE,
+    MODEL_PATH,
+    OPTIONAL_DEVICE,
+    ORIGIN,
+    PATH,
+    RESTART_LIMIT,
+    SIZE,
+    SPLIT,
+    VISIBLE_DEVICE,
     Auto,
-    DeviceName,
     DeviceRef,
     HubFile,
-    LayerSplit,
     RestartLimit,
-    Restarts,
     Split,
     hub_file,
+    write_split,
 )
+from lucevisor.config.schema import Key, keys_of
+from lucevisor.errors import format_error
 
 Backend = Literal["cpu", "cuda", "hip"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvDType = Literal["auto", "float32", "float16", "bfloat16", "q8_0"]
 AutoWord = Literal["auto"]
+Goal = Literal["latency", "throughput"]
 
 USUAL_CHUNK: Final = 512
 """Tokens of an automatic prefill chunk where a longer one gains nothing or does not fit."""
-Goal = Literal["latency", "throughput"]
-Normalise = Literal["off", "fix", "move"]
-NORMALISE: tuple[Normalise, ...] = ("off", "fix", "move")
-GOALS: tuple[Goal, ...] = ("latency", "throughput")
-
-_RESTART_LIMIT = RestartLimit(10, 60)
-_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """The value type and documentation of one key."""
-
-    kind: ValueType[Any]
-    text: str
-    unit: str = ""
-    name: str = ""
+VISIBLE_DEVICES: Final = {"cpu": "", "cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
+"""The environment variable that limits the devices torch sees, by backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The model to serve: one GGUF file."""
 
-    path: Annotated[
-        str,
-        Key(
-            FilePath(may_be_empty=False, hub=True),
-            "The GGUF file, the first part of a split one, or a file on the Hugging Face hub. "
-            "Relative to the directory of this file.",
-        ),
-    ]
-    name: Annotated[
-        str, Key(Line(), "The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem.")
-    ] = ""
-    chat_template: Annotated[
-        str,
-        Key(
-            FilePath(),
-            "A file with a Jinja chat template, in place of the one in the model's file. Relative to the directory of "
-            "this file. Empty: the model's own.",
-        ),
-    ] = ""
-    yarn_attn_factor: Annotated[
-        Literal["default", "file"],
-        Key(
-            Choice(("default", "file")),
-            "Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the "
-            "model file.",
-        ),
-    ] = "default"
+    path: Annotated[str, MODEL_PATH]
+    """The GGUF file, the first part of a split one, or a file on the Hugging Face hub. Relative to the directory of
+    this file."""
+    name: Annotated[str, LINE] = ""
+    """The model's id in `/v1/models`. Empty: `general.name` of the file, else its stem."""
+    chat_template: Annotated[str, PATH] = ""
+    """A file with a Jinja chat template, in place of the one in the model's file. Relative to the directory of this
+    file. Empty: the model's own."""
+    yarn_attn_factor: Literal["default", "file"] = "default"
+    """Attention factor of models with YaRN (Laguna): `default` is 0.1 ln(factor) + 1, `file` the value in the model
+    file."""
 
     @property
     def source(self) -> Path | HubFile:
-        """Where the file is: a local path, or a file on the hub."""
+        """The local path, or the file on the hub."""
         return source_of(self.path)
 
 
@@ -97,88 +80,50 @@ class GroupConfig:
     """A backend group: the devices that one Python interpreter can use, served by one shard daemon. `NAME` is yours: 1
     to 32 of `a-z 0-9 _ -`; a group named `cpu`, `cuda` or `hip` must have that backend."""
 
-    name: str
-    backend: Annotated[Backend, Key(Choice(BACKENDS), "The accelerator stack of the group's torch build.")]
-    python: Annotated[
-        str,
-        Key(
-            FilePath(command=True),
-            "The group's interpreter, in an environment with torch, numpy, gguf and msgspec. A bare name is looked up "
-            "on PATH; a path is relative to the directory of this file. Empty: the supervisor's own interpreter.",
-        ),
-    ] = ""
-    env: Annotated[
-        Mapping[str, str], Key(Environment(), "Environment variables for the daemon, added to the supervisor's.")
-    ] = field(default_factory=lambda: MappingProxyType({}))
-    visible_devices: Annotated[
-        tuple[str, ...],
-        Key(
-            Several(VisibleDevice()),
-            "Devices visible to the daemon, by number or UUID, passed on as `CUDA_VISIBLE_DEVICES` or "
-            "`HIP_VISIBLE_DEVICES`; index 0 in `target_devices` is the first of them. Empty: those visible to the "
-            "supervisor. Backends cuda and hip.",
-        ),
-    ] = ()
-    threads: Annotated[
-        int | AutoWord,
-        Key(
-            OrAuto(Whole(1, 1024)),
-            "Compute threads of the daemon. `auto`: as many as `cores`, else an equal share of the usable cores per "
-            "cpu group. Backend cpu.",
-        ),
-    ] = "auto"
-    cores: Annotated[
-        tuple[int, ...],
-        Key(
-            Several(Whole(0, 8191)),
-            "Processor cores the daemon is pinned to. Empty: not pinned, but where cpu groups have as many threads as "
-            "there are cores, that of the last layers has some of its own.",
-        ),
-    ] = ()
+    name: str = field(metadata={"in_file": False})
+    backend: Backend
+    """The accelerator stack of the group's torch build."""
+    python: Annotated[str, COMMAND] = ""
+    """The group's interpreter, in an environment with torch, numpy, gguf and msgspec. A bare name is looked up on PATH;
+    a path is relative to the directory of this file. Empty: the supervisor's own interpreter."""
+    env: Annotated[Mapping[str, str], ENVIRONMENT] = field(default_factory=lambda: MappingProxyType({}))
+    """Environment variables for the daemon, added to the supervisor's."""
+    visible_devices: Annotated[tuple[str, ...], VISIBLE_DEVICE] = ()
+    """Devices visible to the daemon, by number or UUID, passed on as `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES`;
+    index 0 in `target_devices` is the first of them. Empty: those visible to the supervisor. Backends cuda and hip."""
+    threads: Annotated[int, Meta(ge=1, le=1024)] | AutoWord = "auto"
+    """Compute threads of the daemon. `auto`: as many as `cores`, else an equal share of the usable cores per cpu group.
+    Backend cpu."""
+    cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
+    """Processor cores the daemon is pinned to. Empty: not pinned, but where cpu groups have as many threads as there
+    are cores, that of the last layers has some of its own."""
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
-        variable = visible_devices_variable(self.backend)
-        if not self.visible_devices or not variable:
-            return dict(self.env)
-        return {**self.env, variable: ",".join(self.visible_devices)}
+        variable = VISIBLE_DEVICES[self.backend]
+        shown = {variable: ",".join(self.visible_devices)} if self.visible_devices and variable else {}
+        return {**self.env, **shown}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Which devices hold which layers."""
 
-    devices: Annotated[
-        tuple[DeviceRef, ...],
-        Key(
-            Several(DeviceName(), at_least=1, distinct=False),  # duplicates are detected once groups are known
-            "Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one "
-            "memory, so `left:0` and `left:1` are two shards in one process.",
-            name="target_devices",
-        ),
-    ]
-    split: Annotated[
-        Split,
-        Key(
-            LayerSplit(),
-            "How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; "
-            'ranges name the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, '
-            "by free memory and the speed of each device, which the first start with a model measures.",
-            name="target_layer_split",
-        ),
-    ] = field(default=Auto())
-    goal: Annotated[
-        Goal,
-        Key(
-            Choice(GOALS),
-            'What `target_layer_split = "auto"` minimises: `latency` the time of one request through all devices, '
-            "`throughput` the time of the slowest stage, which limits the throughput of many requests.",
-        ),
-    ] = "latency"
+    devices: Annotated[tuple[DeviceRef, ...], DEVICE, Key(name="target_devices")] = ()
+    """Devices in layer order; each holds one contiguous range of layers. All indices of a cpu group share one memory,
+    so `left:0` and `left:1` are two shards in one process. Empty: all devices of all groups, in the order of this
+    file."""
+    split: Annotated[Split, SPLIT, Key(name="target_layer_split")] = field(default=Auto())
+    """How many layers each device of `target_devices` holds. Weights are shares and need not add up to 1; ranges name
+    the layers: `["0-4", "4-8"]` is layers 0 to 3, then 4 to 7. `"auto"`: the planner chooses, by free memory and the
+    speed of each device, which the first start with a model measures."""
+    goal: Goal = "latency"
+    """What `target_layer_split = "auto"` minimises: `latency` the time of one request through all devices, `throughput`
+    the time of the slowest stage, which limits the throughput of many requests."""
 
     def split_text(self) -> str:
         """Return the split in the form of `--set placement.target_layer_split=`."""
-        written = LayerSplit().write(self.split)
+        written = write_split(self.split)
         return ",".join(str(part) for part in written) if isinstance(written, list) else str(written)
 
 
@@ -186,59 +131,24 @@ class PlacementConfig:
 class EngineConfig:
     """Number formats, context length and concurrency."""
 
-    dtype: Annotated[
-        DType,
-        Key(
-            Choice((AUTO, "float32", "bfloat16", "float16")),
-            "Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the "
-            "given devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices.",
-        ),
-    ] = "auto"
-    kv_dtype: Annotated[
-        KvDType,
-        Key(
-            Choice((AUTO, "float32", "float16", "bfloat16", "q8_0")),
-            "Type of keys and values in the pages. `auto`: as `dtype`.",
-        ),
-    ] = "auto"
-    max_context: Annotated[
-        int | AutoWord,
-        Key(
-            OrAuto(Whole(1, 2**30)),
-            "Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold.",
-            "tokens",
-        ),
-    ] = "auto"
-    max_sequences: Annotated[
-        int, Key(Whole(1, 4096), "Sequences that run concurrently; others wait in the queue.", "sequences")
-    ] = 8
-    prefill_chunk: Annotated[
-        int | AutoWord,
-        Key(
-            OrAuto(Whole(1, 2**20)),
-            "Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. "
-            "`auto`: 2048 on GPUs with memory for it, else 512.",
-            "tokens",
-        ),
-    ] = "auto"
-    pages: Annotated[
-        int | AutoWord,
-        Key(
-            OrAuto(Whole(1, 2**31 - 1)),
-            "Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' "
-            "free memory allows; on a cpu a quarter of the usable memory, or one sequence.",
-            "pages",
-        ),
-    ] = "auto"
-    swap_space: Annotated[
-        int,
-        Key(
-            Size(),
-            "Most host memory for what preempted requests have computed, so that they go on where they were; 0: they "
-            "compute it again.",
-            "bytes",
-        ),
-    ] = 4 * 2**30
+    dtype: DType = "auto"
+    """Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the given
+    devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices."""
+    kv_dtype: KvDType = "auto"
+    """Type of keys and values in the pages. `auto`: as `dtype`."""
+    max_context: Annotated[Annotated[int, Meta(ge=1, le=2**30)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold."""
+    max_sequences: Annotated[int, Meta(ge=1, le=4096), Key(unit="sequences")] = 8
+    """Sequences that run concurrently; others wait in the queue."""
+    prefill_chunk: Annotated[Annotated[int, Meta(ge=1, le=2**20)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. `auto`: 2048
+    on GPUs with memory for it, else 512."""
+    pages: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord, Key(unit="pages")] = "auto"
+    """Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' free
+    memory allows; on a cpu a quarter of the usable memory, or one sequence."""
+    swap_space: Annotated[int, SIZE] = 4 * 2**30
+    """Most host memory for what preempted requests have computed, so that they go on where they were; 0: they compute
+    it again."""
 
     @property
     def least_chunk(self) -> int:
@@ -247,85 +157,156 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP endpoint."""
+
+    host: Annotated[str, HOST] = "127.0.0.1"
+    """Address to listen on. Any address but loopback needs `api_keys_file` or `allow_open = true`."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8080
+    """Port to listen on; 0: any free one, see `lucevisor status`."""
+    api_keys_file: Annotated[str, PATH] = ""
+    """File of accepted keys, one per line, with a name behind it or without: `KEY NAME`. Empty lines and lines that
+    start with `#` are skipped. Empty: no key is required."""
+    admin_keys_file: Annotated[str, PATH] = ""
+    """Like `api_keys_file`: keys that may also restart groups over HTTP. Empty: nobody may."""
+    tls_cert_file: Annotated[str, PATH] = ""
+    """Certificate in PEM, its chain behind it: serves HTTPS instead of HTTP. Needs `tls_key_file`."""
+    tls_key_file: Annotated[str, PATH] = ""
+    """Private key of `tls_cert_file` in PEM, without a password."""
+    allow_open: bool = False
+    """Serve other machines without an API key."""
+    max_queue: Annotated[int, Meta(ge=1, le=2**20), Key(unit="requests")] = 256
+    """Requests that may wait in the queue, shared equally by the clients that wait; further ones get 429."""
+    max_connections: Annotated[int, Meta(ge=1, le=2**16), Key(unit="connections")] = 1024
+    """Open connections; a further one replaces the longest idle one, else a slow body, or gets 503."""
+    drain_s: Annotated[float, Meta(ge=0.01, le=86400.0), Key(unit="seconds")] = 2.0
+    """How long a stop waits for running requests; then they end with an error."""
+    cors_origins: Annotated[tuple[str, ...], ORIGIN] = ()
+    """Origins whose pages may call the endpoint from a browser. Empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Reuse of computed prompts, in memory and on disk. Except for `normalise` it never changes answers. See
     docs/prefix-cache.md.
     """
 
-    prefix_slots: Annotated[int, Key(Whole(0, 2**20), "Prompt prefixes kept in memory; 0 is off.", "slots")] = 32
-    memory: Annotated[
-        int,
-        Key(
-            Size(),
-            "Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of "
-            "recurrent layers, which are reserved at start.",
-            "bytes",
-        ),
-    ] = 2**30
-    states: Annotated[
-        Literal["device", "host"],
-        Key(
-            Choice(("device", "host")),
-            "Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or "
-            "used; the devices hold the states of running sequences only. Pages stay on the devices.",
-        ),
-    ] = "device"
-    dir: Annotated[
-        str, Key(FilePath(), "Directory for snapshots, which survive a restart. Empty: none are written.")
-    ] = ""
-    disk: Annotated[int, Key(Size(), "Total size of snapshots.", "bytes")] = 20 * 2**30
-    min_tokens: Annotated[int, Key(Whole(0, 2**30), "Shorter prefixes are not cached.", "tokens")] = 256
-    checkpoint_pages: Annotated[
-        int,
-        Key(
-            Whole(0, 2**20),
-            "For models with recurrent layers: a prompt without chat turns is checkpointed at its last multiple of so "
-            "many pages of 64 tokens; 0: at its end only.",
-            "pages",
-        ),
-    ] = 4
-    normalise: Annotated[
-        Normalise,
-        Key(
-            Choice(NORMALISE),
-            "What to do with system prompt lines that some agents change every turn, such as a date or a billing "
-            "header: `off` nothing; `fix` replaces their values by fixed words, so the model does not see them; `move` "
-            "moves dates behind the last message.",
-        ),
-    ] = "off"
+    prefix_slots: Annotated[int, Meta(ge=0, le=2**20), Key(unit="slots")] = 32
+    """Prompt prefixes kept in memory; 0 is off."""
+    memory: Annotated[int, SIZE] = 2**30
+    """Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of recurrent
+    layers, which are reserved at start."""
+    states: Literal["device", "host"] = "device"
+    """Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or used;
+    the devices hold the states of running sequences only. Pages stay on the devices."""
+    dir: Annotated[str, PATH] = ""
+    """Directory for snapshots, which survive a restart. Empty: none are written."""
+    disk: Annotated[int, SIZE] = 20 * 2**30
+    """Total size of snapshots."""
+    min_tokens: Annotated[int, Meta(ge=0, le=2**30), Key(unit="tokens")] = 256
+    """Shorter prefixes are not cached."""
+    checkpoint_pages: Annotated[int, Meta(ge=0, le=2**20), Key(unit="pages")] = 4
+    """For models with recurrent layers: a prompt without chat turns is checkpointed at its last multiple of so many
+    pages of 64 tokens; 0: at its end only."""
+    normalise: Literal["off", "fix", "move"] = "off"
+    """What to do with system prompt lines that some agents change every turn, such as a date or a billing header: `off`
+    nothing; `fix` replaces their values by fixed words, so the model does not see them; `move` moves dates behind the
+    last message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """Speculative decoding: cheaply drafted tokens that the model verifies in one step. It never changes answers."""
+
+    kind: Literal["auto", "off", "lookup", "mtp", "dflash"] = "auto"
+    """What drafts. `lookup` repeats what followed the same tokens before; `mtp` is a multi-token prediction head, of
+    the model's own file or of `path`; `dflash` is a drafter model in `path`. `auto`: the drafter in `path`, else the
+    model's own MTP head if it has one, and `lookup` beside it or alone; a drafter that does not fit is left out with a
+    notice."""
+    path: Annotated[str, HUB_PATH] = ""
+    """The drafter's GGUF file, or its safetensors file or directory; required for `dflash`. Relative to the directory
+    of this file."""
+    device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
+    """Where the drafter runs: any device of any group, also of one without layers. Empty: where the last layers are."""
+    width: Annotated[Annotated[int, Meta(ge=1, le=64)] | AutoWord, Key(unit="tokens")] = "auto"
+    """Most drafts verified in one step. `auto`: chosen by recent acceptance."""
+
+    @property
+    def source(self) -> Path | HubFile | None:
+        """The drafter's file; None if `path` is empty."""
+        return source_of(self.path) if self.path else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFlashConfig:
+    """KV Flash: any context in a bounded number of pages on the devices. Beyond them answers change, except with
+    policy `exact`, which is slower. See docs/kv-flash.md."""
+
+    pool_tokens: Annotated[Annotated[int, Meta(ge=0, le=2**31 - 1)] | AutoWord, Key(unit="tokens")] = 0
+    """Kept per sequence, 512 or more; 0: off; `auto`: up to 16384."""
+    policy: Literal["lru", "qk", "drafter", "exact"] = "lru"
+    """Which pages stay. `lru`: the first and the last ones; `qk`: those that queries attend to most; `drafter`: those
+    that the scoring model of `[pflash]` finds relevant to the end of a prompt; `exact`: the first and the last ones,
+    and all others are read from host memory."""
+    host: Annotated[int, SIZE] = 8 * 2**30
+    """Host memory of all groups for pages that were paged out, which policy `lru` does not need; taken at start, as
+    much as `engine.max_sequences` contexts fill."""
+    tau: Annotated[int, Meta(ge=1, le=2**20), Key(unit="tokens")] = 64
+    """With `qk`: tokens between two selections of the pages to keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PFlashConfig:
+    """PFlash: a small scoring model shortens long prompts to their relevant parts before prefill. It changes what the
+    model reads. See docs/pflash.md."""
+
+    mode: Literal["off", "auto", "always"] = "off"
+    """`auto`: only prompts of at least `threshold` tokens."""
+    path: Annotated[str, HUB_PATH] = ""
+    """The scoring model's GGUF file, of any family with attention layers, such as Qwen3-0.6B; required unless `mode` is
+    off. Relative to the directory of this file."""
+    device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
+    """Where the scoring model runs: any device of any group, also of one without layers. Empty: where the last layers
+    are."""
+    threshold: Annotated[int, Meta(ge=1, le=2**30), Key(unit="tokens")] = 32000
+    """Shortest prompt that `auto` shortens."""
+    keep_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    """Share that is kept of what may be shortened."""
+    curve: Annotated[tuple[tuple[int, float], ...], CURVE_POINT] = ()
+    """The share by the prompt's length, instead of `keep_ratio`: points in ascending order, linear between them and
+    constant beyond."""
+    window: Annotated[int, Meta(ge=512, le=2**20), Key(unit="tokens")] = 8192
+    """Tokens that the scoring model reads at once, at most its context; longer parts take several windows."""
+
+    @property
+    def source(self) -> Path | HubFile | None:
+        """The scoring model's file; None if `path` is empty."""
+        return source_of(self.path) if self.path else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryConfig:
     """What happens when a daemon dies."""
 
-    hold_s: Annotated[
-        float,
-        Key(
-            Real(0.0, 86400.0),
-            "How long running requests wait for a daemon to come back; 0: they fail immediately.",
-            "seconds",
-        ),
-    ] = 120.0
-    journal: Annotated[
-        int, Key(Size(), "Host memory for boundary activations, from which a lost shard is rebuilt.", "bytes")
-    ] = 2 * 2**30
-    spares: Annotated[
-        int,
-        Key(
-            Whole(0, 8),
-            "Daemons per group kept running without weights, so that a restart only loads the weights.",
-            "daemons",
-        ),
-    ] = 0
-    restart_limit: Annotated[
-        RestartLimit,
-        Key(
-            Restarts(),
-            "Most restarts of one group in a period; after one more the group is FAILED and tried again after 1 "
-            "minute, then 2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED.",
-        ),
-    ] = _RESTART_LIMIT
+    hold_s: Annotated[float, Meta(ge=0.0, le=86400.0), Key(unit="seconds")] = 120.0
+    """How long running requests wait for a daemon to come back; 0: they fail immediately."""
+    journal: Annotated[int, SIZE] = 2 * 2**30
+    """Host memory for boundary activations, from which a lost shard is rebuilt."""
+    spares: Annotated[int, Meta(ge=0, le=8), Key(unit="daemons")] = 0
+    """Daemons per group kept running without weights, so that a restart only loads the weights."""
+    restart_limit: Annotated[RestartLimit, RESTART_LIMIT] = field(default=RestartLimit(10, 60))
+    """Most restarts of one group in a period; after one more the group is FAILED and tried again after 1 minute, then
+    2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Logging to standard error and to a file that outlives the supervisor."""
+
+    format: Literal["auto", "console", "json"] = "auto"
+    """`auto`: console on a terminal, JSON otherwise."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
 
 
 def source_of(path: str) -> Path | HubFile:
@@ -333,6 +314,78 @@ def source_of(path: str) -> Path | HubFile:
     return hub_file(path) if path.startswith(HUB_PREFIX) else Path(path)
 
 
-def visible_devices_variable(backend: Backend) -> str:
-    """Return the environment variable that limits the devices torch sees, empty if the backend has none."""
-    return _VISIBLE_DEVICES.get(backend, "")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A warning at start: a key, its value, why, and what to do."""
+
+    key: str
+    value: object
+    why: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return format_error(self.key, self.value, self.why, self.hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A complete, resolved and valid configuration. Two are equal if they mean the same, wherever they came from."""
+
+    file: Path = field(compare=False)
+    model: ModelConfig
+    groups: Mapping[str, GroupConfig]
+    placement: PlacementConfig
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+    cache: CacheConfig = CacheConfig()
+    draft: DraftConfig = DraftConfig()
+    kvflash: KvFlashConfig = KvFlashConfig()
+    pflash: PFlashConfig = PFlashConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    log: LogConfig = LogConfig()
+    set_keys: frozenset[str] = field(default=frozenset(), compare=False)
+    notices: tuple[Notice, ...] = field(default=(), compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)  # of the command line: `load` takes them again
+
+    def as_dict(self) -> dict[str, object]:
+        """Return all keys and values as in the file, JSON-compatible; loading it gives an equal configuration."""
+        sections: dict[str, object] = {}
+        for name in SECTIONS:
+            sections[name] = _written(getattr(self, name))
+            if name == "model":
+                sections[GROUPS] = {group.name: _written(group) for group in self.groups.values()}
+        return sections
+
+    @property
+    def scores(self) -> bool:
+        """True if PFlash or KV Flash asks the scoring model of `[pflash]`."""
+        return self.pflash.mode != "off" or (self.kvflash.policy == "drafter" and self.kvflash.pool_tokens != 0)
+
+    def threads_of(self, group: str, usable_cores: int) -> int:
+        """Return the compute threads of a cpu group on a machine where the supervisor may use `usable_cores`."""
+        config = self.groups[group]
+        if config.threads != "auto":
+            return config.threads
+        n_cpu_groups = sum(other.backend == "cpu" for other in self.groups.values())
+        return len(config.cores) or max(1, usable_cores // max(1, n_cpu_groups))
+
+
+GROUPS = "groups"
+SECTIONS: Mapping[str, type[Any]] = {
+    "model": ModelConfig,
+    "placement": PlacementConfig,
+    "engine": EngineConfig,
+    "server": ServerConfig,
+    "cache": CacheConfig,
+    "draft": DraftConfig,
+    "kvflash": KvFlashConfig,
+    "pflash": PFlashConfig,
+    "recovery": RecoveryConfig,
+    "log": LogConfig,
+}
+"""Sections by their names in the file, in its order; `[groups.NAME]`, one GroupConfig each, comes after model."""
+
+
+def _written(section: object) -> dict[str, object]:
+    """Return a section's keys and values as in the file."""
+    return {name: key.write(getattr(section, key.field)) for name, key in keys_of(type(section)).items()}

@@ -9,7 +9,6 @@ Invariant: steps go to READY daemons only, which were reset since they were lost
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from typing import Final
 
 import structlog
 
-from lucevisor.deployment.draft_assembly import DraftAssembly
 from lucevisor.engine.core import Engine
 from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.engine.pipeline.steps import PipelineFailure
@@ -29,10 +27,91 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.steps import PendingCancelled, Reset, ResetDone, StepResult
 from lucevisor.protocol.transport import Link
 
+log = structlog.get_logger("assembly")
+
+
+class DraftAssembly:
+    """``group`` runs the draft stage; ``alone``: it runs no other stage; ``with_output``: it runs the output stage,
+    too.  ``on_change`` is called when ``attached`` changes.
+    """
+
+    def __init__(
+        self, engine: Engine, group: str, *, alone: bool, with_output: bool, on_change: Callable[[], None]
+    ) -> None:
+        self.group = group
+        self._alone, self._with_output = alone, with_output
+        self.attached = False
+        self._engine, self._on_change = engine, on_change
+        self._link: Link | None = None
+        self._serving = False  # a pipeline is attached
+        self._n_resets = 0
+        self._token = 0  # of the last Reset; 0: none is unanswered
+
+    @property
+    def resetting(self) -> bool:
+        """Whether its daemon has yet to answer a Reset."""
+        return self._token > 0
+
+    def ready(self, link: Link) -> None:
+        """Its daemon finished loading, the drafter included."""
+        self._link = link
+        if self._serving:
+            self._prepare()
+
+    def lost(self, reason: str) -> None:
+        """Its daemon has exited or is about to."""
+        self._link, self._token = None, 0
+        self.detach(reason)
+
+    def detach(self, reason: str) -> None:
+        """Stop drafting until its daemon or the pipeline is replaced."""
+        if self.attached:
+            self.attached = False
+            log.warning("drafter detached", group=self.group, reason=reason)
+            self._engine.drafter.detach()
+            self._on_change()
+
+    def pipeline_attached(self, *, kept: bool = False) -> None:
+        """The engine has a pipeline, whose daemons hold no sequences; ``kept``: that of the drafter has the state of
+        the one before, as of the last step."""
+        self._serving = True
+        if self._link is not None:
+            self._prepare(kept=kept)
+
+    def pipeline_detached(self) -> None:
+        """The engine has dropped the pipeline, and the drafter with it."""
+        self._serving, self._token = False, 0
+        self.attached = False
+
+    def reset_done(self, token: int) -> None:
+        """Its daemon, which runs nothing else, dropped its sequences."""
+        if token == self._token:
+            self._token = 0
+            self._attach()
+
+    def _prepare(self, *, kept: bool = False) -> None:
+        """Reset a daemon of its own; that of a stage was reset before the pipeline was attached."""
+        if not self._alone:
+            self._attach(kept=kept)
+            return
+        assert self._link is not None
+        self._n_resets += 1
+        self._token = self._n_resets
+        try:
+            self._link.send(Reset(self._token))
+        except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
+            self._token = 0
+
+    def _attach(self, *, kept: bool = False) -> None:
+        assert self._link is not None
+        self.attached = True
+        log.info("drafter attached", group=self.group, kept=kept)
+        self._engine.drafter.attach(self._link, with_output=self._with_output, kept=kept)
+        self._on_change()
+
+
 MAX_REPLAYS: Final = 2
 """Loads of a group with a replay since the last loss; the next one goes without, should it be the replay that fails."""
-
-log = structlog.get_logger("assembly")
 
 
 class PipelineAssembly:
@@ -45,27 +124,24 @@ class PipelineAssembly:
         stage_groups: Sequence[str],
         on_change: Callable[[], None],
         draft_group: str = "",
-        *,
-        yields: bool = False,
     ) -> None:
-        """``yields``: the daemons have no cores of their own, so they run before this process goes on."""
         self._engine = engine
         self._stage_groups = list(stage_groups)
-        self._on_change, self._yields = on_change, yields
+        self._on_change = on_change
         self._draft: DraftAssembly | None = None
         if draft_group:
             alone, with_output = draft_group not in stage_groups, draft_group == stage_groups[-1]
             self._draft = DraftAssembly(engine, draft_group, alone=alone, with_output=with_output, on_change=on_change)
         self._links: dict[str, Link] = {}
         self._lost: set[str] = set()  # groups whose stages the pipeline has lost
-        self._kept: set[str] = set()  # groups whose daemons took over their predecessors' state
-        self._draft_kept = False  # the drafter's daemon took over that of its predecessor, too
+        self._with_state: set[str] = set()  # groups whose daemons took over their predecessors' state
+        self._draft_restored = False  # the drafter's daemon took over that of its predecessor, too
         self._replaying: Counter[str] = Counter()  # lost groups, and replays prepared for them since the last loss
         self._replayed: set[str] = set()  # those of them whose daemons computed it while they loaded
         self._resetting: set[str] = set()
         self._token = 0  # identifies the last Reset
         self._pipeline: Pipeline | None = None
-        self._closed = False
+        self._detached = False
 
     @property
     def complete(self) -> bool:
@@ -111,22 +187,22 @@ class PipelineAssembly:
         link: Link,
         *,
         with_draft: bool = False,
-        kept: bool = False,
-        draft_kept: bool = False,
+        restored: bool = False,
+        draft_restored: bool = False,
         replayed: bool = False,
     ) -> None:
-        """A daemon finished loading; ``with_draft``: the drafter, too; ``kept``: it has the state that was frozen,
-        with ``draft_kept`` the drafter's, too; ``replayed``: it computed what ``replay`` returned."""
-        if self._closed:  # it was loading when the supervisor was told to stop
+        """A daemon finished loading; ``with_draft``: the drafter, too; ``restored``: it has the state that was frozen,
+        with ``draft_restored`` the drafter's, too; ``replayed``: it computed what ``replay`` returned."""
+        if self._detached:  # it was loading when the supervisor was told to stop
             return
         if self._draft is not None and group == self._draft.group and with_draft:
             self._draft.ready(link)
         if group not in self._stage_groups:
             return
         self._links[group] = link
-        if kept:
-            self._kept.add(group)
-            self._draft_kept |= draft_kept and with_draft
+        if restored:
+            self._with_state.add(group)
+            self._draft_restored |= draft_restored and with_draft
         if replayed and group in self._replaying:
             self._replayed.add(group)
         if set(self._links) == set(self._stage_groups):
@@ -136,8 +212,8 @@ class PipelineAssembly:
         """A daemon has exited or is about to.  The loss of one that runs the drafter alone affects no request."""
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
-            self._kept.discard(group)
-            self._draft_kept = False
+            self._with_state.discard(group)
+            self._draft_restored = False
             self._replayed.discard(group)
             self._resetting.clear()
             if known or group not in self._lost:  # else the dead link has been reported already
@@ -175,20 +251,18 @@ class PipelineAssembly:
             case _:
                 pass
 
-    def close(self, error: RequestError) -> None:
-        """Detach for good."""
+    def detach(self, error: RequestError | None = None) -> None:
+        """Detach for good; ``error`` ends running requests.  None: the engine has left this pipeline, or is about to be
+        told.
+        """
         had_one = self._pipeline is not None
-        self.leave()
-        if had_one:
-            self._engine.detach(error)
-            self._on_change()
-
-    def leave(self) -> None:
-        """Detach without telling the engine: it has left this pipeline, or is about to be told."""
-        self._closed = True
+        self._detached = True
         self._links.clear()
         self._resetting.clear()
         self._forget()
+        if had_one and error is not None:
+            self._engine.detach(error)
+            self._on_change()
 
     def _runs(self, group: str, stage: int) -> bool:
         if stage == len(self._stage_groups):
@@ -214,18 +288,18 @@ class PipelineAssembly:
         log.info("rebuilding", groups=sorted(self._lost), replayed=sorted(self._replayed))
         replayed = [stage for stage in links if self._stage_groups[stage] in self._replayed]
         self._forget_replays()
-        if not self._engine.restore(links, self._restored, kept=self._lost <= self._kept, replayed=replayed):
+        if not self._engine.restore(links, self._restored, kept=self._lost <= self._with_state, replayed=replayed):
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
         """The engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
         lost, self._lost = self._lost, set()
-        draft_kept, self._draft_kept = self._draft_kept and self._engine.state_kept, False
-        self._kept.clear()
+        draft_restored, self._draft_restored = self._draft_restored and self._engine.state_kept, False
+        self._with_state.clear()
         if rebuilt:
             log.info("rebuilt", groups=sorted(lost))
             if self._draft is not None and self._draft.group in lost:
-                self._draft.pipeline_attached(kept=draft_kept)
+                self._draft.pipeline_attached(kept=draft_restored)
         else:
             self._forget()
             if set(self._links) == set(self._stage_groups):
@@ -248,7 +322,7 @@ class PipelineAssembly:
         """Note that the engine dropped the pipeline."""
         self._pipeline = None
         self._lost.clear()
-        self._draft_kept = False
+        self._draft_restored = False
         self._forget_replays()
         if self._draft is not None:
             self._draft.pipeline_detached()
@@ -268,15 +342,13 @@ class PipelineAssembly:
         rings = ORDERED and len(set(self._stage_groups)) == len(self._stage_groups)
         self._pipeline = Pipeline(links, self._engine.on_result, self._failed, rings=rings)
         self._pipeline.on_dead_link = self._on_dead_link
-        if self._yields:
-            self._pipeline.on_sent = os.sched_yield
         log.info("pipeline ready", stages=self._stage_groups)
-        kept, self._kept = self._kept, set()
-        draft_kept, self._draft_kept = self._draft_kept, False
+        kept, self._with_state = self._with_state, set()
+        draft_restored, self._draft_restored = self._draft_restored, False
 
         def attach_drafter(state_kept: bool) -> None:
             if self._draft is not None:
-                self._draft.pipeline_attached(kept=state_kept and draft_kept)
+                self._draft.pipeline_attached(kept=state_kept and draft_restored)
 
         whole = kept >= set(self._stage_groups)
         self._engine.attach(self._pipeline, kept=whole, before_steps=attach_drafter)

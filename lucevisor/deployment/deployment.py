@@ -3,33 +3,31 @@
 A deployment starts its groups, waits for every hello, places the model once, makes the buffers, and has the daemons
 load.  A daemon that is restarted gets the same Load again: another placement is another deployment.  Deployments share
 nothing but the weights, so a later one may start and load while an earlier one serves; it takes over the engine with
-``serve`` after the earlier one's ``release``.  Knows no HTTP, no requests and no snapshots.
+``attach`` after the earlier one's ``detach``.  Knows no HTTP, no requests and no snapshots.
 Invariant: what a daemon says reaches the deployment that started it, and no other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import numpy as np
 import structlog
 
+from lucevisor import suspend_clock
 from lucevisor.config import Config
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups, with_cores
-from lucevisor.deployment.placing import PlacementOnce
+from lucevisor.deployment.group_settings import group_devices, group_threads, spin_s, target_groups
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.served_weights import ServedWeights
-from lucevisor.deployment.sizes import why_unfit, with_sizes
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import Kept, StateMemory
-from lucevisor.deployment.successors import Successors, take_over
-from lucevisor.deployment.watchdog import Work, watch
+from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory, restore_replacement
+from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
 from lucevisor.engine.pipeline.steps import PipelineFailure
@@ -37,6 +35,7 @@ from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype
+from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.stages import LoadFiles, load_message
@@ -48,11 +47,160 @@ from lucevisor.protocol.steps import Step
 from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import AskedStep
 from lucevisor.snapshots.transfers import ShardTransfers
-from lucevisor.supervision.callbacks import Callbacks, LoadOrder
+from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
+from lucevisor.suspend_clock import SuspendAwareClock
+
+PATIENCE_S = 5.0
+"""How long to wait for optional groups, once all others have said hello."""
+
+
+class PlacementBarrier:
+    """Made in a running loop.  ``place`` gets the hellos of all ``groups``, and of those of ``others`` that came in
+    time."""
+
+    def __init__(
+        self,
+        groups: Collection[str],
+        place: Callable[[Mapping[str, Hello]], Awaitable[Placement]],
+        others: Collection[str] = (),
+    ) -> None:
+        self._groups, self._others = frozenset(groups), frozenset(others)
+        self._place = place
+        self._hellos: dict[str, Hello] = {}
+        self._failed: set[str] = set()  # others that will not come soon
+        self._news = asyncio.Event()  # a hello, or one that will not come
+        self._placed = _new_future()
+        self._placing = asyncio.Lock()
+
+    async def wait(self, group: str, hello: Hello) -> Placement:
+        """Add a group's hello and return the placement.  Raises LucevisorError when there is none."""
+        self._hellos[group] = hello
+        self._failed.discard(group)
+        self._news.set()
+        if self._placed.done() and self._placed.exception() is not None:
+            self._placed = _new_future()  # a restart: what did not fit may fit now
+        if self._groups <= self._hellos.keys():
+            async with self._placing:  # measuring takes a while, in which a daemon may come a second time
+                if not self._placed.done():
+                    await self._wait_for_others()
+                if not self._placed.done() and self._groups <= self._hellos.keys():
+                    try:
+                        self._placed.set_result(await self._place(self._hellos))
+                    except LucevisorError as e:
+                        self._placed.set_exception(e)
+        return await asyncio.shield(self._placed)
+
+    async def _wait_for_others(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with suspend_clock.timeout(PATIENCE_S):
+                while self._others - self._hellos.keys() - self._failed:
+                    self._news.clear()
+                    await self._news.wait()
+
+    def forget(self, group: str) -> None:
+        """The process that said hello, or should have, is gone."""
+        self._hellos.pop(group, None)
+        self._failed.add(group)
+        self._news.set()
+
+    def cancel(self) -> None:
+        """Cancel the wait for a placement."""
+        if not self._placed.done():
+            self._placed.cancel()
+
+
+def _new_future() -> asyncio.Future[Placement]:
+    future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(_retrieve)
+    return future
+
+
+def _retrieve(future: asyncio.Future[Placement]) -> None:
+    """Mark an exception as seen: whoever awaits the future still gets it."""
+    if not future.cancelled():
+        future.exception()
+
+
+_SHARED = (
+    "dtype", "kv_dtype", "max_context", "max_sequences", "prefill_chunk", "max_step_tokens", "pools", "pool_pages",
+    "drafting",
+)  # fmt: skip
+
+
+def with_sizes(config: Config, sizes: Placement | None) -> Config:
+    """Return ``config`` with what is automatic in its engine as it was chosen for ``sizes``, if given."""
+    if sizes is None:
+        return config
+    engine = replace(
+        config.engine,
+        dtype=sizes.dtype.value,  # type: ignore[arg-type]  # of those that the key takes
+        kv_dtype=sizes.kv_dtype.value,
+        max_context=sizes.max_context,
+        max_sequences=sizes.max_sequences,
+        prefill_chunk=sizes.prefill_chunk,
+        pages=sizes.pools.full_pages or config.engine.pages,
+    )
+    return replace(config, engine=engine)
+
+
+def why_unfit(placement: Placement | Infeasible, sizes: Placement | None) -> str:
+    """Return why a model cannot be placed, or not with these sizes of the running requests; empty if it can."""
+    if isinstance(placement, Infeasible):
+        return placement.message
+    if sizes is None:
+        return ""
+    other = [name for name in _SHARED if getattr(placement, name) != getattr(sizes, name)]
+    if (placement.draft is None) != (sizes.draft is None):
+        other.append("draft")
+    if not other:
+        return ""
+    differences = ", ".join(f"{name}: {getattr(placement, name)} instead of {getattr(sizes, name)}" for name in other)
+    return (
+        f"it fits only with other sizes than the running requests have ({differences}); `lucevisor stop`, then `start`"
+    )
+
+
+WATCH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a group's daemon works on. `what` is shown to people and identifies the work."""
+
+    group: str
+    what: str
+
+
+class Watchdog:
+    """Call `look` about once a second with all the work in hand."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen_at: dict[Work, float] = {}
+
+    def look(self, in_hand: Iterable[Work]) -> dict[Work, float]:
+        """Return what is overdue, and how many seconds ago it was first seen."""
+        now = self._clock()
+        self._seen_at = {work: self._seen_at.get(work, now) for work in in_hand}
+        return {work: now - at for work, at in self._seen_at.items() if now - at > self._limit_s}
+
+
+async def watch(limit_s: float, in_hand: Callable[[], Iterable[Work]], overdue: Callable[[Work, float], None]) -> None:
+    """Look at `in_hand()` until cancelled, and pass work older than `limit_s` to `overdue`."""
+    watchdog = Watchdog(limit_s, SuspendAwareClock())
+    while True:
+        await asyncio.sleep(WATCH_S)
+        try:
+            for work, waited_s in watchdog.look(in_hand()).items():
+                overdue(work, waited_s)
+        except Exception:  # a bug elsewhere must not end the watch
+            log.exception("looking for overdue work failed; the watchdog goes on")
+
 
 _EXPONENTS: Final = {
     Dtype.FLOAT32: (np.uint32, 0x7F800000),
@@ -64,20 +212,23 @@ _EXPONENTS: Final = {
 log = structlog.get_logger("deployment")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentHooks:
-    """What the owner of a deployment gives and hears; all are called from the event loop.
+class DeploymentOwner(Protocol):
+    """The service of a deployment.  All methods are called from the event loop."""
 
-    ``on_placed`` is called once, before any daemon loads: the moment to call ``serve`` unless another deployment
-    serves.  ``drain`` brings requests to rest before a daemon is restarted, and returns what the shards hold then, if
-    its successor may take it over.  ``on_change``: ``complete`` or ``loaded`` may have changed, or a daemon was lost.
-    """
+    def on_placed(self, deployment: Deployment) -> None:
+        """The model is placed, and no daemon loads yet: the moment to call ``attach`` unless another one serves."""
 
-    on_placed: Callable[[Deployment], None]
-    drain: Callable[[], Awaitable[FrozenState | None]]
-    on_change: Callable[[], None]
-    on_state: Callable[[str, State, str], None]
-    on_progress: Callable[[str, Progress], None]
+    async def drain_for_restart(self) -> FrozenState | None:
+        """Suspend requests before a daemon is restarted; return what the shards hold then, if its successor may take
+        it over.
+        """
+
+    def on_change(self) -> None:
+        """``complete`` or ``loaded`` may have changed, or a daemon was lost."""
+
+    def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None: ...
+
+    def on_progress(self, deployment: Deployment, group: str, progress: Progress) -> None: ...
 
 
 class Deployment:
@@ -92,7 +243,7 @@ class Deployment:
         weights: ServedWeights,
         launcher: Launcher,
         limits: SupervisionLimits,
-        hooks: DeploymentHooks,
+        owner: DeploymentOwner,
         sizes: Placement | None = None,
     ) -> None:
         self.epoch = epoch
@@ -101,15 +252,15 @@ class Deployment:
         self.buffers: dict[tuple[bool, int], Arena] = {}  # by (whether it is for captures, boundary)
         self.transfers: ShardTransfers | None = None
         self.scoring: ScoringStage | None = None  # of PFlash, when it is placed
-        self._config, self._model, self._weights, self._limits, self._hooks = config, model, weights, limits, hooks
+        self._config, self._model, self._weights, self._limits, self._owner = config, model, weights, limits, owner
         self._sizes = sizes
         self.needed: Final = target_groups(config)  # the groups with layers, which serving needs
-        self._placing = PlacementOnce(self.needed, self._place, config.groups.keys() - self.needed)
+        self._placing = PlacementBarrier(self.needed, self._place, config.groups.keys() - self.needed)
         self._links: dict[str, Link] = {}  # of READY groups
         self._draft_loaded = False  # the draft group is READY and has loaded the drafter
         self._draft_problem = ""  # why the draft group runs without the drafter
         self._detached = ""  # why the engine dropped the drafter
-        self._successors = Successors(model.spec.layers)
+        self._replacements = ReplacementState(model.spec.layers)
         self._engine: Engine | None = None
         self._assembly: PipelineAssembly | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -117,7 +268,7 @@ class Deployment:
         self.groups = self._make_groups(launcher)
 
     def _make_groups(self, launcher: Launcher) -> dict[str, GroupSupervisor]:
-        config = self._config
+        config, owner = self._config, self._owner
         callbacks = Callbacks(
             make_load=self._make_load,
             check_loaded=self._check_loaded,
@@ -127,7 +278,7 @@ class Deployment:
             asked=self._asked,
             on_state=self._on_state,
             on_draining=self._on_draining,
-            on_progress=self._hooks.on_progress,
+            on_progress=lambda group, progress: owner.on_progress(self, group, progress),
             on_heartbeat=self._on_heartbeat,
         )
         return {
@@ -140,7 +291,7 @@ class Deployment:
                 limits=self._limits,
                 n_spares=config.recovery.spares,
             )
-            for name, group in with_cores(config).items()
+            for name, group in config.groups.items()
         }
 
     # ---- life
@@ -161,7 +312,7 @@ class Deployment:
         self._placing.cancel()
         for buffer in self.buffers.values():
             buffer.close()
-        self._successors.close()
+        self._replacements.close()
 
     # ---- serving
 
@@ -176,22 +327,24 @@ class Deployment:
         failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
         return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
-    def serve(self, engine: Engine, kept: Kept | None = None) -> None:
+    def attach(self, engine: Engine, restored: RestoredState | None = None) -> None:
         """Attach to ``engine`` as soon as every group with layers is READY, and again after each loss; the drafter
         whenever it is there.
 
-        Call it when the deployment is placed, and when no other one serves ``engine``.  ``kept``: what daemons have of
-        what the engine had frozen.
+        Call it when the deployment is placed, and when no other one serves ``engine``.  ``restored``: daemons that
+        hold what the engine had frozen.
         """
-        links, draft_kept = kept or Kept()
+        links, draft_restored = restored or RestoredState()
         assert self.placement is not None
         self._engine = engine
         stage_groups, draft = [stage.group for stage in self.placement.stages], self.placement.draft
-        draft_group, yields = "" if draft is None else draft.group, not spin_s(self._config)
-        self._assembly = PipelineAssembly(engine, stage_groups, self._hooks.on_change, draft_group, yields=yields)
+        draft_group = "" if draft is None else draft.group
+        self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, draft_group)
         for group, link in self._links.items():
             with_draft = group == draft_group and self._draft_loaded
-            self._assembly.ready(group, link, with_draft=with_draft, kept=link in links, draft_kept=draft_kept)
+            self._assembly.ready(
+                group, link, with_draft=with_draft, restored=link in links, draft_restored=draft_restored
+            )
 
     @property
     def complete(self) -> bool:
@@ -208,16 +361,13 @@ class Deployment:
         """The links of the groups that are READY."""
         return self._links
 
-    def retire(self) -> None:
-        """Detach from the engine, which has left the pipeline: its steps may run on other stages from now on."""
+    def detach(self, error: RequestError | None = None) -> None:
+        """Detach from the engine, for good.  Running requests end with ``error``; without one the engine has left the
+        pipeline already, and its steps may run on other stages from now on.
+        """
         self._engine = None
         if self._assembly is not None:
-            self._assembly.leave()
-
-    def release(self, error: RequestError) -> None:
-        """Detach from the engine for good; running requests end with ``error``."""
-        if self._assembly is not None:
-            self._assembly.close(error)
+            self._assembly.detach(error)
 
     def pipeline_failed(self, failure: PipelineFailure) -> None:
         """A daemon answered out of order: only a new process of it is trusted again."""
@@ -288,7 +438,7 @@ class Deployment:
         threads = group_threads(self._config, group)
         load = load_message(placement, group, files, threads, draft_files, score_files, spin_s=spin_s(self._config))
         fds = descriptors([self.buffers[arena.capture, arena.boundary] for arena in load.arenas])
-        order = await self._successors.order(group, load, fds, self._assembly)
+        order = await self._replacements.load_order(group, load, fds, self._assembly)
         return dataclasses.replace(order, vocabulary=self._model.spec.vocabulary)
 
     async def _draft_files(self, *, alone: bool) -> LoadFiles | None:
@@ -306,8 +456,9 @@ class Deployment:
     async def _place(self, hellos: Mapping[str, Hello]) -> Placement:
         await self._weights.settle()
         inventory = {group: hello.devices for group, hello in hellos.items()}
-        speeds = await speeds_for(self._model.spec, self._model.files, self._config, inventory)
-        config, model = with_sizes(self._config, self._sizes), self._model
+        config, model = with_target_devices(self._config, inventory), self._model
+        speeds = await speeds_for(model.spec, model.files, config, inventory)
+        config = with_sizes(config, self._sizes)
         result = plan(model.spec, config, inventory, speeds, model.draft_spec, model.score_spec)
         self.unfit = why_unfit(result, self._sizes)
         if isinstance(result, Infeasible) or self.unfit:
@@ -319,10 +470,10 @@ class Deployment:
                  max_context=result.max_context, devices=devices)  # fmt: skip
         self.placement = result
         self.buffers = {(arena.capture, arena.boundary): Arena.create(arena) for arena in result.arenas}
-        layers = {stage.group: [own.layers for own in result.stages_of(stage.group)] for stage in result.stages}
+        layers = {stage.group: [stage_.layers for stage_ in result.stages_of(stage.group)] for stage in result.stages}
         self.transfers = ShardTransfers(layers, self.draft_group)
         self.scoring = ScoringStage(result.scorer) if result.scorer is not None else None
-        self._hooks.on_placed(self)
+        self._owner.on_placed(self)
         return result
 
     def _check_loaded(self, group: str, loaded: Loaded) -> str:
@@ -341,13 +492,13 @@ class Deployment:
             self.transfers.ready(group, link)
         if self.scoring is not None:
             self.scoring.ready(group, link, loaded.score_problem)
-        memory = self._successors.loaded(group)
+        memory = self._replacements.take(group)
         if memory is not None:
             self._begin(self._take_over(group, link, memory, with_draft=with_draft), f"state for {group}")
         elif self._assembly is not None:
             self._assembly.ready(group, link, with_draft=with_draft, replayed=loaded.replayed)
         else:
-            self._hooks.on_change()
+            self._owner.on_change()
 
     def _on_lost(self, group: str, reason: str) -> None:
         self._links.pop(group, None)
@@ -355,11 +506,10 @@ class Deployment:
             self._draft_loaded = False
         if self._assembly is not None:
             self._assembly.lost(group, reason)
-        self._successors.lost(group, self._assembly)
         for part in (self.transfers, self.scoring):
             if part is not None:
                 part.lost(group, reason)
-        self._hooks.on_change()
+        self._owner.on_change()
 
     def _asked(self, _group: str, stage: int, step_id: int) -> AskedStep | None:
         return None if self._engine is None else self._engine.asked(stage, step_id)
@@ -374,8 +524,8 @@ class Deployment:
         if self.placement is None and state in (State.BACKOFF, State.FAILED):
             self._placing.forget(group)
         if state is State.FAILED:
-            self._successors.drop(group)
-        self._hooks.on_state(group, state, reason)
+            self._replacements.drop(group)
+        self._owner.on_state(self, group, state, reason)
 
     def _on_draining(self, group: str, child: int) -> None:
         self._begin(self._drain(group, child), f"drain for {group}")
@@ -388,12 +538,12 @@ class Deployment:
 
     async def _drain(self, group: str, child: int) -> None:
         if group in self.needed:
-            frozen = await self._hooks.drain()
+            frozen = await self._owner.drain_for_restart()
             if frozen is not None:
                 assert self.placement is not None
                 assert self.transfers is not None
                 drafter = self.draft_layers([group])
-                await self._successors.keep(group, self.placement, self.transfers, frozen, drafter)
+                await self._replacements.export(group, self.placement, self.transfers, frozen, drafter)
         elif self._assembly is not None and group == self.draft_group:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
@@ -401,10 +551,10 @@ class Deployment:
     async def _take_over(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
-        kept = await take_over(memory, self.transfers, group)
+        restored = await restore_replacement(memory, self.transfers, group)
         if self._assembly is not None and self._links.get(group) is link:
-            has_draft = memory.with_draft
-            self._assembly.ready(group, link, with_draft=with_draft, kept=kept, draft_kept=kept and has_draft)
+            draft_restored = restored and memory.with_draft
+            self._assembly.ready(group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored)
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))

@@ -55,7 +55,7 @@ class JournalRows:
 
     def file(self, boundary: int, region: int, copies: Sequence[RowCopy]) -> None:
         """Copy rows of a step from its region, now or in the thread."""
-        n_bytes = sum(one.n for one in copies) * self._row_bytes
+        n_bytes = sum(copy.n for copy in copies) * self._row_bytes
         self._in_order(region, n_bytes, partial(self._file, boundary, region, copies))
 
     def free(self, region: int) -> None:
@@ -99,7 +99,7 @@ class JournalRows:
     def _gather(self, steps: Sequence[Sequence[RowCopy]], fd: int) -> None:
         at = 0
         try:
-            for block, offset, _, n in (one for copies in steps for one in copies):
+            for block, offset, _, n in (copied for copies in steps for copied in copies):
                 rows = self._blocks[block, offset : offset + n].data.cast("B")
                 while rows:
                     n_written = os.pwrite(fd, rows, at)

@@ -18,14 +18,14 @@ from typing import Final
 import msgspec
 
 from lucevisor.config import Config, GroupConfig
-from lucevisor.deployment.affinity import usable_cores
+from lucevisor.deployment.group_settings import usable_cores
 from lucevisor.deployment.installed import installed
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors
+from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.planner import plan
 from lucevisor.protocol.handshake import MIN_PACKAGES, MIN_PYTHON, MIN_TORCH, older
-from lucevisor.supervision.child import SpawnError, find_python
-from lucevisor.supervision.environment import environment
+from lucevisor.supervision.child import SpawnError, environment, find_python
 
 _PACKAGES: Final = ("torch", *sorted(MIN_PACKAGES))
 _BUILDS: Final = {"cuda": ("cuda", "a CUDA"), "hip": ("hip", "a ROCm")}
@@ -53,7 +53,7 @@ def check_before_start(config: Config, model: ServedModel) -> None:
 def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
     """What memory the devices have is not known yet; what the plan refuses without knowing it, it always refuses."""
     try:
-        plan(model.spec, config, {}, None, model.draft_spec, model.score_spec)
+        plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.score_spec)
     except ConfigError as error:
         yield error
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lucevisor.config import Config
-from lucevisor.deployment.group_settings import group_devices
+from lucevisor.deployment.group_settings import group_devices, group_threads, target_groups
+from lucevisor.errors import LucevisorError
+from lucevisor.model.values import Dtype
+from lucevisor.placement.planner import model_options
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, DeviceInfo
-from lucevisor.protocol.messages import Check, Checked
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.protocol.messages import Check, Checked, CheckLine, Tune
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.probe import Probe, probe
-from lucevisor.supervision.staging import stage_packages
 
 HELLO_S = 60.0
 CHECK_S = 300.0
@@ -60,3 +62,29 @@ def check_arena() -> Arena:
 
 
 __all__ = ["Checked", "check_arena", "each_group", "inventory"]
+
+
+TUNE_S = 600.0
+
+
+async def tune(files: Sequence[Path], config: Config) -> list[CheckLine]:
+    """Tune the groups that hold layers, one after the other so that they do not disturb each other.
+
+    Raises LucevisorError when a group does not answer, or something could not be measured.
+    """
+    lines: list[CheckLine] = []
+    with tempfile.TemporaryDirectory(prefix="lucevisor-tune-") as directory:
+        launcher = LocalLauncher(stage_packages(Path(directory)))
+        for group in target_groups(config):
+            on_cpu = config.groups[group].backend == "cpu"
+            indices = [0] if on_cpu else group_devices(config, group)  # all indices of a cpu group are one device
+            order = Tune(indices, group_threads(config, group), model_options(config))
+            check = Check([str(f) for f in files], 0, Dtype.BFLOAT16, tune=order)
+            answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, TUNE_S)
+            if answer.checked is None:
+                raise LucevisorError(f"groups.{group} was not tuned: {answer.problem}")
+            failed = [line for line in answer.checked.lines if not line.ok]
+            if failed:
+                raise LucevisorError(f"groups.{group} was not tuned: {failed[0].subject}: {failed[0].detail}")
+            lines += [CheckLine(f"{group} {line.subject}", True, line.detail) for line in answer.checked.lines]
+    return lines

@@ -15,42 +15,173 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
 import structlog
 
-from lucevisor import awake
-from lucevisor.config import Config
-from lucevisor.deployment.affinity import keep_to
+from lucevisor import suspend_clock
+from lucevisor.config import CacheConfig, Config
 from lucevisor.deployment.cache_files import cache_directory
-from lucevisor.deployment.deployment import Deployment, DeploymentHooks
-from lucevisor.deployment.engine_limits import engine_limits
-from lucevisor.deployment.group_settings import core_plan
-from lucevisor.deployment.holding import watch_holds
+from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.journal_rows import journal_rows
-from lucevisor.deployment.readiness import Readiness
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.served_weights import ServedWeights
-from lucevisor.deployment.state_memory import Kept
+from lucevisor.deployment.state_memory import RestoredState
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
+from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import MAX_LOSSES, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
+from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.residency import Residency
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend
 from lucevisor.placement.result import Placement
+from lucevisor.placement.sizing import slot_unit_bytes
+from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.messages import Progress
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.staging import stage_packages
 from lucevisor.supervision.states import State
+
+MIN_WAIT_S = 1.0
+"""The estimate for a start that takes longer than the last one did."""
+
+
+class Readiness:
+    """How long the groups' starts take."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+        self._started_at: dict[str, float] = {}
+        self._start_s: dict[str, float] = {}  # the last start, STARTING to READY
+
+    def changed(self, group: str, state: State, now: float) -> None:
+        """Record a change of state."""
+        self._states[group] = state
+        if state is State.STARTING:
+            self._started_at[group] = now
+        elif state is State.READY:
+            self._start_s[group] = now - self._started_at.get(group, now)
+
+    def wait_s(self, retries: Mapping[str, float | None], now: float) -> float | None:
+        """Return in how many seconds all groups of ``retries`` are likely to be READY, or None when that is unknown.
+
+        ``retries``: in how many seconds a group in BACKOFF or FAILED is started again.
+        """
+        # The pause of a group that failed is far longer than a start, so it alone counts.
+        failed = {name: retries[name] for name in retries if self._states.get(name) is State.FAILED}
+        waits = [self._wait_s(group, retry_in_s, now) for group, retry_in_s in (failed or retries).items()]
+        return None if None in waits else max((wait for wait in waits if wait is not None), default=0.0)
+
+    def _wait_s(self, group: str, retry_in_s: float | None, now: float) -> float | None:
+        state = self._states.get(group, State.STOPPED)
+        start_s = self._start_s.get(group)
+        match state:
+            case State.READY:
+                return 0.0
+            case State.STOPPED:
+                return None
+            case State.FAILED:
+                return None if retry_in_s is None else retry_in_s + (start_s or 0.0)
+        if start_s is None:
+            return None
+        if state in (State.STARTING, State.LOADING):
+            return max(MIN_WAIT_S, self._started_at[group] + start_s - now)
+        return (retry_in_s or 0.0) + start_s
+
+
+async def watch_holds(engine: Engine, hold_s: float) -> None:
+    """Watch ``engine`` until cancelled."""
+    recovery = engine.recovery
+    while True:
+        while (since := recovery.since) is None:
+            recovery.changed.clear()
+            await recovery.changed.wait()
+        try:
+            async with suspend_clock.timeout(hold_s):
+                while recovery.since == since:
+                    recovery.changed.clear()
+                    await recovery.changed.wait()
+        except TimeoutError:
+            away = engine.statistics().reason
+            text = f"{away}; the request was held for {hold_s:g} s (recovery.hold_s); send it again later"
+            engine.detach(RequestError("shard_lost", text), permanent=True)
+
+
+P_MIN: Final = 20
+"""Percent: in the demo a row of a verify step takes 0.15 to 0.2 of the time of a token with drafts (speculation.md)."""
+
+
+def engine_limits(
+    cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None = None
+) -> EngineLimits:
+    """Limits of the engine that runs ``placement``.  ``drafter``: the layers of the drafter that is placed."""
+    return EngineLimits(
+        max_sequences=placement.max_sequences,
+        max_context=placement.max_context,
+        prefill_chunk=placement.prefill_chunk,
+        max_step_tokens=placement.max_step_tokens,
+        spaces=placement.spaces,
+        pools=placement.pools,
+        window_tokens=placement.window_tokens,
+        prefix=_prefix_settings(cache, spec, placement, drafter),
+        residency=_residency(placement),
+        speculation=_speculation_settings(spec, placement),
+    )
+
+
+def _residency(placement: Placement) -> Residency | None:
+    if placement.pool_pages is None:
+        return None
+    return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
+
+
+def _rows_cost(placement: Placement) -> bool:
+    """Whether rows of verify steps cost enough to leave out unsure drafts, as on a cpu, and the output stage's daemon,
+    which makes them, can.  Of more than two stages those between would not hear of it.
+    """
+    draft, stages = placement.draft, placement.stages
+    if draft is None or len(stages) > 2:
+        return False
+    return draft.group == stages[-1].group and {draft.backend, stages[-1].shards[-1].backend} == {Backend.CPU}
+
+
+def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:
+    drafting, draft = placement.drafting, placement.draft
+    return SpeculationSettings(
+        max_drafts=drafting.max_drafts,
+        drafter=draft is not None,
+        lookup=drafting.lookup,
+        kind=draft.kind if draft is not None else DraftKind.MTP,
+        fixed=drafting.fixed,
+        p_min=P_MIN if _rows_cost(placement) and not drafting.fixed else 0,
+        n_vocabulary=spec.vocabulary,
+    )
+
+
+def _prefix_settings(
+    cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None
+) -> PrefixSettings:
+    """Return the bounds of prefix slots, and the bytes of a page and a state over all shards."""
+    unit_bytes = slot_unit_bytes(spec, placement.kv_dtype, drafter)
+    return PrefixSettings(
+        max_slots=cache.prefix_slots,
+        memory_bytes=cache.memory,
+        min_tokens=cache.min_tokens,
+        checkpoint_pages=cache.checkpoint_pages,
+        unit_bytes={space: unit_bytes[space] for space in placement.spaces},
+    )
+
 
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
@@ -111,32 +242,13 @@ class Service:
         self.deployment = self._make_deployment(config)
 
     def _make_deployment(self, config: Config, succeeds: Deployment | None = None) -> Deployment:
-        """Make a deployment; what happens to it is told while it is the present one."""
         epoch = 1 if succeeds is None else succeeds.epoch + 1
         limit = config.recovery.restart_limit
         limits = replace(self._limits, n_restarts=limit.count, window_s=float(limit.seconds))
-
-        def on_state(group: str, state: State, reason: str) -> None:
-            if self.deployment is made:
-                self._on_state(group, state, reason)
-            else:
-                self._changed.set()
-
-        def on_progress(group: str, report: Progress) -> None:
-            if self.deployment is made:
-                self._observer.progress(group, report)
-
-        hooks = DeploymentHooks(
-            on_placed=self._on_placed if succeeds is None else self._on_placed_again,
-            drain=self._drain_for_restart,
-            on_change=self._notify,
-            on_state=on_state,
-            on_progress=on_progress,
-        )
         sizes = None if succeeds is None else succeeds.placement
-        made = Deployment(epoch, config, self.model, self._weights, self._launcher, limits, hooks, sizes)
-        self._deployments.append(made)
-        return made
+        deployment = Deployment(epoch, config, self.model, self._weights, self._launcher, limits, self, sizes)
+        self._deployments.append(deployment)
+        return deployment
 
     @property
     def groups(self) -> dict[str, GroupSupervisor]:
@@ -181,7 +293,7 @@ class Service:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, drain_s: float, stop_s: float) -> None:
-        self._notify()
+        self.on_change()
         if self.engine is not None and self.deployment.complete and drain_s > 0:
             if not await self.engine.drain(drain_s):
                 now = self.engine.statistics()
@@ -199,13 +311,12 @@ class Service:
             await self.snapshots.close()
         if self.swap is not None:
             await self.swap.close()
-        for one in self._deployments:
-            one.close()
-        keep_to(())
-        self._notify()
+        for deployment in self._deployments:
+            deployment.close()
+        self.on_change()
 
     async def _stop_groups(self, stop_s: float) -> None:
-        await asyncio.gather(*(one.stop(stop_s) for one in self._deployments))
+        await asyncio.gather(*(deployment.stop(stop_s) for deployment in self._deployments))
 
     def _end_requests(self) -> None:
         """End running and queued requests and refuse new ones; idempotent."""
@@ -214,37 +325,37 @@ class Service:
         )
         if self.engine is not None:
             self.engine.close(error)
-        self.deployment.release(error)
+        self.deployment.detach(error)
 
     async def save_prefixes(self, deadline_s: float) -> None:
         """Save prefix slots to ``cache.dir``, if set, before the shards lose them; a hurried stop cancels it."""
         if self.snapshots is not None and self.deployment.complete:
             self._saving = asyncio.create_task(self.snapshots.save_all(deadline_s), name="save all slots")
             with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                async with awake.timeout(deadline_s + 1.0):  # a disk that hangs does not hold up the stop
+                async with suspend_clock.timeout(deadline_s + 1.0):  # a disk that hangs does not hold up the stop
                     await self._saving
             self._saving = None
 
-    # ---- another deployment (orders.py)
+    # ---- another deployment (admin_operations.py)
 
     def deploy(self, config: Config) -> Deployment:
         """Make a deployment to succeed the present one; it does not serve yet."""
         return self._make_deployment(config, self.deployment)
 
-    def switch(self, engine: Engine, config: Config, later: Deployment, kept: Kept) -> None:
-        """Serve with another deployment, whose daemons have the state that was ``kept``."""
-        self.deployment.retire()
+    def switch(self, engine: Engine, config: Config, later: Deployment, restored: RestoredState) -> None:
+        """Serve with another deployment, whose daemons have the ``restored`` state."""
+        self.deployment.detach()
         self.deployment, self.config = later, config
         for name, group in later.groups.items():
             self.restart_reasons.setdefault(name, Counter())
-            self._on_state(name, group.state, "reloaded")
+            self.on_state(later, name, group.state, "reloaded")
         engine.part(_MOVING, None, 0)
         if later.placement is not None:
-            self._take_over(engine, later, kept)
+            self._take_over(engine, later, restored)
 
-    def leave(self, engine: Engine) -> None:
+    def detach(self, engine: Engine) -> None:
         """Detach the present deployment from the engine, whose requests wait for another one."""
-        self.deployment.retire()
+        self.deployment.detach()
         engine.part(_MOVING, None, 0)
 
     async def end(self, deployment: Deployment) -> None:
@@ -254,15 +365,14 @@ class Service:
             self._deployments.remove(deployment)
             deployment.close()
 
-    def _take_over(self, engine: Engine, later: Deployment, kept: Kept | None = None) -> None:
+    def _take_over(self, engine: Engine, later: Deployment, restored: RestoredState | None = None) -> None:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
         rows = journal_rows(later.buffers, later.placement)
         engine.part(_MOVING, rows, rows.n_pages if rows is not None else 0)
         if self.snapshots is not None and later.transfers is not None:
             self.snapshots.shards = later.transfers
-        later.serve(engine, kept)
-        keep_to(core_plan(self.config).supervisor)
+        later.attach(engine, restored)
 
     # ---- state
 
@@ -313,11 +423,16 @@ class Service:
         retries = {name: self.groups[name].retry_in_s for name in self.deployment.needed}
         return self._readiness.wait_s(retries, time.monotonic())
 
-    # ---- hooks of the deployment
+    # ---- the owner of deployments
 
-    def _on_placed(self, deployment: Deployment) -> None:
+    def on_placed(self, deployment: Deployment) -> None:
+        """Make the engine for the first placement; serve with a later one if it is present, but was not placed yet."""
         placement = deployment.placement
         assert placement is not None
+        if self.engine is not None:
+            if self.deployment is deployment:
+                self._take_over(self.engine, deployment)
+            return
         rows = journal_rows(deployment.buffers, placement)
         settings = EngineSettings(
             max_queue=self.config.server.max_queue,
@@ -335,21 +450,18 @@ class Service:
         drafter = self.model.drafter.spec.model if placement.draft is not None and self.model.drafter else None
         self.engine = Engine(engine_limits(self.config.cache, self.model.spec, placement, drafter), settings)
         self.swap = swap_space(self.engine, self.model, placement, lambda: self.deployment.transfers)
-        deployment.serve(self.engine)
-        keep_to(core_plan(self.config).supervisor)
+        deployment.attach(self.engine)
         if settings.hold_s > 0:
             self._holding = asyncio.create_task(watch_holds(self.engine, settings.hold_s), name="watch holds")
         if self.config.cache.dir and self.config.cache.prefix_slots:
             self._opening = asyncio.create_task(self._open_snapshots(self.engine, deployment), name="open snapshots")
         self._on_engine(self.engine)
 
-    def _on_placed_again(self, deployment: Deployment) -> None:
-        """Serve with a later deployment if it is the present one: one that could not be placed until now."""
-        if self.deployment is deployment:
-            assert self.engine is not None
-            self._take_over(self.engine, deployment)
-
-    def _on_state(self, group: str, state: State, reason: str) -> None:
+    def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
+        """Tell observer and engine what happens to the present deployment."""
+        if deployment is not self.deployment:
+            self._changed.set()
+            return
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
             self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
@@ -360,9 +472,14 @@ class Service:
             else:
                 self.engine.away(away)
         self._observer.state(group, state, reason)
-        self._notify()
+        self.on_change()
 
-    async def _drain_for_restart(self) -> FrozenState | None:
+    def on_progress(self, deployment: Deployment, group: str, progress: Progress) -> None:
+        if deployment is self.deployment:
+            self._observer.progress(group, progress)
+
+    async def drain_for_restart(self) -> FrozenState | None:
+        """Save prefix slots, and suspend requests."""
         if self.engine is None:
             return None
         if self.config.recovery.hold_s:
@@ -379,7 +496,8 @@ class Service:
         if self.snapshots is not None:
             self.snapshots.meter.add(result)
 
-    def _notify(self) -> None:
+    def on_change(self) -> None:
+        """Wake whoever waits for a state."""
         if self.deployment.complete:
             self._loaded.set()
             self._weights.begin()
@@ -399,14 +517,14 @@ class Service:
             assert placement is not None
             assert transfers is not None
             draft = await self._weights.draft_model() if placement.draft is not None else None
-            found = await open_snapshots(
+            snapshots = await open_snapshots(
                 engine, self.config.cache, self.model.spec, digests, placement, transfers, draft
             )
-            found.start()
-            self.snapshots = found
+            snapshots.start()
+            self.snapshots = snapshots
         except LucevisorError as error:
             if self._stopping is None:
                 log.error("snapshots are off until the next start", reason=str(error))
         finally:
             self._opening = None
-            self._notify()
+            self.on_change()

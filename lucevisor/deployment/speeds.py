@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from lucevisor import __version__, awake
+from lucevisor import __version__, suspend_clock
 from lucevisor.config import Config
 from lucevisor.deployment.cache_files import cache_directory, write_atomically
 from lucevisor.deployment.group_settings import group_threads
@@ -24,9 +24,8 @@ from lucevisor.placement.devices import Inventory
 from lucevisor.placement.planner import model_options
 from lucevisor.placement.speeds import MeasurementRequest, SpeedModel, Speeds, measurement_request
 from lucevisor.protocol.messages import Check, Measure, Timing
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.probe import Probe, probe
-from lucevisor.supervision.staging import stage_packages
 
 HELLO_S = 60.0
 MEASURE_S = 90.0
@@ -96,19 +95,19 @@ async def speeds_for(
     request = wanted(spec, config, inventory)
     if request is None:
         return None
-    found = None if fresh else read(request, spec)
-    if found is not None:
-        return found
+    speeds = None if fresh else read(request, spec)
+    if speeds is not None:
+        return speeds
     log.info("measuring how fast the devices are", model=spec.name, targets=request.conditions.targets)
     try:
-        async with awake.timeout(MEASURE_S):
-            found = await measure(request, files, config)
+        async with suspend_clock.timeout(MEASURE_S):
+            speeds = await measure(request, files, config)
     except TimeoutError:
         log.warning("speeds not measured", reason=f"not done within {MEASURE_S:.0f} s")
         return None
-    if found is not None:
-        write(request, found)
-    return found
+    if speeds is not None:
+        write(request, speeds)
+    return speeds
 
 
 async def measure(request: MeasurementRequest, files: Sequence[Path], config: Config) -> Speeds | None:
@@ -123,13 +122,13 @@ async def measure(request: MeasurementRequest, files: Sequence[Path], config: Co
             assert check.measure is not None
             indices = sorted({span.device for span in check.measure.spans})
             answer = await probe(config.groups[group], launcher, indices, (check, []), HELLO_S, MEASURE_S)
-            found = answer.checked.timings if answer.checked is not None else []
-            if len(found) != len(check.measure.spans):
+            timings_ = answer.checked.timings if answer.checked is not None else []
+            if len(timings_) != len(check.measure.spans):
                 log.warning("speeds not measured", group=group, reason=_failure(answer))
                 return None
-            rest = iter(found)
+            remaining = iter(timings_)
             for i in targets:
-                timings[i] = [next(rest) for _ in request.spans[i]]
+                timings[i] = [next(remaining) for _ in request.spans[i]]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     speeds = request.to_speeds(timings, now)
     if not speeds.valid():

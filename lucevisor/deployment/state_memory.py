@@ -12,26 +12,29 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import psutil
 import structlog
 from msgspec.structs import replace
 
+from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.freezer import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.placement.result import Placement
+from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.protocol.transport import Link
 from lucevisor.snapshots.file_format import unit_tensors
 from lucevisor.snapshots.transfers import ShardTransfers, Transfer
+from lucevisor.supervision.daemon import LoadOrder
 
 log = structlog.get_logger("deployment")
 
 
-class Kept(NamedTuple):
+class RestoredState(NamedTuple):
     """Links of daemons that have read what others held; ``with_draft``: the drafter's state, too."""
 
     links: Collection[Link] = ()
@@ -75,8 +78,10 @@ class StateMemory:
         self.with_draft = bool(draft_layers)
 
         def tensors(space: Space, n_tokens: int) -> list[SnapshotTensor]:
-            own, drafts = ([one for one in some if one.space is space] for some in (layers, draft_layers))
-            return unit_tensors(own, n_tokens, kv_dtype) + unit_tensors(drafts, n_tokens, kv_dtype, draft=True)
+            of_model, of_drafter = (
+                [layer for layer in specs if layer.space is space] for specs in (layers, draft_layers)
+            )
+            return unit_tensors(of_model, n_tokens, kv_dtype) + unit_tensors(of_drafter, n_tokens, kv_dtype, draft=True)
 
         self._parts = [
             _Part(place, tensors(space, place.n_tokens))
@@ -133,11 +138,11 @@ async def export_state(
     awaited.  Raises LucevisorError.
     """
     ranges = [stage.layers for group in groups for stage in placement.stages_of(group)]
-    own = [layer for layer in layers if any(layer.index in one for one in ranges)]
+    exported = [layer for layer in layers if any(layer.index in range_ for range_ in ranges)]
     began = time.monotonic()
     await transfers.quiesce("its state is handed to another daemon")
     try:
-        memory = StateMemory(own, placement.kv_dtype, frozen.units, draft_layers)
+        memory = StateMemory(exported, placement.kv_dtype, frozen.units, draft_layers)
     except OSError as error:
         raise LucevisorError(f"no host memory for the state: {error}") from error
     try:
@@ -169,3 +174,80 @@ def _places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
         return []
     n_tokens = PAGE_TOKENS * len(ids)
     return [SlotPlace(n_tokens, full=[*ids]) if space is Space.FULL else SlotPlace(n_tokens, window=[*ids])]
+
+
+_SETTLE_S: Final = 1.0
+"""How long a load waits for steps in flight to other stages, so that it may carry what is to be replayed."""
+
+
+class ReplacementState:
+    """By group, what the next daemon starts from: state in host memory, or steps that it replays while it loads.
+
+    ``layers``: of the whole model.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        self._layers = layers
+        self._exported: dict[str, StateMemory] = {}
+        self._rows: dict[str, int] = {}  # descriptors of the files that loads carry
+
+    async def load_order(
+        self, group: str, load: Load, fds: Sequence[int], assembly: PipelineAssembly | None
+    ) -> LoadOrder:
+        """Return a load with the steps that its daemon is to replay meanwhile.  It skips the warm-up, whose kernels are
+        in caches, where requests wait for it.
+        """
+        self._close_rows(group)
+        if assembly is None or assembly.complete:
+            return LoadOrder(load, fds)
+        replay = None if group in self._exported else await assembly.replay(group, _SETTLE_S)
+        if replay is None:
+            return LoadOrder(replace(load, warm_up=not assembly.holding), fds)
+        self._rows[group] = replay.file
+        return LoadOrder(replace(load, replay=[*replay.stages], warm_up=False), [*fds, replay.file])
+
+    async def export(
+        self,
+        group: str,
+        placement: Placement,
+        transfers: ShardTransfers,
+        frozen: FrozenState,
+        draft_layers: Sequence[LayerSpec],
+    ) -> None:
+        """Export a group's state, and that of a drafter, for its next daemon, which computes what is missing again."""
+        try:
+            memory = await export_state(self._layers, placement, transfers, frozen, [group], draft_layers)
+        except LucevisorError as error:
+            log.warning("state is not kept", group=group, reason=str(error))
+        else:
+            self._exported[group] = memory
+
+    def take(self, group: str) -> StateMemory | None:
+        """Return the state for a daemon that has loaded, if there is one; the caller lets it read that."""
+        self._close_rows(group)
+        return self._exported.pop(group, None)
+
+    def drop(self, group: str) -> None:
+        """Drop the state: the group will have no next daemon."""
+        self._close_rows(group)
+        if group in self._exported:
+            self._exported.pop(group).close()
+
+    def close(self) -> None:
+        """Drop all state."""
+        for group in {*self._exported, *self._rows}:
+            self.drop(group)
+
+    def _close_rows(self, group: str) -> None:
+        if group in self._rows:
+            os.close(self._rows.pop(group))
+
+
+async def restore_replacement(memory: StateMemory, transfers: ShardTransfers, group: str) -> bool:
+    """Let a new daemon read what its predecessor held; return whether it did."""
+    try:
+        await import_state(memory, transfers, [group])
+    except LucevisorError as error:
+        log.warning("state is not kept", group=group, reason=str(error))
+        return False
+    return True

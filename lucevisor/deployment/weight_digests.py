@@ -76,15 +76,15 @@ def digest_tensors(
     _check_unchanged(files)
     with ThreadPoolExecutor(n_threads, thread_name_prefix="weight hash", initializer=_lower_priority) as pool:
         try:
-            found = list(pool.map(work, blocks))
+            digests = list(pool.map(work, blocks))
         except BaseException:
             progress.stop = True
             raise
     _check_unchanged(files)
-    whole = {name: xxhash.xxh3_128() for name in files.tensors}
-    for block, digest in zip(blocks, found, strict=True):
-        whole[block.tensor.name].update(digest)
-    return {name: digest.hexdigest() for name, digest in whole.items()}
+    hashes = {name: xxhash.xxh3_128() for name in files.tensors}
+    for block, hash_ in zip(blocks, digests, strict=True):
+        hashes[block.tensor.name].update(hash_)
+    return {name: hash_.hexdigest() for name, hash_ in hashes.items()}
 
 
 def _blocks(files: GgufFiles) -> Iterator[_Block]:

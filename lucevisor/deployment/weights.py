@@ -14,17 +14,23 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import structlog
 
 from lucevisor.deployment import digest_cache
+from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.weight_digests import DigestsStopped, FileChangedError, HashProgress, digest_tensors
 from lucevisor.errors import LucevisorError
+from lucevisor.model.drafters import open_draft
+from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.gguf_files import GgufFiles, identity_of, open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import FileIdentity
+from lucevisor.placement.stages import LoadFiles
+from lucevisor.snapshots.file_format import DraftModel
 
 TICK_S = 0.1
 """Kernels stamp file times with a clock that moves every 1 to 10 ms; only times older than that prove that nothing was
@@ -99,8 +105,8 @@ class ModelWeights:
 
     async def close(self) -> None:
         """Stop hashing; returns when no thread reads any more, or after CLOSE_S."""
-        for one in self._passes:
-            one.stop = True
+        for progress in self._passes:
+            progress.stop = True
         tasks = [*self._comparing.values(), *([self._hashing] if self._hashing is not None else [])]
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
@@ -163,11 +169,11 @@ class ModelWeights:
         await _settle(files)
         progress = HashProgress(files.total_bytes)
         self._passes.append(progress)
-        found = await self._digests(files, progress)
-        other = [name for name, digest in found.items() if digest != self._known[name]]
-        if other:
-            where = files.paths[files.tensors[other[0]].part]
-            what = f"tensor {other[0]!r}" + (f" and {len(other) - 1} more hold" if other[1:] else " holds")
+        digests = await self._digests(files, progress)
+        differing = [name for name, digest in digests.items() if digest != self._known[name]]
+        if differing:
+            where = files.paths[files.tensors[differing[0]].part]
+            what = f"tensor {differing[0]!r}" + (f" and {len(differing) - 1} more hold" if differing[1:] else " holds")
             raise WeightsChangedError(
                 f"{where} changed since the supervisor started: {what} other bytes than the running groups; {_RELOAD}"
             )
@@ -183,7 +189,7 @@ class ModelWeights:
         n_threads = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         started, began_ns = time.monotonic(), time.time_ns()
         try:
-            found = await asyncio.to_thread(digest_tensors, files, progress, n_threads=n_threads, keep_cached=keep)
+            digests = await asyncio.to_thread(digest_tensors, files, progress, n_threads=n_threads, keep_cached=keep)
         except FileChangedError as error:
             raise WeightsChangedError(f"{error}; {_RELOAD}") from error
         except DigestsStopped as error:
@@ -192,8 +198,8 @@ class ModelWeights:
             raise LucevisorError(f"{self._what} cannot be read: {error}") from error
         log.debug("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
         if unsettled_s(identities, began_ns) <= 0:
-            await asyncio.to_thread(digest_cache.write, self._directory, identities, found)
-        return found
+            await asyncio.to_thread(digest_cache.write, self._directory, identities, digests)
+        return digests
 
 
 def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
@@ -208,9 +214,9 @@ def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
 
 def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...]]) -> tuple[FileIdentity, ...] | None:
     """Return the admitted identities that the files have now, or None, without opening a file.  Raises OSError."""
-    found = [path.stat() for path in paths]
+    stats = [path.stat() for path in paths]
     for identities in admitted:
-        if all(identity_of(s, i.header) == i for s, i in zip(found, identities, strict=True)):
+        if all(identity_of(s, i.header) == i for s, i in zip(stats, identities, strict=True)):
             return identities
     return None
 
@@ -230,3 +236,73 @@ async def _settle(files: GgufFiles) -> None:
 
 def _shapes(files: GgufFiles) -> object:
     return {name: (t.kind, t.shape) for name, t in files.tensors.items()}
+
+
+class ServedWeights:
+    """``directory``: where digests are kept."""
+
+    def __init__(self, served: ServedModel, directory: Path) -> None:
+        assert served.spec.files is not None
+        self._served = served
+        self.model = ModelWeights(served.spec.files, directory)
+        self.draft: ModelWeights | None = None
+        if served.drafter is not None:
+            has_own_files = served.drafter.files is not served.spec.files
+            self.draft = (
+                ModelWeights(served.drafter.files, directory, reopen=open_draft, what="the drafter")
+                if has_own_files
+                else self.model
+            )
+
+    @property
+    def _all(self) -> list[ModelWeights]:
+        return [self.model] if self.draft is None or self.draft is self.model else [self.model, self.draft]
+
+    async def model_files(self) -> LoadFiles:
+        """Return what a daemon loads of the model.  Raises as :meth:`ModelWeights.admit` does."""
+        return LoadFiles([str(path) for path in self._served.files], await self.model.admit())
+
+    async def draft_files(self) -> LoadFiles:
+        """Return what a daemon loads of the drafter; call it only if there is one.  Raises in the same way."""
+        assert self.draft is not None
+        assert self._served.drafter is not None
+        return LoadFiles([str(path) for path in self._served.drafter.files.paths], await self.draft.admit())
+
+    async def draft_model(self) -> DraftModel:
+        """Return what identifies the drafter's state, when its tensors are hashed.  Raises LucevisorError."""
+        assert self.draft is not None
+        assert self._served.drafter is not None
+        digests, drafter = await self.draft.digests(), self._served.drafter
+        mark = await asyncio.to_thread(fingerprint, replace(drafter.spec.model, files=drafter.files), digests)
+        return DraftModel(mark, drafter.spec.model.layers)
+
+    def admitted(self, identities: Sequence[FileIdentity]) -> bool:
+        """Whether files that a daemon read, first the model's and then the drafter's if any, hold the right bytes."""
+        n = len(self._served.files)
+        of_model, of_draft = identities[:n], identities[n:]
+        return self.model.admitted(of_model) and (
+            not of_draft or (self.draft is not None and self.draft.admitted(of_draft))
+        )
+
+    async def settle(self) -> None:
+        """See :meth:`ModelWeights.settle`."""
+        for weights in self._all:
+            await weights.settle()
+
+    def fits_memory(self) -> bool:
+        """See :meth:`ModelWeights.fits_memory`."""
+        return all(weights.fits_memory() for weights in self._all)
+
+    def begin(self) -> None:
+        """Start hashing in the background; does nothing the second time."""
+        for weights in self._all:
+            weights.begin()
+
+    def progress(self) -> str:
+        """Return the progress of hashing the model, for messages."""
+        return self.model.progress()
+
+    async def close(self) -> None:
+        """Stop hashing."""
+        for weights in self._all:
+            await weights.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from lucevisor import awake
+from lucevisor import suspend_clock
 
 
 class Changes:
@@ -27,7 +27,7 @@ class Changes:
     async def holds_within(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until ``condition`` holds; False if it takes longer."""
         try:
-            async with awake.timeout(timeout_s):
+            async with suspend_clock.timeout(timeout_s):
                 await self.wait_for(condition)
         except TimeoutError:
             return False

@@ -171,9 +171,9 @@ class CostModel:
         """
         n, positions = min(steps.max_tokens, GRAPH_ROWS), min(2 * steps.resident, GRAPH_LENGTH)
         context = min(2 * steps.max_context, GRAPH_LENGTH)
-        one = replace(steps, max_tokens=n, max_context=context, resident=positions, n_together=1)
+        slice_steps = replace(steps, max_tokens=n, max_context=context, resident=positions, n_together=1)
         number = dtype_bytes(self.dtype, 1)
-        return self._layer_bytes(shard, one, number, KERNEL_COPIES) + 2 * n * self.spec.boundary_width * number
+        return self._layer_bytes(shard, slice_steps, number, KERNEL_COPIES) + 2 * n * self.spec.boundary_width * number
 
     def _staging_bytes(self, shard: Shard, steps: StepSizes) -> int:
         """Chunks of pages in host memory, and sketches of their keys."""
@@ -204,25 +204,32 @@ class CostModel:
         ends = (shard.backend, shard.first, shard.last)
         if ends not in self._ends:
             backend, embedding, output = ends
-            found = non_layer_layouts(self.spec, embedding=embedding, output=output, backend=backend, dtype=self.dtype)
-            self._ends[ends] = _count(found)
+            layouts = non_layer_layouts(
+                self.spec, embedding=embedding, output=output, backend=backend, dtype=self.dtype
+            )
+            self._ends[ends] = _count(layouts)
         out = [self._ends[ends]]
         for i in _indices(shard):
             key = (shard.backend, i)
             if key not in self._layers:
-                found = layer_layouts(self.spec, i, shard.backend, self.dtype)
-                self._layers[key] = _count(found, self.spec.layers[i].n_routed)
+                layouts = layer_layouts(self.spec, i, shard.backend, self.dtype)
+                self._layers[key] = _count(layouts, self.spec.layers[i].n_routed)
             out.append(self._layers[key])
         return out
 
 
-def _count(found: list[TensorLayout], n_routed: int = 0) -> _Weights:
+def _count(layouts: list[TensorLayout], n_routed: int = 0) -> _Weights:
     """Sum over some weights.  Each of the ``n_routed`` experts that a token uses has rows in both directions."""
-    matrices = [r for r in found if len(r.shape) >= 2 and r.role is not TensorRole.LOOKUP]
+    matrices = [layout for layout in layouts if len(layout.shape) >= 2 and layout.role is not TensorRole.LOOKUP]
     return _Weights(
-        n_bytes=sum(r.n_bytes for r in found),
-        stored_bytes=sum(prod(r.shape) // r.kind.block_elements * r.kind.block_bytes for r in found),
-        n_rows=sum(r.shape[-2] if len(r.shape) == 2 else n_routed * (r.shape[-2] + r.shape[-1]) for r in matrices),
+        n_bytes=sum(layout.n_bytes for layout in layouts),
+        stored_bytes=sum(
+            prod(layout.shape) // layout.kind.block_elements * layout.kind.block_bytes for layout in layouts
+        ),
+        n_rows=sum(
+            layout.shape[-2] if len(layout.shape) == 2 else n_routed * (layout.shape[-2] + layout.shape[-1])
+            for layout in matrices
+        ),
         largest_blocks=_largest(matrices, QUANTISED_FORMATS),
         largest_int8=_largest(matrices, {WeightFormat.INT8}),
     )
@@ -237,8 +244,12 @@ def _largest(matrices: list[TensorLayout], forms: Set[WeightFormat]) -> int:
 
     Quantised experts count together, as many are dequantised at a time; int8 experts are widened one by one.
     """
-    found = (r.shape if r.format in QUANTISED_FORMATS else r.shape[-2:] for r in matrices if r.format in forms)
-    return max((prod(shape) for shape in found), default=0)
+    shapes = (
+        layout.shape if layout.format in QUANTISED_FORMATS else layout.shape[-2:]
+        for layout in matrices
+        if layout.format in forms
+    )
+    return max((prod(shape) for shape in shapes), default=0)
 
 
 def _query_groups(layer: LayerSpec) -> int:

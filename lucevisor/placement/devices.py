@@ -1,4 +1,4 @@
-"""The configured devices, matched with the inventory, and the memories they allocate from.
+"""The configured devices, matched with the inventory, the memories they allocate from, and the dtypes they compute in.
 
 Knows no model.  Invariant: all cpu devices of all groups share one memory, ``host``; every other device has its own.
 """
@@ -6,10 +6,11 @@ Knows no model.  Invariant: all cpu devices of all groups share one memory, ``ho
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lucevisor.config import Config, DeviceRef
-from lucevisor.model.values import Backend
+from lucevisor.config import Config, DeviceRef, DType, KvDType
+from lucevisor.errors import NO_VALUE
+from lucevisor.model.values import Backend, Dtype
 from lucevisor.placement.result import PlacementError
 from lucevisor.protocol.loading import DeviceInfo
 
@@ -58,6 +59,22 @@ class Memory:
         return None if self.free_bytes is None else max(0, self.free_bytes - self.reserve_bytes)
 
 
+def with_target_devices(config: Config, inventory: Inventory) -> Config:
+    """Return the configuration with all devices of all groups if it names none; of a group that was not queried, one.
+
+    Raises PlacementError for a group without a device.
+    """
+    if config.placement.devices:
+        return config
+    devices = []
+    for group in config.groups:
+        indices = [info.index for info in inventory[group]] if group in inventory else [0]
+        if not indices:
+            raise _no_device(config, "placement.target_devices", group, NO_VALUE)
+        devices += [DeviceRef(group, index) for index in indices]
+    return replace(config, placement=replace(config.placement, devices=tuple(devices)))
+
+
 def target_devices(config: Config, inventory: Inventory | None) -> tuple[TargetDevice, ...]:
     """Find each configured device in the inventory, in layer order.
 
@@ -84,24 +101,25 @@ def find_device(
 
     Raises PlacementError for an index that the group does not have, with the nearest that is not ``taken``.
     """
-    found = None if inventory is None else inventory.get(device.group)
-    if found is None:
+    devices = None if inventory is None else inventory.get(device.group)
+    if devices is None:
         return None
-    by_index = {info.index: info for info in found}
-    if backend is Backend.CPU and found:
-        return by_index.get(device.index, found[0])
+    by_index = {info.index: info for info in devices}
+    if backend is Backend.CPU and devices:
+        return by_index.get(device.index, devices[0])
     if device.index in by_index:
         return by_index[device.index]
-    file = str(config.file)
     if not by_index:
-        hint = f"check groups.{device.group}.python and visible_devices: lucevisor doctor lists what that torch sees"
-        raise PlacementError(
-            key, str(device), f"does not exist: the group {device.group} has no device", hint, file=file
-        )
+        raise _no_device(config, key, device.group, str(device))
     near = min(by_index, key=lambda index: (index in taken, abs(index - device.index)))
     has = ", ".join(f"{device.group}:{index} ({info.name})" for index, info in sorted(by_index.items()))
     hint = f"nearest: {device.group}:{near}" if near not in taken else "remove it: the others are already used"
-    raise PlacementError(key, str(device), f"does not exist: the group has {has}", hint, file=file)
+    raise PlacementError(key, str(device), f"does not exist: the group has {has}", hint, file=str(config.file))
+
+
+def _no_device(config: Config, key: str, group: str, value: object) -> PlacementError:
+    hint = f"check groups.{group}.python and visible_devices: lucevisor doctor lists what that torch sees"
+    return PlacementError(key, value, f"does not exist: the group {group} has no device", hint, file=str(config.file))
 
 
 def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
@@ -114,7 +132,7 @@ def memories_of(targets: Sequence[TargetDevice]) -> dict[str, Memory]:
         free, known = target.info.free_bytes, out.get(target.memory)
         if known is not None and known.free_bytes is not None:
             free = min(free, known.free_bytes)
-        spares = max(_spare_bytes(one, targets) for one in targets if one.memory == target.memory)
+        spares = max(_spare_bytes(other, targets) for other in targets if other.memory == target.memory)
         out[target.memory] = Memory(target.memory, free, min(free, _reserve(target, free) + spares))
     return out
 
@@ -129,4 +147,55 @@ def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:
     """What spares take of a target's memory: on a GPU those of its group, in the host those of all cpu groups."""
     if target.backend is not Backend.CPU:
         return target.n_spares * SPARE_DEVICE_BYTES
-    return target.n_spares * SPARE_HOST_BYTES * len({one.device.group for one in targets if one.memory == HOST})
+    return target.n_spares * SPARE_HOST_BYTES * len({other.device.group for other in targets if other.memory == HOST})
+
+
+_AUTO = "auto"
+_PREFERENCE = (Dtype.BFLOAT16, Dtype.FLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """A dtype, why it was chosen, and notices for the user."""
+
+    dtype: Dtype
+    reason: str
+    notices: tuple[str, ...] = ()
+
+
+def choose_dtype(configured: DType, targets: Sequence[TargetDevice]) -> DtypeChoice:
+    """Choose the dtype of activations and arithmetic, one for the whole pipeline, as activations cross every boundary.
+
+    ``auto``: with a GPU, bfloat16 if all devices multiply it natively, else float16, else float32; on cpus alone,
+    bfloat16 or float32.  Devices that were not queried count as supporting what their backend usually does.
+    """
+    if configured != _AUTO:
+        dtype = Dtype(configured)
+        slow = [str(s.device) for s in targets if s.info is not None and dtype not in s.info.dtypes]
+        names = ", ".join(slow)
+        notice = f"engine.dtype = {configured}: {names} cannot multiply it natively and will be slow; nearest: auto"
+        return DtypeChoice(dtype, f"dtype {dtype}: as configured", (notice,) if slow else ())
+    only_cpu = all(target.backend is Backend.CPU for target in targets)
+    lacking = ""
+    for dtype in _PREFERENCE[:1] if only_cpu else _PREFERENCE:
+        without = [target for target in targets if not _native(target, dtype)]
+        if not without:
+            unknown = "" if all(target.info for target in targets) else " as far as known"
+            return DtypeChoice(dtype, f"dtype {dtype}: every device multiplies it natively{unknown}{lacking}")
+        names = ", ".join(str(target.device) for target in without)
+        why = "cannot multiply natively" if any(target.info for target in without) else "were not asked about"
+        lacking += f"; not {dtype}, which {names} {why}"
+    return DtypeChoice(Dtype.FLOAT32, f"dtype {Dtype.FLOAT32}: the one format that all devices share{lacking}")
+
+
+def choose_kv_dtype(configured: KvDType, dtype: Dtype) -> DtypeChoice:
+    """Choose the dtype of keys and values.  ``auto``: that of the activations."""
+    if configured == _AUTO:
+        return DtypeChoice(dtype, f"kv_dtype {dtype}: as dtype")
+    return DtypeChoice(Dtype(configured), f"kv_dtype {configured}: as configured")
+
+
+def _native(target: TargetDevice, dtype: Dtype) -> bool:
+    if target.info is not None:
+        return dtype in target.info.dtypes
+    return target.backend is not Backend.CPU

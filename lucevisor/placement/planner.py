@@ -1,47 +1,77 @@
 """Placement planner: which device holds which layers, from a model, a configuration and an inventory of devices.
 
-Pure: the caller reads the model's header and queries the devices.  Invariant: a Placement covers every layer once, in
-the order of ``target_devices``, and fits wherever the free memory is known; otherwise the result is an Infeasible with
-advice.
+Pure: the caller reads the model's header and queries the devices.  Each choice records its reason where it is made.
+Invariant: a Placement covers every layer once, in the order of ``target_devices``, and fits wherever the free memory is
+known; otherwise the result is an Infeasible with advice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from lucevisor.config import Auto, Config, Ranges, RecoveryConfig, Split, WeightedSplit
+from lucevisor.config import Auto, Config, Ranges, RecoveryConfig
+from lucevisor.config.sections import Goal
 from lucevisor.model.drafters import DraftSpec
-from lucevisor.model.pages import max_resident_chunk, pages_of, pool_pages
+from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
-from lucevisor.placement.advice import advise
-from lucevisor.placement.auto_split import AutoSplit, automatic
-from lucevisor.placement.chunks import choose_chunk
 from lucevisor.placement.cost import MemoryUse
-from lucevisor.placement.devices import Inventory, Memory, TargetDevice, memories_of, target_devices
-from lucevisor.placement.drafting import (
-    DrafterSizing,
-    choose_drafting,
-    draft_inputs,
-    draft_stage,
-    left_out,
-    too_dear,
+from lucevisor.placement.devices import (
+    HOST,
+    DtypeChoice,
+    Inventory,
+    TargetDevice,
+    choose_dtype,
+    choose_kv_dtype,
+    memories_of,
+    target_devices,
 )
-from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
-from lucevisor.placement.flash_pool import choose_pool
-from lucevisor.placement.ranges import BoundaryMove, SplitError, from_ranges, from_weights, snap_to_legal
-from lucevisor.placement.reasons import Decisions, details_of, notices_of, reasons_of
+from lucevisor.placement.extra_models import (
+    DrafterSizing,
+    ScorerSizing,
+    choose_drafting,
+    left_out,
+    place_drafter,
+    place_scorer,
+    why_left_out,
+)
+from lucevisor.placement.formatting import format_bytes, format_seconds
 from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
-from lucevisor.placement.scoring import ScorerSizing, placed_scorer, scorer_inputs
-from lucevisor.placement.sizer import SizingInputs
-from lucevisor.placement.sizing import Sizing, compute_sizes, reserved_slots
-from lucevisor.placement.speeds import SpeedModel, Speeds
+from lucevisor.placement.sizing import (
+    MAX_AUTO_POOL_PAGES,
+    RangeMemory,
+    Sizing,
+    SizingInputs,
+    choose_chunk,
+    choose_pool,
+    compute_sizes,
+    largest,
+    ranges_by_memory,
+    reference_load,
+    reserved_slots,
+)
+from lucevisor.placement.speeds import ANSWER_TOKENS, PROMPT_TOKENS, SpeedModel, Speeds
+from lucevisor.placement.split import (
+    SLACK,
+    Partition,
+    PartitionProblem,
+    RangeCost,
+    SplitError,
+    check_boundaries,
+    check_count,
+    fastest_partition,
+    from_ranges,
+    from_weights,
+    legal_boundaries,
+    snap_to_legal,
+)
 from lucevisor.placement.stages import arenas_of, stages_of
 from lucevisor.protocol.loading import PoolSizes
 
-SPLIT_KEY = "placement.target_layer_split"
-DEVICES_KEY = "placement.target_devices"
+DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
+MIN_CHUNK = 64  # the smallest prefill chunk that advice names
 
 
 def plan(
@@ -62,58 +92,17 @@ def plan(
     does not exist, fewer pages than the context needs.
     """
     targets = target_devices(config, inventory)
-    draft = draft_inputs(config, drafter, targets, inventory)
+    draft = place_drafter(config, drafter, targets, inventory)
     dtype = choose_dtype(config.engine.dtype, targets)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
-    scoring = scorer_inputs(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
-    with_drafter = _plan(spec, config, targets, speeds, draft, scoring)
+    scoring = place_scorer(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
+    case = _Case(spec, config, targets, speeds, (dtype, kv_dtype), scoring)
+    with_drafter = case.plan(draft)
     if draft is None or config.draft.kind != "auto":
         return with_drafter
-    without = _plan(spec, config, targets, speeds, None, scoring)
-    reason = too_dear(with_drafter, without)
+    without = case.plan(None)
+    reason = why_left_out(with_drafter, without)
     return left_out(without, draft, reason) if reason else with_drafter
-
-
-def _plan(
-    spec: ModelSpec,
-    config: Config,
-    targets: tuple[TargetDevice, ...],
-    speeds: Speeds | None,
-    draft: DrafterSizing | None,
-    scoring: ScorerSizing | None,
-) -> Placement | Infeasible:
-    dtype = choose_dtype(config.engine.dtype, targets)
-    kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
-    drafting = choose_drafting(config, draft)
-    inputs = sizing_inputs(spec, config, targets, dtype.dtype, kv_dtype.dtype, draft, drafting)
-    inputs = replace(inputs, scorer=scoring)
-    auto, ranges, moves = split_layers(inputs, config.placement.split, config, speeds)
-    inputs, sizing = _sized(inputs, ranges, config)
-    decisions = Decisions(config, inputs, sizing, (dtype, kv_dtype), moves, drafting, auto)
-    placement = replace(
-        timed(build_placement(inputs, sizing, drafting, config.recovery, config.kvflash.tau), auto),
-        swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
-        options=model_options(config),
-        reasons=reasons_of(decisions),
-        details=tuple(details_of(decisions)),
-        notices=notices_of(decisions),
-    )
-    if sizing.fits:
-        return placement
-    return Infeasible(placement, sizing.shortages, advise(inputs, ranges, sizing))
-
-
-def _sized(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> tuple[SizingInputs, Sizing]:
-    """Choose what is automatic of the prefill chunk and of the pool of KV Flash, and return the sizes."""
-    auto_pool = inputs.pool_pages is not None and config.kvflash.pool_tokens == "auto"
-    if auto_pool:
-        inputs = choose_pool(inputs, ranges, config.engine.least_chunk)
-    if config.engine.prefill_chunk == "auto":
-        inputs, sizing = choose_chunk(inputs, ranges)
-        if not auto_pool:
-            return inputs, sizing
-        inputs = choose_pool(inputs, ranges, inputs.prefill_chunk)  # a longer one takes memory
-    return inputs, compute_sizes(inputs, ranges)
 
 
 def model_options(config: Config) -> dict[str, str]:
@@ -121,156 +110,273 @@ def model_options(config: Config) -> dict[str, str]:
     return {} if config.model.yarn_attn_factor == "default" else {"yarn_attn_factor": config.model.yarn_attn_factor}
 
 
-def split_layers(
-    inputs: SizingInputs, split: Split, config: Config, speeds: Speeds | None
-) -> tuple[AutoSplit | None, tuple[LayerRange, ...], tuple[BoundaryMove, ...]]:
-    """Turn the configured split into layer ranges that the model allows.  Raises PlacementError."""
-    n_layers = inputs.spec.n_layers
-    try:
-        if isinstance(split, Auto):
-            speed_model = None if speeds is None else SpeedModel.of(inputs.spec, speeds)
-            auto = automatic(inputs, speed_model, config.placement.goal)
-            return auto, auto.ranges, ()
-        return None, *snap_to_legal(_ranges_of(split, n_layers), inputs.spec.legal_boundary)
-    except SplitError as error:
-        raise _refused(error, config) from None
+class _Case:
+    """One model on given devices, planned with and without its drafter."""
 
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: Config,
+        targets: tuple[TargetDevice, ...],
+        speeds: Speeds | None,
+        dtypes: tuple[DtypeChoice, DtypeChoice],
+        scorer: ScorerSizing | None,
+    ) -> None:
+        self._spec, self._config, self._targets, self._dtypes = spec, config, targets, dtypes
+        self._speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
+        self._scorer = scorer
+        self._reasons: list[str] = []
+        self._notices: list[str] = []
 
-def _ranges_of(split: WeightedSplit | Ranges, n_layers: int) -> tuple[LayerRange, ...]:
-    return from_ranges(split.values, n_layers) if isinstance(split, Ranges) else from_weights(split.values, n_layers)
+    def plan(self, draft: DrafterSizing | None) -> Placement | Infeasible:
+        config = self._config
+        self._reasons, self._notices = [], []
+        for choice in self._dtypes:
+            self._reasons.append(choice.reason)
+            self._notices += choice.notices
+        if DEVICES_KEY not in config.set_keys:
+            self._reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
+        drafting = choose_drafting(config, draft)
+        inputs = _sizing_inputs(self._spec, config, self._targets, self._dtypes, draft, drafting, self._scorer)
+        ranges, partition = self._split(inputs)
+        inputs, sizing = _sized(inputs, ranges, config)
+        self._explain(inputs, sizing, partition, drafting)
+        placement = replace(
+            self._placement(inputs, sizing, partition, drafting),
+            reasons=tuple(self._reasons),
+            details=sizing.details,
+            notices=tuple(self._notices),
+        )
+        return placement if sizing.fits else Infeasible(placement, sizing.shortages, advise(inputs, ranges, sizing))
 
+    # ---- the split
 
-def _refused(error: SplitError, config: Config) -> PlacementError:
-    if error.of_devices:
-        key, value = DEVICES_KEY, [str(device) for device in config.placement.devices]
-        return PlacementError(key, value, error.why, error.hint, file=str(config.file))
-    return PlacementError(SPLIT_KEY, config.placement.split_text(), error.why, error.hint, file=str(config.file))
+    def _split(self, inputs: SizingInputs) -> tuple[tuple[LayerRange, ...], Partition | None]:
+        """Return layer ranges that the model allows, and the partition if they are chosen by speed."""
+        split, spec = self._config.placement.split, self._spec
+        try:
+            if isinstance(split, Auto):
+                return self._automatic_split(inputs)
+            if isinstance(split, Ranges):
+                ranges, why = from_ranges(split.values, spec.n_layers), "ranges as configured"
+            else:
+                ranges = from_weights(split.values, spec.n_layers)
+                weights = self._config.placement.split_text()
+                why = f"{spec.n_layers} split by the weights {weights}, rounded cumulatively"
+            ranges, moves = snap_to_legal(ranges, spec.legal_boundary)
+        except SplitError as error:
+            raise self._refused(error) from None
+        self._reasons.append(f"layers: {why}")
+        devices = [target.device for target in self._targets]
+        self._notices += [
+            f"{SPLIT_KEY}: the boundary between {devices[move.shard - 1]} and {devices[move.shard]} moved from layer "
+            f"{move.wanted} to {move.chosen}, the nearest where no layers share state across the boundary"
+            for move in moves
+        ]
+        return ranges, None
 
+    def _refused(self, error: SplitError) -> PlacementError:
+        placement, file = self._config.placement, str(self._config.file)
+        if error.of_devices:
+            value = [str(device) for device in placement.devices]
+            return PlacementError(DEVICES_KEY, value, error.why, error.hint, file=file)
+        return PlacementError(SPLIT_KEY, placement.split_text(), error.why, error.hint, file=file)
 
-def journal_bytes(spec: ModelSpec, dtype: Dtype, n_stages: int, pools: PoolSizes, recovery: RecoveryConfig) -> int:
-    """Return the most host memory that the journal takes: rows of every page at every boundary, within its limit."""
-    if not recovery.hold_s:
-        return 0
-    page_bytes = PAGE_TOKENS * dtype_bytes(dtype, spec.boundary_width)
-    return min(recovery.journal // page_bytes, (n_stages - 1) * pools.full_pages) * page_bytes
+    def _automatic_split(self, inputs: SizingInputs) -> tuple[tuple[LayerRange, ...], Partition | None]:
+        """Split by speed if the devices were measured and a split fits, else by memory."""
+        goal, speed_model, why_not = self._config.placement.goal, self._speed_model, ""
+        if speed_model is None:
+            why_not = "device speeds are unknown: the first start with this model measures them, as does plan --measure"
+        else:
+            partition = split_by_speed(inputs, speed_model, goal)
+            measured = speed_model.speeds.measured
+            if partition is not None:
+                self._reasons += [_by_speed(goal, partition), *self._times(partition, speed_model)]
+                return partition.ranges, partition
+            room = f"no split leaves room for {reference_load(inputs)[0]} tokens"
+            why_not = f"speeds were measured ({measured}) and not used: {room}"
+        ranges, memories = ranges_by_memory(inputs), memories_of(inputs.targets).values()
+        known = [f"{m.name} {format_bytes(m.usable_bytes)}" for m in memories if m.usable_bytes is not None]
+        why = f"split so that the fullest device is least full; usable memory: {', '.join(known)}"
+        if not known:
+            why = "about equal bytes per device, as their free memory is unknown"
+        self._reasons.append(f"layers: {why}")
+        if len(self._targets) > 1:
+            self._reasons.append(why_not)
+        return ranges, None
 
+    def _times(self, partition: Partition, speed_model: SpeedModel) -> Iterator[str]:
+        speeds = speed_model.speeds
+        if len(self._targets) == 1:
+            return
+        for i, (target, layers) in enumerate(zip(self._targets, partition.ranges, strict=True)):
+            decode_s, prefill_s = speed_model.seconds(i, layers)
+            n, n_rows = len(layers), speeds.conditions.n_rows
+            what = "1 layer takes" if n == 1 else f"{n} layers take"
+            times = f"{format_seconds(decode_s)} per token, {format_seconds(prefill_s)} for {n_rows} tokens at once"
+            yield f"{target.device}: {what} {times}"
+        yield f"speeds were measured {speeds.measured}; plan --measure repeats it"
 
-def build_placement(
-    inputs: SizingInputs,
-    sizing: Sizing,
-    drafting: DraftPolicy,
-    recovery: RecoveryConfig,
-    tau: int,
-) -> Placement:
-    """Build a placement from its sizes, without reasons."""
-    spec = inputs.spec
-    stages = stages_of(sizing.shards)
-    draft = draft_stage(inputs.draft, len(stages))
-    return Placement(
-        model=spec.name,
-        architecture=spec.architecture,
-        quant=spec.quant,
-        n_layers=spec.n_layers,
-        dtype=inputs.dtype,
-        kv_dtype=inputs.kv_dtype,
-        max_context=sizing.max_context,
-        max_sequences=inputs.max_sequences,
-        prefill_chunk=sizing.prefill_chunk,
-        pool_pages=inputs.pool_pages,
-        residency_policy=inputs.residency_policy,
-        tau=tau,
-        max_step_tokens=sizing.max_step_tokens,
-        pools=sizing.pools,
-        spaces=spec.spaces(),
-        window_tokens=spec.window if Space.WINDOW in spec.spaces() else None,
-        devices=_device_plans(inputs.targets, sizing),
-        stages=stages,
-        arenas=arenas_of(
-            stages,
-            sizing.max_step_tokens,
-            spec.boundary_width,
-            spec.hidden_size,
-            inputs.dtype,
-            draft,
+    # ---- the placement
+
+    def _placement(
+        self, inputs: SizingInputs, sizing: Sizing, partition: Partition | None, drafting: DraftPolicy
+    ) -> Placement:
+        spec, config = self._spec, self._config
+        stages = stages_of(sizing.shards)
+        draft = None if inputs.draft is None else inputs.draft.placed(len(stages))
+        by_speed = self._speed_model if partition is not None else None
+        devices = [
+            self._device_plan(inputs, sizing, target, shard.layers, use)
+            for target, shard, use in zip(inputs.targets, sizing.shards, sizing.uses, strict=True)
+        ]
+        if by_speed is not None:
+            times = [by_speed.seconds(i, device.layers) for i, device in enumerate(devices)]
+            devices = [
+                replace(device, decode_s=decode_s, prefill_s=prefill_s)
+                for device, (decode_s, prefill_s) in zip(devices, times, strict=True)
+            ]
+        draft_device = scorer_device = None
+        if inputs.draft is not None and sizing.draft_use is not None:
+            target, layers = inputs.draft.target, inputs.draft.spec.layers
+            draft_device = self._device_plan(inputs, sizing, target, layers, sizing.draft_use)
+        if inputs.scorer is not None:
+            scorer = inputs.scorer
+            scorer_device = self._device_plan(inputs, sizing, scorer.target, scorer.layers, scorer.use)
+        return Placement(
+            model=spec.name,
+            architecture=spec.architecture,
+            quant=spec.quant,
+            n_layers=spec.n_layers,
+            dtype=inputs.dtype,
+            kv_dtype=inputs.kv_dtype,
+            max_context=sizing.max_context,
             max_sequences=inputs.max_sequences,
-            max_drafts=sizing.max_drafts,
-        ),
-        journal_bytes=journal_bytes(spec, inputs.dtype, len(stages), sizing.pools, recovery),
-        draft=draft,
-        draft_device=_draft_device(inputs, sizing),
-        drafting=replace(drafting, max_drafts=sizing.max_drafts),
-        scorer=placed_scorer(inputs.scorer),
-        scorer_device=_scorer_device(inputs, sizing),
-    )
+            prefill_chunk=sizing.prefill_chunk,
+            max_step_tokens=sizing.max_step_tokens,
+            pools=sizing.pools,
+            spaces=spec.spaces(),
+            window_tokens=spec.window if Space.WINDOW in spec.spaces() else None,
+            devices=tuple(devices),
+            stages=stages,
+            arenas=arenas_of(
+                stages,
+                sizing.max_step_tokens,
+                spec.boundary_width,
+                spec.hidden_size,
+                inputs.dtype,
+                draft,
+                max_sequences=inputs.max_sequences,
+                max_drafts=sizing.max_drafts,
+            ),
+            journal_bytes=_journal_bytes(spec, inputs.dtype, len(stages), sizing.pools, config.recovery),
+            swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
+            draft=draft,
+            draft_device=draft_device,
+            drafting=replace(drafting, max_drafts=sizing.max_drafts),
+            scorer=None if inputs.scorer is None else inputs.scorer.placed,
+            scorer_device=scorer_device,
+            pool_pages=inputs.pool_pages,
+            residency_policy=inputs.residency_policy,
+            tau=config.kvflash.tau,
+            options=model_options(config),
+            goal=config.placement.goal if by_speed is not None else "",
+            measured=by_speed.speeds.measured if by_speed is not None else "",
+        )
+
+    @staticmethod
+    def _device_plan(
+        inputs: SizingInputs, sizing: Sizing, target: TargetDevice, layers: LayerRange, use: MemoryUse
+    ) -> DevicePlan:
+        memory = memories_of(inputs.all_targets)[target.memory]
+        return DevicePlan(
+            device=target.device,
+            backend=target.backend,
+            name=target.info.name if target.info is not None else "",
+            memory=target.memory,
+            layers=layers,
+            weight_bytes=use.weight_bytes,
+            state_bytes=use.state_bytes,
+            workspace_bytes=use.workspace_bytes,
+            free_bytes=memory.free_bytes,
+            reserve_bytes=memory.reserve_bytes,
+            short_bytes=next((s.short_bytes for s in sizing.shortages if s.memory == target.memory), 0),
+            host_state_bytes=use.host_state_bytes,
+        )
+
+    # ---- reasons of what was sized, and settings without effect
+
+    def _explain(
+        self, inputs: SizingInputs, sizing: Sizing, partition: Partition | None, drafting: DraftPolicy
+    ) -> None:
+        config = self._config
+        self._reasons += [
+            *_kv_saving(inputs),
+            *_drafts(config, inputs, sizing, drafting),
+            *_scoring(config, inputs),
+            *sizing.reasons,
+            *_residency(config, inputs, sizing),
+            *_weights(inputs, sizing),
+            *_memories(inputs),
+        ]
+        self._notices += [*_unused(config, inputs, sizing), *_reduced(config, inputs, sizing, drafting)]
 
 
-def timed(placement: Placement, auto: AutoSplit | None) -> Placement:
-    """Add the times from which an automatic split was chosen."""
-    if auto is None or auto.speed_model is None or auto.found is None:
-        return placement
-    times = [auto.speed_model.seconds(i, device.layers) for i, device in enumerate(placement.devices)]
-    devices = tuple(
-        replace(device, decode_s=decode_s, prefill_s=prefill_s)
-        for device, (decode_s, prefill_s) in zip(placement.devices, times, strict=True)
-    )
-    return replace(placement, devices=devices, goal=auto.goal, measured=auto.speed_model.speeds.measured)
+def split_by_speed(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal) -> Partition | None:
+    """Return the fastest split that fits, None if none does.  Raises SplitError when there are too many devices.
+
+    ``latency`` minimises the sum of all times, ``throughput`` the time of the slowest stage.
+    """
+    problem = partition_problem(inputs, speed_model, goal)
+    check_count(len(inputs.targets), inputs.spec.n_layers)
+    check_boundaries(len(inputs.targets), problem.boundaries)
+    return fastest_partition(problem)
 
 
-def _device_plans(targets: Sequence[TargetDevice], sizing: Sizing) -> tuple[DevicePlan, ...]:
-    memories = memories_of(targets)
-    return tuple(
-        _device_plan(target, shard.layers, use, memories[target.memory], sizing)
-        for target, shard, use in zip(targets, sizing.shards, sizing.uses, strict=True)
-    )
+def partition_problem(inputs: SizingInputs, speed_model: SpeedModel, goal: Goal) -> PartitionProblem:
+    """Return the problem for :func:`fastest_partition`.  Ranges must leave room for the reference load."""
+    spec, targets = inputs.spec, inputs.targets
+    range_memory = RangeMemory(inputs, *reference_load(inputs))
+    room = {
+        memory.name: None if memory.usable_bytes is None else memory.usable_bytes - range_memory.reserved[memory.name]
+        for memory in memories_of(targets).values()
+    }
+    sharers = Counter(target.memory for target in targets)  # of all memories, only the host's can have several
+
+    def cost(i: int, layers: LayerRange) -> RangeCost | None:
+        taken, memory = range_memory.n_bytes(i, layers), targets[i].memory
+        usable = room[memory]
+        if usable is not None and taken > usable:
+            return None
+        shared_bytes = taken if sharers[memory] > 1 else 0
+        return RangeCost(speed_model.request_s(i, layers), range_memory.share(i, layers), shared_bytes)
+
+    same = [i > 0 and (goal == "latency" or target.device.group == targets[i - 1].device.group)
+            for i, target in enumerate(targets)]  # fmt: skip
+    boundaries = legal_boundaries(spec.n_layers, spec.legal_boundary)
+    return PartitionProblem(spec.n_layers, boundaries, same, cost, room.get(HOST) if sharers[HOST] > 1 else None)
 
 
-def _draft_device(inputs: SizingInputs, sizing: Sizing) -> DevicePlan | None:
-    if inputs.draft is None or sizing.draft_use is None:
-        return None
-    target = inputs.draft.target
-    memory = memories_of(inputs.all_targets)[target.memory]
-    return _device_plan(target, inputs.draft.spec.layers, sizing.draft_use, memory, sizing)
+def _by_speed(goal: str, partition: Partition) -> str:
+    what = "all devices together" if goal == "latency" else "the slowest stage"
+    request = f"{PROMPT_TOKENS} prompt tokens and {ANSWER_TOKENS} generated tokens"
+    why = "no split that fits is faster"
+    if partition.seconds > partition.best_s:
+        why = f"the least full split within {SLACK:.0%} of the fastest that fits, {format_seconds(partition.best_s)}"
+    return f"layers: goal {goal}: {request} take {what} {format_seconds(partition.seconds)}; {why}"
 
 
-def _scorer_device(inputs: SizingInputs, sizing: Sizing) -> DevicePlan | None:
-    scorer = inputs.scorer
-    if scorer is None:
-        return None
-    memory = memories_of(inputs.all_targets)[scorer.target.memory]
-    return _device_plan(scorer.target, scorer.layers, scorer.use, memory, sizing)
-
-
-def _device_plan(
-    target: TargetDevice, layers: LayerRange, use: MemoryUse, memory: Memory, sizing: Sizing
-) -> DevicePlan:
-    short = {shortage.memory: shortage.short_bytes for shortage in sizing.shortages}
-    return DevicePlan(
-        device=target.device,
-        backend=target.backend,
-        name=target.info.name if target.info is not None else "",
-        memory=target.memory,
-        layers=layers,
-        weight_bytes=use.weight_bytes,
-        state_bytes=use.state_bytes,
-        workspace_bytes=use.workspace_bytes,
-        free_bytes=memory.free_bytes,
-        reserve_bytes=memory.reserve_bytes,
-        short_bytes=short.get(target.memory, 0),
-        host_state_bytes=use.host_state_bytes,
-    )
-
-
-def sizing_inputs(
+def _sizing_inputs(
     spec: ModelSpec,
     config: Config,
     targets: tuple[TargetDevice, ...],
-    dtype: Dtype,
-    kv_dtype: Dtype,
+    dtypes: tuple[DtypeChoice, DtypeChoice],
     draft: DrafterSizing | None,
     drafting: DraftPolicy,
+    scorer: ScorerSizing | None,
 ) -> SizingInputs:
     """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
-    engine, file = config.engine, str(config.file)
+    engine, file, kv_dtype = config.engine, str(config.file), dtypes[1].dtype
     max_context = None if engine.max_context == "auto" else engine.max_context
     pages = None if engine.pages == "auto" else engine.pages
     if max_context is not None and max_context < 2:
@@ -279,21 +385,21 @@ def sizing_inputs(
     paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.least_chunk
     pool = None
     if paged and flash_tokens:
-        pool = pool_pages(0 if flash_tokens == "auto" else flash_tokens)  # the least until ranges are known
+        pool = pool_pages(0 if flash_tokens == "auto" else flash_tokens)  # the smallest until ranges are known
     if paged and pages is not None and max_context is not None:
-        least = pages_of(max_context) if pool is None else min(pool, pages_of(max_context))
-        if pages < least:
+        needed = pages_of(max_context) if pool is None else min(pool, pages_of(max_context))
+        if pages < needed:
             of = f"engine.max_context = {max_context}" if pool is None else "kvflash.pool_tokens of one sequence"
             smaller = f", or engine.max_context = {pages * PAGE_TOKENS}" if pool is None else ""
             why = f"hold {pages * PAGE_TOKENS} tokens, less than {of}"
-            raise PlacementError("engine.pages", pages, why, f"nearest: {least}{smaller}", file=file)
+            raise PlacementError("engine.pages", pages, why, f"nearest: {needed}{smaller}", file=file)
     n_slots, n_slot_pages = reserved_slots(
         spec, kv_dtype, config.cache.prefix_slots, config.cache.memory, None if draft is None else draft.spec.model
     )
     return SizingInputs(
         spec=spec,
         targets=targets,
-        dtype=dtype,
+        dtype=dtypes[0].dtype,
         kv_dtype=kv_dtype,
         max_sequences=engine.max_sequences,
         prefill_chunk=chunk if pool is None else min(chunk, max_resident_chunk(pool)),
@@ -307,4 +413,250 @@ def sizing_inputs(
         host_bytes=config.kvflash.host if pool is not None and config.kvflash.policy != "lru" else 0,
         draft=draft,
         max_drafts=drafting.max_drafts,
+        scorer=scorer,
     )
+
+
+def _sized(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -> tuple[SizingInputs, Sizing]:
+    """Choose an automatic prefill chunk and an automatic pool of KV Flash, and return the sizes."""
+    auto_pool = inputs.pool_pages is not None and config.kvflash.pool_tokens == "auto"
+    if auto_pool:
+        inputs = choose_pool(inputs, ranges, config.engine.least_chunk)
+    if config.engine.prefill_chunk == "auto":
+        inputs, sizing = choose_chunk(inputs, ranges)
+        if not auto_pool:
+            return inputs, sizing
+        inputs = choose_pool(inputs, ranges, inputs.prefill_chunk)  # a longer one takes memory
+    return inputs, compute_sizes(inputs, ranges)
+
+
+def _journal_bytes(spec: ModelSpec, dtype: Dtype, n_stages: int, pools: PoolSizes, recovery: RecoveryConfig) -> int:
+    """Return the most host memory that the journal takes: rows of every page at every boundary, within its limit."""
+    if not recovery.hold_s:
+        return 0
+    page_bytes = PAGE_TOKENS * dtype_bytes(dtype, spec.boundary_width)
+    return min(recovery.journal // page_bytes, (n_stages - 1) * pools.full_pages) * page_bytes
+
+
+# ---- reasons
+
+
+def _kv_saving(inputs: SizingInputs) -> Iterator[str]:
+    paged = [layer for layer in inputs.spec.layers if layer.space is not Space.RECURRENT]
+    if paged and inputs.kv_dtype is not inputs.dtype:
+        kept, plain = (sum(layer.unit_bytes(f) for layer in paged) for f in (inputs.kv_dtype, inputs.dtype))
+        change = f"{format_bytes(kept)} as {inputs.kv_dtype}, {format_bytes(plain)} as {inputs.dtype}"
+        yield f"keys and values of {PAGE_TOKENS} tokens in all layers take {change}"
+
+
+def _drafts(config: Config, inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy) -> Iterator[str]:
+    draft, n = inputs.draft, sizing.max_drafts
+    if not n:
+        return
+    width = "as configured" if drafting.fixed else "their number follows what is accepted"
+    sources = [] if draft is None else [f"made by {draft.spec.model.name} ({draft.kind}) on {draft.target.device}"]
+    sources += ["looked up in the text"] if drafting.lookup else []
+    yield f"drafts: {' or '.join(sources)}, at most {n} of a sequence in a step; {width}"
+    if draft is None:
+        return
+    why = "as configured" if config.draft.device is not None else "where the last layers are"
+    captures = ", ".join(map(str, draft.spec.captures))
+    yield f"drafter: on {draft.target.device}, {why}; it reads what comes out of layers {captures}"
+    if draft.spec.from_target and not draft.with_output:
+        yield f"drafter: {draft.target.device} holds copies of the model's embedding and output matrix for it"
+
+
+def _scoring(config: Config, inputs: SizingInputs) -> Iterator[str]:
+    scorer = inputs.scorer
+    if scorer is not None:
+        why = "as configured" if config.pflash.device is not None else "where the last layers are"
+        windows = f"windows of {scorer.window_tokens} tokens"
+        yield f"scoring model: {scorer.spec.name} on {scorer.target.device}, {why}; {windows}"
+
+
+def _residency(config: Config, inputs: SizingInputs, sizing: Sizing) -> Iterator[str]:
+    pool, n_host = inputs.pool_pages, sizing.pools.host_pages
+    if pool is None:
+        return
+    if pool >= pages_of(sizing.max_context):
+        yield f"kvflash: {pool} pages hold the whole context, so no page is paged out"
+        return
+    why, policy = "", config.kvflash.policy
+    if config.kvflash.pool_tokens == "auto":
+        why = f"as many as the devices hold for {inputs.max_sequences} sequences, up to {MAX_AUTO_POOL_PAGES}: "
+    older = {
+        "qk": f"of the others those that queries attend to most; host memory has room for {n_host}",
+        "drafter": f"of the others those that the scoring model finds relevant; host memory has room for {n_host}",
+        "exact": f"older ones are read from host memory at every step, which has room for {n_host}",
+    }.get(policy, "older ones are not read")
+    protected = f"the first {HEAD_PAGES} and the {TAIL_PAGES} before a slice always stay"
+    yield f"kvflash: {why}{pool} pages of a sequence stay there, policy {policy}, {protected}; {older}"
+
+
+def _weights(inputs: SizingInputs, sizing: Sizing) -> Iterator[str]:
+    """Name shards whose weights take more than in the file, tensors that two shards hold, and unused ones."""
+    spec, cost = inputs.spec, inputs.cost(inputs.spec)
+    for shard, use in zip(sizing.shards, sizing.uses, strict=True):
+        stored = cost.stored_bytes(shard)
+        if use.weight_bytes > 1.1 * stored:
+            what = f"{format_bytes(use.weight_bytes)} of weights, {format_bytes(stored)} in the file"
+            yield f"{shard.device} holds {what}: {inputs.dtype} cannot use all types as stored there"
+    for name in spec.output_tensors:
+        if name in spec.embedding_tensors and len(sizing.shards) > 1:
+            first, last = sizing.shards[0].device, sizing.shards[-1].device
+            yield f"{name} is both embedding and output matrix: {first} and {last} hold a copy each"
+    if spec.skipped and spec.files is not None:
+        n_bytes = sum(spec.files.tensors[name].n_bytes for name in spec.skipped)
+        what = f"{len(spec.skipped)} tensors ({format_bytes(n_bytes)})"
+        yield f"{what} in the file are unused and not loaded, such as {spec.skipped[0]}"
+
+
+def _memories(inputs: SizingInputs) -> Iterator[str]:
+    """Say how much memory is free and how much of it is kept free."""
+    targets, memories = inputs.all_targets, memories_of(inputs.all_targets).values()
+    for memory in memories:
+        if memory.free_bytes is not None:
+            users = list(dict.fromkeys(str(target.device) for target in targets if target.memory == memory.name))
+            shared = "" if users == [memory.name] else f" for {', '.join(users)}{' together' if len(users) > 1 else ''}"
+            spares = ", also for spares" if any(target.n_spares for target in targets) else ""
+            kept = f"{format_bytes(memory.reserve_bytes)} of that are kept free{spares}"
+            yield f"{memory.name}: {format_bytes(memory.free_bytes)} are free{shared}; {kept}"
+    unknown = [memory.name for memory in memories if memory.free_bytes is None]
+    if unknown:
+        yield f"it is unknown whether the shards fit {', '.join(unknown)}: free memory was not queried"
+
+
+# ---- notices
+
+
+def _unused(config: Config, inputs: SizingInputs, sizing: Sizing) -> Iterator[str]:
+    """Name settings that have no effect with this model."""
+    spec, engine = inputs.spec, config.engine
+    if config.model.yarn_attn_factor == "file" and "yarn_attn_factor" not in spec.options:
+        yield "model.yarn_attn_factor = file has no effect: the model file holds no attention factor of YaRN"
+    if inputs.max_context is not None and inputs.max_context > spec.context_tokens:
+        what = f"the {spec.context_tokens} tokens the model was trained for: answers may get worse beyond that"
+        yield f"engine.max_context = {inputs.max_context} exceeds {what}"
+    if spec.spaces() == {Space.RECURRENT} and engine.kv_dtype != "auto":
+        yield f"engine.kv_dtype = {engine.kv_dtype} has no effect: the model has no attention layers"
+    cache = config.cache
+    if Space.RECURRENT not in spec.spaces() and cache.prefix_slots and cache.states == "host":
+        yield "cache.states = host has no effect: the model has no recurrent layers, and pages stay on the devices"
+    if inputs.pages is None:
+        return
+    if Space.FULL not in spec.spaces():
+        yield f"engine.pages = {inputs.pages} has no effect: no layer of the model attends to all positions"
+        return
+    n_usable = inputs.max_sequences * inputs.sequence_pages(sizing.max_context) + inputs.n_slot_pages
+    if inputs.pages > n_usable:
+        slots = f", prefix slots {inputs.n_slot_pages} of them" if inputs.n_slot_pages else ""
+        what = f"{inputs.max_sequences} sequences of {sizing.max_context} tokens fill {n_usable}{slots}"
+        yield f"engine.pages = {inputs.pages} is more than can be used: {what}"
+    if inputs.pages < inputs.max_sequences:
+        held = f"engine.pages = {inputs.pages} holds no more than {inputs.pages} of {PAGE_TOKENS} tokens each"
+        yield f"engine.max_sequences = {inputs.max_sequences}: {held}"
+
+
+def _reduced(config: Config, inputs: SizingInputs, sizing: Sizing, drafting: DraftPolicy) -> Iterator[str]:
+    """Name settings that are rounded or cut to another one."""
+    chunk, n, pool = config.engine.prefill_chunk, sizing.prefill_chunk, inputs.pool_pages
+    if chunk != "auto" and chunk > n == sizing.max_context:
+        yield f"engine.prefill_chunk = {chunk} is cut to max_context = {n}"
+    if config.draft.width != "auto" and drafting.max_drafts > sizing.max_drafts:
+        why = f"a step verifies fewer drafts than engine.prefill_chunk, {n}"
+        yield f"draft.width = {config.draft.width} is cut to {sizing.max_drafts}: {why}"
+    if pool is None:
+        return
+    if config.kvflash.pool_tokens not in ("auto", pool * PAGE_TOKENS):
+        rule = f"whole pages, at least {MIN_POOL_PAGES} of them"
+        yield f"kvflash.pool_tokens = {config.kvflash.pool_tokens} is rounded to {pool * PAGE_TOKENS}: {rule}"
+    if chunk != "auto" and chunk > n == max_resident_chunk(pool):
+        yield f"engine.prefill_chunk = {chunk} is cut to {n}: with KV Flash a slice takes at most half of the pool"
+
+
+# ---- advice
+
+_Ranges = tuple[LayerRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One change of the configuration, and how to write what it led to."""
+
+    apply: Callable[[SizingInputs, _Ranges], tuple[SizingInputs, _Ranges]]
+    written: Callable[[SizingInputs, Sizing], str]
+
+
+def advise(inputs: SizingInputs, ranges: _Ranges, sizing: Sizing) -> tuple[str, ...]:
+    """Return changes with which a plan fits, each tried: single ones, else the fewest together, else a last resort."""
+    split, others = _changes(inputs)
+    singles = [_try(inputs, ranges, [change]) for change in (*others[:1], split, *others[1:])]
+    if found := [f"it fits with {written}" for written in singles if written]:
+        return tuple(found)
+    for n in range(1, len(others) + 1):
+        for chosen in (others[:n], [*others[:n], split]):  # ranges last, so that they suit the other changes
+            if written := _try(inputs, ranges, chosen):
+                return (f"it fits with {written} together",)
+    weights = format_bytes(sum(use.weight_bytes for use in sizing.uses))
+    what = f"no split or setting makes it fit: the weights alone take {weights}"
+    return (f"{what}; use a smaller quant of the model, or add a device to placement.target_devices",)
+
+
+def _try(inputs: SizingInputs, ranges: _Ranges, changes: Sequence[_Change]) -> str:
+    """Return the changes as written in the configuration; empty if it does not fit with them."""
+    try:
+        for change in changes:
+            inputs, ranges = change.apply(inputs, ranges)
+    except SplitError:
+        return ""
+    sizing = compute_sizes(inputs, ranges)
+    return " and ".join(change.written(inputs, sizing) for change in changes) if sizing.fits else ""
+
+
+def _changes(inputs: SizingInputs) -> tuple[_Change, list[_Change]]:
+    """Return another split, and other changes that may help, the least harmful first."""
+
+    def setting(written: Callable[[SizingInputs, Sizing], str], **changed: object) -> _Change:
+        return _Change(lambda i, r: (replace(i, **changed), r), written)  # type: ignore[arg-type]
+
+    def split_text(_: SizingInputs, sizing: Sizing) -> str:
+        ranges = ", ".join(f'"{shard.layers.start}-{shard.layers.stop}"' for shard in sizing.shards)
+        return f"{SPLIT_KEY} = [{ranges}]"
+
+    short = choose_dtype("auto", inputs.targets).dtype
+    short = Dtype.BFLOAT16 if short is Dtype.FLOAT32 else short
+    others = []
+    if inputs.draft is not None:
+        others.append(setting(lambda *_: "draft.kind = off", draft=None))
+    if inputs.pages is not None:
+        others.append(setting(lambda _, s: f"engine.pages = {s.pools.full_pages}", pages=None))
+    if inputs.max_context is not None:
+        others.append(setting(lambda _, s: f"engine.max_context = {s.max_context}", max_context=None))
+    if inputs.kv_dtype is Dtype.FLOAT32:
+        others.append(setting(lambda *_: f"engine.kv_dtype = {short}", kv_dtype=short))
+    if inputs.dtype is Dtype.FLOAT32:
+        others.append(setting(lambda *_: f"engine.dtype = {short}", dtype=short, kv_dtype=short))
+    if inputs.prefill_chunk > MIN_CHUNK:
+        others.append(_Change(_smaller_chunk, lambda i, _: f"engine.prefill_chunk = {i.prefill_chunk}"))
+    if inputs.max_sequences > 1:
+        others.append(_Change(_fewer_sequences, lambda i, _: f"engine.max_sequences = {i.max_sequences}"))
+    return _Change(lambda i, _: (i, ranges_by_memory(i)), split_text), others
+
+
+def _smaller_chunk(inputs: SizingInputs, ranges: _Ranges) -> tuple[SizingInputs, _Ranges]:
+    """Halve the chunk until it fits, down to MIN_CHUNK."""
+    chunk = inputs.prefill_chunk
+    while chunk > MIN_CHUNK:
+        chunk = max(MIN_CHUNK, chunk // 2)
+        if compute_sizes(replace(inputs, prefill_chunk=chunk), ranges).fits:
+            break
+    return replace(inputs, prefill_chunk=chunk), ranges
+
+
+def _fewer_sequences(inputs: SizingInputs, ranges: _Ranges) -> tuple[SizingInputs, _Ranges]:
+    """Take as many sequences as fit, at least one."""
+
+    def fits(n: int) -> bool:
+        return n == 0 or compute_sizes(replace(inputs, max_sequences=n), ranges).fits
+
+    return replace(inputs, max_sequences=max(1, largest(inputs.max_sequences - 1, fits))), ranges

@@ -179,7 +179,7 @@ class Placement:
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups, in the order of their first stages, the draft stage and the scoring stage last."""
-        others = (each.group for each in (self.draft, self.scorer) if each is not None)
+        others = (model.group for model in (self.draft, self.scorer) if model is not None)
         return tuple(dict.fromkeys((*(stage.group for stage in self.stages), *others)))
 
     @property
@@ -190,11 +190,11 @@ class Placement:
     @property
     def host_state_bytes(self) -> dict[str, int]:
         """Host memory of checkpoints and of pages of KV Flash by group, without groups that have none."""
-        found: dict[str, int] = {}
+        n_bytes: dict[str, int] = {}
         for device in self.devices:
             if device.host_state_bytes:
-                found[device.device.group] = found.get(device.device.group, 0) + device.host_state_bytes
-        return found
+                n_bytes[device.device.group] = n_bytes.get(device.device.group, 0) + device.host_state_bytes
+        return n_bytes
 
     def stages_of(self, group: str) -> tuple[Stage, ...]:
         """The stages that a group runs."""

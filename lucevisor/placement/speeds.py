@@ -18,9 +18,8 @@ import msgspec
 from lucevisor.config import Auto, Config
 from lucevisor.model.spec import LayerSpec, ModelSpec
 from lucevisor.model.values import Backend, Dtype, LayerRange
-from lucevisor.placement.devices import Inventory, TargetDevice, target_devices
-from lucevisor.placement.dtypes import choose_dtype, choose_kv_dtype
-from lucevisor.placement.ranges import legal_boundaries
+from lucevisor.placement.devices import Inventory, TargetDevice, choose_dtype, choose_kv_dtype, target_devices
+from lucevisor.placement.split import legal_boundaries
 from lucevisor.protocol.messages import Span, Timing
 
 PROMPT_TOKENS = 512
@@ -71,17 +70,17 @@ class MeasurementRequest:
 
     def to_speeds(self, targets: Sequence[Sequence[Timing]], measured: str) -> Speeds:
         """Return the speeds from the timings of each target's spans, in order.  Raises ValueError if any is missing."""
-        found = []
+        timings_by_target = []
         for spans, timings in zip(self.spans, targets, strict=True):
             ends = timings[0] if timings else None  # embedding and output are timed with the first span
-            found.append(
+            timings_by_target.append(
                 {
                     kind: Timing(t.decode_s, t.prefill_s, ends.end_decode_s, ends.end_prefill_s)
                     for kind, t in zip(spans, timings, strict=True)
                     if ends is not None
                 }
             )
-        return Speeds(self.conditions, measured, found)
+        return Speeds(self.conditions, measured, timings_by_target)
 
 
 def measurement_request(

@@ -42,7 +42,7 @@ def stages_of(shards: Sequence[Shard]) -> tuple[Stage, ...]:
             merged[-1].append(shard)
         else:
             merged.append([shard])
-    return tuple(Stage(i, part[0].device.group, tuple(part)) for i, part in enumerate(merged))
+    return tuple(Stage(i, shards_[0].device.group, tuple(shards_)) for i, shards_ in enumerate(merged))
 
 
 def arenas_of(
@@ -104,13 +104,13 @@ def load_message(
     end of the group's stages, each once, in the order of ``placement.arenas``: send a descriptor for each, in this
     order, then what wakes the reader of each.  Raises KeyError when the group has no stage.
     """
-    own, draft = placement.stages_of(group), None
+    stages, draft = placement.stages_of(group), None
     if placement.draft is not None and placement.draft.group == group:
         if draft_files is None:
             placement = replace(placement, draft=None)
         draft = placement.draft
     scorer = placement.scorer if placement.scorer is not None and placement.scorer.group == group else None
-    if not own and draft is None and scorer is None:
+    if not stages and draft is None and scorer is None:
         raise KeyError(f"the group {group} has no stage in this placement")
     arenas = [arena for arena in placement.arenas if _touches(placement, arena, group)]
     place = {(arena.capture, arena.boundary): i for i, arena in enumerate(arenas)}
@@ -118,7 +118,7 @@ def load_message(
         files=list(files.paths),
         dtype=placement.dtype,
         kv_dtype=placement.kv_dtype,
-        stages=[_stage_plan(placement, stage, arenas) for stage in own],
+        stages=[_stage_plan(placement, stage, arenas) for stage in stages],
         arenas=arenas,
         pools=placement.pools,
         max_sequences=placement.max_sequences,

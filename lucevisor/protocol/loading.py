@@ -234,22 +234,6 @@ class Load(msgspec.Struct, frozen=True):
     spin_s: float = 0.0  # how long a stage polls the doorbell of a step's rows before it sleeps
 
 
-class WarmUp(msgspec.Struct, frozen=True):
-    """Prepare for a Load like ``load``, which the group's present daemon was given: open its files, load kernels.
-
-    ``load`` has no replay, and no descriptors follow.
-    """
-
-    load: Load
-
-
-class WarmedUp(msgspec.Struct, frozen=True):
-    """Answer to WarmUp.  ``problem``: what was left out, and why; the Load will do it."""
-
-    seconds: float
-    problem: str = ""
-
-
 class DeviceUse(msgspec.Struct, frozen=True):
     """Memory that a shard takes on its device, measured after loading."""
 

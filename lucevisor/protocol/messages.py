@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from lucevisor.model.values import Dtype, LayerRange
-from lucevisor.protocol.loading import ArenaPlan, Hello, Load, Loaded, WarmedUp, WarmUp
+from lucevisor.protocol.loading import ArenaPlan, Hello, Load, Loaded
 from lucevisor.protocol.steps import (
     CancelPending,
     DraftStep,
@@ -71,8 +71,6 @@ class MessageKind(IntEnum):
     WINDOW_SCORES = 20
     CANCEL_PENDING = 21
     PENDING_CANCELLED = 22
-    WARM_UP = 23
-    WARMED_UP = 24
     HEARTBEAT = 32
     PROGRESS = 33
     LOG_LINE = 34
@@ -306,12 +304,8 @@ class TransferFailed(msgspec.Struct, frozen=True):
 # ---- the table
 
 
-Command = (
-    Load | WarmUp | Step | DraftStep | Masks | ScoreWindow | CancelPending | Reset | Check | Save | Restore | Shutdown
-)
-Answer = (
-    Hello | Loaded | WarmedUp | StepResult | WindowScores | PendingCancelled | ResetDone | Checked | Saved | Restored
-)
+Command = Load | Step | DraftStep | Masks | ScoreWindow | CancelPending | Reset | Check | Save | Restore | Shutdown
+Answer = Hello | Loaded | StepResult | WindowScores | PendingCancelled | ResetDone | Checked | Saved | Restored
 Message = Command | Answer | TransferFailed | Failed | Heartbeat | Progress | LogLine
 
 
@@ -341,8 +335,6 @@ MESSAGES: dict[MessageKind, MessageType] = {
     MessageKind.HELLO: MessageType(Hello, _UP, 64 * KIB, 0, "a few hundred bytes per device"),
     MessageKind.LOAD: MessageType(Load, _DOWN, MAX_METADATA_BYTES, 0, _LOAD_LIMITS),
     MessageKind.LOADED: MessageType(Loaded, _UP, 256 * KIB, 0, "one record per shard, one line per operation"),
-    MessageKind.WARM_UP: MessageType(WarmUp, _DOWN, 1 * MIB, 0, "as Load, without steps to replay"),
-    MessageKind.WARMED_UP: MessageType(WarmedUp, _UP, 64 * KIB, 0, "a number and a sentence"),
     MessageKind.STEP: MessageType(Step, _DOWN, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, _STEP_LIMITS),
     MessageKind.STEP_RESULT: MessageType(StepResult, _UP, MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, _RESULT_LIMITS),
     MessageKind.DRAFT_STEP: MessageType(DraftStep, _DOWN, MAX_METADATA_BYTES, 0, "as Step, and a few ids per slice"),

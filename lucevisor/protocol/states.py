@@ -24,7 +24,7 @@ class LinkState(Enum):
 
 INITIAL: dict[Channel, LinkState] = {Channel.LINK: LinkState.GREETING, Channel.PULSE: LinkState.READY}
 
-_BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED, MessageKind.WARM_UP, MessageKind.WARMED_UP}
+_BEFORE_READY = {MessageKind.HELLO, MessageKind.LOAD, MessageKind.LOADED}
 
 TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     LinkState.GREETING: {
@@ -34,8 +34,6 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.IDLE: {
         MessageKind.LOAD: LinkState.LOADING,
-        MessageKind.WARM_UP: LinkState.IDLE,
-        MessageKind.WARMED_UP: LinkState.IDLE,
         MessageKind.CHECK: LinkState.IDLE,
         MessageKind.CHECKED: LinkState.IDLE,
         MessageKind.FAILED: LinkState.IDLE,
@@ -43,7 +41,6 @@ TRANSITIONS: dict[LinkState, dict[MessageKind, LinkState]] = {
     },
     LinkState.LOADING: {
         MessageKind.LOADED: LinkState.READY,
-        MessageKind.WARMED_UP: LinkState.LOADING,  # answer to a WarmUp sent before the Load
         MessageKind.CHECKED: LinkState.LOADING,  # answer to a Check sent before the Load
         MessageKind.FAILED: LinkState.LOADING,  # a process loads once: the next Load goes to the next process
         MessageKind.SHUTDOWN: LinkState.CLOSING,

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
-from lucevisor import awake
+from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest
@@ -380,7 +380,7 @@ class SnapshotManager:
     ) -> tuple[Transfer, str]:
         """Wait for a transfer to end, however long it takes; at the deadline call ``late`` once."""
         try:
-            async with awake.timeout(seconds):
+            async with suspend_clock.timeout(seconds):
                 return await asyncio.shield(end), ""
         except TimeoutError:
             late()

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
@@ -22,17 +23,257 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from lucevisor.config import GroupConfig
 from lucevisor.protocol.errors import ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.messages import Channel
 from lucevisor.protocol.transport import Link
-from lucevisor.supervision.environment import Handles, Launch
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.output import Lines
-from lucevisor.supervision.post_mortem import cause, explain_kill, oom_kills
+
+_OF_PYTHON = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONEXECUTABLE", "PYTHONSAFEPATH", "PYTHONOPTIMIZE")
+_OF_VENV = ("VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "__PYVENV_LAUNCHER__", "CONDA_PREFIX", "CONDA_DEFAULT_ENV")
+_OF_SYSTEMD = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_PID", "WATCHDOG_USEC")
+_OWN = frozenset({*_OF_PYTHON, *_OF_VENV, *_OF_SYSTEMD})
+_CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_HIP_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NO_DEVICE = "-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Handles:
+    """Known only at the spawn: descriptor numbers of the child's ends, and the supervisor's pid."""
+
+    link_fd: int
+    pulse_fd: int
+    parent_pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The arguments of `execve`. `argv[0]` is the interpreter."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    directory: Path
+
+
+def environment(group: GroupConfig, threads: int, staging: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the group's daemon.
+
+    `inherited` is the supervisor's environment; `threads` is 0 for the library's choice. `groups.NAME.env` overrides
+    everything but the import path. Visibility variables of other backends are cleared, because ROCm reads CUDA's too.
+    """
+    env = {key: value for key, value in inherited.items() if key not in _OWN}
+    if group.backend == "cpu":
+        env |= {_CUDA_VISIBLE: _NO_DEVICE, _HIP_VISIBLE[0]: _NO_DEVICE}
+        env.pop(_HIP_VISIBLE[1], None)
+        if threads > 0:
+            env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    elif group.backend == "hip":
+        env.pop(_CUDA_VISIBLE, None)
+    else:
+        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi
+        for name in _HIP_VISIBLE:
+            env.pop(name, None)
+    env |= group.environment()
+    env |= {
+        "PYTHONPATH": str(staging),
+        "PYTHONSAFEPATH": "1",  # nothing of the working directory is imported, from Python 3.11 on
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
+    }
+    return env
+
+
+def launch(
+    group: GroupConfig, threads: int, staging: Path, inherited: Mapping[str, str], python: str, handles: Handles
+) -> Launch:
+    """Return how `python`, an absolute path, starts the group's daemon.
+
+    Bytecode caches stay on and beside the sources: PYTHONPYCACHEPREFIX would make every start compile torch.
+    """
+    arguments = {
+        "--group": group.name,
+        "--backend": group.backend,
+        "--link-fd": str(handles.link_fd),
+        "--pulse-fd": str(handles.pulse_fd),
+        "--parent-pid": str(handles.parent_pid),
+        "--threads": str(threads),
+        "--cores": ",".join(map(str, group.cores)),
+    }
+    options = [f"{name}={value}" for name, value in arguments.items()]
+    return Launch(
+        argv=(python, "-u", "-X", "faulthandler", "-m", "daemons", *options),
+        env=environment(group, threads, staging, inherited),
+        directory=staging,
+    )
+
+
+N_KEPT = 400
+LONGEST_LINE = 8192
+LINES_PER_SECOND = 500
+
+
+class Lines:
+    """One stream. `feed` it bytes; `kept` is what a post-mortem shows."""
+
+    def __init__(self) -> None:
+        self.kept: deque[str] = deque(maxlen=N_KEPT)
+        self._rest = bytearray()
+        self._cut = False  # the present line is too long: skip to its end
+        self._second = 0.0
+        self._n_passed = 0  # within this second
+        self._n_dropped = 0  # since dropped lines were last reported
+
+    def feed(self, data: bytes, now: float) -> list[str]:
+        """Return the complete lines to log: decoded with replacement, without line ends, empty ones left out."""
+        passed: list[str] = []
+        for part in data.splitlines(keepends=True):  # bytes: at \n, \r (progress bars) and \r\n only
+            text = part.rstrip(b"\r\n")
+            room = LONGEST_LINE - len(self._rest)
+            if not self._cut:
+                self._rest += text[:room]
+                self._cut = len(text) > room
+            if len(text) < len(part):
+                passed += self._close(now)
+        return passed
+
+    def end(self, now: float) -> list[str]:
+        """Return the rest: a last line without a line end, and a line that counts those that were dropped."""
+        passed = self._close(now)
+        return passed + self._report_drops()
+
+    def _close(self, now: float) -> list[str]:
+        line = self._rest.decode("utf-8", "replace") + (" […]" if self._cut else "")
+        self._rest.clear()
+        self._cut = False
+        if not line:
+            return []
+        self.kept.append(line)
+        passed: list[str] = []
+        if now - self._second >= 1.0:
+            self._second, self._n_passed = now, 0
+            passed = self._report_drops()
+        if self._n_passed >= LINES_PER_SECOND:
+            self._n_dropped += 1
+            return passed
+        self._n_passed += 1
+        return [*passed, line]
+
+    def _report_drops(self) -> list[str]:
+        dropped, self._n_dropped = self._n_dropped, 0
+        return [f"[{dropped} lines dropped from the log: more than {LINES_PER_SECOND} a second]"] if dropped else []
+
+
+N_LINES_AFTER = 100
+"""A traceback that this many lines follow is an old one: the process went on."""
+
+_FATAL = "Fatal Python error: "
+_FRAME = re.compile(r'\s+File "(?P<path>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
+_OUR_PATH = re.compile(r".*/(?P<path>(?:daemons|lucevisor)/.+)")
+_PACKAGE_PATH = re.compile(r".*/(?:site-packages|lib/python3\.\d+)/(?P<path>.+)")
+_ABORTED = re.compile(  # what the C and C++ libraries print before they abort
+    r"\s+what\(\):  (?P<what>.+)"
+    r"|(?P<libc>(?:free|malloc|realloc|double free|corrupted|munmap_chunk|malloc_consolidate)\b.*"
+    r"|\*\*\* .+ \*\*\*.*|.*[Aa]ssertion .*failed.*)"
+)
+
+
+def cause(output: Iterable[str]) -> str:
+    """Return the line of stderr that says why the process ended, with the innermost frame of this project, or "".
+
+    That is faulthandler's fatal error rather than the modules it lists below; a traceback's exception rather than the
+    hints that torch prints below; otherwise the last line.
+    """
+    lines = list(output)
+    for at in reversed(range(len(lines))):
+        if lines[at].startswith(_FATAL):
+            return _fatal(lines, at)
+    return _exception(lines) or next((line for line in reversed(lines) if line.strip()), "")
+
+
+def _fatal(lines: Sequence[str], at: int) -> str:
+    what = lines[at].removeprefix(_FATAL)
+    said = next((found for line in reversed(lines[:at]) if (found := _ABORTED.fullmatch(line))), None)
+    if what == "Aborted" and said is not None:
+        what = f"Aborted: {(said['what'] or said['libc']).strip()}"
+    current = next((n for n in range(at, len(lines)) if lines[n].startswith("Current thread")), None)
+    return what if current is None else what + _place(list(_frames(lines[current + 1 :])))
+
+
+def _exception(lines: Sequence[str]) -> str:
+    heads = (n for n in reversed(range(len(lines))) if lines[n].startswith("Traceback (most recent call last)"))
+    head = next((n for n in heads if n == 0 or not lines[n - 1].startswith("Exception ignored")), None)
+    if head is None:
+        return ""
+    end = next((n for n in range(head + 1, len(lines)) if not lines[n].startswith(" ")), None)
+    if end is None or len(lines) - end > N_LINES_AFTER:
+        return ""
+    return lines[end] + _place([found for line in lines[head:end] if (found := _FRAME.fullmatch(line))][::-1])
+
+
+def _frames(lines: Sequence[str]) -> Iterator[re.Match[str]]:
+    """Yield the frames at the beginning of `lines`."""
+    for line in lines:
+        found = _FRAME.fullmatch(line)
+        if found is None:
+            return
+        yield found
+
+
+def _place(frames: Sequence[re.Match[str]]) -> str:
+    """Return the innermost frame of this project, and the innermost of all; `frames` come innermost first."""
+    if not frames:
+        return ""
+    ours = next((frame for frame in frames if _OUR_PATH.fullmatch(frame["path"])), None)
+    inner = f"{_short(frames[0]['path'])}:{frames[0]['line']} in {frames[0]['function']}"
+    if ours is None:
+        return f" (at {inner})"
+    place = f"{_short(ours['path'])}:{ours['line']} in {ours['function']}"
+    return f" (at {place})" if ours is frames[0] else f" (at {place}, inside {inner})"
+
+
+def _short(path: str) -> str:
+    found = _PACKAGE_PATH.fullmatch(path) or _OUR_PATH.fullmatch(path)
+    return found["path"] if found is not None else path
+
+
+def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return how many processes the kernel's out-of-memory killer has ended in this process's control group, which
+    daemons share, or on the whole machine where that is not counted. None when neither is known.
+    """
+    for path in (*_counters(proc, cgroups), proc / "vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return None
+
+
+def _counters(proc: Path, cgroups: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                yield cgroups / path.lstrip("/") / "memory.events"
+            elif "memory" in controllers.split(","):
+                yield cgroups / "memory" / path.lstrip("/") / "memory.oom_control"
+
+
+def explain_kill(before: int | None, after: int | None) -> str:
+    """Explain a SIGKILL that the supervisor did not send, by the counts of `oom_kills` at the spawn and now."""
+    if before is not None and after is not None and after > before:
+        return (
+            "the kernel was out of memory and killed it; give the group fewer layers (placement.target_layer_split) "
+            "or the machine more memory"
+        )
+    return "the supervisor did not send it: a person, a memory watcher or the kernel did (see `dmesg`)"
+
 
 _READ_BYTES = 65536
 _DRAIN_AT_EXIT_BYTES = 4 * 2**20
@@ -250,8 +491,8 @@ def spawn(
                 process.kill()
             raise
     except OSError as error:
-        for each in sockets:
-            each.close()
+        for sock in sockets:
+            sock.close()
         what = f"{error.filename!r}: " if error.filename is not None else ""
         reason = f"cannot start a daemon: {what}{error.strerror}"
         if error.errno in _LACK:

@@ -11,25 +11,75 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import structlog
-from msgspec.structs import replace
 
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, ProtocolError
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import Expected, check_hello
-from lucevisor.protocol.loading import Hello, Load, Loaded, WarmedUp, WarmUp
+from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import StepResult
 from lucevisor.protocol.transport import Link
-from lucevisor.protocol.validation import DaemonFacts, fault_of
+from lucevisor.protocol.validation import MAX_INTEGER, AskedStep, DaemonFacts, fault_of
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import Ended
 from lucevisor.supervision.launcher import DaemonProcess
+from lucevisor.supervision.states import State
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """A Load message and the descriptors of its arenas, in the same order. The caller keeps the descriptors, and may
+    close them after the send. `vocabulary`: ids that the daemon may name.
+    """
+
+    load: Load
+    fds: Sequence[int] = ()
+    vocabulary: int = MAX_INTEGER
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+def _unasked(*_: object) -> None:
+    """Know of no step."""
+
+
+def _accept(*_: object) -> str:
+    """Accept whatever was loaded."""
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """The first argument of each callback is the group's name.
+
+    `make_load(group, hello)` returns what to load and may wait for other groups; an exception ends the start as a
+    configuration error. `check_loaded` returns why what was loaded must not be used, or "".
+    `on_ready` hands the link over for sending; `on_frame` gets every frame from then on. `asked(group, stage, step_id)`
+    returns a step that the stage has yet to answer, for the check of its answer.
+    `on_lost` comes once after each `on_ready`, as soon as the link is unusable: the process may still be exiting.
+    `on_draining(group, child)`: send nothing new, finish, then call `drained(child)`; None: there is never anything to
+    wait for. A callback that raises is reported to the loop's exception handler; the others still run.
+    """
+
+    make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
+    check_loaded: Callable[[str, Loaded], str] = _accept
+    on_ready: Callable[[str, Link, Hello, Loaded], None] = _ignore
+    on_lost: Callable[[str, str], None] = _ignore
+    on_frame: Callable[[str, Frame], None] = _ignore
+    asked: Callable[[str, int, int], AskedStep | None] = _unasked
+    on_state: Callable[[str, State, str], None] = _ignore
+    on_draining: Callable[[str, int], None] | None = None
+    on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
+    on_progress: Callable[[str, Progress], None] = _ignore
+
 
 Field = str | int | float | bool | None
 
@@ -64,7 +114,6 @@ class Daemon:
         self.name = expected.group
         self.hello: Hello | None = None
         self.loaded: Loaded | None = None
-        self.ordered: Load | None = None  # what it was sent
         self.heartbeat: Heartbeat | None = None
         self.link: Link
         self.child: DaemonProcess
@@ -76,7 +125,6 @@ class Daemon:
         self._distrusted = False  # it said what cannot be true: nothing of it counts
         self._facts = DaemonFacts(0.0)
         self._started_at = time.monotonic()
-        self._on_rehearsed: Callable[[], None] = lambda: None
         self._loading: asyncio.Task[None] | None = None
         self._ended: Ended | None = None
         self._log = _log.bind(group=self.name)
@@ -90,16 +138,7 @@ class Daemon:
 
     def enlist(self, number: int, emit: Callable[[ev.Event], None]) -> None:
         """Let a spare join its group, under a child number of it; ``emit`` gets the events from now on."""
-        self.number, self._emit, self._on_rehearsed = number, emit, lambda: None
-
-    def rehearse(self, load: Load, done: Callable[[], None]) -> None:
-        """Let a spare prepare for a load like this one; ``done`` is called when it has, unless it is enlisted before.
-
-        A dead link says so by itself.
-        """
-        self._on_rehearsed = done
-        with contextlib.suppress(ProtocolError):
-            self.link.send(WarmUp(replace(load, replay=[])))
+        self.number, self._emit = number, emit
 
     # ---- instructions of the machine
 
@@ -164,7 +203,6 @@ class Daemon:
             replays = bool(order.load.replay)
             self._facts = DaemonFacts(0.0, order.load, replays=replays, vocabulary=order.vocabulary)
             self.link.send(order.load, fds=order.fds)
-            self.ordered = replace(order.load, replay=[])  # of many tokens, and out of date soon
         except LinkClosed:
             return  # on_closed reports it
         except (LucevisorError, LocalProtocolError) as error:
@@ -202,9 +240,6 @@ class Daemon:
                 self.loaded = loaded
                 problem = self._callbacks.check_loaded(self.name, loaded)
                 self._emit(ev.Failure(self.number, problem) if problem else ev.LoadedReceived(self.number))
-            case WarmedUp(seconds, problem):
-                self._log.info("rehearsed", seconds=round(seconds, 3), left_out=problem or None)
-                self._on_rehearsed()
             case Failed() as failed:
                 self._on_failed(failed)
             case _ if self._ready:

@@ -6,8 +6,9 @@ number, which is never reused in a group, so events of a dead child are never ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from lucevisor.supervision.states import State
 
@@ -36,42 +37,36 @@ class ProcessSignal(StrEnum):
 # ---- events
 
 
-@dataclass(frozen=True, slots=True)
-class StartAsked:
+class StartAsked(msgspec.Struct, frozen=True):
     """An operator or the supervisor starts the group."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopAsked(msgspec.Struct, frozen=True):
     """Stop the group: no more steps after `drain_s`, SIGKILL after `deadline_s` in all."""
 
     deadline_s: float
     drain_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RestartAsked:
+class RestartAsked(msgspec.Struct, frozen=True):
     """Replace the process; its deadlines are those of StopAsked."""
 
     deadline_s: float
     drain_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(msgspec.Struct, frozen=True):
     """The engine has no work left at this child."""
 
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class Spawned:
+class Spawned(msgspec.Struct, frozen=True):
     child: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
+class SpawnFailed(msgspec.Struct, frozen=True):
     """There is no process. `configuration`: another try would fail too; otherwise the supervisor lacked something."""
 
     child: int
@@ -79,46 +74,39 @@ class SpawnFailed:
     configuration: bool
 
 
-@dataclass(frozen=True, slots=True)
-class HelloReceived:
+class HelloReceived(msgspec.Struct, frozen=True):
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSent:
+class LoadSent(msgspec.Struct, frozen=True):
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progressed:
+class Progressed(msgspec.Struct, frozen=True):
     """The load made progress."""
 
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedReceived:
+class LoadedReceived(msgspec.Struct, frozen=True):
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(msgspec.Struct, frozen=True):
     """A heartbeat; `phase` is that of the Heartbeat message."""
 
     child: int
     phase: str
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(msgspec.Struct, frozen=True):
     """The link is unusable: end of file, reset, or bytes that are not a frame."""
 
     child: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Overdue:
+class Overdue(msgspec.Struct, frozen=True):
     """The child has worked on `what` ("step 17", "a reset") for too long."""
 
     child: int
@@ -126,8 +114,7 @@ class Overdue:
     waited_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """The child cannot go on. `configuration`: a new one could not either. `exiting`: it exits by itself."""
 
     child: int
@@ -136,8 +123,7 @@ class Failure:
     exiting: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(msgspec.Struct, frozen=True):
     """The process is reaped. Both `code` and `signal` None: its status was lost. `hint`: the cause, as its stderr or
     the kernel gives it.
     """
@@ -159,8 +145,7 @@ class Exited:
         return f"{how}: {self.hint}" if self.hint else how
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(msgspec.Struct, frozen=True):
     timer: Timer
 
 
@@ -187,69 +172,58 @@ Event = (
 # ---- instructions
 
 
-@dataclass(frozen=True, slots=True)
-class Spawn:
+class Spawn(msgspec.Struct, frozen=True):
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendLoad:
+class SendLoad(msgspec.Struct, frozen=True):
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendShutdown:
+class SendShutdown(msgspec.Struct, frozen=True):
     child: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendSignal:
+class SendSignal(msgspec.Struct, frozen=True):
     child: int
     signal: ProcessSignal
 
 
-@dataclass(frozen=True, slots=True)
-class StartTimer:
+class StartTimer(msgspec.Struct, frozen=True):
     """Emit `TimerFired(timer)` in `after_s` seconds; replaces a running timer of that name."""
 
     timer: Timer
     after_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CancelTimer:
+class CancelTimer(msgspec.Struct, frozen=True):
     timer: Timer
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """The group entered `state`."""
 
     state: State
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceReady:
+class AnnounceReady(msgspec.Struct, frozen=True):
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceDraining:
+class AnnounceDraining(msgspec.Struct, frozen=True):
     child: int
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceLost:
+class AnnounceLost(msgspec.Struct, frozen=True):
     """A child that was announced ready takes no more steps; its process may still be alive."""
 
     child: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """The request is not carried out."""
 
     reason: str

@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from lucevisor import awake
+from lucevisor import suspend_clock
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.protocol.handshake import Expected
-from lucevisor.protocol.loading import Hello, Load, Loaded
+from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat
 from lucevisor.protocol.transport import Link
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.callbacks import Callbacks
 from lucevisor.supervision.child import SpawnError
-from lucevisor.supervision.daemon import Daemon
+from lucevisor.supervision.daemon import Callbacks, Daemon
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import SupervisionLimits
@@ -70,9 +69,9 @@ class GroupSupervisor:
         self._expected = Expected(config.name, Backend(config.backend), launcher.source_hash, indices)
         self._machine = Machine(config.name, self.limits, random.random)
         self._loop = asyncio.get_running_loop()
-        self._clock = awake.AwakeClock()
+        self._clock = suspend_clock.SuspendAwareClock()
         self._daemon: Daemon | None = None
-        self._spares = Spares(config.name, n_spares, self._launch, self._ordered, self.limits, self._clock)
+        self._spares = Spares(config.name, n_spares, self._launch, self.limits, self._clock)
         self._timers: dict[ev.Timer, asyncio.TimerHandle] = {}
         self._events: deque[ev.Event] = deque()
         self._pumping = False
@@ -289,10 +288,6 @@ class GroupSupervisor:
         else:
             self._emit(ev.Spawned(number, self._daemon.child.pid))
 
-    def _ordered(self) -> Load | None:
-        """What the present process was sent to load; None while none has loaded, which needs the memory itself."""
-        return self._daemon.ordered if self._daemon is not None and self.state is State.READY else None
-
     def _launch(self, number: int, emit: Callable[[ev.Event], None]) -> Daemon:
         """Start a process.  Raises SpawnError."""
         daemon = Daemon(number, self._expected, self._callbacks, emit)
@@ -331,5 +326,5 @@ class GroupSupervisor:
             return self.state
         future: asyncio.Future[State] = self._loop.create_future()
         self._waiting.append((accepts, future))
-        async with awake.timeout(timeout_s):
+        async with suspend_clock.timeout(timeout_s):
             return await future

@@ -17,7 +17,7 @@ AT_ONCE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """Every deadline of supervision, in seconds in which the supervisor ran (`lucevisor.awake`).
+    """Every deadline of supervision, in seconds in which the supervisor ran (`lucevisor.suspend_clock`).
 
     `heartbeat_s` holds for an idle daemon. One that reported a step may be silent for `busy_heartbeat_s`, because a
     Python thread is blind while another holds the interpreter lock; one that reported a load or a check for
@@ -25,7 +25,6 @@ class SupervisionLimits:
     """
 
     hello_s: float = 60.0
-    rehearsal_s: float = 300.0  # of a spare, as long as it is not silent for `hello_s`
     load_stall_s: float = 120.0
     heartbeat_s: float = 10.0
     busy_heartbeat_s: float = 30.0

@@ -1,4 +1,4 @@
-"""Warm processes of one group: torch imported, hello said, a load rehearsed; one takes over where the present one ends.
+"""Spare processes of one group: torch imported, hello said; one takes over where the present daemon ends.
 
 Knows neither states nor steps: the group asks for a spare where it would start a process.  A failed spare affects no
 request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to this pool, never to
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from lucevisor.protocol.loading import Load
-from lucevisor.protocol.messages import Heartbeat
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import SpawnError
 from lucevisor.supervision.daemon import Daemon
@@ -29,7 +27,7 @@ LaunchSpare = Callable[[int, Callable[[ev.Event], None]], Daemon]
 
 @dataclass(frozen=True, slots=True)
 class SpareUse:
-    """A spare as `status` shows it.  ``warm``: it has said hello, and rehearsed its load."""
+    """A spare as `status` shows it.  ``warm``: it has said hello."""
 
     pid: int
     warm: bool
@@ -39,55 +37,35 @@ class SpareUse:
 @dataclass(slots=True, eq=False)
 class _Spare:
     daemon: Daemon
-    heard_at: float
-    deadline: asyncio.TimerHandle  # of its hello, then of its next heartbeat in its rehearsal
-    greeted: bool = False
-    rehearses: bool = False
-    rehearsed_by: float = 0.0  # by when it must have rehearsed
+    heartbeat_at: float
+    hello_deadline: asyncio.TimerHandle
     warm: bool = False
-
-    def use(self) -> SpareUse:
-        heartbeat: Heartbeat | None = self.daemon.heartbeat
-        return SpareUse(self.daemon.child.pid, self.warm, heartbeat.rss_bytes if heartbeat is not None else 0)
 
 
 class Spares:
-    """``n``: how many are kept while the group is READY.  ``present_load``: what its daemon was sent; None unless it is
-    READY, as a rehearsal would take memory that a load needs.  ``clock``: of supervision.
-    """
+    """``n``: how many are kept while the group is READY.  ``clock``: of supervision."""
 
     def __init__(
-        self,
-        group: str,
-        n: int,
-        launch: LaunchSpare,
-        present_load: Callable[[], Load | None],
-        limits: SupervisionLimits,
-        clock: Callable[[], float],
+        self, group: str, n: int, launch: LaunchSpare, limits: SupervisionLimits, clock: Callable[[], float]
     ) -> None:
         self._group, self._n, self._launch, self._limits, self._clock = group, n, launch, limits, clock
-        self._present_load = present_load
         self._loop = asyncio.get_running_loop()
         self._spares: dict[int, _Spare] = {}
         self._ending: dict[int, Daemon] = {}
         self._n_wanted = n  # one that was prepared included
         self._n_launched = self._n_failed = 0  # ever; in a row
-        self._later: asyncio.TimerHandle | None = None
+        self._fill_timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
     @property
     def use(self) -> list[SpareUse]:
         """The spares, as `status` shows them."""
-        return [spare.use() for spare in self._spares.values()]
+        heartbeats = [(spare, spare.daemon.heartbeat) for spare in self._spares.values()]
+        return [SpareUse(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
 
     def keep(self) -> None:
-        """The group is READY: let those rehearse that said hello while it was not, and start what is missing, a little
-        later, for it has work to do first.
-        """
+        """Start what is missing a little later: the group is READY, and has work to do first."""
         self._n_failed, self._n_wanted = 0, self._n
-        for number, spare in [*self._spares.items()]:
-            if spare.greeted and not spare.rehearses and not spare.warm:
-                self._rehearse(number, spare)
         self._fill_after(self._limits.spare_delay_s)
 
     async def prepare(self) -> bool:
@@ -101,22 +79,19 @@ class Spares:
         return bool(self._spares)
 
     def take(self) -> Daemon | None:
-        """Hand over a spare that has sent a heartbeat lately, a warm one if there is one, else one that has said hello;
-        None without one.
-        """
-        for number, spare in sorted(self._spares.items(), key=lambda found: not found[1].warm):
-            if not spare.greeted:
+        """Hand over a warm spare that has sent a heartbeat lately; None without one."""
+        for number, spare in [*self._spares.items()]:
+            if not spare.warm:
                 continue
-            if self._clock() - spare.heard_at <= self._limits.heartbeat_s:
+            if self._clock() - spare.heartbeat_at <= self._limits.heartbeat_s:
                 del self._spares[number]
-                spare.deadline.cancel()
                 return spare.daemon
             self._drop(number, "no heartbeat within its limit: the process hangs or is stopped")
         return None
 
     def drop(self) -> None:
         """Kill all, and start none before ``keep``."""
-        self._cancel()
+        self._cancel_fill()
         for number in [*self._spares]:
             self._drop(number)
 
@@ -128,23 +103,22 @@ class Spares:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            _log.error(
-                "spares do not end on SIGKILL", group=self._group, pids=[d.child.pid for d in self._ending.values()]
-            )
+            pids = [daemon.child.pid for daemon in self._ending.values()]
+            _log.error("spares do not end on SIGKILL", group=self._group, pids=pids)
 
     # ---- inside
 
-    def _cancel(self) -> None:
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
+    def _cancel_fill(self) -> None:
+        if self._fill_timer is not None:
+            self._fill_timer.cancel()
+            self._fill_timer = None
 
     def _fill_after(self, delay_s: float) -> None:
-        self._cancel()
-        self._later = self._loop.call_later(delay_s, self._fill)
+        self._cancel_fill()
+        self._fill_timer = self._loop.call_later(delay_s, self._fill)
 
     def _fill(self) -> None:
-        self._later = None
+        self._fill_timer = None
         for number in [*self._spares][self._n_wanted :]:  # prepared for a restart that did not come
             self._drop(number)
         while len(self._spares) < self._n and self._start():
@@ -154,44 +128,31 @@ class Spares:
         self._n_launched += 1
         number = -self._n_launched  # no daemon of a group has such a number
         try:
-            daemon = self._launch(number, self._take_event)
+            daemon = self._launch(number, self._on_event)
         except SpawnError as error:
             self._failed(error.reason, configuration=error.configuration)
             return False
-        self._spares[number] = _Spare(daemon, self._clock(), self._no_hello(number))
+        seconds = self._limits.hello_s
+        deadline = self._loop.call_later(seconds, self._drop, number, f"no hello in {seconds:g} s")
+        self._spares[number] = _Spare(daemon, self._clock(), deadline)
         return True
 
-    def _no_hello(self, number: int) -> asyncio.TimerHandle:
-        seconds = self._limits.hello_s
-        return self._loop.call_later(seconds, self._drop, number, f"no hello in {seconds:g} s")
-
-    def _await_rehearsal(self, number: int, spare: _Spare) -> None:
-        """Drop a spare that sends no heartbeat meanwhile in the time that a hello has, or rehearses for too long."""
-        spare.deadline.cancel()
-        left_s, silence_s = spare.rehearsed_by - self._clock(), self._limits.hello_s
-        why = (
-            f"no heartbeat in {silence_s:g} s" if silence_s < left_s else f"not over in {self._limits.rehearsal_s:g} s"
-        )
-        after_s = max(0.0, min(left_s, silence_s))
-        spare.deadline = self._loop.call_later(after_s, self._drop, number, f"its rehearsal: {why}")
-
-    def _take_event(self, event: ev.Event) -> None:
+    def _on_event(self, event: ev.Event) -> None:
         number = getattr(event, "child", 0)
         spare = self._spares.get(number)
         match event:
-            case ev.Exited(_, _, _, _):
+            case ev.Exited():
                 if spare is not None:
                     self._drop(number, event.how(spare.daemon.child.pid))
                 self._ending.pop(number, None)
                 self._changed.set()
             case ev.HelloReceived() if spare is not None:
-                spare.deadline.cancel()
-                spare.greeted, spare.heard_at = True, self._clock()
-                self._rehearse(number, spare)
+                spare.hello_deadline.cancel()
+                spare.warm, spare.heartbeat_at, self._n_failed = True, self._clock(), 0
+                _log.info("spare is warm", group=self._group, pid=spare.daemon.child.pid)
+                self._changed.set()
             case ev.Beat() if spare is not None:
-                spare.heard_at = self._clock()
-                if spare.rehearses and not spare.warm:
-                    self._await_rehearsal(number, spare)
+                spare.heartbeat_at = self._clock()
             case ev.Failure(_, reason, configuration, _) if spare is not None:
                 self._drop(number, reason, configuration=configuration)
             case ev.LinkLost(_, reason) if spare is not None:
@@ -199,29 +160,12 @@ class Spares:
             case _:
                 pass
 
-    def _rehearse(self, number: int, spare: _Spare) -> None:
-        """Let a spare rehearse what the present daemon has loaded; later if there is no such daemon now."""
-        load = self._present_load()
-        if load is not None:
-            spare.rehearses = True
-            spare.rehearsed_by = self._clock() + self._limits.rehearsal_s
-            self._await_rehearsal(number, spare)
-            spare.daemon.rehearse(load, lambda: self._warm(spare))
-
-    def _warm(self, spare: _Spare) -> None:
-        if spare not in self._spares.values():
-            return  # dropped meanwhile
-        spare.deadline.cancel()
-        spare.warm, self._n_failed = True, 0
-        _log.info("spare is warm", group=self._group, pid=spare.daemon.child.pid)
-        self._changed.set()
-
     def _drop(self, number: int, failure: str = "", *, configuration: bool = False) -> None:
         """Kill a spare; ``failure``: why, or empty if it is just not needed any more."""
         spare = self._spares.pop(number, None)
         if spare is None:
             return
-        spare.deadline.cancel()
+        spare.hello_deadline.cancel()
         self._ending[number] = spare.daemon
         spare.daemon.signal(ProcessSignal.KILL)
         self._changed.set()

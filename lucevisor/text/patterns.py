@@ -91,8 +91,11 @@ class Length:
             self.add(length)
 
 
-def check_length(expression: str) -> None:
-    """Raise PatternError for an expression, in Rust's notation, of which a part matches only very long texts."""
+def check_length(expression: str) -> int:
+    """Return the least number of characters of texts that an expression, in Rust's notation, matches.
+
+    Raises PatternError for one of which a part matches only very long texts.
+    """
     length = Length()
     for part in _PART.finditer(expression):
         kind = part.lastgroup
@@ -110,6 +113,7 @@ def check_length(expression: str) -> None:
             length.add(1)
     if length.largest >= MAX_FORCED:
         raise PatternError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
+    return length.whole
 
 
 def translated(pattern: str) -> str:

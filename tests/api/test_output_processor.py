@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from lucevisor.api.output.processor import ChoiceDelta, GenerationFailed, OutputOptions, OutputProcessor
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
+from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
+from lucevisor.text.tools import FORMATS
 from tests.api.scripted_model import ids_of, metadata, tokenizer
 
 TIMINGS = Timings(0.0, 0.0, 0.0)
@@ -231,6 +233,43 @@ class TestStopsInChat:
         deltas, _ = read(chat(tools=True, stops=('"a"', "\n</tool")), CALL)
         assert [p.event.arguments for p in deltas if isinstance(p.event, ToolCallDelta)] == ['{"a": 1}']
         assert (deltas[-1].finish_reason, deltas[-1].stop) == ("tool_calls", None)
+
+    @pytest.mark.parametrize(
+        ("kind", "call", "stops"),
+        [
+            (
+                "xml_function",
+                "<tool_call>\n<function=add>\n<parameter=a>\nx\ny\n</parameter>\n</function>\n</tool_call>",
+                ["\ny", "</parameter>", "=a>"],
+            ),
+            (
+                "argument_pairs",
+                "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>x\ny</arg_value>\n</tool_call>",
+                ["x\ny", "<arg_value>", "add"],
+            ),
+            ("gemma4", '<|tool_call>call:add{a:<|"|>x\ny<|"|>}<tool_call|>', ["\n", '"', "call:"]),
+            (
+                "json_object",
+                '<tool_call>\n{"name": "add", "arguments": {"a": "x\\ny"}}\n</tool_call>',
+                ["\\n", "}}", "{"],
+            ),
+        ],
+    )
+    def test_it_is_not_seen_inside_a_call_of_any_format(self, kind, call, stops):
+        form = OutputFormat(None, next(form for _, form in FORMATS if type(form).__module__.endswith(kind)))
+        options = OutputOptions(stops=stops, make_parser=partial(OutputParser, False, TOOLS, form))
+        deltas, _ = read(OutputProcessor(tokenizer(), options), "Well" + call)
+        assert [p.event.arguments for p in deltas if isinstance(p.event, ToolCallDelta)] == ['{"a": "x\\ny"}']
+        assert (content(deltas), deltas[-1].finish_reason, deltas[-1].stop) == ("Well", "tool_calls", None)
+
+    def test_one_that_ends_in_the_tag_of_a_call_is_not_seen(self):
+        deltas, _ = read(chat(tools=True, stops=("see.\n<tool_call>",)), "Let me see.\n" + CALL)
+        assert (content(deltas), deltas[-1].finish_reason) == ("Let me see.", "tool_calls")
+
+    def test_a_call_that_the_limit_cuts_is_text_that_it_is_seen_in(self):
+        deltas, _ = read(chat(tools=True, stops=('"a"',)), CALL.removesuffix("}}\n</tool_call>"), end("length"))
+        assert content(deltas) == '<tool_call>\n{"name": "add", "arguments": {'
+        assert (deltas[-1].finish_reason, deltas[-1].stop) == ("stop", '"a"')
 
     def test_a_call_behind_it_is_not_made(self):
         deltas, _ = read(chat(tools=True, stops=("see",)), "Let me see.\n" + CALL)

@@ -20,7 +20,7 @@ import uvloop
 
 from lucevisor.api.listening import listen
 from lucevisor.api.server import create_app, serve
-from lucevisor.app import collector
+from lucevisor.app import process
 from tests.api.scripted_model import Rig
 
 PERIOD_S = 0.001
@@ -53,7 +53,7 @@ async def main() -> None:
     assert rig.ports.preprocessor is not None
     rig.ports.preprocessor.start(rig.ports)
     runner, url = await serve(create_app(rig.ports), listen("127.0.0.1", 0))
-    collector.quiesce()
+    process.freeze_gc()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     watch = Watch()

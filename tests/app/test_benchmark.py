@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lucevisor.app import benchmark
-from lucevisor.app.bench_cases import Case, cases
-from lucevisor.app.benchmark import Figures, heading, table
-from lucevisor.app.llama_bench import LlamaBench
+from lucevisor.app.benchmark import Case, Figures, LlamaBench, cases, table
 from lucevisor.errors import LucevisorError
 
 
@@ -33,21 +31,6 @@ def test_the_table_has_medians_and_ratios():
     assert table([alone]).splitlines()[0] == "test    tokens/s  least  most"
     assert ours.as_json()["ratio"] == 2.0
     assert "ratio" not in alone.as_json()
-
-
-def test_the_heading_says_what_is_measured():
-    groups = {
-        "left": {"torch": "2.13.0+cpu", "devices": {"cpu:0": "AMD EPYC"}, "threads": 2},
-        "hip": {"torch": "2.13.0+rocm", "devices": {"hip:0": "R9700", "hip:1": "R9700"}, "threads": 0},
-    }
-    record = {"model": "demo", "quant": "Q4_K", "dtype": "float32", "kv_dtype": "q8_0", "groups": groups,
-              "layers": ["left:0 [0,4)", "hip:0 [4,8)"]}  # fmt: skip
-    assert heading(record).splitlines() == [
-        "demo (Q4_K), float32, KV q8_0",
-        "group left: cpu:0 AMD EPYC, 2 threads, torch 2.13.0+cpu",
-        "group hip: hip:0 R9700, hip:1 R9700, torch 2.13.0+rocm",
-        "layers: left:0 [0,4), hip:0 [4,8)",
-    ]
 
 
 def program(path, text):

@@ -13,14 +13,14 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.app.handover import HandoverServer, Offer, Request, Taken, take
+from lucevisor.app.handover import HandoverOffer, HandoverServer, Offer, Request, request_handover
 from lucevisor.errors import LucevisorError
 from tests.another_user import connect_as_nobody, needs_root, open_directory
 
 ASK = Request(pid=7, drain_s=3.0)
 
 
-class Giver:
+class Source:
     """A supervisor without a service."""
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Giver:
         self.said.append("offer")
         return Offer(os.getpid(), self.refuses, notify_socket="/n"), [self.lock, self.listening.fileno()]
 
-    def keep(self) -> None:
+    def on_failed(self) -> None:
         self.said.append("keep")
 
-    def give_up(self, request: Request) -> None:
+    def on_served(self, request: Request) -> None:
         self.said.append(request)
 
     async def save(self) -> None:
@@ -46,39 +46,39 @@ class Giver:
 
 
 @pytest.fixture
-async def giver(tmp_path: Path) -> AsyncIterator[Giver]:
+async def source(tmp_path: Path) -> AsyncIterator[Source]:
     n_before = psutil.Process().num_fds()
-    one = Giver()
+    one = Source()
     server = HandoverServer(tmp_path / "handover.sock", one)
     server.open()
     yield one
     await server.close()
-    if server._taken is not None:  # the end of its process would close it
-        server._taken.close()
+    if server.successor is not None:  # the end of its process would close it
+        server.successor.close()
     os.close(one.lock)
     one.listening.close()
     assert psutil.Process().num_fds() == n_before
 
 
-async def taken_from(path: Path) -> Taken:
-    taken = await take(path / "handover.sock", ASK)
+async def taken_from(path: Path) -> HandoverOffer:
+    taken = await request_handover(path / "handover.sock", ASK)
     assert taken is not None
     return taken
 
 
-async def test_sockets_lock_and_what_was_saved(giver: Giver, tmp_path: Path) -> None:
+async def test_sockets_lock_and_what_was_saved(source: Source, tmp_path: Path) -> None:
     taken = await taken_from(tmp_path)
     assert (taken.offer.pid, taken.offer.notify_socket) == (os.getpid(), "/n")
-    assert os.path.samestat(os.fstat(taken.lock), os.fstat(giver.lock))
-    assert [sock.getsockname() for sock in taken.sockets] == [giver.listening.getsockname()]
+    assert os.path.samestat(os.fstat(taken.lock), os.fstat(source.lock))
+    assert [sock.getsockname() for sock in taken.sockets] == [source.listening.getsockname()]
     assert not any(os.get_inheritable(fd) for fd in (taken.lock, taken.sockets[0].fileno()))
-    assert giver.said == ["offer"]
-    await taken.serving()
-    assert giver.said == ["offer", ASK]  # the name was given up before what the new one does next
-    giver.may_save.set()
-    saves = taken.saves()
+    assert source.said == ["offer"]
+    await taken.announce_serving()
+    assert source.said == ["offer", ASK]  # the name was given up before what the new one does next
+    source.may_save.set()
+    saves = taken.wait_for_saves()
     await anext(saves)  # it has saved what it had
-    assert giver.said == ["offer", ASK, "save"]
+    assert source.said == ["offer", ASK, "save"]
     await saves.aclose()
     taken.decline()
 
@@ -87,30 +87,30 @@ async def test_one_that_serves_goes_on_when_the_other_one_says_nothing(monkeypat
     monkeypatch.setattr("lucevisor.app.handover.ANSWER_S", 0.05)
     mine, other = socket.socketpair()
     mine.setblocking(False)
-    taken = Taken(mine, Offer(1), [os.open("/dev/null", os.O_RDONLY)])
+    taken = HandoverOffer(mine, Offer(1), [os.open("/dev/null", os.O_RDONLY)])
     with other, capture_logs() as said:
-        await taken.serving()
+        await taken.announce_serving()
         assert other.recv(16) == b"serving"
     assert "did not say that it gave up" in said[0]["event"]
     taken.decline()
 
 
-async def test_a_successor_that_ends_before_it_serves_changes_nothing(giver: Giver, tmp_path: Path) -> None:
+async def test_a_successor_that_ends_before_it_serves_changes_nothing(source: Source, tmp_path: Path) -> None:
     (await taken_from(tmp_path)).decline()
     taken = await taken_from(tmp_path)
-    assert giver.said == ["offer", "keep", "offer"]
+    assert source.said == ["offer", "keep", "offer"]
     taken.decline()
 
 
-async def test_a_refusal_is_said(giver: Giver, tmp_path: Path) -> None:
-    giver.refuses = "it is stopping"
+async def test_a_refusal_is_said(source: Source, tmp_path: Path) -> None:
+    source.refuses = "it is stopping"
     with pytest.raises(LucevisorError, match="not taken over: it is stopping"):
         await taken_from(tmp_path)
-    giver.refuses = ""
+    source.refuses = ""
     (await taken_from(tmp_path)).decline()
 
 
-async def test_something_else_than_a_request_gets_no_descriptor(giver: Giver, tmp_path: Path) -> None:
+async def test_something_else_than_a_request_gets_no_descriptor(source: Source, tmp_path: Path) -> None:
     for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"pid": 1}', b""):
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "handover.sock"))
         writer.write(said)
@@ -119,29 +119,29 @@ async def test_something_else_than_a_request_gets_no_descriptor(giver: Giver, tm
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
-    assert "offer" not in giver.said
+    assert "offer" not in source.said
     (await taken_from(tmp_path)).decline()
 
 
 async def test_nobody_is_there(tmp_path: Path) -> None:
-    assert await take(tmp_path / "handover.sock", ASK) is None
+    assert await request_handover(tmp_path / "handover.sock", ASK) is None
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / "handover.sock"))
-    assert await take(tmp_path / "handover.sock", ASK) is None
+    assert await request_handover(tmp_path / "handover.sock", ASK) is None
 
 
 @needs_root
 async def test_another_user_gets_no_descriptor() -> None:
     with open_directory() as directory:
-        giver = Giver()
-        server = HandoverServer(directory / "handover.sock", giver)
+        source = Source()
+        server = HandoverServer(directory / "handover.sock", source)
         server.open()
         with connect_as_nobody(directory / "handover.sock") as sock:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(sock, b'{"pid": 1, "drain_s": 1.0}')
             with contextlib.suppress(ConnectionResetError):  # it does not even read the request
                 assert await loop.sock_recv(sock, 4096) == b""
-        assert giver.said == []
+        assert source.said == []
         await server.close()
-        os.close(giver.lock)
-        giver.listening.close()
+        os.close(source.lock)
+        source.listening.close()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lucevisor.app.progress import KeptProgress
+from lucevisor.app.status import LoadProgress
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.states import State
 
 
 def test_the_bytes_of_all_shards_while_a_group_loads_and_none_after():
-    kept = KeptProgress(SilentDisplay())
+    kept = LoadProgress(SilentDisplay())
     assert kept.loading("left") is None
     assert kept.state_s("left") == 0.0
     kept.state("left", State.LOADING, "")
@@ -23,24 +23,3 @@ def test_the_bytes_of_all_shards_while_a_group_loads_and_none_after():
     kept.progress("left", Progress(stage=0, device=1, done_bytes=20, total_bytes=20, phase="warm up"))
     assert kept.loading("left") is None, "a report that came late"
     assert kept.state_s("left") >= 0.0
-
-
-def test_everything_is_passed_on():
-    told = []
-
-    class Listener(SilentDisplay):
-        def state(self, group, state, reason):
-            told.append((group, state, reason))
-
-        def progress(self, group, progress):
-            told.append((group, progress))
-
-        def ready(self, service):
-            told.append(service)
-
-    kept = KeptProgress(Listener())
-    progress = Progress(stage=0, device=0, done_bytes=1, total_bytes=2, phase="read")
-    kept.state("left", State.FAILED, "why")
-    kept.progress("left", progress)
-    kept.ready("service")
-    assert told == [("left", State.FAILED, "why"), ("left", progress), "service"]

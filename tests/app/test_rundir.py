@@ -90,20 +90,6 @@ def test_whoever_looks_whether_it_is_locked_is_not_taken_for_a_supervisor(monkey
     one.close()
 
 
-def test_what_another_start_made_meanwhile_is_kept():
-    """The directory of a supervisor that stops, with the lock file of one that starts just then."""
-    one = RunDirectory("t")
-    one.claim()
-    (one.path / "lock").unlink()
-    other = RunDirectory("t")
-    other._lock = other._try_lock()
-    assert other._lock is not None
-    with pytest.raises(AlreadyRunningError):
-        RunDirectory("t").claim()
-    other.close()
-    one.close()
-
-
 @pytest.mark.parametrize("there", ["a file", "a file above", "a broken link"])
 def test_a_directory_that_cannot_be_made(runtime, there, monkeypatch):
     monkeypatch.setattr(rundir, "_REMOVED_S", 0.1)

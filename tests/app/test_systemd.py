@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,11 +48,6 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]
 def test_a_message_has_one_assignment_a_line(manager: Manager) -> None:
     Notifier(manager.environ).send(STATUS="two\nlines: ü", READY=1)
     assert manager.read() == ["STATUS=two lines: ü\nREADY=1"]
-
-
-def test_nothing_is_sent_without_systemd() -> None:
-    assert not Notifier({})
-    Notifier({}).send(READY=1)
 
 
 @pytest.mark.parametrize("address", ["vsock:2:1234", "relative"])
@@ -137,19 +131,6 @@ async def test_a_start_that_failed_is_not_ready_and_asks_for_no_time(manager: Ma
 async def test_a_stop_is_said_once_and_asks_for_time(manager: Manager) -> None:
     await reported(manager, [("ready", "r"), ("draining", "draining: stops"), ("draining", "draining: stops")])
     assert manager.read()[2:] == ["STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}", "STATUS=draining: stops"]
-
-
-async def test_a_reload_says_when_it_began(manager: Manager) -> None:
-    report = SystemdReport(lambda: ("ready", ""))
-    report.use(Notifier(manager.environ), 0.0)
-    before = time.monotonic_ns() // 1000
-    report.reloading()
-    report.ready()
-    [reloading, ready] = manager.read()
-    kind, since = reloading.split("\n")
-    assert kind == "RELOADING=1"
-    assert before <= int(since.removeprefix("MONOTONIC_USEC=")) <= time.monotonic_ns() // 1000
-    assert ready == "READY=1"
 
 
 async def test_a_reload_ends_as_it_began_also_when_it_fails(manager: Manager) -> None:

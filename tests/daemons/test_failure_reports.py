@@ -15,7 +15,6 @@ from daemons.ops.basic import rotate
 from daemons.options import Options
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Backend
-from lucevisor.protocol.loading import WarmedUp
 from lucevisor.protocol.process import EXIT_CONFIGURATION, EXIT_FAILED
 
 
@@ -78,19 +77,6 @@ def test_a_file_that_is_missing_in_a_step_is_tried_again_and_in_a_load_is_not(ki
 )
 def test_the_advice_names_what_is_short(error, advice):
     assert reported("step 7", error)[1].advice.startswith(advice)
-
-
-def test_a_rehearsal_that_fails_in_any_way_is_told_and_ends_nothing(monkeypatch):
-    def broken(*_):
-        raise KeyError("blk.0.attn_q.weight")
-
-    monkeypatch.setattr(worker_module, "opened", broken)
-    link = Sent()
-    phases = SimpleNamespace(phase=lambda *_: None)
-    _MessageLoop(link, phases, Options("left", Backend.CPU, 0, 0, 0, 1, ()))._rehearse(None)
-    [message] = link.messages
-    assert isinstance(message, WarmedUp)
-    assert "blk.0.attn_q.weight" in message.problem
 
 
 @pytest.mark.usefixtures("no_thread_begins")

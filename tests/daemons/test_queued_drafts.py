@@ -14,8 +14,8 @@ from torch import Tensor
 
 from daemons.draft import stage as stage_module
 from daemons.draft.drafter import Drafts
+from daemons.draft.jobs import PlaceholderDraft
 from daemons.draft.stage import DraftJob, DraftStage
-from daemons.draft.unseen import UnseenDraft
 from daemons.kv.batch import Layout
 from daemons.step_output import StepOutput
 from lucevisor.model.families import open_spec
@@ -120,10 +120,12 @@ def draft_partly_right(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[int, Seq
                 found.tokens[row, i] = token
         return found
 
-    draft_at, unseen_draft, begins = DraftStage._draft_at, stage_module.unseen_draft, dict[int, Tensor]()
+    draft_at, placeholder_draft, begins = DraftStage._draft_at, stage_module.placeholder_draft, dict[int, Tensor]()
 
-    def noted(layouts: Sequence[Layout], drafts: Sequence[int], first_row: int, drawn: Tensor) -> UnseenDraft | None:
-        found = unseen_draft(layouts, drafts, first_row, drawn)
+    def noted(
+        layouts: Sequence[Layout], drafts: Sequence[int], first_row: int, drawn: Tensor
+    ) -> PlaceholderDraft | None:
+        found = placeholder_draft(layouts, drafts, first_row, drawn)
         if found is not None:
             begins[id(found.layout)] = int(layouts[0].metadata[layouts[0].n_rows]) + found.row - first_row
         return found
@@ -138,7 +140,7 @@ def draft_partly_right(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[int, Seq
 
     monkeypatch.setattr(DraftStage, "_draft", partly_right)
     monkeypatch.setattr(DraftStage, "_draft_at", partly_right_unseen)
-    monkeypatch.setattr(stage_module, "unseen_draft", noted)
+    monkeypatch.setattr(stage_module, "placeholder_draft", noted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

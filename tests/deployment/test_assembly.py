@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.request import GenerationRequest, NotReady, RequestError
+from lucevisor.engine.request import NotReady, RequestError
 from lucevisor.protocol.steps import StepResult
-from tests.deployment.daemon_groups import Groups, ServingMachine, frame
+from tests.deployment.daemon_groups import Groups, frame
 from tests.engine.toy_engine import events_of, request, told
 
 STOPPED = RequestError("shutting_down", "the supervisor is stopping; send the request to another one, or again later")
@@ -37,11 +33,6 @@ def test_a_pipeline_is_there_when_every_daemon_has_answered_its_reset(order: tup
     assert groups.assembly.complete
     assert groups.engine.ready
     assert groups.changes == 1
-
-
-def test_a_daemon_of_two_stages_is_reset_once() -> None:
-    groups = serving("left", "right", "left")
-    assert [p.resets for p in groups.processes.values()] == [1, 1]
 
 
 async def test_a_loss_ends_running_requests_and_names_the_group_and_the_queue_goes_on() -> None:
@@ -157,18 +148,11 @@ def test_a_daemon_that_answers_for_the_stage_of_another_is_named_by_its_own(grou
     assert groups.engine.ready
 
 
-def test_an_answer_nobody_waits_for_ends_the_pipeline_once() -> None:
-    groups = serving()
-    for _ in range(2):
-        groups.assembly.frame("right", frame(StepResult(7, 1)))
-    assert [f.code for f in groups.failures] == ["protocol_error"]
-
-
 def test_after_close_no_daemon_makes_a_pipeline() -> None:
     groups = serving("only")
     handle = groups.engine.submit(request("a", n=50))
     groups.engine.close(STOPPED)
-    groups.assembly.close(STOPPED)
+    groups.assembly.detach(STOPPED)
     assert handle.finished is not None
     assert handle.finished.error == STOPPED
     groups.processes.clear()
@@ -177,99 +161,6 @@ def test_after_close_no_daemon_makes_a_pipeline() -> None:
     assert not groups.assembly.complete
     late = Groups(["only"])
     late.ready("only")
-    late.assembly.close(STOPPED)
+    late.assembly.detach(STOPPED)
     late.work()  # answers its reset
     assert not late.assembly.complete
-
-
-class World(ServingMachine):
-    """Whatever comes, goes, answers or breaks in whatever order: a pipeline when and only when all are ready and reset,
-    right tokens or an error, and none of what a request is owed is missing."""
-
-    @initialize(homes=st.sampled_from([("a",), ("a", "b"), ("a", "b", "a"), ("a", "b", "c")]))
-    def begin(self, homes: tuple[str, ...]) -> None:
-        self.groups = Groups(homes)
-        self.names = list(dict.fromkeys(homes))
-        self.requests: dict[str, tuple[GenerationRequest, RequestHandle]] = {}
-        self.n_mended = 0
-
-    @property
-    def broken(self) -> bool:
-        """Whether the pipeline ended itself, and nobody was lost since."""
-        return len(self.groups.failures) > self.n_mended
-
-    @precondition(lambda self: self.away)
-    @rule(draw=st.integers(0, 5), alive=st.sampled_from([True, True, True, False]))
-    def ready(self, draw: int, alive: bool) -> None:
-        self.groups.ready(self.some(draw, self.away), alive=alive)
-
-    @precondition(lambda self: self.here)
-    @rule(draw=st.integers(0, 5))
-    def die(self, draw: int) -> None:
-        self.groups.die(self.some(draw, self.here))
-
-    @precondition(lambda self: self.here)
-    @rule(draw=st.integers(0, 5))
-    def lost(self, draw: int) -> None:
-        """Of a death, or of an operator's restart."""
-        group = self.some(draw, self.here)
-        before = {name: handle.finished for name, (_, handle) in self.requests.items()}
-        n_running = self.groups.engine.statistics().running
-        self.groups.lost(group)
-        self.n_mended = len(self.groups.failures)
-        ended = [h.finished for name, (_, h) in self.requests.items() if h.finished is not before[name]]
-        assert len(ended) == n_running
-        for finished in ended:
-            assert finished is not None
-            assert finished.error is not None
-            assert f"group {group} was lost" in finished.error.message
-
-    @precondition(lambda self: self.groups.engine.ready and not self.broken)
-    @rule(draw=st.integers(0, 5), wrong=st.sampled_from([StepResult(99_999, 0), StepResult(1, 77), StepResult(1, -1)]))
-    def break_the_order(self, draw: int, wrong: object) -> None:
-        n_failures = len(self.groups.failures)
-        self.groups.assembly.frame(self.some(draw, self.here), frame(wrong))  # type: ignore[arg-type]
-        assert len(self.groups.failures) == n_failures + 1
-
-    @rule(length=st.integers(1, 150), n=st.integers(1, 12))
-    def submit(self, length: int, n: int) -> None:
-        one = request(f"r{len(self.requests)}", range(length), n)
-        if not self.groups.engine.ready:
-            with pytest.raises(NotReady):
-                self.groups.engine.submit(one)
-        else:
-            self.requests[one.request_id] = one, self.groups.engine.submit(one)
-
-    @precondition(lambda self: self.requests)
-    @rule(draw=st.integers(0, 50))
-    def cancel(self, draw: int) -> None:
-        self.requests[self.some(draw, list(self.requests))][1].cancel()
-
-    @invariant()
-    def a_pipeline_when_all_are_ready_and_reset(self) -> None:
-        processes = self.groups.processes.values()
-        whole = not self.away and {p.last_reset for p in processes} == {self.token} if processes else False
-        assert self.groups.assembly.complete == (whole and not self.broken)
-        assert self.groups.engine.ready == (whole and not self.broken)
-
-    @property
-    def token(self) -> int:
-        return self.groups.assembly._token
-
-    def teardown(self) -> None:
-        if not hasattr(self, "groups"):
-            return
-        for group in self.here:
-            if not self.groups.processes[group].alive or self.broken:
-                self.groups.lost(group)
-        for group in self.away:
-            self.groups.ready(group)
-        self.groups.work()
-        assert self.groups.engine.ready
-        for _, handle in self.requests.values():
-            assert handle.finished is not None
-        self.what_ended_well_is_right()
-
-
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=120, stateful_step_count=50)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.request import GenerationRequest, RequestError
+from lucevisor.engine.request import GenerationRequest
 from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import GroupMachine, Groups, frame
 from tests.engine.toy_engine import events_of, request, told
@@ -91,80 +91,6 @@ def test_a_replay_with_which_daemons_do_not_load_is_left_out() -> None:
     groups.close()
     tokens = [event.token for event in handle._events if hasattr(event, "token")]
     assert tokens == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
-
-
-def test_a_replay_is_out_of_date_when_another_daemon_is_lost() -> None:
-    groups = serving("left", "right")
-    one = request("a", range(100), n=30)
-    handle = groups.engine.submit(one)
-    compute(groups, 13)
-    groups.lost("left")
-    groups.work()  # what is posted comes back
-    assert groups.load("left")
-    groups.lost("right")
-    process = groups.ready("left")
-    groups.ready("right")
-    assert not groups.assembly.complete
-    groups.work()
-    groups.close()
-    assert process.resets == 1
-    tokens = [event.token for event in handle._events if hasattr(event, "token")]
-    assert tokens == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
-
-
-async def test_a_group_of_two_stages_is_rebuilt_at_both() -> None:
-    groups = serving("left", "right", "left")
-    one = request("a", range(100), n=30)
-    handle = groups.engine.submit(one)
-    compute(groups, 15)
-    groups.lost("left")
-    groups.ready("left")
-    groups.work()
-    assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
-    assert groups.processes["right"].resets == 1
-
-
-@pytest.mark.parametrize("draft", ["right", "aside"])
-async def test_a_drafter_goes_on_or_is_attached_again(draft: str) -> None:
-    groups = serving("left", "right", draft=draft)
-    one = request("a", range(100), n=60)
-    handle = groups.submit(one)
-    compute(groups, 15)
-    groups.lost("right")
-    assert groups.assembly.drafting == (draft == "aside")
-    groups.ready("right")
-    groups.work()
-    assert groups.assembly.drafting
-    assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 60, frozenset())
-    assert groups.drafters_lost == []
-
-
-async def test_a_dead_link_is_a_loss_before_supervision_hears_of_it() -> None:
-    groups = serving("left", "right")
-    groups.die("left")
-    one = request("a")
-    handle = groups.engine.submit(one)
-    assert not groups.assembly.complete
-    assert handle.finished is None
-    groups.lost("left")
-    groups.ready("left")
-    groups.work()
-    assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 4, frozenset())
-    assert groups.engine.statistics().recovery.n_sequences == 1
-
-
-async def test_after_a_hold_that_was_given_up_all_are_reset() -> None:
-    groups = serving("left", "right")
-    handle = groups.engine.submit(request("a", n=30))
-    groups.lost("left")
-    groups.engine.detach(RequestError("shard_lost", "held for too long"), permanent=True)
-    assert handle.finished is not None
-    groups.ready("left")
-    groups.work()
-    assert groups.assembly.complete
-    assert [p.resets for p in groups.processes.values()] == [2, 2]
-    groups.engine.submit(request("b"))
-    groups.work()
 
 
 class Losses(GroupMachine):

@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import GenerationRequest
-from lucevisor.protocol.steps import ResetDone, StepResult
+from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import Groups, ServingMachine, frame
 from tests.engine.toy_engine import events_of, request, told
 
@@ -58,18 +58,6 @@ def test_requests_are_served_before_the_drafter_is_there() -> None:
     assert groups.changes == changes + 1
 
 
-def test_a_drafter_that_is_there_first_waits_for_the_pipeline() -> None:
-    groups = Groups(["left", "right"], "draft")
-    drafter = groups.ready("draft")
-    assert not drafter.inbox
-    assert not groups.assembly.complete
-    groups.ready("left")
-    groups.ready("right")
-    groups.work()
-    assert groups.assembly.drafting
-    assert drafter.resets == 1
-
-
 @pytest.mark.parametrize("how", ["lost", "dead link", "wrong step", "wrong stage"])
 async def test_losing_a_drafter_of_its_own_group_fails_no_request(how: str) -> None:
     groups = serving()
@@ -102,77 +90,6 @@ async def test_losing_a_drafter_of_its_own_group_fails_no_request(how: str) -> N
     groups.work()
     assert groups.assembly.drafting
     assert [p.resets for name, p in groups.processes.items() if name != "draft"] == [1, 1]
-
-
-async def test_a_lost_shard_takes_the_drafter_off_the_engine_and_it_is_reset_for_the_next_pipeline() -> None:
-    groups = serving()
-    groups.submit(request("a", range(30), 80))
-    for _ in range(6):
-        for group in ("left", "right", "draft"):
-            if groups.processes[group].busy:
-                groups.answer(group)
-    groups.die("right")
-    groups.lost("right")
-    assert not groups.assembly.drafting
-    groups.ready("right")
-    groups.work()
-    assert groups.assembly.drafting
-    assert {name: p.resets for name, p in groups.processes.items()} == {"left": 2, "draft": 2, "right": 1}
-    one = request("b", range(40), 40)
-    handle = groups.submit(one)
-    groups.work()
-    await right(groups, one, handle)
-    assert groups.drafters_lost == []
-
-
-def test_an_answer_to_an_earlier_reset_attaches_nothing() -> None:
-    groups = Groups(["only"], "draft")
-    groups.ready("only")
-    groups.ready("draft")
-    groups.work()
-    groups.die("only")
-    groups.lost("only")
-    groups.assembly.frame("draft", frame(ResetDone(1)))  # the first, once more
-    assert not groups.assembly.drafting
-    groups.ready("only")
-    groups.answer("only")
-    groups.assembly.frame("draft", frame(ResetDone(1)))
-    assert not groups.assembly.drafting
-    groups.answer("draft")
-    assert groups.assembly.drafting
-
-
-def test_a_drafter_of_the_output_stages_daemon_lives_and_dies_with_it() -> None:
-    groups = serving(draft="right")
-    assert [p.resets for p in groups.processes.values()] == [1, 1]
-    groups.die("right")
-    groups.lost("right")
-    assert not groups.assembly.drafting
-    assert not groups.assembly.complete
-    groups.ready("right")
-    groups.work()
-    assert groups.assembly.drafting
-
-
-async def test_a_daemon_that_could_not_load_the_drafter_serves_without() -> None:
-    groups = Groups(["left", "right"], "right")
-    groups.ready("left")
-    groups.ready("right", with_draft=False)
-    groups.work()
-    assert groups.assembly.complete
-    assert not groups.assembly.drafting
-    one = request("a", range(20), 20)
-    handle = groups.submit(one)
-    groups.work()
-    await right(groups, one, handle)
-
-
-def test_a_drafter_with_the_output_stage_that_breaks_the_order_is_not_asked_again() -> None:
-    groups = serving(draft="right")
-    groups.assembly.frame("right", frame(StepResult(99_999, 2)))
-    assert [failure.code for failure in groups.drafters_lost] == ["protocol_error"]
-    assert not groups.assembly.drafting
-    assert groups.assembly.complete
 
 
 class World(ServingMachine):

@@ -39,13 +39,6 @@ def test_the_demo_is_fine():
     check_before_start(config, open_model(config))
 
 
-def test_a_split_past_the_last_layer():
-    error = refused("placement.target_layer_split=0-4,4-9")
-    assert error.key == "placement.target_layer_split"
-    assert "the model has 8, numbered 0 to 7" in error.why
-    assert error.hint == 'nearest: ["0-4", "4-8"]'
-
-
 @pytest.mark.parametrize(
     ("overrides", "key", "hint"),
     [
@@ -92,13 +85,6 @@ def test_a_program_that_is_no_interpreter(tmp_path, script, why):
     assert (error.key, error.value) == ("groups.right.python", str(program))
     assert f"{program} does not work as a Python interpreter: " in error.why
     assert why in error.why
-
-
-def test_an_interpreter_that_is_too_old(tmp_path):
-    old = tmp_path / "python"
-    old.write_text("""#!/bin/sh\necho 'installed:{"python": "3.10.4", "missing": [], "torch": {}}'\n""")
-    old.chmod(0o700)
-    assert refused(f"groups.right.python={old}").why == f"{old} is Python 3.10.4, older than 3.11"
 
 
 def test_an_interpreter_without_torch(bare_python):
@@ -157,16 +143,3 @@ def test_everything_at_once(bare_python):
     assert [one.key for one in error.errors] == [
         "placement.target_layer_split", "groups.right.cores", "groups.right.python", "groups.left.python",
     ]  # fmt: skip
-
-
-def test_a_truncated_file_says_what_is_missing_once(tmp_path):
-    whole = DEMO.parent / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(whole.read_bytes()[:8_000_000])
-    with pytest.raises(ConfigError) as caught:
-        open_model(load(DEMO, [f"model.path={cut}", "draft.kind=off"]))
-    text, n_missing = str(caught.value), whole.stat().st_size - 8_000_000
-    assert caught.value.key == "model.path"
-    assert text.count(str(cut)) == text.count("is truncated") == 1
-    assert f"{n_missing} of {whole.stat().st_size} bytes are missing" in text
-    assert "family" not in text

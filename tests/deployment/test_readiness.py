@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lucevisor.deployment.readiness import MIN_WAIT_S, Readiness
+from lucevisor.deployment.service import MIN_WAIT_S, Readiness
 from lucevisor.supervision.states import State
 
 

@@ -107,17 +107,6 @@ async def test_a_link_that_closes_unseen_is_an_error_of_this_window() -> None:
         await stage.score([1] * 50, 8)
 
 
-async def test_an_answer_of_a_request_that_is_gone_is_dropped() -> None:
-    stage, daemon = made()
-    gone = await begun(stage, [1] * 50)
-    gone.cancel()
-    await asyncio.sleep(0)
-    daemon.answer()
-    task = await begun(stage, [2] * 50)
-    daemon.answer()
-    assert await task == [2.0] * 50
-
-
 async def test_a_window_waits_for_the_answer_of_one_whose_request_is_gone() -> None:
     stage, daemon = made()
     gone = await begun(stage, [1] * 250)
@@ -131,17 +120,6 @@ async def test_a_window_waits_for_the_answer_of_one_whose_request_is_gone() -> N
     assert [message.window for message in daemon.inbox] == [2]
     daemon.answer()
     assert await task == [2.0] * 50
-
-
-async def test_a_window_that_waits_fails_with_its_daemon() -> None:
-    stage, _ = made()
-    gone = await begun(stage, [1] * 50)
-    gone.cancel()
-    await asyncio.sleep(0)
-    task = await begun(stage, [2] * 50)
-    stage.lost("left", "killed by signal 9")
-    with pytest.raises(ScoringError, match="killed by signal 9"):
-        await task
 
 
 async def test_scores_that_do_not_fit_the_window_are_an_error() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.deployment import state_memory
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
@@ -68,7 +68,7 @@ async def test_a_restart_without_requests_keeps_prefix_slots(tmp_path: Path, kv_
         wanted, _ = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
         n_slots = service.engine.statistics().cache.n_slots
         assert n_slots > 0
-        await Orders(service).restart("a", now=False)
+        await AdminOperations(service).restart("a", now=False)
         assert service.engine.statistics().cache.n_slots == n_slots
         found, finished = await generate_all(service, PROMPT, 8, SAMPLING, turns=(64,))
         assert (found, finished.usage.cached_tokens) == (wanted, 64)
@@ -99,6 +99,6 @@ async def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path, monk
         for fails in ("export", "import"):
             monkeypatch.setattr(Broken, "fails", fails)
             assert service.engine.statistics().cache.n_slots > 0
-            await Orders(service).restart("b", now=False)
+            await AdminOperations(service).restart("b", now=False)
             assert service.engine.statistics().recovery.n_kept == 0
             assert await generate(service, PROMPT, 8, SAMPLING) == wanted

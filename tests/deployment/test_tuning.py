@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import Config, load
-from lucevisor.deployment import tuning
+from lucevisor.deployment import probe as probes
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.messages import Checked, CheckLine
 from lucevisor.supervision.probe import Probe
@@ -28,13 +28,13 @@ def answers(monkeypatch: pytest.MonkeyPatch, answer: Probe) -> list[tuple[str, l
         asked.append((group.name, check[0].tune.devices))
         return answer
 
-    monkeypatch.setattr(tuning, "probe", probe)
+    monkeypatch.setattr(probes, "probe", probe)
     return asked
 
 
 async def test_every_index_of_a_cpu_group_is_its_one_device(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch, Probe(checked=Checked([CheckLine("cpu:0 Q4_K", True, "tiled rows to 32")])))
-    lines = await tuning.tune([], config)
+    lines = await probes.tune([], config)
     assert asked == [("left", [0]), ("right", [0])]
     assert [line.subject for line in lines] == ["left cpu:0 Q4_K", "right cpu:0 Q4_K"]
 
@@ -51,4 +51,4 @@ async def test_a_group_that_was_not_tuned_is_named(
 ) -> None:
     answers(monkeypatch, answer)
     with pytest.raises(LucevisorError, match=f"groups.left was not tuned: {why}"):
-        await tuning.tune([], config)
+        await probes.tune([], config)

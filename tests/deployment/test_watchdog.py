@@ -8,8 +8,8 @@ import contextlib
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.deployment import watchdog
-from lucevisor.deployment.watchdog import Watchdog, Work, watch
+from lucevisor.deployment import deployment
+from lucevisor.deployment.deployment import Watchdog, Work, watch
 
 LEFT, RIGHT = Work("left", "step 1"), Work("right", "step 1")
 
@@ -41,21 +41,8 @@ def test_work_that_a_look_did_not_see_is_new(clock: Clock) -> None:
     assert found == {RIGHT: 4.0}
 
 
-def test_the_next_step_of_a_group_is_other_work(clock: Clock) -> None:
-    dog = Watchdog(3.0, clock)
-    for clock.now in range(20):
-        assert dog.look([Work("left", f"step {clock.now // 2}")]) == {}
-
-
-def test_nothing_is_overdue_while_the_clock_stands(clock: Clock) -> None:
-    """The clock of :func:`watch` stands still while the supervisor is stopped."""
-    dog = Watchdog(3.0, clock)
-    for _ in range(100):
-        assert dog.look([LEFT]) == {}
-
-
 async def test_the_watch_goes_on_after_a_defect_of_what_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "WATCH_S", 0.005)
+    monkeypatch.setattr(deployment, "WATCH_S", 0.005)
     looks, told = [], asyncio.Event()
 
     def in_hand() -> list[Work]:

@@ -17,7 +17,6 @@ from lucevisor.deployment.weight_digests import DigestsStopped, FileChangedError
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.gguf_files import open_model, part_paths
-from lucevisor.model.gguf_header import GgufError
 from tests.model.test_fingerprint import write
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -87,18 +86,6 @@ def test_any_bit_of_any_tensor_is_another_fingerprint(model: Model, tensor: int,
     assert mark_of(model.path) == model.mark
 
 
-def test_the_first_and_last_byte_of_every_tensor(model: Model) -> None:
-    for tensor in range(len(model.tensors)):
-        assert model.spoiled(tensor, 0.0, 0), model.tensors[tensor].name
-        assert model.spoiled(tensor, 1.0, 7), model.tensors[tensor].name
-
-
-def test_the_models_have_what_they_are_here_for(tmp_path: Path) -> None:
-    assert "output.weight" not in open_spec(GOLDEN / "qwen3" / "model.gguf").files.tensors
-    assert any("_exps" in name for name in open_spec(GOLDEN / "qwen35moe" / "model.gguf").files.tensors)
-    assert open_spec(write(tmp_path / "m.gguf", unused="blk.1.nextn.eh_proj.weight")).skipped
-
-
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(("block", "piece"), [(5000, 77), (4096, 4096), (3001, 10000)])
 def test_borders_of_blocks_and_pieces(
@@ -123,26 +110,10 @@ def test_a_file_that_changes_meanwhile_has_no_digests(tmp_path: Path) -> None:
         digest_tensors(files)
 
 
-def test_a_cut_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "m.gguf")
-    files = open_spec(path).files
-    os.truncate(path, path.stat().st_size // 2)
-    monkeypatch.setattr(weight_digests, "_check_unchanged", lambda _: None)  # cut just behind that
-    with pytest.raises(GgufError, match="it was truncated after it was opened"):
-        digest_tensors(files)
-
-
 def test_hashing_can_be_stopped(tmp_path: Path) -> None:
     files = open_spec(write(tmp_path / "m.gguf")).files
     with pytest.raises(DigestsStopped):
         digest_tensors(files, HashProgress(1, stop=True))
-
-
-def test_progress_counts_every_byte(tmp_path: Path) -> None:
-    files = open_spec(write(tmp_path / "m.gguf")).files
-    progress = HashProgress(files.total_bytes)
-    digest_tensors(files, progress, n_threads=1, keep_cached=False)
-    assert progress.done_bytes == files.total_bytes > 0
 
 
 # ---- what is kept

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.deployment import digest_cache
-from lucevisor.deployment.weights import ModelWeights, WeightsChangedError, unsettled_s
+from lucevisor.deployment.weights import ModelWeights, WeightsChangedError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.gguf_files import open_model, part_paths
-from lucevisor.model.values import FileIdentity
 from tests.deployment.test_weight_digests import flip, settled
 from tests.model.test_fingerprint import write
 
@@ -154,34 +153,3 @@ async def test_a_file_that_cannot_be_hashed_is_told(model: Path) -> None:
     change(model, "cut")
     with pytest.raises(WeightsChangedError, match=r"m\.gguf was changed while it was hashed"):
         await weights.digests()
-
-
-async def test_close_ends_hashing(model: Path) -> None:
-    weights = opened(model)
-    weights.begin()
-    hashing = weights._hashing
-    assert hashing is not None
-    await weights.close()
-    assert hashing.done()
-    weights.begin()
-    assert weights._hashing is hashing, "it was begun before"
-    await weights.close()
-
-
-def identity(ctime_ns: int) -> FileIdentity:
-    return FileIdentity(1, 2, 3, 4, ctime_ns, "")
-
-
-@pytest.mark.parametrize(
-    ("ctime_ns", "now_ns", "wanted"),
-    [
-        (100 * S + 5, 100 * S + 5, 0.1),
-        (100 * S + 5, 100 * S + 5 + S // 10, 0.0),
-        (100 * S, 101 * S, 1.0),  # a file system of whole seconds
-        (100 * S, 103 * S, -1.0),
-        (200 * S + 1, 100 * S, 100.1),  # another clock
-    ],
-)
-def test_when_later_writes_show(ctime_ns: int, now_ns: int, wanted: float) -> None:
-    found = unsettled_s([identity(1), identity(ctime_ns)], now_ns)
-    assert found == pytest.approx(wanted, abs=1e-6)

@@ -16,7 +16,6 @@ from lucevisor.protocol.loading import (
     PoolSizes,
     ShardPlan,
     StagePlan,
-    WarmedUp,
 )
 from lucevisor.protocol.messages import (
     Checked,
@@ -44,7 +43,6 @@ NONE = memoryview(b"")
 MESSAGES_SAID: list[tuple[Message, Load | None, memoryview]] = [
     (Hello(1, "abc", 7, "3.12", "/usr/bin/python", "2.9", Backend.CPU, [DEVICE], 1 << 30, {"numpy": "2"}), None, NONE),
     (Loaded([USE], {"linear": "triton"}, 1.5, draft=USE), LOAD, NONE),
-    (WarmedUp(0.5), None, NONE),
     (
         StepResult(
             3, 0, [Sampled(0, 5, -0.5, [(5, -0.5), (6, -1.0)], 2.0)], 0.1, 0.2,

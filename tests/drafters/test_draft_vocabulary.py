@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from daemons.device import CPU
 from daemons.draft.dflash import Dflash
-from daemons.draft.draft_vocabulary import FEW_TOKENS, DraftVocabulary, copy_rows
 from daemons.draft.stage import DraftJob, DraftStage
+from daemons.draft.vocabulary import FEW_TOKENS, DraftVocabulary, copy_rows
 from daemons.ops.selection import KernelSelector
 from daemons.weights.packed import PackedWeights, empty_packed, repack, unpack
 from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from daemons.draft.rejected import without_rejected
+from daemons.draft.jobs import without_rejected
 from lucevisor.protocol.steps import Slice, Step
 
 

@@ -17,6 +17,7 @@ from lucevisor.deployment import speeds as app
 from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.probe import inventory
 from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted, write
+from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.messages import Timing
 from tests.e2e.process import ROOT, Cli
@@ -36,7 +37,7 @@ def config(tmp_path) -> Path:
     text = f'[model]\npath = "{MODEL}"\n'
     for group in ("left", "right"):
         text += f'[groups.{group}]\nbackend = "cpu"\nthreads = 1\n'
-    text += '[placement]\ntarget_devices = ["left:0", "right:0"]\n[engine]\ndtype = "float32"\n'
+    text += '[engine]\ndtype = "float32"\n'
     path = tmp_path / "auto.toml"
     path.write_text(text)
     return path
@@ -45,7 +46,7 @@ def config(tmp_path) -> Path:
 async def request_for(loaded: Config) -> MeasurementRequest:
     found, problems = await inventory(loaded)
     assert not problems
-    request = wanted(open_model(loaded).spec, loaded, found)
+    request = wanted(open_model(loaded).spec, with_target_devices(loaded, found), found)
     assert request is not None
     return request
 
@@ -70,6 +71,7 @@ async def test_plan_and_start_follow_what_was_measured(cache, config, tmp_path, 
     throughput = await planned(cli, config, "placement.goal=throughput")
     assert [d["layers"] for d in latency["devices"]] == [[0, 1], [1, 8]]
     assert [d["layers"] for d in throughput["devices"]] == [[0, 2], [2, 8]]
+    assert "devices: all of all groups, as placement.target_devices names none" in latency["reasons"]
     assert (latency["goal"], latency["speeds_measured"]) == ("latency", "2026-01-02 03:04 UTC")
     assert "left:0: 1 layer takes 3 ms per token, 300 ms for 512 tokens at once" in latency["reasons"]
     assert latency["max_context"] == 4096  # the other automatic sizes hold as with any split
@@ -132,7 +134,7 @@ async def test_a_group_that_cannot_measure_leaves_the_split_to_memory(cache, con
     loaded = load(config)
     found, _ = await inventory(loaded)
     model = open_model(loaded)
-    speeds = await speeds_for(model.spec, [tmp_path / "gone.gguf"], loaded, found)
+    speeds = await speeds_for(model.spec, [tmp_path / "gone.gguf"], with_target_devices(loaded, found), found)
     assert speeds is None
     assert "speeds not measured" in capsys.readouterr().out
     assert not cache.exists()

@@ -15,7 +15,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
@@ -92,7 +92,7 @@ async def test_changed_before_a_daemon_loads_again(model: Path, tmp_path: Path, 
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
         change(model, how)
         with pytest.raises(Exception, match="the file is truncated" if how == "cut" else REFUSED) as caught:
-            await Orders(service).restart("right", now=True)
+            await AdminOperations(service).restart("right", now=True)
         if how != "replaced":
             assert "tensor '" in str(caught.value)
         assert service.groups["right"].state is State.FAILED
@@ -103,7 +103,7 @@ async def test_the_same_bytes_in_another_file_are_loaded(model: Path, tmp_path: 
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
         before = await generate(service, PROMPT, 8)
         change(model, "same bytes")
-        await Orders(service).restart("right", now=True)
+        await AdminOperations(service).restart("right", now=True)
         assert await generate(service, PROMPT, 8) == before
 
 
@@ -120,7 +120,7 @@ async def test_changed_and_the_daemon_dies(model: Path, tmp_path: Path) -> None:
         assert "changed since the supervisor started" in service.reason()
         assert "tensor 'blk.5.ffn_down.weight' holds other bytes" in service.reason()
         change(model, "one byte")  # and back
-        await Orders(service).restart("right", now=True)
+        await AdminOperations(service).restart("right", now=True)
         assert await generate(service, PROMPT, 8) == before
 
 

@@ -17,11 +17,10 @@ import pytest
 import structlog
 
 from lucevisor.app.model_files import open_model
-from lucevisor.app.progress import KeptProgress
-from lucevisor.app.status import Address, status
+from lucevisor.app.status import Address, LoadProgress, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting import rest
 from lucevisor.engine.drafting.speculation import Speculation
@@ -77,7 +76,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", Address("", ""), KeptProgress(SilentDisplay()), [])["draft"])
+    return dict(status(service, "t", Address("", ""), LoadProgress(SilentDisplay()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:
@@ -125,7 +124,9 @@ async def test_sampled_tokens_are_those_of_plain_decoding(tmp_path: Path) -> Non
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("device", ["", '\ndevice = "left:0"', '\ndevice = "aside:0"'])
+@pytest.mark.parametrize(
+    "device", ["", pytest.param('\ndevice = "left:0"', marks=pytest.mark.slow), '\ndevice = "aside:0"']
+)
 async def test_a_drafter_that_rests_and_wakes_beside_streams_changes_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
@@ -157,7 +158,9 @@ _alone: list[list[int]] = []
 """What 8 prompts are answered one after the other, asked once for all cases."""
 
 
-@pytest.mark.parametrize("how", ["kill", "restart", "restart now"])
+@pytest.mark.parametrize(
+    "how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("restart", "restart now"))]
+)
 async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how: str) -> None:
     prompt, wanted = trace("dflash")
     config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"', n=8)
@@ -181,7 +184,7 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
             assert shown["state"] == "detached"
             assert shown["reason"].startswith("group aside is ")
         else:
-            await Orders(service).restart("aside", now=how == "restart now")
+            await AdminOperations(service).restart("aside", now=how == "restart now")
         assert await streams == _alone
         await drafting(service)
         assert draft_of(service)["state"] == "attached"
@@ -244,22 +247,22 @@ async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path
         change_one_byte(drafter)
         if device == "aside:0":
             with pytest.raises(LucevisorError, match=r"group aside did not come back: .*drafter\.gguf"):
-                await Orders(service).restart("aside", now=True)
+                await AdminOperations(service).restart("aside", now=True)
             assert service.groups["aside"].state is State.FAILED
         else:
-            await Orders(service).restart("right", now=True)
+            await AdminOperations(service).restart("right", now=True)
         assert service.state == "ready"
         shown = draft_of(service)
         assert shown["state"] == "detached"
         assert "drafter.gguf" in shown["reason"]
         assert await generate(service, prompt, N) == wanted
         change_one_byte(drafter)  # back
-        await Orders(service).restart(device[:-2], now=False)
+        await AdminOperations(service).restart(device[:-2], now=False)
         assert await generate(service, prompt, N) == wanted
 
 
 async def test_a_drafter_that_does_not_fit_is_left_out_or_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lucevisor.placement.drafting.too_dear", lambda *_: "host is 1.00 GiB short")
+    monkeypatch.setattr("lucevisor.placement.extra_models.too_dear", lambda *_: "host is 1.00 GiB short")
     monkeypatch.setattr("lucevisor.placement.planner.too_dear", lambda *_: "host is 1.00 GiB short")
     prompt, wanted = trace("dflash")
     config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
@@ -396,7 +399,7 @@ def demos(forker: Forker) -> Iterator[dict[str, dict[str, Any]]]:
         cli.close()
 
 
-@pytest.mark.parametrize("question", ["What does os.path.join do?", "Which module reads CSV files?", "How do I sleep?"])
+@pytest.mark.parametrize("question", ["What does os.path.join do?"])
 def test_the_demo_answers_the_same_with_its_drafter(demos: dict[str, dict[str, Any]], question: str) -> None:
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 80}
     answers = {name: post(f"{one['url']}/v1/chat/completions", body) for name, one in demos.items()}

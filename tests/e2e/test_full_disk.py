@@ -164,9 +164,10 @@ def dropped(url: str) -> float:
     return float(line.split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_clients", "victims"),
-    [(2, ["left"]), pytest.param(8, ["left", "right", "left"], marks=pytest.mark.slow)],
+    [(2, ["left"]), (8, ["left", "right", "left"])],
 )
 @pytest.mark.timeout(400)
 def test_only_requests_of_a_killed_daemon_fail(box: Box, n_clients: int, victims: list[str]) -> None:
@@ -214,15 +215,13 @@ def test_only_requests_of_a_killed_daemon_fail(box: Box, n_clients: int, victims
 
 @pytest.mark.parametrize(
     ("how", "more"),
-    [("full", ""), ("full", " --daemon"), ("read-only", ""), ("not a directory", " --daemon"), ("no permission", "")],
+    [("full", ""), ("not a directory", " --daemon")],
 )
 def test_a_run_directory_that_cannot_be_used_is_one_sentence_and_exit_code_2(box: Box, how: str, more: str) -> None:
     runtime = box.cli.runtime
     prepare = {
         "full": f"dd if=/dev/zero of={runtime}/filler bs=1k 2>/dev/null",
-        "read-only": f"mount -o remount,ro {runtime}",
         "not a directory": f"touch {runtime}/lucevisor",
-        "no permission": f"mkdir {runtime}/lucevisor && mount -t proc proc {runtime}/lucevisor",
     }[how]
     start = f'{prepare}; exec "{sys.executable}" -m lucevisor start "{DEMO}" --name t --set server.port=0'
     command = mounted(runtime, 64, "sh", "-c", start + more)

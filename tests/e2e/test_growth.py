@@ -58,6 +58,7 @@ class Watched:
         return [what for what, n in self.held().items() if n > before[what]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("n", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_restarts_and_kills_leave_nothing(cli: Cli, n: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from lucevisor.app.compression import make_page_scorer
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.engine.pipeline.pipeline import Pipeline
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
@@ -128,7 +128,7 @@ policy = "{policy}"
 """
 
 
-@pytest.mark.parametrize("policy", ["exact", "qk"])
+@pytest.mark.parametrize("policy", ["exact", pytest.param("qk", marks=pytest.mark.slow)])
 async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path: Path) -> None:
     golden = opened("qwen35")
     model, extra = GOLDEN / "qwen35" / "model.gguf", FLASH.format(policy=policy)
@@ -142,7 +142,7 @@ async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path
         before, asked = layers_of(service), asyncio.create_task(generate(service, prompt, 250))
         while not service.engine.statistics().host_pages.used:  # noqa: ASYNC110 - counters have no event
             await asyncio.sleep(0.01)
-        await Orders(service).reload(changed(service, ["a:0", "b:0"], [3.0, 1.0]))
+        await AdminOperations(service).reload(changed(service, ["a:0", "b:0"], [3.0, 1.0]))
         assert not asked.done()
         assert layers_of(service) != before
         assert await asked == wanted

@@ -18,6 +18,7 @@ from tests.e2e.test_faults import answer, group
 N_FILES = 200
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_connections_leave_descriptors_for_daemons_and_never_fail_a_group(cli: Cli) -> None:
     command = shlex.join([sys.executable, "-m", "lucevisor", "start", str(DEMO), "--name", "t"])

@@ -80,14 +80,21 @@ def check(off: Told, cold: Told, warm: Told) -> None:
     assert warm.n_computed < cold.n_computed < off.n_computed
 
 
-@pytest.mark.parametrize(("name", "states"), [("demo", "device"), ("qwen35", "device"), ("qwen35", "host")])
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [pytest.param("demo", "device", marks=pytest.mark.slow), ("qwen35", "device"), ("qwen35", "host")],
+)
 async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
     check(*await arms(MODELS[name], tmp_path, 3, states))
 
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf")), ("qwen35", UPSTREAM), ("qwen3", None)],
+    [
+        pytest.param("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf"), marks=pytest.mark.slow),
+        ("qwen35", UPSTREAM),
+        ("qwen3", None),
+    ],
 )
 async def test_drafts_change_neither_answers_nor_what_is_remembered(
     name: str, drafter: Path | None, tmp_path: Path

@@ -22,7 +22,7 @@ import pytest
 from lucevisor.app.model_files import open_model
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import FinishedEvent, NotReady
@@ -140,7 +140,7 @@ async def faults(streams: Streams, n: int, rng: random.Random, signal_number: si
 
 CONFIGURATIONS = [
     pytest.param(PLAIN, 2, "tail", id="recurrent, 2 groups with spares"),
-    pytest.param(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups"),
+    pytest.param(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups", marks=pytest.mark.slow),
     pytest.param(CASES["gemma4_e2b-random"], 2, "alone", id="sliding, drafter in a group of its own"),
 ]
 
@@ -167,7 +167,8 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
 
 
 @pytest.mark.parametrize(
-    ("name", "n_groups", "place"), [("mtp", 3, "tail"), ("dflash2", 2, "tail"), ("dflash2", 2, "alone")]
+    ("name", "n_groups", "place"),
+    [("mtp", 3, "tail"), pytest.param("dflash2", 2, "tail", marks=pytest.mark.slow), ("dflash2", 2, "alone")],
 )
 @pytest.mark.parametrize("n_faults", [2, pytest.param(100, marks=pytest.mark.slow)])
 async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
@@ -207,7 +208,7 @@ GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
     ("case", "n_groups", "n_rounds"),
     [
         pytest.param(CASES["mtp"], 3, 1, id="recurrent, mtp drafter, 3 groups"),
-        pytest.param(GEMMA, 2, 1, id="sliding, 2 groups"),
+        pytest.param(GEMMA, 2, 1, id="sliding, 2 groups", marks=pytest.mark.slow),
         *(
             pytest.param(case, n, 40, id=f"{name}, many", marks=pytest.mark.slow)
             for name, case, n in (("mtp", CASES["mtp"], 3), ("sliding", GEMMA, 2), ("one group", PLAIN, 1))
@@ -221,7 +222,7 @@ async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case
         async with streams.running():
             for _ in range(n_rounds):
                 for group in service.groups:
-                    await Orders(service).restart(group, now=False)
+                    await AdminOperations(service).restart(group, now=False)
         assert streams.wrong == []
         assert service.engine is not None
         now = service.engine.statistics().recovery

@@ -20,8 +20,8 @@ import pytest
 
 from lucevisor.config import Config, RestartLimit, load
 from lucevisor.deployment import deployment as deployment_module
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.deployment import Deployment
-from lucevisor.deployment.orders import Orders
 from lucevisor.deployment.service import Service
 from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import ConfigErrors, LucevisorError
@@ -79,7 +79,7 @@ async def test_moves_change_no_token(tmp_path: Path, case: Case, n_moves: int) -
             for i in range(n_moves):
                 devices, split = SPLITS[i % len(SPLITS)]
                 await asyncio.sleep(0.1)
-                await Orders(service).reload(changed(service, devices, split))
+                await AdminOperations(service).reload(changed(service, devices, split))
                 assert [name for name, _, _ in layers_of(service)] == devices
         assert streams.wrong == []
         assert service.engine is not None
@@ -104,7 +104,7 @@ async def test_daemons_killed_while_layers_move_change_no_token(tmp_path: Path) 
         async with streams.running():
             for i in range(24):
                 devices, split = SPLITS[i % len(SPLITS)]
-                move = asyncio.create_task(Orders(service).reload(changed(service, devices, split)))
+                move = asyncio.create_task(AdminOperations(service).reload(changed(service, devices, split)))
                 await asyncio.sleep(rng.uniform(0.0, 1.5))
                 pids = [group.pid for one in service._deployments for group in one.groups.values() if group.pid]
                 os.kill(rng.choice(pids), signal.SIGKILL)
@@ -127,24 +127,24 @@ async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypat
         before, pids = layers_of(service), [group.pid for group in service.groups.values()]
         wrong = load(service.config.file, ["engine.max_sequences=3", "model.name=other"])
         with pytest.raises(ConfigErrors) as caught:
-            await Orders(service).reload(wrong)
+            await AdminOperations(service).reload(wrong)
         assert [error.key for error in caught.value.errors] == ["model.name", "engine.max_sequences"]
         async with streams.running():
             config = changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0])
             monkeypatch.setattr(Deployment, "_check_loaded", lambda _, group, __: "it is z" if group == "z" else "")
             limited = replace(config.recovery, restart_limit=RestartLimit(0, 60))
             with pytest.raises(LucevisorError, match="nothing is reloaded: group z is FAILED: it is z"):
-                await Orders(service).reload(replace(config, recovery=limited))
+                await AdminOperations(service).reload(replace(config, recovery=limited))
             monkeypatch.undo()
-            monkeypatch.setattr("lucevisor.deployment.reload.import_state", fails)
+            monkeypatch.setattr("lucevisor.deployment.admin_operations.import_state", fails)
             with pytest.raises(LucevisorError, match="the memory is gone"):
-                await Orders(service).reload(config)
+                await AdminOperations(service).reload(config)
         assert streams.wrong == []
         assert (layers_of(service), [group.pid for group in service.groups.values()]) == (before, pids)
         assert set(service.groups) == {"a", "b"}
         drain = load(config.file, [*config.overrides, "server.drain_s=7"])
         monkeypatch.undo()
-        assert (await Orders(service).reload(drain))["server.drain_s"] == 7
+        assert (await AdminOperations(service).reload(drain))["server.drain_s"] == 7
         assert len(layers_of(service)) == 3
 
 
@@ -168,13 +168,13 @@ async def test_where_both_do_not_fit_requests_wait_for_the_weights(
         before = layers_of(service)
         async with streams.running():
             await asyncio.sleep(0.2)
-            await Orders(service).reload(changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]))
+            await AdminOperations(service).reload(changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]))
             assert len(layers_of(service)) == 3
-            await Orders(service).reload(changed(service, ["a:0", "b:0"], [1.0, 1.0]))
+            await AdminOperations(service).reload(changed(service, ["a:0", "b:0"], [1.0, 1.0]))
             assert layers_of(service) == before
             never = True
             with pytest.raises(LucevisorError, match=r"nothing is reloaded: group \w is FAILED: the device is full"):
-                await Orders(service).reload(changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]))
+                await AdminOperations(service).reload(changed(service, ["a:0", "b:0", "z:0"], [1.0, 1.0, 1.0]))
             assert layers_of(service) == before
         assert streams.wrong == []
         assert service.engine is not None
@@ -205,7 +205,7 @@ async def test_200_moves_in_a_row_leave_nothing(tmp_path: Path) -> None:
         process = psutil.Process()
         for i in range(200):
             devices, split = SPLITS[i % len(SPLITS)]
-            await Orders(service).reload(changed(service, devices, split))
+            await AdminOperations(service).reload(changed(service, devices, split))
             assert await generate(service, prompt, 8) == right
             if i == 39:
                 before, memory = figures(), process.memory_info().rss

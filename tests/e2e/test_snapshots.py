@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
@@ -57,7 +57,12 @@ async def four_arms(place: Place, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "states", "n"),
-    [("demo", "device", 2), ("qwen35", "device", 3), ("qwen35", "host", 2), ("gemma4_e2b", "device", 2)],
+    [
+        pytest.param("demo", "device", 2, marks=pytest.mark.slow),
+        ("qwen35", "device", 3),
+        ("qwen35", "host", 2),
+        ("gemma4_e2b", "device", 2),
+    ],
 )
 async def test_off_cold_warm_and_after_a_restart_give_the_same_tokens(
     name: str, states: str, n: int, tmp_path: Path
@@ -89,7 +94,7 @@ async def across_splits(place: Place, n: int) -> None:
             assert told.n_computed < sum(told.prompts) / 2
 
 
-@pytest.mark.parametrize("name", ["demo", "qwen35"])
+@pytest.mark.parametrize("name", [pytest.param("demo", marks=pytest.mark.slow), "qwen35"])
 async def test_saved_under_one_split_and_used_under_others(name: str, tmp_path: Path) -> None:
     await across_splits(Place(MODELS[name], tmp_path), 2)
 
@@ -139,7 +144,7 @@ async def test_an_orderly_restart_of_a_group_loses_no_prefix(tmp_path: Path) -> 
     async with running(place.config(), place.directory) as service:
         first, finished = await ask(service, PROMPT, [])
         assert finished.usage.cached_tokens == 0
-        await Orders(service).restart("b", now=False)
+        await AdminOperations(service).restart("b", now=False)
         again, finished = await ask(service, PROMPT, [])
         assert finished.usage.cached_tokens > 200
         assert told_of(service)["restored"] == 0  # the successor of the daemon took its memory over

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import load
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.protocol.steps import Sampling
@@ -41,8 +41,10 @@ async def one_by_one(service: Service) -> list[list[int]]:
     ("case", "n_groups"),
     [
         pytest.param(PLAIN, 1, id="recurrent, one group"),
-        pytest.param(CASES["mtp"], 2, id="recurrent, drafter, two groups"),
-        pytest.param(Case(CASES["gemma4_e2b-random"].model, "off"), 2, id="sliding, two groups"),
+        pytest.param(CASES["mtp"], 2, id="recurrent, drafter, two groups", marks=pytest.mark.slow),
+        pytest.param(
+            Case(CASES["gemma4_e2b-random"].model, "off"), 2, id="sliding, two groups", marks=pytest.mark.slow
+        ),
     ],
 )
 async def test_preempted_requests_go_on_where_they_were(tmp_path: Path, case: Case, n_groups: int) -> None:
@@ -97,13 +99,14 @@ async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token
                 await asyncio.sleep(0)
             if how == "moves":
                 split = load(service.config.file, [*overrides, "placement.target_layer_split=3,1"])
-                await Orders(service).reload(split)
+                await AdminOperations(service).reload(split)
             else:
                 os.kill(service.groups["b"].pid or 0, signal.SIGKILL)
             assert await asked == right, how
             assert service.swap.n_bytes == 0
 
 
+@pytest.mark.slow
 async def test_pages_that_kv_flash_ranks_come_back_where_they_were(tmp_path: Path) -> None:
     """The second request has pages in host memory when the first one takes its pages."""
     extra = '[kvflash]\npool_tokens = 512\npolicy = "qk"\n'

@@ -11,6 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.app.test_systemd import Manager
 from tests.e2e.process import DEMO, Cli, alive, wait_until
 
@@ -31,6 +33,7 @@ def complete(url: str, prompt: list[int]) -> tuple[list[int], int]:
     return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_a_service_of_systemd_starts_serves_stops_and_goes_on_warm(cli: Cli, tmp_path: Path) -> None:
     manager = Manager(str(tmp_path / "notify"))
     cli.env |= manager.environ | {"WATCHDOG_USEC": "2000000"}

@@ -57,6 +57,7 @@ def test_run_directory_and_cache_are_made_again_under_load_and_the_log_outlives_
     assert cli.run("logs", "--name", "u", check=False).returncode == ExitCode.NOT_RUNNING
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_start_in_the_background_imports_nothing_from_the_current_directory(cli: Cli, tmp_path: Path) -> None:
     for name in ("structlog", "uvloop", "daemons", "json", "lucevisor"):
@@ -125,6 +126,7 @@ def mounted_cache(cli: Cli, n_kib: int, *sets: str) -> tuple[subprocess.Popen[st
     return process, str(cli.status()["url"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["in the same order", "backwards"])
 @pytest.mark.timeout(400)
 def test_a_disk_of_12_mib_holds_the_reuse_that_has_room_there(cli: Cli, second: str) -> None:

@@ -316,10 +316,3 @@ def test_of_a_drafter_that_is_lost_any_drafts_will_do() -> None:
     bench.pipeline.receive(PendingCancelled(0, [2], operated=False))
     bench.pipeline.restore({1: Wire()}, {})  # type: ignore[dict-item]
     assert bench.wires[0].sent[2:] == [(0, verifying(2, 0, [7, 7, 7]))]
-
-
-def test_who_shares_its_cores_is_told_when_all_stages_that_may_have_a_step_have_it() -> None:
-    bench, seen = Bench(), list[list[int]]()
-    bench.pipeline.on_sent = lambda: seen.append([len(wire.sent) for wire in bench.wires])
-    bench.pipeline.submit(Step(1, 1, slices=[Slice(0, 0, [5], True)]))
-    assert seen == [[1, 1, 1]]

@@ -16,7 +16,7 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment import service as service_module
-from lucevisor.deployment.orders import Orders
+from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
@@ -116,7 +116,7 @@ async def test_a_restart_that_waits_for_another_starts_nothing_during_a_stop(tmp
         left, right = service.groups.values()
         await left.wait(State.READY, timeout_s=60)
         await right.wait(State.READY, timeout_s=60)
-        orders = Orders(service)
+        orders = AdminOperations(service)
         first = asyncio.create_task(orders.restart("right", now=True))
         second = asyncio.create_task(orders.restart("right", now=True))
         await right.wait(State.STARTING, timeout_s=20)
@@ -137,7 +137,7 @@ async def test_a_restart_during_a_pause_ends_when_the_warm_spare_serves(tmp_path
         os.kill(left.pid, signal.SIGKILL)
         await left.wait(State.BACKOFF, timeout_s=20)
         async with asyncio.timeout(30):
-            await Orders(service).restart("left", now=True)
+            await AdminOperations(service).restart("left", now=True)
         assert service.state == "ready"
 
 
@@ -185,9 +185,9 @@ async def test_a_plan_that_did_not_fit_is_made_again_at_a_restart(tmp_path):
         for group in service.groups.values():
             await group.wait(State.FAILED, timeout_s=20)
             assert "short" in group.reason
-        await Orders(service).restart("left", now=True)
+        await AdminOperations(service).restart("left", now=True)
         assert service.groups["left"].state is State.LOADING  # it waits for the other one
-        await Orders(service).restart("right", now=True)
+        await AdminOperations(service).restart("right", now=True)
         assert service.state == "ready"
         assert service.groups["left"].restarts == 1
 
@@ -205,26 +205,3 @@ async def test_a_lack_of_descriptors_while_the_load_is_made_is_not_for_good(tmp_
     async with serving(config_of(tmp_path), tmp_path) as service:
         assert await service.wait_ready(60.0), service.reason()
         assert sum(group.restarts for group in service.groups.values()) == 1
-
-
-async def test_the_supervisor_and_the_output_stage_keep_off_each_other_s_cores(tmp_path, monkeypatch):
-    """Also a daemon that was restarted, though the thread that starts it is kept to other cores; until the stop."""
-    usable = sorted(os.sched_getaffinity(0))[:2]
-    if len(usable) < 2:
-        pytest.skip("this machine has one core")
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, usable)
-    try:
-        async with serving(config_of(tmp_path), tmp_path, backoff_first_s=0.1) as service:
-            assert await service.wait_ready(60.0), service.reason()
-            assert os.sched_getaffinity(0) == {usable[0]}
-            for _ in range(2):
-                cores = {name: os.sched_getaffinity(group.pid) for name, group in service.groups.items()}
-                assert cores == {"left": set(usable), "right": {usable[1]}}
-                pid = service.groups["left"].pid
-                os.kill(pid, signal.SIGKILL)
-                await until(lambda pid=pid: service.groups["left"].pid not in (None, pid))
-                assert await service.wait_ready(60.0), service.reason()
-        assert os.sched_getaffinity(0) == set(usable)
-    finally:
-        os.sched_setaffinity(0, before)

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from lucevisor.supervision.child import spawn
-from lucevisor.supervision.environment import Launch
+from lucevisor.supervision.child import Launch, spawn
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.states import State

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lucevisor.config import Config, load
-from lucevisor.config.schema import SECTIONS, keys_of
-from lucevisor.config.sections import GroupConfig
+from lucevisor.config.schema import keys_of
+from lucevisor.config.sections import SECTIONS, GroupConfig
 from lucevisor.errors import ConfigError
 from tests.fuzz.steady import amounts, mutated, run
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from daemons.models.stage import LoadedStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, Space
-from lucevisor.placement.explain import text
 from lucevisor.placement.planner import plan
+from lucevisor.placement.report import text
 from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from tests.placement.made import DEMO, configure
@@ -50,15 +46,3 @@ def test_the_daemon_takes_what_the_plan_says_of_q8_0(spec, tmp_path):
     load = load_message(placement, "left", LoadFiles([str(DEMO)]), threads=1)
     (use,) = LoadedStage.load(spec, load.stages[0], load, Backend.CPU, lambda _: None).usage()
     assert use.state_bytes == placement.devices[0].state_bytes
-
-
-def test_the_command_shows_it(tmp_path):
-    configure(tmp_path, ["left:0"], dtype="float32", pages=PAGES)
-    shown = {}
-    for kv_dtype in ("float32", "q8_0"):
-        command = [sys.executable, "-m", "lucevisor", "plan", str(tmp_path / "plan.toml"), "--json", "--no-probe"]
-        command += ["--set", f"engine.kv_dtype={kv_dtype}", "--set", f"model.path={DEMO}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        shown[kv_dtype] = json.loads(done.stdout)
-    assert shown["q8_0"]["kv_dtype"] == "q8_0"
-    assert shown["q8_0"]["devices"][0]["state_bytes"] < shown["float32"]["devices"][0]["state_bytes"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.partition import Partition, PartitionProblem, RangeCost, fastest_partition
+from lucevisor.placement.split import PartitionProblem, RangeCost, fastest_partition
 
 
 @st.composite
@@ -61,30 +61,3 @@ def test_the_partition_is_that_of_trying_all(problem, slack):
     near = [split for split in splits if split[0] <= best_s * (1 + slack)]
     assert found.best_s == best_s
     assert (found.seconds, min(full for _, full, _ in near), found.ranges) in near
-
-
-def test_a_whole_chain_in_one_sum_and_stages_apart():
-    """Layer times 1 on the first, 2 on the second: the sum wants all on the first, the largest wants 2 to 1."""
-
-    def cost(i: int, layers: LayerRange) -> RangeCost:
-        return RangeCost((layers.stop - layers.start) * (1.0 + i), 0.0)
-
-    def solved(same: list[bool]) -> Partition | None:
-        return fastest_partition(PartitionProblem(12, range(1, 12), same, cost))
-
-    latency, throughput = solved([False, True]), solved([False, False])
-    assert latency is not None
-    assert throughput is not None
-    assert latency.ranges == (LayerRange(0, 11), LayerRange(11, 12))
-    assert throughput.ranges == (LayerRange(0, 8), LayerRange(8, 12))
-    assert (latency.seconds, throughput.seconds) == (13.0, 8.0)
-
-
-def test_the_least_full_of_equally_fast_splits_is_chosen():
-    def cost(i: int, layers: LayerRange) -> RangeCost:
-        n = layers.stop - layers.start
-        return RangeCost(n * (1.0 if i else 1.001), n / (10 if i else 30))
-
-    found = fastest_partition(PartitionProblem(40, range(1, 40), [False, True], cost))
-    assert found is not None
-    assert found.ranges == (LayerRange(0, 30), LayerRange(30, 40))

@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
+from lucevisor.config import load
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.quant_types import padded_rows
-from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.model.weight_layout import weight_bytes
-from lucevisor.placement.devices import HOST_PAGES, HOST_RESERVE
-from tests.model.qwen35_file import QWEN36_27B, QWEN36_35B_A3B, Shape, write
+from lucevisor.model.values import LayerRange, Space
+from lucevisor.placement.devices import HOST_PAGES, HOST_RESERVE, with_target_devices
+from lucevisor.placement.result import PlacementError
+from tests.model.qwen35_file import Shape, write
 from tests.placement.made import BOX, BOX_SPLIT, CPUS, GIB, box, configure, cpu, gpu, placed, refused, wrong
 
 # ---- what is where
@@ -38,36 +39,6 @@ def test_gpus_hold_the_bytes_of_the_file(big, tmp_path):
     assert p.devices[2].weight_bytes == layers[2] + 248320 * 5120 * 210 // 256 + 5120 * 4
 
 
-def test_experts_stay_with_their_layers(experts, tmp_path):
-    config = configure(tmp_path, ["cuda:0", "hip:0"], ["0-20", "20-40"], pages=1024, max_context=16384)
-    p = placed(experts, config, {"cuda": [gpu(0, 24)], "hip": [gpu(0, 90)]})
-    assert sum(d.weight_bytes for d in p.devices) == 21_155_768_832
-    convolution = 3 * QWEN36_35B_A3B.channels * 4 * 30
-    updates = (16 * 128 + 32 * 128 + 32) * 4 * 30
-    assert sum(d.state_bytes for d in p.devices) == 1024 * 64 * 20_480 + 9 * (62_914_560 + convolution + updates)
-    assert max(d.weight_bytes for d in p.devices) < 11 * GIB
-
-
-def test_state_is_the_published_bytes_times_pages_and_sequences(big, tmp_path):
-    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT, pages=1000, max_context=64000, max_sequences=4), box())
-    assert (p.pools.full_pages, p.pools.states, p.pools.window_pages) == (1000, 5, 0)
-    convolution = 3 * QWEN36_27B.channels * 4 * 48
-    updates = (16 * 128 + 48 * 128 + 48) * 4 * 48
-    assert sum(d.state_bytes for d in p.devices) == 1000 * 64 * 65_536 + 5 * (150_994_944 + convolution + updates)
-
-
-def test_the_plan_counts_what_the_loader_counts(demo, tmp_path):
-    for dtype in ("float32", "bfloat16"):
-        p = placed(demo, configure(tmp_path, [*CPUS, "third:0"], [1, 2, 1], dtype=dtype))
-        for i, d in enumerate(p.devices):
-            kept = weight_bytes(demo, d.layers, embedding=i == 0, output=i == 2, backend=d.backend, dtype=Dtype(dtype))
-            assert d.weight_bytes == kept
-            units = {Space.FULL: p.pools.full_pages, Space.RECURRENT: p.pools.states}
-            layers = demo.layers[d.layers.start : d.layers.stop]
-            of_drafts = p.pools.draft_states * demo.draft_state_bytes(d.layers, Dtype(dtype))
-            assert d.state_bytes - of_drafts == sum(units[x.space] * x.device_unit_bytes(Dtype(dtype)) for x in layers)
-
-
 def test_tied_embeddings_count_at_both_ends_but_once_on_one_gpu(tmp_path):
     table = 1024 * 256 * 210 // 256
     shape = Shape(tied=True)
@@ -79,13 +50,6 @@ def test_tied_embeddings_count_at_both_ends_but_once_on_one_gpu(tmp_path):
     assert one.devices[0].weight_bytes == whole
     assert sum(d.weight_bytes for d in two.devices) == whole + table
     assert any("token_embd.weight is both embedding and output matrix" in reason for reason in two.reasons)
-
-
-def test_tensors_of_no_use_are_not_counted(tmp_path):
-    spec = open_spec(write(tmp_path / "m.gguf", Shape()))
-    fewer = dataclasses.replace(spec, skipped=("output_norm.weight",))
-    p = placed(fewer, configure(tmp_path, ["left:0"]))
-    assert "1 tensors (1.00 KiB) in the file are unused and not loaded, such as output_norm.weight" in p.reasons
 
 
 def test_all_cpu_devices_draw_from_one_memory(big, tmp_path):
@@ -130,14 +94,6 @@ def test_a_configured_dtype_is_taken_and_slow_devices_are_named(demo, tmp_path):
     [notice] = p.notices
     assert "right:0 cannot multiply it natively" in notice
     assert "left:0" not in notice
-
-
-def test_keys_and_values_take_what_their_format_takes(big, tmp_path):
-    state = {}
-    for kv_dtype in ("float32", "float16"):
-        p = placed(big, configure(tmp_path, BOX, BOX_SPLIT, kv_dtype=kv_dtype, pages=512, max_context=8192), box())
-        state[kv_dtype] = sum(d.state_bytes for d in p.devices)
-    assert state["float32"] - state["float16"] == 512 * 64 * 65_536
 
 
 # ---- context and pages
@@ -209,12 +165,6 @@ def test_unknown_memory_promises_little(big, tmp_path):
     assert (asked.pools.full_pages, asked.max_context) == (2048, 131072)  # one sequence, at least
 
 
-def test_a_group_that_was_not_asked_is_unknown_alone(big, tmp_path):
-    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), {"cuda": [gpu(0, 23)]})
-    assert [d.fits for d in p.devices] == [True, None, None]
-    assert p.pools.full_pages == 512
-
-
 def test_settings_that_do_less_than_they_say_are_named(demo, tmp_path):
     p = placed(demo, configure(tmp_path, CPUS, pages=10_000, max_context=8192, prefill_chunk=10_000))
     notices = "\n".join(p.notices)
@@ -230,16 +180,6 @@ def test_nothing_is_noted_about_defaults_and_what_is_fully_used(demo, tmp_path):
 
 
 # ---- the prefill chunk
-
-
-def test_chunks_are_long_where_gpus_have_memory_for_them(big, tmp_path):
-    one = {"cuda": [gpu(0, 120)]}
-    p = placed(big, configure(tmp_path, ["cuda:0"]), one)
-    assert (p.prefill_chunk, p.max_step_tokens) == (2048, 2056)
-    assert any(reason.startswith("prefill_chunk 2048: ") for reason in p.reasons)
-    usual = placed(big, configure(tmp_path, ["cuda:0"], prefill_chunk=512), one)
-    assert p.max_context == usual.max_context
-    assert 0.9 * usual.pools.full_pages <= p.pools.full_pages < usual.pools.full_pages
 
 
 @pytest.mark.parametrize(("gib", "chunk"), [(20, 512), (34, 1024), (120, 2048)])
@@ -268,12 +208,6 @@ def test_chunks_are_short_elsewhere(demo, tmp_path, devices, inventory):
     p = placed(demo, configure(tmp_path, devices), inventory)
     assert p.prefill_chunk == 512
     assert not any(reason.startswith("prefill_chunk") for reason in p.reasons)
-
-
-def test_a_configured_chunk_stays(big, tmp_path):
-    for chunk in (256, 4096):
-        p = placed(big, configure(tmp_path, ["cuda:0"], prefill_chunk=chunk), {"cuda": [gpu(0, 120)]})
-        assert p.prefill_chunk == chunk
 
 
 # ---- refused, wrong
@@ -305,6 +239,25 @@ def test_a_device_that_is_not_there(demo, tmp_path):
     assert "remove it" in wrong(demo, config, {"cuda": [gpu(0)]}).hint
     assert "has no device" in wrong(demo, config, {"cuda": []}).why
     placed(demo, configure(tmp_path, ["left:0", "left:7"]), {"left": [cpu()]})  # on a cpu every index is the host
+
+
+def test_without_devices_named_all_of_all_groups_are_used(demo, tmp_path):
+    (tmp_path / "plan.toml").write_text(
+        '[model]\npath = "m"\n[groups.nv]\nbackend = "cuda"\n[groups.host]\nbackend = "cpu"\n'
+    )
+    config = load(tmp_path / "plan.toml")
+
+    def devices(inventory):
+        return [str(device) for device in with_target_devices(config, inventory).placement.devices]
+
+    found = {"nv": [gpu(0), gpu(1)], "host": [cpu()]}
+    assert devices(found) == ["nv:0", "nv:1", "host:0"]
+    assert devices({}) == ["nv:0", "host:0"]
+    assert [str(device.device) for device in placed(demo, with_target_devices(config, found), found).devices] == [
+        "nv:0", "nv:1", "host:0",
+    ]  # fmt: skip
+    with pytest.raises(PlacementError, match="the group nv has no device"):
+        devices({**found, "nv": []})
 
 
 def test_pages_that_hold_less_than_the_context(demo, tmp_path):

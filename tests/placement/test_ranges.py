@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.model.values import LayerRange
-from lucevisor.placement.ranges import (
+from lucevisor.placement.split import (
     BoundaryMove,
     SplitError,
     balanced_ranges,
@@ -30,10 +30,6 @@ def assert_covers(ranges: tuple[LayerRange, ...], n_layers: int) -> None:
 
 
 weights = st.lists(st.floats(min_value=1e-300, max_value=1e300), min_size=1, max_size=12)
-
-
-def test_the_published_example():
-    assert from_weights([0.08, 0.46, 0.46], 64) == cut(0, 5, 35, 64)
 
 
 @pytest.mark.parametrize(
@@ -68,22 +64,11 @@ def test_any_weights_cover_each_layer_once_and_round_their_sums(weights, extra):
             start = r.stop
 
 
-@given(weights=weights, factor=st.integers(1, 9), extra=st.integers(0, 100))
-def test_only_the_ratio_of_weights_counts(weights, factor, extra):
-    whole = [float(round(w) % 1000 + 1) for w in weights]
-    n_layers = len(whole) + extra
-    assert from_weights([w * factor for w in whole], n_layers) == from_weights(whole, n_layers)
-
-
 def test_more_shards_than_layers():
     for make in (lambda: from_weights([1, 1, 1], 2), lambda: from_ranges([(0, 1), (1, 2), (2, 3)], 2)):
         with pytest.raises(SplitError, match=r"3 devices for 2 layers.*nearest: the first 2") as caught:
             make()
         assert caught.value.of_devices
-
-
-def test_explicit_ranges_are_taken_as_they_are():
-    assert from_ranges([(0, 20), (20, 40)], 40) == cut(0, 20, 40)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +92,6 @@ def test_wrong_ranges_name_the_layer_and_the_nearest_valid_ranges(values, why, h
     assert not caught.value.of_devices
 
 
-def test_a_legal_split_stays():
-    assert snap_to_legal(cut(0, 4, 9), lambda _: True) == (cut(0, 4, 9), ())
-
-
 def test_a_boundary_moves_to_the_nearest_legal_place():
     # 35 layers, the last 20 share with layers 13 and 14: a cut must lie at or before 13
     ranges, moves = snap_to_legal(cut(0, 14, 35), lambda b: b <= 13)
@@ -119,10 +100,6 @@ def test_a_boundary_moves_to_the_nearest_legal_place():
     assert (ranges, moves) == (cut(0, 10, 13, 35), (BoundaryMove(2, 20, 13),))
     ranges, moves = snap_to_legal(cut(0, 14, 20, 35), lambda b: b <= 13)
     assert (ranges, moves) == (cut(0, 12, 13, 35), (BoundaryMove(1, 14, 12), BoundaryMove(2, 20, 13)))
-
-
-def test_the_lower_of_two_equally_near_places():
-    assert snap_to_legal(cut(0, 5, 10), lambda b: b in (3, 7))[0] == cut(0, 3, 10)
 
 
 def test_too_few_legal_places_are_refused():

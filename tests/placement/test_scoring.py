@@ -11,8 +11,8 @@ from lucevisor.config import Config, load
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend
-from lucevisor.placement.explain import as_json, rows, text
 from lucevisor.placement.planner import plan
+from lucevisor.placement.report import as_json, rows, text
 from lucevisor.placement.result import Infeasible, Placement, PlacementError
 from lucevisor.placement.stages import LoadFiles, load_message
 from tests.model.drafter_files import TARGET

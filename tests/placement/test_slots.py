@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -14,12 +13,12 @@ from lucevisor.config import CacheConfig, Config
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.placement.explain import as_json, text
 from lucevisor.placement.formatting import format_bytes
 from lucevisor.placement.planner import plan
+from lucevisor.placement.report import as_json, text
 from lucevisor.placement.result import Placement
 from tests.model.qwen35_file import QWEN36_27B, write
-from tests.placement.made import DEMO, GIB, MIB, bare_spec, configure, cpu, gpu
+from tests.placement.made import GIB, MIB, bare_spec, configure, cpu, gpu
 
 STATE_27B = 150_994_944 + 3 * QWEN36_27B.channels * 4 * 48
 ON_DEVICE = STATE_27B + (16 * 128 + 48 * 128 + 48) * 4 * 48
@@ -80,17 +79,6 @@ def test_slots_give_way_before_the_model_does_not_fit(big, tmp_path):
     assert any("memory is reserved for 3; 6, as cache.memory allows, do not fit" in reason for reason in p.reasons)
 
 
-def test_sliding_models_get_window_pages_for_slots(tmp_path, monkeypatch):
-    for function in ("non_layer_layouts", "layer_layouts"):
-        monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
-    spec = bare_spec(12, window=100)
-    config = configure(tmp_path, ["left:0"], max_sequences=3, prefill_chunk=128, dtype="float32")
-    page = spec.unit_bytes(Space.WINDOW, LayerRange(0, 12), Dtype.FLOAT32)
-    p = plan(spec, cached(config, memory=10 * 3 * page), {"left": [cpu()]})
-    assert isinstance(p, Placement)
-    assert p.pools.window_pages == 3 * (5 + 1) + 10 * 3  # 99 positions begin inside a page: they touch 3
-
-
 def test_pages_are_at_most_doubled_for_slots(tmp_path, monkeypatch):
     for function in ("non_layer_layouts", "layer_layouts"):
         monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
@@ -107,12 +95,6 @@ def test_pages_are_at_most_doubled_for_slots(tmp_path, monkeypatch):
         p = plan(spec, cached(fixed, memory=memory), {"left": [cpu()]})
         assert isinstance(p, Placement)
         assert len(p.notices) == notices
-
-
-def test_the_demo_has_a_state_for_every_slot(tmp_path: Path):
-    p = plan(open_spec(DEMO), cached(configure(tmp_path, ["left:0"], max_sequences=2)), {"left": [cpu()]})
-    assert isinstance(p, Placement)
-    assert p.pools.states == 2 + 1 + 32
 
 
 def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_path):
@@ -135,13 +117,6 @@ def test_in_host_memory_the_devices_hold_the_states_of_sequences_only(big, tmp_p
     told = json.loads(json.dumps(as_json(in_host)))
     assert (told["pages"]["host_states"], told["host_state_bytes"]) == (7, {"cuda": 7 * STATE_27B})
     assert told["devices"][0]["host_state_bytes"] == 7 * STATE_27B
-
-
-def test_in_host_memory_they_cost_no_pages(big, tmp_path):
-    config = configure(tmp_path, ["cuda:0"], max_sequences=4, max_context=32768, prefill_chunk=512)
-    without, with_slots = (placed(big, c, 24) for c in (config, cached(config, states="host")))
-    assert with_slots.pools.host_states == 7
-    assert with_slots.pools.full_pages >= without.pools.full_pages
 
 
 @pytest.mark.parametrize("devices", [["left:0"], ["cuda:0", "left:0"]])

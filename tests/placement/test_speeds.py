@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,27 +14,22 @@ from hypothesis import strategies as st
 from lucevisor.config import Config
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import LayerRange
-from lucevisor.placement.auto_split import partition_problem
 from lucevisor.placement.devices import Inventory, target_devices
-from lucevisor.placement.explain import as_json, text
-from lucevisor.placement.planner import plan
-from lucevisor.placement.result import Infeasible, Placement, PlacementError
+from lucevisor.placement.planner import partition_problem, plan
+from lucevisor.placement.report import as_json, text
+from lucevisor.placement.result import Infeasible, Placement
 from lucevisor.placement.sizing import SizingInputs
 from lucevisor.placement.speeds import (
-    ANSWER_TOKENS,
-    PROMPT_TOKENS,
     MeasurementRequest,
     SpeedModel,
     Speeds,
     kinds_of,
     measurement_request,
     model_key,
-    units_of,
 )
 from lucevisor.protocol.messages import Timing
 from tests.model.qwen35_file import QWEN36_27B, write
-from tests.placement.made import DEMO, bare_spec, configure, cpu, gpu
+from tests.placement.made import DEMO, configure, cpu, gpu
 from tests.placement.test_partition import every_split
 
 CPUS = ["left:0", "right:0"]
@@ -95,13 +89,6 @@ def test_one_layer_of_each_kind_is_timed_with_the_ends_where_they_lie(demo, tmp_
         assert [s.output for s in spans.values()].count(True) == (i == 2)
 
 
-def test_layers_that_share_state_are_timed_together():
-    spec = bare_spec(8, sharing={4: 3, 5: 3, 7: 3})
-    assert [str(u) for u in units_of(spec)] == ["[0,1)", "[1,2)", "[2,3)", "[3,8)"]
-    kinds = kinds_of(spec)
-    assert kinds[0] == kinds[1] == kinds[2] != kinds[3]
-
-
 def test_nothing_is_asked_where_nothing_is_chosen(demo, tmp_path):
     for config in (configure(tmp_path, CPUS, [1, 1]), configure(tmp_path, ["left:0"])):
         assert measurement_request(demo, config, TWO, THREADS, "1") is None
@@ -146,15 +133,6 @@ def test_speeds_survive_json_and_nonsense_is_seen(demo, tmp_path):
         SpeedModel.of(demo, msgspec.structs.replace(speeds, targets=[speeds.targets[0], {}]))
 
 
-def test_a_range_takes_its_layers_and_its_end(demo, tmp_path):
-    speed_model = SpeedModel.of(demo, uniform(asked(demo, configure(tmp_path, CPUS), TWO), [1.0, 2.0], tail_s=0.5))
-    assert speed_model.seconds(0, LayerRange(0, 3)) == pytest.approx((0.003, 0.3))
-    assert speed_model.seconds(1, LayerRange(3, 8)) == pytest.approx((0.510, 1.5))
-    assert speed_model.request_s(1, LayerRange(3, 8)) == pytest.approx(
-        1.5 * PROMPT_TOKENS / 512 + 0.510 * ANSWER_TOKENS
-    )
-
-
 # ---- what the planner makes of it
 
 
@@ -170,13 +148,6 @@ def test_the_goals(demo, tmp_path):
     assert layers_of(plan(demo, for_throughput(config), TWO, speeds)) == ["[0,6)", "[6,8)"]
     slow_tail = uniform(request, [1.0, 1.0], tail_s=0.005)
     assert layers_of(plan(demo, for_throughput(config), TWO, slow_tail)) == ["[0,6)", "[6,8)"]
-
-
-def test_devices_of_one_group_work_one_after_the_other(demo, tmp_path):
-    config = for_throughput(configure(tmp_path, ["cuda:0", "hip:0", "hip:1"]))
-    box = {"cuda": [gpu()], "hip": [gpu(0), gpu(1)]}
-    result = plan(demo, config, box, uniform(asked(demo, config, box), [1.0, 1.0, 1.0]))
-    assert layers_of(result)[0] == "[0,4)"
 
 
 def test_equally_fast_devices_are_filled_evenly(demo, tmp_path):
@@ -202,15 +173,6 @@ def test_memory_bounds_what_the_fast_device_gets(big, tmp_path):
     assert isinstance(plan(big, more, box), Infeasible)
 
 
-def test_pages_and_context_as_configured_are_kept_room_for(big, tmp_path):
-    config = configure(tmp_path, ["cuda:0", "hip:0"], max_context=131072, pages=4096)
-    box = {"cuda": [gpu(0, 12)], "hip": [gpu(0, 94)]}
-    result = plan(big, config, box, uniform(asked(big, config, box), [1.0, 3.0]))
-    assert isinstance(result, Placement)
-    assert (result.max_context, result.pools.full_pages) == (131072, 4096)
-    assert all(d.fits for d in result.devices)
-
-
 def test_without_room_for_any_split_memory_decides(big, tmp_path):
     config = configure(tmp_path, ["cuda:0", "hip:0"])
     box = {"cuda": [gpu(0, 10.5)], "hip": [gpu(0, 10.5)]}
@@ -219,16 +181,6 @@ def test_without_room_for_any_split_memory_decides(big, tmp_path):
     assert layers_of(result) == layers_of(plan(big, config, box))
     assert "no split leaves room for 32768 tokens" in " ".join(result.reasons)
     assert (result.goal, result.measured) == ("", "")
-
-
-def test_more_devices_than_layers_are_refused_with_speeds_too(demo, tmp_path):
-    speeds = uniform(asked(demo, configure(tmp_path, CPUS), TWO), [1.0, 3.0])
-    with pytest.raises(PlacementError, match="has 9 devices for 8 layers"):
-        plan(demo, configure(tmp_path, [f"left:{i}" for i in range(9)]), TWO, seats_repeated(speeds, 9))
-
-
-def seats_repeated(speeds: Speeds, n: int) -> Speeds:
-    return msgspec.structs.replace(speeds, targets=[speeds.targets[0] | speeds.targets[1]] * n)
 
 
 def test_a_plan_by_speeds_is_quick_and_explained(big, tmp_path):
@@ -287,20 +239,3 @@ def test_any_speeds_give_the_best_of_all_splits_that_fit(demo, tmp_path, data, d
     for ranges in splits:  # what the search took for fitting does fit
         again = configure(tmp_path, devices, [f"{r.start}-{r.stop}" for r in ranges], max_context=2048, dtype="float32")
         assert isinstance(plan(demo, again, inventory), Placement)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_automatic_context_and_pages_hold_with_any_speeds(big, tmp_path, seed):
-    chance = random.Random(seed)
-    config = configure(tmp_path, ["cuda:0", "hip:0", "left:0"])
-    config = for_throughput(config) if seed % 2 else config
-    box = {"cuda": [gpu(0, chance.uniform(4, 30))], "hip": [gpu(0, chance.uniform(4, 30))], "left": [cpu(12)]}
-    speeds = made(asked(big, config, box), lambda *_: Timing(chance.uniform(1e-5, 1e-2), chance.uniform(1e-3, 1)))
-    result = plan(big, config, box, speeds)
-    if isinstance(result, Infeasible):
-        assert isinstance(plan(big, config, box), Infeasible)  # nor does it by memory alone
-        return
-    assert [i for d in result.devices for i in range(d.layers.start, d.layers.stop)] == list(range(64))
-    assert all(d.fits for d in result.devices)
-    assert result.pools.full_pages * 64 >= result.max_context
-    assert result.max_context >= 32768 or not result.goal

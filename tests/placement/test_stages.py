@@ -77,20 +77,6 @@ def test_consecutive_shards_of_a_group_are_one_stage():
     assert hip.stages[0].shards == [ShardPlan(0, LayerRange(1, 2)), ShardPlan(1, LayerRange(2, 3))]
 
 
-def test_one_device_needs_no_arena():
-    load = load_message(placement(["left:0"]), "left", LoadFiles(["/m.gguf"]))
-    assert load.arenas == []
-    assert (load.stages[0].source, load.stages[0].target) == (None, None)
-    assert (load.stages[0].embedding, load.stages[0].output) == (True, True)
-
-
-def test_the_size_of_an_arena():
-    p = placement(["left:0", "right:0", "left:1"])
-    assert [(a.boundary, a.region_bytes, a.n_regions) for a in p.arenas] == [(0, 64 * 10 * 2, 6), (1, 64 * 10 * 2, 6)]
-    assert arenas_of(p.stages, 64, 10, 8, Dtype.FLOAT32, max_sequences=4)[0].region_bytes == 64 * 10 * 4
-    assert p.arena_bytes == 2 * 6 * 1280
-
-
 def test_sampled_tokens_have_an_arena_between_the_last_daemon_and_the_first():
     p = placement(["a:0", "b:0", "c:0"])
     assert p.arenas[-1] == ArenaPlan(2, 8 * (2 + 2 * 4), 6, tokens=True)
@@ -98,14 +84,6 @@ def test_sampled_tokens_have_an_arena_between_the_last_daemon_and_the_first():
     assert [load.arenas[-1].tokens for load in (first, middle, last)] == [True, False, True]
     assert [load.stages[0].tokens for load in (first, middle, last)] == [1, None, 1]
     assert last.stages[0].target is None
-
-
-def test_everything_the_daemon_needs_is_in_its_load():
-    load = load_message(placement(["left:0", "right:0"]), "right", LoadFiles(["/a.gguf", "/b.gguf"]))
-    assert load.files == ["/a.gguf", "/b.gguf"]
-    assert (load.dtype, load.kv_dtype) == (Dtype.BFLOAT16, Dtype.FLOAT16)
-    assert (load.max_sequences, load.max_step_tokens, load.pools) == (4, 64, PoolSizes(8, 0, 5))
-    assert load.options == {"a": "b"}
 
 
 def test_a_group_without_a_stage_has_no_load():

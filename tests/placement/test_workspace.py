@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
-from lucevisor.config.values import DeviceRef
+from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.workspace import GRAPH_LENGTH, GRAPH_ROWS
 from lucevisor.placement.cost import CostModel, StepSizes

@@ -16,11 +16,10 @@ from lucevisor.config import GroupConfig
 from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.protocol.handshake import source_hash
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.supervision.callbacks import Callbacks, LoadOrder
+from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
+from lucevisor.supervision.launcher import LocalLauncher, StagedPackages, stage_packages
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.staging import StagedPackages, stage_packages
 from lucevisor.supervision.states import State
 
 FAST = SupervisionLimits(

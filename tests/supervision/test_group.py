@@ -134,17 +134,6 @@ async def test_a_wrong_interpreter_is_a_configuration_error(tmp_path, python, wh
     assert group.reason == f"groups.left: python = {python!r} {why}; give the path of the group's interpreter"
 
 
-async def test_a_file_that_cannot_be_executed_is_named(tmp_path):
-    script = tmp_path / "python"
-    script.write_bytes(b"\x7fELF, but not really")
-    script.chmod(0o700)
-    config = GroupConfig(name="left", backend="cpu", python=str(script))
-    group = GroupSupervisor(config, 1, LocalLauncher(stage_tiny(tmp_path)), Owner().callbacks(), limits=FAST)
-    await group.start()
-    assert group.state is State.FAILED
-    assert str(script) in group.reason
-
-
 async def test_a_load_that_cannot_be_made_fails_the_group(tmp_path):
     owner = Owner()
     owner.load_error = LucevisorError("left:0 lacks 3 GiB")

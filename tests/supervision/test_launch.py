@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.supervision import output
-from lucevisor.supervision.environment import Handles, environment, launch
-from lucevisor.supervision.output import LINES_PER_SECOND, LONGEST_LINE, N_KEPT, Lines
-from lucevisor.supervision.staging import stage_packages
+from lucevisor.supervision.child import LINES_PER_SECOND, LONGEST_LINE, N_KEPT, Handles, Lines, environment, launch
+from lucevisor.supervision.launcher import stage_packages
 
 INHERITED = {
     "PATH": "/bin",
@@ -147,4 +145,4 @@ def test_output_is_bounded_in_length_count_and_rate():
         f"[{2000 - LINES_PER_SECOND} lines dropped from the log: more than 500 a second]",
         "later",
     ]
-    assert output.N_KEPT < 1000
+    assert N_KEPT < 1000

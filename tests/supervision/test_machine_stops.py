@@ -69,17 +69,6 @@ def test_later_stops_only_shorten():
     assert driven.send(ev.StopAsked(0.0)) == []
 
 
-def test_a_later_longer_stop_does_not_move_the_kill():
-    driven = DrivenMachine().to(State.READY)
-    began = driven.now
-    driven.send(ev.StopAsked(4.0))
-    driven.send(ev.StopAsked(60.0))
-    assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.TERMINATE]
-    driven.send(ev.StopAsked(60.0))
-    assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]
-    assert driven.now - began == 4.0
-
-
 def test_a_stop_takes_the_place_of_a_restart_and_not_the_other_way_round():
     driven = DrivenMachine().to(State.READY)
     driven.send(ev.RestartAsked(4.0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,29 +46,6 @@ def test_jitter_stays_between_half_and_the_whole_step(rng, n):
         delay_s = policy.delay_s(0.0) or 0.0
     step_s = min(limits.backoff_first_s * 2 ** (n - 1), limits.backoff_most_s)
     assert 0.5 * step_s <= delay_s <= step_s
-
-
-def test_no_restarts_allowed_means_failed_at_once():
-    assert RestartPolicy(SupervisionLimits(n_restarts=0), lambda: 0.5).delay_s(0.0) is None
-
-
-@given(gaps=st.lists(st.floats(0.0, 40.0), max_size=60), seed=st.integers(0, 1000), n=st.integers(1, 6))
-def test_no_window_holds_more_restarts_than_allowed(gaps, seed, n):
-    limits = SupervisionLimits(n_restarts=n, window_s=30.0)
-    policy = RestartPolicy(limits, random.Random(seed).random)
-    now, restarts = 0.0, []
-    for gap in gaps:
-        now += gap
-        policy.became_ready(now)
-        delay_s = policy.delay_s(now)
-        if delay_s is None:
-            policy.reset()
-            restarts = []
-            continue
-        now += delay_s
-        policy.restarted(now)
-        restarts.append(now)
-        assert sum(now - limits.window_s < at <= now for at in restarts) <= n
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.protocol.steps import Step
-from lucevisor.supervision.post_mortem import N_LINES_AFTER, cause, explain_kill, oom_kills
+from lucevisor.supervision.child import N_LINES_AFTER, cause, explain_kill, oom_kills
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import Owner, ready, tiny_group
 

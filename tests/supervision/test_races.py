@@ -8,24 +8,11 @@ import math
 import os
 import signal
 
-import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.protocol.steps import Step
-from lucevisor.supervision import events as ev
 from lucevisor.supervision.states import State
-from tests.supervision.real_groups import Owner, brisk, exists, ready, tiny_group, until
-
-
-async def reaped_but_not_told(group) -> None:
-    """Kill the daemon and let the loop reap it while its link is not read: what a long payload in the link does."""
-    daemon = group._daemon
-    loop = asyncio.get_running_loop()
-    for link in (daemon.link, daemon._pulse):
-        loop.remove_reader(link._poll.fileno())
-    os.kill(daemon.child.pid, signal.SIGKILL)
-    await until(lambda: daemon.child.ended)
-    assert group.state is State.READY
+from tests.supervision.real_groups import Owner, brisk, exists, ready, tiny_group
 
 
 def watch_the_loop() -> list[dict]:
@@ -33,30 +20,6 @@ def watch_the_loop() -> list[dict]:
     found: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
     return found
-
-
-@pytest.mark.parametrize("how", ["stop", "kill", "overdue", "distrust", "restart"])
-async def test_a_signal_to_a_daemon_that_is_reaped_but_whose_exit_is_not_told_yet(tmp_path, how):
-    async with tiny_group(tmp_path) as (group, _):
-        await group.start()
-        await ready(group)
-        unhandled = watch_the_loop()
-        await reaped_but_not_told(group)
-        match how:
-            case "stop":
-                assert await group.stop(0.05) is State.STOPPED
-            case "kill":
-                assert await group.kill() is State.STOPPED
-            case "overdue":
-                group.overdue("step 1", 31.0)
-                await ready(group, n_restarts=1)
-            case "distrust":
-                group.distrust("it counts wrong")
-                await ready(group, n_restarts=1)
-            case "restart":
-                await group.restart(now=True, deadline_s=0.0)
-                await ready(group, n_restarts=1)
-        assert unhandled == []
 
 
 async def test_the_last_log_record_of_a_dying_daemon_is_logged(tmp_path):
@@ -127,27 +90,6 @@ async def test_a_stop_in_backoff_and_a_restart_of_what_is_stopped(tmp_path):
         await group.restart()  # does not wait for the pause
         await group.wait(State.BACKOFF, timeout_s=20)
     assert owner.states.count(State.STARTING) == 3
-
-
-async def test_a_heartbeat_after_the_exit_is_nobodys(tmp_path):
-    async with tiny_group(tmp_path) as (group, _):
-        await group.start()
-        await ready(group)
-        old = group._daemon
-        os.kill(group.pid, signal.SIGKILL)
-        await ready(group, n_restarts=1)
-        assert group._machine.handle(ev.Beat(old.number, "idle"), group._clock()) == []
-        assert group.heartbeat is not old.heartbeat
-
-
-async def test_a_daemon_that_the_owner_distrusts_time_and_again_fails_at_the_restart_limit(tmp_path):
-    async with tiny_group(tmp_path, limits=brisk(n_restarts=2)) as (group, _):
-        await group.start()
-        for n in range(3):
-            await ready(group, n_restarts=n)
-            group.distrust("it answered step 7 while step 6 was due")
-        await group.wait(State.FAILED, timeout_s=20)
-        assert group.reason == "it answered step 7 while step 6 was due; restart limit 2/60s reached"
 
 
 async def test_a_daemon_that_says_what_cannot_be_true_is_replaced_and_its_words_are_named(tmp_path):

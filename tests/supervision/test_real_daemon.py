@@ -13,8 +13,7 @@ from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.model.values import Backend
 from lucevisor.supervision.group import GroupSupervisor
-from lucevisor.supervision.launcher import LocalLauncher
-from lucevisor.supervision.staging import stage_packages
+from lucevisor.supervision.launcher import LocalLauncher, stage_packages
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import Owner, brisk, exists
 

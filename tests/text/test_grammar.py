@@ -228,6 +228,15 @@ class TestReasoning:
             lambda: forms.grammar('root ::= "x" root | a{999}\na ::= b{99}\nb ::= [ac]{9}'),
             "100000 characters or more",
         ),
+        *(
+            (functools.partial(forms.grammar, text), "100000 characters or more")
+            for text in (
+                "start: /((a{1000}){1000}){1000}/",
+                'start: "b" | A? // of A\nA[lazy]: (B{1000}){1000,}\nB.2: "xy" ~ 50..60 | /[^:]+/ "z"{99}',
+                'start: %json {"items": {"pattern": "^((a{1000}){1000}){1000}$"}} ":"\n',
+                'start: x "a"{9}\nx: "b" x | [y{9999}] "c" /d{90001}/\ny: /e{11}/',
+            )
+        ),
         (lambda: forms.json_schema({"pattern": "^x?((a{1000}){1000}){1000}$"}), "pattern at #"),
         (lambda: forms.regex("a" * 200_000), "more than"),
         (lambda: forms.json_schema({"enum": [str(i) for i in range(100_000)]}), "more than"),
@@ -253,6 +262,8 @@ def test_what_is_malformed_or_too_big_is_said(make: object, told: str) -> None:
         forms.regex("a{99999}"),
         forms.regex("[^]{4]{1,262144}(x{1000})?"),
         forms.regex("(?x)((a{0,1000}){1000}){1000}"),
+        forms.grammar('start: A | [B{99999}]\nA: /a{99999}/ & /[ab]{99999}/ # B\nB: "b"*\n%ignore /\\/"{1,3}/'),
+        forms.grammar('start: "{" (%json {"type": "string", "pattern": "^a{1,9}$"} "\\"x{100000}")+ "}"'),
         forms.grammar('root ::= "a"{9999} (("b"? [c-d]*){1000}){1000}'),
         forms.json_schema({"pattern": "^(.{1,262144}|x{9999})$"}),
     ],

@@ -67,6 +67,7 @@ _READERS: Final[Mapping[BodyKind, Callable[[dict[str, Any], Ports], PreparedRequ
 
 def main(socket_fd: int, setup_fd: int) -> None:
     """Serve until the other end of the socket closes."""
+    os.nice(10)  # where cores are few, steps go first: the answers that run wait for them
     link = socket.socket(fileno=socket_fd)
     threading.Thread(target=_exit_with_server, args=(link,), daemon=True).start()
     # Processes share the descriptor and so its offset.

@@ -79,7 +79,7 @@ class Pipeline:
         self.drafts = DraftRelay(len(stages), clock, lambda: self.in_flight, self._start)
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
-        self.on_sent: Callable[[], None] = lambda: None  # a step went to the stages that may have it
+
         self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
         self.on_recalled: Callable[[], None] = lambda: None  # a stage has given posted steps back
         self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
@@ -118,7 +118,6 @@ class Pipeline:
                         return
                 else:
                     entry.frames[stage] = entry.frame(stage)
-            self.on_sent()
 
     def send_masks(self, made: MadeMasks) -> None:
         """Send the masks of a submitted step to the output stage, which may have the step already or not.

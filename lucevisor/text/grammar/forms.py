@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher
 
-from lucevisor.text.grammar import gbnf
+from lucevisor.text.grammar import gbnf, lark
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.schemas import prepared
 from lucevisor.text.patterns import PatternError, check_length
@@ -70,8 +70,10 @@ def choice(options: Sequence[str]) -> Part:
 
 def grammar(text: str) -> Part:
     """A grammar in GBNF (llama.cpp) or in Lark's notation as llguidance extends it.  Raises GrammarError."""
-    is_lark = _LARK.search(_bounded(text)) and not _GBNF.search(text)
-    return {"lark_grammar": text if is_lark else gbnf.lark(text)}
+    if not _LARK.search(_bounded(text)) or _GBNF.search(text):
+        return {"lark_grammar": gbnf.lark(text)}
+    lark.check_grammar(text)
+    return {"lark_grammar": text}
 
 
 def _bounded(text: str) -> str:

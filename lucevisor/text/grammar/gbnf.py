@@ -7,15 +7,12 @@ many states with a vocabulary of 200,000 tokens.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Mapping
-from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
+from lucevisor.text.grammar.lark import check_lengths
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.patterns import MAX_FORCED, Length
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
 _DEFINES: Final = re.compile(r"\s*::=")
@@ -23,7 +20,6 @@ _BLANK: Final = re.compile(r"(?:\s|#[^\n]*)*")
 _REPEATS: Final = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
 _ESCAPED: Final = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _REFERENCE: Final = re.compile(r"\bg\d+\b")  # texts are single characters, so it stands in none
-_PART: Final = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|[()|*+?]|\{(?P<times>\d+)[^}]*\}|\bg\d+\b')
 _LETTERS: Final = {"n": "\n", "r": "\r", "t": "\t"}
 _MAX_DEPTH: Final = 200
 _MAX_REPEATS: Final = 100_000
@@ -55,46 +51,12 @@ class _Reader:
                 raise self._wrong(f"rule '{name}' not found", at)
         if "root" not in self._rules:
             raise GrammarError("it has no rule 'root'")
-        regular = self._checked()
+        # llguidance's lexer follows each rule that does not lead back to itself as one expression.
+        regular = check_lengths({self._rule(name): body for name, body in self._rules.items()})
         lines = [f"start: {self._rule('root')}"]
         lines += [f"{self._rule(name)}: {body}" for name, body in self._rules.items()]
         return _REFERENCE.sub(lambda match: match.group().upper() if match.group() in regular else match.group(),
                               "\n".join([*lines, ""]))  # fmt: skip
-
-    def _checked(self) -> set[str]:
-        """The rules that do not lead back to themselves: llguidance's lexer follows each as one expression."""
-        bodies = {self._rule(name): body for name, body in self._rules.items()}
-        order = TopologicalSorter({rule: set(_REFERENCE.findall(body)) for rule, body in bodies.items()})
-        with contextlib.suppress(CycleError):  # those that are in no circle come anyway
-            order.prepare()
-        lengths = dict[str, int]()
-        while ready := order.get_ready():
-            lengths |= {rule: self._length(bodies[rule], lengths) for rule in ready}
-            order.done(*ready)
-        for rule in bodies.keys() - lengths.keys():
-            self._length(bodies[rule], lengths)
-        return set(lengths)
-
-    def _length(self, body: str, lengths: Mapping[str, int]) -> int:
-        """The least number of characters that a rule matches."""
-        length = Length()
-        for part in _PART.finditer(body):
-            text = part.group()
-            if text == "(":
-                length.open()
-            elif text == ")":
-                length.close()
-            elif text == "|":
-                length.choose()
-            elif text in "*?+":
-                length.repeat(text == "+")
-            elif part["times"]:
-                length.repeat(int(part["times"]))
-            else:
-                length.add(lengths.get(text, 0) if text[0] == "g" else text != '""')
-        if length.largest >= MAX_FORCED:
-            raise GrammarError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
-        return length.whole
 
     def _alternatives(self) -> str:
         self._depth += 1

@@ -20,7 +20,7 @@ import lucevisor
 from lucevisor.model.values import Backend
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.handshake import source_hash
-from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded, WarmedUp, WarmUp
+from lucevisor.protocol.loading import DeviceInfo, DeviceUse, Hello, Load, Loaded
 from lucevisor.protocol.messages import PROTOCOL_VERSION, Failed, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
 
@@ -59,9 +59,6 @@ class Tiny:
             match frame.message:
                 case Load() as load:
                     self.load(load)
-                case WarmUp():
-                    self.at("rehearsal")
-                    self.link.send(WarmedUp(0.0))
                 case Step() as step:
                     self.step(step)
                 case Reset(token):

@@ -1,0 +1,295 @@
+"""Checks across keys: devices against groups, the split against the devices, the endpoint against its API keys.
+
+Of the machine only the files of keys and of TLS are read.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lucevisor.config.api_keys import read_api_keys
+from lucevisor.config.formats import (
+    BACKENDS,
+    CURVE_POINT,
+    Auto,
+    DeviceRef,
+    InvalidValue,
+    Ranges,
+    Split,
+    WeightedSplit,
+    is_loopback,
+    write_split,
+)
+from lucevisor.config.schema import keys_of
+from lucevisor.config.sections import GROUPS, SECTIONS, VISIBLE_DEVICES, Config, GroupConfig, Notice
+from lucevisor.config.tls import server_context
+from lucevisor.errors import NO_VALUE, ConfigError, suggest
+
+OVERRIDE = "--set"
+
+
+@dataclass(slots=True)
+class PendingConfig:
+    """A configuration being loaded: values by dotted key, the keys that the user set, errors and notices.
+
+    Invalid values are missing from `values`, so each is reported once.
+    """
+
+    file: str
+    values: dict[str, Any] = field(default_factory=dict)
+    group_names: list[str] = field(default_factory=list)
+    set_keys: set[str] = field(default_factory=set)
+    overridden: set[str] = field(default_factory=set)
+    errors: list[ConfigError] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def refuse(self, key: str, value: object, why: str, hint: str = "", *, inside: str = "") -> None:
+        """Add an error about a key (`inside`: `[1]`, for example), with the file or `--set` as its source."""
+        origin = OVERRIDE if key in self.overridden or f"{key}{inside}" in self.overridden else self.file
+        self.errors.append(ConfigError(f"{key}{inside}", value, why, hint, file=origin))
+
+    def group(self, name: str, key: str) -> Any:
+        """Return a group's value, or None if it was invalid."""
+        return self.values.get(f"{GROUPS}.{name}.{key}")
+
+
+def check_values(pending: PendingConfig) -> None:
+    """Check the values against each other, and replace devices by resolved ones.  Adds errors, never raises."""
+    _check_groups(pending)
+    _check_split(pending)
+    _resolve_device_of(pending, "draft.device")
+    if pending.values.get("draft.kind") == "dflash" and pending.values.get("draft.path") == "":
+        hint = "name the drafter's file; nearest: draft.kind = auto"
+        pending.refuse("draft.path", "", "is empty, and draft.kind = dflash needs a drafter", hint)
+    _check_pflash(pending)
+    _resolve_target_devices(pending)
+    _check_server(pending)
+
+
+def _check_groups(pending: PendingConfig) -> None:
+    for name in pending.group_names:
+        backend = pending.group(name, "backend")
+        if backend is not None and name in BACKENDS and name != backend:
+            why = f"is not the backend in the group's name: {name}:0 would look like a {name} device"
+            pending.refuse(f"{GROUPS}.{name}.backend", backend, why, f"nearest: {name}, or give the group another name")
+        visible = pending.group(name, "visible_devices")
+        variable = VISIBLE_DEVICES.get(backend)
+        if visible and variable in (pending.group(name, "env") or {}):
+            why = f"sets the same as {GROUPS}.{name}.env.{variable}"
+            pending.refuse(f"{GROUPS}.{name}.visible_devices", list(visible), why, "keep one of the two")
+
+
+def _check_split(pending: PendingConfig) -> None:
+    devices: tuple[DeviceRef, ...] | None = pending.values.get("placement.target_devices")
+    split: Split | None = pending.values.get("placement.target_layer_split")
+    if devices is None or not isinstance(split, WeightedSplit | Ranges) or len(split.values) == len(devices):
+        return
+    noun = "weights" if isinstance(split, WeightedSplit) else "ranges"
+    why = f"has {len(split.values)} {noun} for {len(devices)} devices"
+    hint = f'write one for each of {", ".join(map(str, devices))}, or "auto"'
+    if not devices:
+        why = f"has {noun} for devices that are not named"
+        hint = 'list them in placement.target_devices, or write "auto"'
+    pending.refuse("placement.target_layer_split", write_split(split), why, hint)
+
+
+def _resolve_target_devices(pending: PendingConfig) -> None:
+    key = "placement.target_devices"
+    written: tuple[DeviceRef, ...] | None = pending.values.get(key)
+    if not written:  # invalid, or all devices, which the daemons report
+        return
+    n_errors = len(pending.errors)
+    resolved: list[DeviceRef] = []
+    for index, device in enumerate(written):
+        target = _resolve(pending, key, device, f"[{index}]")
+        if target is not None and target in resolved:
+            others = {(target.group, other) for other in range(len(written) + 1)}
+            free = min(others - {(device.group, device.index) for device in resolved})
+            hint = f"nearest: {free[0]}:{free[1]}, if there is one"
+            pending.refuse(key, str(device), "is the same device as an earlier one", hint, inside=f"[{index}]")
+        elif target is not None:
+            resolved.append(target)
+    if len(pending.errors) == n_errors:
+        pending.values[key] = tuple(resolved)
+        _check_every_group_has_a_device(pending, {device.group for device in resolved})
+
+
+def _resolve_device_of(pending: PendingConfig, key: str) -> None:
+    device: DeviceRef | None = pending.values.get(key)
+    if device is not None:
+        pending.values[key] = _resolve(pending, key, device, "")
+
+
+def _resolve(pending: PendingConfig, key: str, device: DeviceRef, inside: str) -> DeviceRef | None:
+    """Return the device with a backend replaced by its only group, or None after adding the error."""
+    backends = {name: pending.group(name, "backend") for name in pending.group_names}
+    if device.group not in backends and None in backends.values():
+        return None  # a group's backend is invalid; it may be the one meant here
+    try:
+        resolved = _in_group(device, backends)
+        visible = pending.group(resolved.group, "visible_devices")
+        if visible and backends[resolved.group] != "cpu" and resolved.index >= len(visible):
+            why = f"is out of range: {GROUPS}.{resolved.group}.visible_devices lists {len(visible)}"
+            raise InvalidValue(why, f"nearest: {resolved.group}:{len(visible) - 1}")
+    except InvalidValue as error:
+        pending.refuse(key, str(device), error.why, error.hint, inside=inside)
+        return None
+    return resolved
+
+
+def _in_group(device: DeviceRef, groups: Mapping[str, str | None]) -> DeviceRef:
+    """Return the device of a group; `groups`: backend by group.  Raises InvalidValue."""
+    if device.group in groups:
+        return device
+    alike = [name for name, backend in groups.items() if backend == device.group]
+    if len(alike) == 1:
+        return DeviceRef(alike[0], device.index)
+    candidates = [f"{name}:{device.index}" for name in alike or groups]
+    if alike:
+        why = f"is ambiguous: {len(alike)} groups have the backend {device.group}"
+        raise InvalidValue(why, f"write one of {', '.join(candidates)}")
+    verb = "has the backend" if device.group in BACKENDS else "is named"
+    raise InvalidValue(f"no group {verb} {device.group}", suggest(str(device), candidates, "devices of the groups"))
+
+
+def _check_every_group_has_a_device(pending: PendingConfig, used: set[str]) -> None:
+    values = pending.values
+    drafter: DeviceRef | None = values.get("draft.device")
+    if drafter is not None and values.get("draft.kind") not in ("off", "lookup"):
+        used.add(drafter.group)
+    scorer: DeviceRef | None = values.get("pflash.device")
+    if scorer is not None and (values.get("pflash.mode") != "off" or _ranks_by_scorer(pending)):
+        used.add(scorer.group)
+    for name in pending.group_names:
+        if name not in used:
+            why = "has no device in placement.target_devices: its daemon would have nothing to do"
+            hint = f"add {name}:0 to placement.target_devices, or remove [{GROUPS}.{name}]"
+            pending.refuse(f"{GROUPS}.{name}", NO_VALUE, why, hint)
+
+
+def _ranks_by_scorer(pending: PendingConfig) -> bool:
+    return pending.values.get("kvflash.policy") == "drafter" and pending.values.get("kvflash.pool_tokens") != 0
+
+
+def _check_pflash(pending: PendingConfig) -> None:
+    _resolve_device_of(pending, "pflash.device")
+    mode = pending.values.get("pflash.mode")
+    needs = {}
+    if mode not in (None, "off"):
+        needs[f"pflash.mode = {mode}"] = "pflash.mode = off"
+    if _ranks_by_scorer(pending):
+        needs["kvflash.policy = drafter"] = "kvflash.policy = qk"
+    if pending.values.get("pflash.path") == "":
+        for setting, other in needs.items():
+            hint = f"name a small model's file, such as Qwen3-0.6B; nearest: {other}"
+            pending.refuse("pflash.path", "", f"is empty, and {setting} needs a scoring model", hint)
+    points = pending.values.get("pflash.curve") or ()
+    for low, high in pairwise(points):
+        if high[0] <= low[0]:
+            written = [CURVE_POINT.write(point) for point in points]
+            why = f"has {high[0]} tokens after {low[0]}"
+            pending.refuse("pflash.curve", written, why, "order the points by tokens, each once")
+            return
+
+
+def _check_server(pending: PendingConfig) -> None:
+    host, file, is_open = (pending.values.get(f"server.{key}") for key in ("host", "api_keys_file", "allow_open"))
+    for key in ("server.api_keys_file", "server.admin_keys_file"):
+        if keys_file := pending.values.get(key):
+            _check_file(pending, key, keys_file, lambda file, key=key: read_api_keys(file, key))
+    _check_tls(pending)
+    if host is not None and file == "" and is_open is False and not is_loopback(host):
+        why = "can be reached from other machines, and no API key would be required"
+        hint = "set server.api_keys_file, or server.allow_open = true to serve everyone; nearest: 127.0.0.1"
+        pending.refuse("server.host", host, why, hint)
+
+
+def _check_tls(pending: PendingConfig) -> None:
+    cert_file, key_file = (pending.values.get(f"server.{key}") for key in ("tls_cert_file", "tls_key_file"))
+    if cert_file is None or key_file is None or cert_file == key_file == "":
+        return
+    if not cert_file or not key_file:
+        empty, other = ("tls_key_file", "tls_cert_file") if cert_file else ("tls_cert_file", "tls_key_file")
+        pending.refuse(f"server.{empty}", "", f"is empty, and server.{other} is set", "set both, or none for HTTP")
+        return
+    _check_file(pending, "server.tls_key_file", key_file, lambda file: server_context(Path(cert_file), file))
+
+
+def _check_file(pending: PendingConfig, key: str, file: str, read: Any) -> None:
+    """Read a file of secrets; warn if others can read it, too."""
+    try:
+        read(Path(file))
+        if Path(file).stat().st_mode & stat.S_IROTH:
+            why = "can be read by every user of this machine"
+            pending.notices.append(Notice(key=key, value=file, why=why, hint=f"chmod 600 {file}"))
+    except ConfigError as error:
+        pending.refuse(error.key, error.value, error.why, error.hint)
+    except OSError as error:
+        pending.refuse(key, file, f"cannot be read: {error.strerror}", "name a readable file")
+
+
+# ---- keys without effect
+
+
+def unused_settings(config: Config) -> list[Notice]:
+    """Return a notice for each key that was set and has no effect beside other settings, in the order of the file."""
+    notices: dict[str, Notice] = {}
+    for key, because in _unused(config):
+        section, _, name = key.rpartition(".")
+        is_group = section.startswith(f"{GROUPS}.")
+        values = config.groups[section.partition(".")[2]] if is_group else getattr(config, section)
+        field_key = keys_of(GroupConfig if is_group else SECTIONS[section])[name]
+        value = getattr(values, field_key.field)
+        if key in config.set_keys and value != field_key.default and key not in notices:
+            why, hint = f"has no effect: {because}", "remove the key, or change that setting"
+            notices[key] = Notice(key=key, value=field_key.write(value), why=why, hint=hint)
+    sections = ["model", GROUPS, *SECTIONS]
+    return sorted(notices.values(), key=lambda notice: sections.index(notice.key.partition(".")[0]))
+
+
+def _unused(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and the reason that each has no effect."""
+    placement, cache, draft, kvflash, pflash = (
+        config.placement, config.cache, config.draft, config.kvflash, config.pflash,
+    )  # fmt: skip
+    one_device, server = len(placement.devices) == 1, config.server
+    for group in config.groups.values():
+        key = f"{GROUPS}.{group.name}." + ("visible_devices" if group.backend == "cpu" else "threads")
+        yield key, f"it is not for groups with backend {group.backend}"
+    if one_device and isinstance(placement.split, WeightedSplit):
+        yield "placement.target_layer_split", "one device holds all layers"
+    if one_device or not isinstance(placement.split, Auto):
+        yield "placement.goal", 'it is for placement.target_layer_split = "auto" and two or more devices'
+    if is_loopback(server.host) or server.api_keys_file:
+        yield "server.allow_open", "server.host is for this machine only, or server.api_keys_file is set"
+    if cache.prefix_slots == 0:
+        for name in ("memory", "states", "min_tokens", "checkpoint_pages", "dir", "disk"):
+            yield f"cache.{name}", "cache.prefix_slots is 0"
+        if config.engine.swap_space != 0:
+            yield "engine.swap_space", "cache.prefix_slots is 0, so preempted requests compute again"
+    if not cache.dir:
+        yield "cache.disk", "cache.dir is empty"
+    if draft.kind in ("off", "lookup"):
+        for name in ("path", "device", "width") if draft.kind == "off" else ("path", "device"):
+            yield f"draft.{name}", f"draft.kind is {draft.kind}"
+    if kvflash.pool_tokens == 0:
+        for name in ("policy", "host", "tau"):
+            yield f"kvflash.{name}", "kvflash.pool_tokens is 0"
+    if kvflash.policy != "qk":
+        yield "kvflash.tau", f"kvflash.policy is {kvflash.policy}"
+    if kvflash.policy == "lru":
+        yield "kvflash.host", "kvflash.policy lru keeps no page in host memory"
+    if config.recovery.hold_s == 0 and config.recovery.journal != 0:
+        yield "recovery.journal", "recovery.hold_s is 0"
+    if pflash.mode == "off":
+        for name in ("threshold", "keep_ratio", "curve") + (() if config.scores else ("path", "device", "window")):
+            yield f"pflash.{name}", "pflash.mode is off"
+    if pflash.mode == "always":
+        yield "pflash.threshold", "pflash.mode is always"
+    if pflash.curve:
+        yield "pflash.keep_ratio", "pflash.curve is set"

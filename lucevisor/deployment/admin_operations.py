@@ -1,0 +1,226 @@
+"""What an operator may ask of a running service: another process for a group, another configuration.
+
+Invariant: one order is carried out at a time, and none once the stop has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import structlog
+
+from lucevisor import suspend_clock
+from lucevisor.config import Config, changed_keys
+from lucevisor.config.checks import OVERRIDE
+from lucevisor.deployment.deployment import Deployment
+from lucevisor.deployment.service import RESTART_S, Service
+from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state, import_state
+from lucevisor.engine.core import Engine
+from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, show
+from lucevisor.model.spec import ModelSpec
+from lucevisor.supervision.states import State
+
+FREEZE_S: Final = 15.0
+"""How long steps in flight may take until the state moves."""
+
+RELOADED: Final = ("placement.", "groups.", "draft.device", "recovery.journal", "recovery.spares",
+                   "recovery.restart_limit")  # fmt: skip
+"""Keys that a later deployment may have otherwise, and tables of which all keys may."""
+READ_LATER: Final = frozenset({"server.drain_s"})
+"""Keys that are read when they are needed."""
+
+
+def values_of(before: Config, after: Config, at_once: Collection[str]) -> dict[str, object]:
+    """Return the keys that differ, with their values in ``after`` (None: not there any more).  ``at_once``: those that
+    need no other daemons.
+
+    Raises ConfigErrors naming those that can only change with another start.
+    """
+    changed = changed_keys(before, after)
+    values = {key: _value(after.as_dict(), key) for key in changed}
+    why, hint = "cannot change while the supervisor runs", "leave it as it was, or `lucevisor stop`, then `start`"
+    fixed = [key for key in changed if key not in at_once and not key.startswith(RELOADED)]
+    if fixed:
+        given = {override.partition("=")[0] for override in after.overrides}
+        files = {key: OVERRIDE if key in given else str(after.file) for key in fixed}
+        raise ConfigErrors([ConfigError(key, values[key], why, hint, file=files[key]) for key in fixed])
+    return values
+
+
+def _value(tree: Mapping[str, Any], key: str) -> object:
+    table, _, rest = key.partition(".")
+    return _value(tree.get(table, {}), rest) if rest else tree.get(table)
+
+
+async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> StateMemory:
+    """Bring requests to rest, and copy all state of the daemons to host memory.
+
+    Raises LucevisorError, after which requests go on.
+    """
+    assert earlier.placement is not None
+    assert earlier.transfers is not None
+    try:
+        frozen = await engine.freezer.freeze(FREEZE_S, "reload")
+        while frozen is None and engine.ready:  # a daemon was lost, and came back
+            frozen = await engine.freezer.freeze(FREEZE_S, "reload")
+        if frozen is None:
+            raise LucevisorError("requests did not come to rest; try again")
+        groups = {stage.group for stage in earlier.placement.stages}
+        drafter = earlier.draft_layers(groups)
+        return await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups, drafter)
+    except BaseException:
+        go_on(engine, earlier)
+        raise
+
+
+def go_on(engine: Engine, earlier: Deployment) -> None:
+    """Resume requests where they stopped."""
+    if earlier.transfers is not None:
+        earlier.transfers.resume()
+    engine.freezer.thaw()
+
+
+async def give_state(memory: StateMemory, later: Deployment) -> RestoredState:
+    """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
+    assert later.placement is not None
+    assert later.transfers is not None
+    links = dict(later.links)
+    groups = {stage.group for stage in later.placement.stages}
+    await import_state(memory, later.transfers, groups)
+    if later.links != links:
+        raise LucevisorError("a new daemon was lost while the state moved; try again")
+    return RestoredState(links.values(), memory.with_draft and later.draft_group in groups)
+
+
+PREPARE_S: Final = 15.0
+"""How long an orderly restart waits for a warm successor, while requests run."""
+
+log = structlog.get_logger("service")
+
+
+class AdminOperations:
+    """Restarts and reloads of a service; one for each."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._one_at_a_time = asyncio.Lock()
+
+    def check_group(self, group: str) -> None:
+        """Raise AdminError if there is no group of that name."""
+        groups = self._service.groups
+        if group not in groups:
+            near = difflib.get_close_matches(group, groups, 1, 0.0)[0]
+            raise AdminError(f"there is no group {show(group)}: the groups are {', '.join(groups)}; nearest: {near}")
+
+    async def restart(self, group: str, *, now: bool) -> None:
+        """Restart one group's daemon; returns when requests are served again or another group has FAILED.
+
+        Raises LucevisorError naming group and reason.
+        """
+        self.check_group(group)
+        service, supervised = self._service, self._service.groups[group]
+        async with self._one_at_a_time:
+            if service.stopping:  # perhaps since this call waited for its turn
+                raise LucevisorError("the supervisor is stopping")
+            if not now:
+                with contextlib.suppress(TimeoutError):  # it takes longer without
+                    async with suspend_clock.timeout(PREPARE_S):
+                        await supervised.prepare()
+            await supervised.restart(now=now, deadline_s=RESTART_S)
+            service.restart_reasons[group]["operator"] += 1
+            tried = (State.LOADING, State.READY, State.FAILED)  # of a new process: the old one has left these
+            await supervised.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
+            if group in service.deployment.needed:
+                await service.until(
+                    lambda: (
+                        service.state in ("ready", "draining")
+                        or (service.state == "failed" and supervised.state in tried)
+                    )
+                )
+            else:  # it runs the drafter alone
+                await service.until(lambda: service.stopping or supervised.state in (State.READY, State.FAILED))
+            if supervised.state is State.FAILED or service.stopping:
+                raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
+
+    async def reload(self, config: Config, at_once: Collection[str] = ()) -> dict[str, object]:
+        """Switch to another configuration; when requests are served with it, return the keys that changed and their
+        values.  ``at_once``: keys that the caller applies.
+
+        Raises LucevisorError, after which all is as it was.
+        """
+        service = self._service
+        async with self._one_at_a_time:
+            no_daemons = READ_LATER.union(at_once)
+            changed = values_of(service.config, config, no_daemons)
+            if service.state != "ready" or service.engine is None or not service.config.recovery.hold_s:
+                reason = service.reason() or "recovery.hold_s is 0, so requests cannot wait for their state"
+                raise NotReadyError(f"nothing is reloaded: {reason}")
+            if no_daemons.issuperset(changed):
+                service.config = config
+                return changed
+            await self._move(service.engine, config)
+            await service.until(lambda: service.state in ("ready", "failed", "draining"))
+            return changed
+
+    async def _move(self, engine: Engine, config: Config) -> None:
+        """Load another deployment beside the one that serves, and switch to it; one after the other if both do not
+        fit."""
+        service = self._service
+        earlier, later = service.deployment, service.deploy(config)
+        try:
+            await self._load(later)
+            memory = await take_state(engine, earlier, service.model.spec)
+            try:
+                restored = await give_state(memory, later)
+            except BaseException:
+                go_on(engine, earlier)
+                raise
+        except BaseException:
+            await service.end(later)
+            if not later.unfit or service.stopping:
+                raise
+            log.warning("both do not fit at once: requests wait while the weights are loaded", reason=later.unfit)
+            await self._replace(engine, config)
+        else:
+            service.switch(engine, config, later, restored)
+            await service.end(earlier)
+
+    async def _load(self, later: Deployment) -> None:
+        """Start a deployment and wait until its daemons are READY.  Raises LucevisorError."""
+        service = self._service
+        await later.start()
+        await service.until(lambda: later.loaded or service.stopping or later.failed is not None)
+        if not later.loaded:
+            raise LucevisorError(f"nothing is reloaded: {later.failed or 'the supervisor is stopping'}")
+
+    async def _replace(self, engine: Engine, config: Config) -> None:
+        """End the deployment and start another one with its state, or itself again where that fails.
+
+        Raises LucevisorError in that case.
+        """
+        service, earlier = self._service, self._service.deployment
+        memory = await take_state(engine, earlier, service.model.spec)
+        service.detach(engine)
+        await service.end(earlier)
+        problem: LucevisorError | None = None
+        for wanted in (config, service.config):
+            later = service.deploy(wanted)
+            restored = RestoredState()
+            try:
+                await self._load(later)
+                restored = await give_state(memory, later)
+            except LucevisorError as error:
+                log.error("reload", reason=str(error))
+                problem = problem or error
+                if wanted is config and not later.loaded and not service.stopping:
+                    await service.end(later)
+                    continue
+            memory.close()
+            service.switch(engine, wanted, later, restored)
+            break
+        if problem is not None and service.config is not config:
+            raise problem

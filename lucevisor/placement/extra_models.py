@@ -1,0 +1,179 @@
+"""Models beside the served one: a drafter and the scoring model of PFlash.  Where they run, and their sizes.
+
+Pure.  Invariant: a drafter that is configured by kind is placed or the plan is refused; an automatic one may be left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lucevisor.config import Config, DeviceRef
+from lucevisor.model.drafters import DraftSpec
+from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import Backend, Dtype, LayerRange, Space
+from lucevisor.placement.cost import CostModel, MemoryUse, StepSizes
+from lucevisor.placement.devices import Inventory, TargetDevice, find_device
+from lucevisor.placement.result import (
+    DraftPolicy,
+    Infeasible,
+    PlacedDrafter,
+    PlacedScorer,
+    Placement,
+    PlacementError,
+    Shard,
+)
+from lucevisor.protocol.loading import DraftKind, score_pools
+
+LOOKUP_DRAFTS = 8
+"""``auto`` without a drafter: repeated text is accepted in long runs."""
+REFERENCE_TOKENS = 32768
+"""Context that an automatic drafter must leave room for, and that automatic ranges are balanced for."""
+MIN_DRAFTS = 4
+"""``auto``: not fewer than these, however many sequences run at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSizing:
+    """A drafter on ``target``.  ``with_output``, ``with_embedding``: these weights of the model are there, too."""
+
+    spec: DraftSpec
+    target: TargetDevice
+    with_output: bool
+    with_embedding: bool
+
+    @property
+    def kind(self) -> DraftKind:
+        return DraftKind(self.spec.model.architecture)
+
+    def placed(self, stage: int) -> PlacedDrafter:
+        """Return it as a stage of a placement."""
+        target, spec = self.target, self.spec
+        return PlacedDrafter(stage, target.device, target.backend, self.kind, spec.layers, spec.captures)
+
+
+def place_drafter(
+    config: Config, drafter: DraftSpec | None, targets: Sequence[TargetDevice], inventory: Inventory | None
+) -> DrafterSizing | None:
+    """Place the drafter where ``draft.device`` says, else beside the last layers.
+
+    Raises PlacementError for a device that does not exist.
+    """
+    if drafter is None:
+        return None
+    output = targets[-1]
+    target = _target(config, "draft.device", config.draft.device, inventory) or output
+    single_stage = all(other.device.group == output.device.group for other in targets)
+    with_output = _same_place(target, output)
+    return DrafterSizing(drafter, target, with_output, with_output and single_stage and _same_place(target, targets[0]))
+
+
+def _target(config: Config, key: str, device: DeviceRef | None, inventory: Inventory | None) -> TargetDevice | None:
+    if device is None:
+        return None
+    backend = Backend(config.groups[device.group].backend)
+    return TargetDevice(device, backend, find_device(config, key, device, backend, inventory))
+
+
+def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
+    """Whether two devices are one to a daemon: all indices of a cpu group are."""
+    return a.device == b.device or (a.device.group == b.device.group and a.backend is Backend.CPU)
+
+
+def choose_drafting(config: Config, draft: DrafterSizing | None) -> DraftPolicy:
+    """Choose what drafts beside ``draft``, and the width.  Raises PlacementError for one beyond the drafter's.
+
+    An automatic width lets all sequences together draft about a chunk, as their steps get that much longer.
+    """
+    lookup = config.draft.kind in ("auto", "lookup")
+    width, engine = config.draft.width, config.engine
+    if draft is None and not lookup:
+        return DraftPolicy()
+    limit = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
+    if width == "auto":
+        wanted = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
+        return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // engine.max_sequences)))
+    if draft is not None and width > limit:
+        why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"
+        raise PlacementError("draft.width", width, why, f"nearest: {limit}", file=str(config.file))
+    return DraftPolicy(lookup, width, fixed=True)
+
+
+def why_left_out(result: Placement | Infeasible, without: Placement | Infeasible) -> str:
+    """Return why an automatic drafter is left out; empty if it is used.
+
+    It is used where it fits and leaves room for a sequence of REFERENCE_TOKENS, if there is such room without it.
+    """
+    if isinstance(result, Infeasible):
+        return result.message.splitlines()[0]
+    if isinstance(without, Infeasible) or result.max_context >= min(without.max_context, REFERENCE_TOKENS):
+        return ""
+    return f"the longest sequence that fits would be {result.max_context} tokens instead of {without.max_context}"
+
+
+def left_out(result: Placement | Infeasible, draft: DrafterSizing, reason: str) -> Placement | Infeasible:
+    """Return a plan without the drafter that says so."""
+    kind, name = draft.kind, draft.spec.model.name
+    notice = f"the drafter {name} on {draft.target.device} is left out: {reason}; draft.kind = {kind} insists on it"
+    if isinstance(result, Infeasible):
+        return result  # the model alone is too large: nothing else matters
+    return replace(result, draft_left_out=reason, notices=(*result.notices, notice))
+
+
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+"""Tokens of one message to the scoring stage: other stages of its daemon wait for so many."""
+MIN_WINDOW_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSizing:
+    """A scoring model on ``target``, whole but for its output matrix."""
+
+    spec: ModelSpec
+    target: TargetDevice
+    window_tokens: int
+    step_tokens: int
+    use: MemoryUse
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(0, self.spec.n_layers)
+
+    @property
+    def placed(self) -> PlacedScorer:
+        device, backend = self.target.device, self.target.backend
+        return PlacedScorer(device, backend, self.spec.name, self.window_tokens, self.step_tokens)
+
+
+def place_scorer(
+    config: Config,
+    scorer: ModelSpec | None,
+    targets: Sequence[TargetDevice],
+    inventory: Inventory | None,
+    dtypes: tuple[Dtype, Dtype],
+) -> ScorerSizing | None:
+    """Place the scoring model where ``pflash.device`` says, else beside the last layers.
+
+    ``dtypes``: of activations and of keys and values, those of the served model.  Raises PlacementError for a device
+    that does not exist and a model that cannot score.
+    """
+    if scorer is None:
+        return None
+    target, file = _target(config, "pflash.device", config.pflash.device, inventory) or targets[-1], str(config.file)
+    if Space.FULL not in scorer.spaces():
+        why = "is a model none of whose layers attends to all positions: it cannot score"
+        raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
+    window_tokens = min(config.pflash.window, scorer.context_tokens)
+    if window_tokens < MIN_WINDOW_TOKENS:
+        why = f"has a context of {window_tokens} tokens; a window takes {MIN_WINDOW_TOKENS}"
+        raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
+    step_tokens = min(window_tokens, CPU_STEP_TOKENS if target.backend is Backend.CPU else GPU_STEP_TOKENS)
+    shard = Shard(target.device, target.backend, LayerRange(0, scorer.n_layers), first=True, last=False)
+    pools, cost = score_pools(scorer.spaces(), window_tokens), CostModel(scorer, *dtypes)
+    use = MemoryUse(
+        weight_bytes=cost.weight_bytes(shard),
+        state_bytes=cost.state_bytes(shard, pools),
+        workspace_bytes=cost.workspace_bytes(shard, StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)),
+    )
+    return ScorerSizing(scorer, target, window_tokens, step_tokens, use)

@@ -1,0 +1,113 @@
+"""How long the texts of a grammar in Lark's notation are at least.
+
+llguidance takes seconds to find that an expression of very long texts is too much.  Pure; knows the notation as
+llguidance extends it, and leaves what is malformed to llguidance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final
+
+from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.patterns import MAX_FORCED, Length, PatternError, check_length
+
+_TEXT: Final = r'"(?:\\.|[^"\\\n])*"'
+_EXPRESSION: Final = r"/(?!/)(?:\\.|[^/\\\n])+/"
+_PART: Final = re.compile(
+    rf"""(?P<text>{_TEXT}) | (?P<expression>{_EXPRESSION})[imslux]* | <[^>\n]*> | ->\s*\w+ | (?P<name>\b[A-Za-z_]\w*)
+    | (?:\{{|~)\s*(?P<times>\d+)[^}}\s]*\}}? | [()\[\]|&*+?]""",
+    re.VERBOSE,
+)
+_RULE: Final = re.compile(r"^[ \t]*[?!]*(%ignore\b|[A-Za-z_]\w*(?:\.\d+)?\s*(?:\[[^\n]*\])?\s*:)", re.MULTILINE)
+_ASIDE: Final = re.compile(rf"{_TEXT}|{_EXPRESSION}|(?P<comment>(?://|\#)[^\n]*)|(?P<json>%json\s*)")
+_JSON: Final = json.JSONDecoder()
+
+
+def check_grammar(text: str) -> None:
+    """Raise GrammarError for a grammar of which a part matches only very long texts."""
+    _, *found = _RULE.split(_without_asides(text))
+    names = [re.split(r"\W", head, maxsplit=1)[0] for head in found[::2]]
+    check_lengths(dict(zip(names, found[1::2], strict=True)))
+
+
+def check_lengths(rules: Mapping[str, str]) -> set[str]:
+    """Return the rules, of names and bodies, that do not lead back to themselves.  Raises as ``check_grammar``."""
+    parts = {name: list(_PART.finditer(body)) for name, body in rules.items()}
+    uses = {name: {part["name"] for part in found} & rules.keys() for name, found in parts.items()}
+    order = TopologicalSorter(uses)
+    with contextlib.suppress(CycleError):  # those that are in no circle come anyway
+        order.prepare()
+    lengths = dict[str, int]()
+    while ready := order.get_ready():
+        lengths |= {name: _length(parts[name], lengths) for name in ready}
+        order.done(*ready)
+    for name in parts.keys() - lengths.keys():
+        _length(parts[name], lengths)
+    return set(lengths)
+
+
+def _length(parts: list[re.Match[str]], lengths: Mapping[str, int]) -> int:
+    """The least number of characters that a rule matches."""
+    length = Length()
+    try:
+        for part in parts:
+            token = part.group()
+            if part["text"]:
+                length.add(len(re.sub(r"\\.", ".", token)) - 2)
+            elif part["expression"]:
+                length.add(check_length(part["expression"][1:-1]))
+            elif part["name"]:
+                length.add(lengths.get(token, 0))
+            elif part["times"]:
+                length.repeat(min(int(part["times"][:9]), MAX_FORCED))
+            elif token in "([":
+                length.open()
+            elif token in ")]":
+                length.close()
+                if token == "]":
+                    length.repeat(0)
+            elif token in "|&":
+                length.choose()
+            elif token in "*?+":
+                length.repeat(token == "+")
+    except PatternError as error:
+        raise GrammarError(str(error)) from None
+    if length.largest >= MAX_FORCED:
+        raise GrammarError(f"a part of it matches only texts of {MAX_FORCED} characters or more")
+    return length.whole
+
+
+def _without_asides(text: str) -> str:
+    """The grammar without comments and JSON schemas, whose expressions are checked."""
+    kept, at = list[str](), 0
+    while match := _ASIDE.search(text, at):
+        aside = match["comment"] or match["json"]
+        kept.append(text[at : match.start() if aside else match.end()])
+        at = match.end()
+        if match["json"]:
+            with contextlib.suppress(ValueError, RecursionError):
+                schema, at = _JSON.raw_decode(text, at)
+                _check_schema(schema)
+    return "".join([*kept, text[at:]])
+
+
+def _check_schema(schema: Any) -> None:
+    for pattern in _patterns(schema):
+        try:
+            check_length(pattern)
+        except PatternError as error:
+            raise GrammarError(str(error)) from None
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        yield from (value for key, value in schema.items() if key == "pattern" and isinstance(value, str))
+        if isinstance(of_names := schema.get("patternProperties"), Mapping):
+            yield from of_names
+    for value in schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ():
+        yield from _patterns(value)

@@ -1,0 +1,111 @@
+"""The clock that stands still while the process is stopped, and what waits by it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucevisor import suspend_clock
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def clock_over(gaps: list[float]) -> float:
+    time_ = Time()
+    clock = suspend_clock.SuspendAwareClock(time_)
+    began = before = clock()
+    for gap in gaps:
+        time_.now += gap
+        now = clock()
+        assert 0.0 <= now - before <= suspend_clock.LONGEST_GAP_S + 1e-6
+        before = now
+    return before - began
+
+
+@given(st.lists(st.floats(0.0, 300.0), max_size=20))
+def test_a_gap_counts_for_as_long_as_it_lasted_but_no_longer_than_the_longest(gaps):
+    passed = asyncio.run(clock_over(gaps))
+    assert passed == pytest.approx(sum(min(gap, suspend_clock.LONGEST_GAP_S) for gap in gaps), abs=1e-6)
+
+
+async def test_the_loop_keeps_the_clock_going_and_lets_it_go():
+    clock = suspend_clock.SuspendAwareClock()
+    began, wall = clock(), time.monotonic()
+    await asyncio.sleep(2.5 * suspend_clock.TICK_S)
+    assert clock() - began <= time.monotonic() - wall
+    assert clock() - began > suspend_clock.TICK_S
+    held = suspend_clock.weakref.ref(clock)
+    del clock
+    await asyncio.sleep(2 * suspend_clock.TICK_S)
+    assert held() is None
+
+
+async def test_a_timeout_ends_the_wait_and_one_that_is_not_reached_does_nothing():
+    with pytest.raises(TimeoutError):
+        async with suspend_clock.timeout(0.05):
+            await asyncio.sleep(30)
+    with pytest.raises(TimeoutError):
+        async with suspend_clock.timeout(0.0):
+            await asyncio.sleep(30)
+    async with suspend_clock.timeout(30.0):
+        await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="mine"):
+        async with suspend_clock.timeout(30.0):
+            raise ValueError("mine")
+    outer = asyncio.ensure_future(wait_long())
+    await asyncio.sleep(0)
+    outer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await outer
+
+
+async def wait_long() -> None:
+    async with suspend_clock.timeout(30.0):
+        await asyncio.sleep(30)
+
+
+WAITING = """
+import asyncio, uvloop
+from lucevisor import suspend_clock
+
+async def main():
+    over = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().add_reader(0, over.set_result, None)
+    print("waits", flush=True)
+    async with suspend_clock.timeout(2.5):
+        await over
+    print("heard", flush=True)
+
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
+"""
+
+
+def test_a_stopped_process_hears_what_came_meanwhile():
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "waits\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(process.pid, signal.SIGCONT)
+        process.stdin.write("news\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "heard\n"
+        process.stdin.close()
