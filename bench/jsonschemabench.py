@@ -23,7 +23,6 @@ from records import machine, save
 
 from lucevisor.text.grammar.matcher import GrammarError
 
-IDS = {text[0]: i for i in range(TOKENIZER.n_vocab) if len(text := TOKENIZER.token_bytes(i)) == 1}
 MODES = ("strict", "lenient")
 COLUMNS = ("schemas", "refused", "none fits", "valid", "valid refused", "invalid", "invalid accepted")
 MOST_TRIES = 300
@@ -37,7 +36,7 @@ def accepts(found, instance):
 
 def ends(found, text):
     """Whether an answer may be this text."""
-    one, ids = found.matcher(), [IDS[byte] for byte in text.encode()]
+    one, ids = found.matcher(), TOKENIZER.encode(text)
     return follow(one, ids) == len(ids) and any(allows(one.masks(0, ids, []), i) for i in TOKENIZER.eos_ids)
 
 
@@ -60,7 +59,7 @@ def fits_in_an_order(found, instance, write):
     def texts(value, text):
         nonlocal n_left
         n_left -= 1
-        ids = [IDS[byte] for byte in text.encode()]
+        ids = TOKENIZER.encode(text)  # what is certain must come in the tokens that the tokenizer makes of it
         if n_left < 0 or follow(found.matcher(), ids) < len(ids):
             return
         if isinstance(value, dict):

@@ -60,7 +60,8 @@ class ModelRunner:
             SharedMemoryBuffer(arena, load.dtype, arena_width(load, i, self.spec), pinned=pinned)
             for i, arena in enumerate(arenas)
         ]
-        self._ring = next((TokenRing(arenas[p.tokens]) for p in load.stages if p.tokens is not None), None)
+        tokens = next((p.tokens for p in load.stages if p.tokens is not None), None)
+        self._ring = None if tokens is None else TokenRing(arenas[tokens], self.spec.vocabulary)
         self._settled_at = self._upkeep_s = 0.0
         # Other stages wait for what these compute, and there is a core for polling.
         self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)

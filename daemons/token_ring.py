@@ -20,16 +20,17 @@ from daemons.kv.batch import Layout
 from daemons.kv.fewer_rows import leave_out_rows
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
+from lucevisor.protocol.validation import ids_fault
 
 _HEAD = 2
 """Numbers before the sequences of a region: how many they are, and how many tokens each has."""
 
 
 class TokenRing:
-    """One end of the arena for tokens."""
+    """One end of the arena for tokens.  ``vocabulary``: ids of the model; others are not believed."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, vocabulary: int) -> None:
+        self._arena, self._vocabulary = arena, vocabulary
         self._regions = [arena.region(i).cast("q") for i in range(arena.plan.n_regions)]
 
     def tell(self, step: Step | None, result: StepResult) -> None:
@@ -55,10 +56,14 @@ class TokenRing:
         return await_tokens(self._arena.bells, self._region(step_id), step_id)
 
     def read(self, step_id: int) -> dict[int, list[int]]:
-        """The tokens of each sequence of a step, equally many."""
+        """The tokens of each sequence of a step, equally many.  Raises StateError when they cannot be true."""
         numbers = self._numbers(step_id)
         n, width = numbers[0], numbers[1]
+        if n < 1 or width < 1 or _HEAD + n + n * width > len(numbers):
+            raise StateError(f"token ring, step {step_id}", f"{n} sequences of {width} tokens have no room in it")
         tokens = numbers[_HEAD + n : _HEAD + n + n * width].tolist()
+        if fault := ids_fault("token", tokens, self._vocabulary):
+            raise StateError(f"token ring, step {step_id}", fault)
         sequences = numbers[_HEAD : _HEAD + n].tolist()
         return {sequence: tokens[i * width : (i + 1) * width] for i, sequence in enumerate(sequences)}
 

@@ -8,7 +8,8 @@ process of its own, a fork as well, since only a descendant's forks can become i
 ``python`` of its own.
 
 A command that is ``lucevisor`` itself (tests/forked_command.py) is a fork, too, of the process that has imported the
-command line and the supervisor by then, which is another second and a half; so are its preprocessing workers.
+command line and the supervisor by then, which is another second and a half; so are the processes that multiprocessing
+spawns for it.
 
 As a script: the process that forks. It serves requests on its standard input until that closes.
 """
@@ -98,16 +99,14 @@ class Forker:
             os.close(their_out)
             os.close(their_err)
 
-    def worker(self, argv: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
-        """Fork a preprocessing worker; ``options`` as ``prompts.preprocessing`` gives them. Of a command's forking
-        process only: others have not imported it.
+    def spawn(self, _: bytes, args: Sequence[str], fds: Sequence[int]) -> int:
+        """Fork a process of multiprocessing's, as its ``util.spawnv_passfds`` starts one, and return its pid. Of a
+        command's forking process only: others have not imported what its processes run.
         """
-        null = subprocess.DEVNULL
-        assert options == {"stdin": null, "stdout": null, "stderr": null, "start_new_session": True}, options
-        assert argv[1:3] == ["-m", "lucevisor.api.prompts.worker"]
-        with open(os.devnull, "wb") as nowhere:
-            request = {"worker": list(argv[3:]), "env": env, "directory": os.getcwd(), "fds": [1, 2, *pass_fds]}
-            return Fork(self._fork(request, [nowhere.fileno(), nowhere.fileno(), *pass_fds]))
+        at = list(args).index("-c") + 1
+        inherited = sorted({1, 2, *fds})
+        request = {"spawn": args[at], "arguments": ["-c", *args[at + 1 :]], "env": dict(os.environ)}
+        return self._fork(request | {"directory": os.getcwd(), "fds": inherited}, inherited)
 
     def command(self, argv: Sequence[str], *, env: dict[str, str], cwd: Path, output: int, errors: int) -> int:
         """Execute a command as a child of this process, with ``output`` and ``errors`` as its standard output and
@@ -200,7 +199,7 @@ class Fork:
 def _serve(channel: socket.socket) -> list[str]:
     """Fork at every request. Returns in a daemon, with its arguments."""
     while True:
-        data, fds, _, _ = socket.recv_fds(channel, 1 << 20, 8)
+        data, fds, _, _ = socket.recv_fds(channel, 1 << 20, 32)
         if not data:
             sys.exit(0)
         request = json.loads(data)
@@ -215,10 +214,9 @@ def _serve(channel: socket.socket) -> list[str]:
                 _take_over(request, fds)
                 if "command" in request:
                     return _execute(request["command"])
-                if "worker" in request:
-                    from lucevisor.api.prompts import worker
-
-                    sys.exit(worker.main(*map(int, request["worker"])))  # type: ignore[func-returns-value]
+                if "spawn" in request:
+                    sys.argv = request["arguments"]
+                    sys.exit(exec(request["spawn"], {}))  # type: ignore[func-returns-value]
                 arguments: list[str] = request["arguments"]
                 return arguments
             os.write(writing, str(pid).encode())
@@ -260,7 +258,7 @@ def _import_commands() -> None:
         return
     sys.path.insert(1, str(own))  # perhaps again: an installation may have put it behind other packages
     lucevisor.__path__ = [str(own / "lucevisor")]
-    import lucevisor.api.prompts.worker
+    import lucevisor.api.preprocessing
     import lucevisor.app.run
 
     for name in _COMMANDS:
@@ -274,7 +272,8 @@ def _take_over(request: dict[str, Any], fds: Sequence[int]) -> None:
     """Become a child of the requester, in a session of its own, with what it gave."""
     while os.getppid() != request["parent"]:
         time.sleep(0.0002)
-    os.setsid()
+    if "spawn" not in request:
+        os.setsid()
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL) for fd in fds]
     os.closerange(3, _ABOVE_ALL)
     for fd, number in zip(high, request["fds"], strict=True):

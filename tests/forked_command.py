@@ -5,11 +5,10 @@ Daemons that it starts are forked.
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing import util
 from pathlib import Path
-from types import SimpleNamespace
 
 from lucevisor.cli import main
 from tests.daemon_forks import Forker
@@ -17,13 +16,9 @@ from tests.daemon_forks import Forker
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command line, as a fork that has it imported."""
-    from lucevisor.api.prompts import preprocessing
-
     sys.argv = list(arguments)
     forker = Forker.inherited()
-    preprocessing.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=forker.worker, DEVNULL=subprocess.DEVNULL
-    )
+    util.spawnv_passfds = forker.spawn  # type: ignore[attr-defined]
     with forker.installed():
         main()
 

@@ -15,22 +15,20 @@ HALVES: dict[str, tuple[int, ...]] = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 """Where the float16 numbers of a block lie: its scale, and its minimum."""
-_EXPONENTS = {"F32": (torch.int32, 0x7F800000), "F16": (torch.int16, 0x7C00), "BF16": (torch.int16, 0x7F80)}
-"""Numbers are NaN or infinite if all these bits are set."""
+_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def checks_blocks(kind: GgmlType) -> bool:
     """Whether ``any_invalid`` knows a type; the numbers of others are looked at when they are dequantised."""
-    return kind.name in HALVES or kind.name in _EXPONENTS or kind.name == "MXFP4"
+    return kind.name in HALVES or kind.name in _DENSE or kind.name == "MXFP4"
 
 
 def any_invalid(kind: GgmlType, raw: Tensor) -> Tensor:
     """Return whether rows ``raw`` [rows, row_bytes] uint8 have a number that is NaN or infinite: bool [], on the same
     device.
     """
-    if kind.name in _EXPONENTS:
-        dtype, bits = _EXPONENTS[kind.name]
-        return (raw.view(dtype) & bits).amax() == bits
+    if kind.name in _DENSE:
+        return any_not_finite(raw.view(_DENSE[kind.name]))
     blocks = raw.view(-1, kind.block_bytes)
     if kind.name == "MXFP4":
         return (blocks[:, 0] == 255).any()  # NaN of e8m0

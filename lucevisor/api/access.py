@@ -12,9 +12,9 @@ from typing import Final
 
 from aiohttp import web
 
+from lucevisor.api.app_context import ApiSettings
 from lucevisor.api.errors import ApiError, head_too_large
 from lucevisor.api.keys import ApiKeys, Caller
-from lucevisor.api.ports import ApiSettings
 from lucevisor.errors import show
 
 OPEN_PATHS: Final = frozenset({"/health", "/v1/health", "/ready", "/"})

@@ -7,6 +7,7 @@ is wrong and what to do, and no traceback ever leaves the process.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from lucevisor.engine.request import (
     ContextOverflow,
@@ -42,6 +43,11 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the error, to bring it from a worker."""
+        make = partial(ApiError, code=self.code, param=self.param, headers=self.headers)
+        return make, (self.status, self.message)
 
     @property
     def type(self) -> str:
@@ -80,21 +86,14 @@ class ApiError(Exception):
         return body if request_id is None else {**body, "request_id": request_id}
 
 
-class SlowBody(ApiError, TimeoutError):
-    """The 408 for a body that arrives too slowly, raised to its reader; aiohttp knows it as a TimeoutError."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(408, f"the body arrives {why}", code="request_timeout")
-
-
 def bad_parameter(param: str, why: str, code: str = "invalid_value") -> ApiError:
     """Return a 400 for one parameter; its message starts with the name."""
     return ApiError(400, f"{param}: {why}", code=code, param=param)
 
 
-def head_too_large(most_bytes: int) -> ApiError:
-    """Return the 431 for a request line and fields of more than `most_bytes`."""
-    return ApiError(431, f"the head is longer than {most_bytes} bytes; send less", code="head_too_large")
+def head_too_large(max_bytes: int) -> ApiError:
+    """Return the 431 for a request line and fields of more than `max_bytes`."""
+    return ApiError(431, f"the head is longer than {max_bytes} bytes; send less", code="head_too_large")
 
 
 def internal_error(request_id: str) -> ApiError:
@@ -109,7 +108,7 @@ def unavailable(reason: str, retry_after_s: int, code: str = "not_ready") -> Api
     return ApiError(503, reason, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
-def from_refusal(error: SubmitError, prompt_param: str, retry_after_s: int) -> ApiError:
+def from_submit_error(error: SubmitError, prompt_param: str, retry_after_s: int) -> ApiError:
     """Translate an error of `submit`; `prompt_param` is the parameter that held the prompt."""
     if isinstance(error, QueueFull):
         return ApiError(429, error.message, code=error.code, headers={"Retry-After": str(error.retry_after_s)})

@@ -25,11 +25,13 @@ from lucevisor.api.access import (
     is_preflight,
     preflight,
 )
+from lucevisor.api.app_context import RequestTrace
 from lucevisor.api.connections import HttpConnection
-from lucevisor.api.context import (
+from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
+from lucevisor.api.request_context import (
     ACTIVE,
+    APP_CONTEXT,
     METRICS,
-    PORTS,
     START_LIMITER,
     RequestContext,
     attach,
@@ -37,9 +39,7 @@ from lucevisor.api.context import (
     has_context,
     request_id_of,
 )
-from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
-from lucevisor.api.output.sse import ClientGone
-from lucevisor.api.traces import RequestTrace
+from lucevisor.api.sse import ClientGone
 from lucevisor.errors import show
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,6 +58,9 @@ _STATUS_MESSAGES = {
 @web.middleware
 async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Serve one request: aiohttp middleware."""
+    connection = request.protocol
+    if isinstance(connection, HttpConnection):
+        connection.on_request_start()
     await request.app[START_LIMITER].acquire()
     context = RequestContext(request_id_of(request), time.monotonic(), path=request.path)
     attach(request, context)
@@ -70,6 +73,8 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
             return response
         finally:
             active.contexts.discard(context)
+            if isinstance(connection, HttpConnection):
+                connection.on_request_end()
             _account(request, context, status)
 
 
@@ -115,13 +120,13 @@ async def _serve(request: web.Request, context: RequestContext, handler: Handler
 
 
 async def _admitted(request: web.Request, handler: Handler) -> web.StreamResponse:
-    ports = request.app[PORTS]
-    check_head(request, ports.settings)
-    if is_preflight(request) and (answer := preflight(request, ports.settings)) is not None:
+    ctx = request.app[APP_CONTEXT]
+    check_head(request, ctx.settings)
+    if is_preflight(request) and (answer := preflight(request, ctx.settings)) is not None:
         return answer
-    context_of(request).caller = check_access(request, ports.settings, ports.keys, ports.admin_keys)
+    context_of(request).caller = check_access(request, ctx.settings, ctx.keys, ctx.admin_keys)
     if request.app[ACTIVE].draining and request.path not in _QUIET:
-        raise unavailable("the server is shutting down", ports.settings.retry_after_s, "shutting_down")
+        raise unavailable("the server is shutting down", ctx.settings.retry_after_s, "shutting_down")
     check_content_encoding(request)
     return await handler(request)
 
@@ -207,8 +212,8 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
 
 def _trace(request: web.Request, context: RequestContext, status: int, ended_s: float) -> str:
     """Trace a request that is over; return its trace id, empty if it is not traced."""
-    ports = request.app[PORTS]
-    return ports.trace(
+    ctx = request.app[APP_CONTEXT]
+    return ctx.trace(
         RequestTrace(
             method=request.method,
             path=request.path,
@@ -216,7 +221,7 @@ def _trace(request: web.Request, context: RequestContext, status: int, ended_s: 
             headers={name: request.headers.get(name, "") for name in ("traceparent", "tracestate")},
             request_id=context.request_id,
             key=context.caller.name,
-            model=ports.model.name,
+            model=ctx.model.name,
             started_s=context.started_s,
             ended_s=ended_s,
             generates=bool(context.handles),
@@ -234,8 +239,6 @@ def _trace(request: web.Request, context: RequestContext, status: int, ended_s: 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add the headers of every response, streams included; aiohttp's on_response_prepare signal."""
     response.headers["Server"] = "lucevisor"
-    if isinstance(request.protocol, HttpConnection):
-        request.protocol.answering()
     if has_context(request):
         response.headers["x-request-id"] = context_of(request).request_id
         if _is_anthropic(request):
@@ -243,7 +246,7 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
     if request.app[ACTIVE].closing:
         response.headers["Connection"] = "close"
         response.force_close()
-    response.headers.update(cors_headers(request.headers.get("Origin"), request.app[PORTS].settings))
+    response.headers.update(cors_headers(request.headers.get("Origin"), request.app[APP_CONTEXT].settings))
 
 
 async def wait_until_idle(active_count: Callable[[], int], deadline_s: float) -> bool:

@@ -7,31 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.grammar.matcher import Grammar
-
-BodyKind = Literal[
-    "chat",
-    "completion",
-    "messages",
-    "count_tokens",
-    "responses",
-    "input_tokens",
-    "apply_template",
-    "tokenize",
-    "detokenize",
-    "ollama_chat",
-    "ollama_generate",
-    "ollama_show",
-    "llama_completion",
-    "infill",
-]
-"""Which endpoint a body is for."""
 
 
 class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,40 +1,116 @@
-"""Application and server: routes, serving, draining.
-
-Knows routes and sockets; handlers are in `routes`.  Invariant: after `drain` no request is in service.
-"""
+"""Application and server: listening sockets, routes, serving, draining."""
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from aiohttp import web
 
+from lucevisor.api import info
+from lucevisor.api import info as page
+from lucevisor.api.app_context import AppContext
 from lucevisor.api.connections import ConnectionRunner
-from lucevisor.api.context import (
+from lucevisor.api.dialects import anthropic, llamacpp, ollama
+from lucevisor.api.dialects import openai_responses as responses
+from lucevisor.api.dialects.llamacpp import apply_template, detokenize, tokenize
+from lucevisor.api.dialects.openai_chat import chat_completions
+from lucevisor.api.dialects.openai_completions import completions
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
+from lucevisor.api.openapi import openapi
+from lucevisor.api.request_context import (
     ACTIVE,
+    APP_CONTEXT,
     BUFFERED_BODIES,
     IGNORED_BEFORE,
     METRICS,
-    PORTS,
     RESPONSE_STORE,
     START_LIMITER,
     ActiveRequests,
     BufferedBodies,
+    LoopLimiter,
 )
-from lucevisor.api.limiter import LoopLimiter
-from lucevisor.api.listening import BACKLOG, url_of
-from lucevisor.api.metrics import Metrics
-from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
-from lucevisor.api.ports import Ports
 from lucevisor.api.response_store import ResponseStore
-from lucevisor.api.routes import anthropic, info, llamacpp, ollama, page, responses
-from lucevisor.api.routes.chat import chat_completions
-from lucevisor.api.routes.completions import completions
-from lucevisor.api.routes.openapi import openapi
-from lucevisor.api.routes.tokenize import apply_template, detokenize, tokenize
+from lucevisor.errors import ConfigError, LucevisorError
+
+BACKLOG: Final = 1024
+"""Connections that wait to be accepted; the kernel caps it at net.core.somaxconn."""
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return a listening socket for each address of `host`; `port` 0 is any free one.
+
+    Raises ConfigError when the address is wrong or taken.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in _addresses(host):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((address, port))
+            sock.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        for sock in sockets:
+            sock.close()
+        raise _cannot_bind(host, port, error) from None
+    return sockets
+
+
+def adopt(sockets: Sequence[socket.socket], host: str, port: int) -> list[socket.socket]:
+    """Return `sockets`, listening.  Raises ConfigError when one is bound elsewhere than `host`:`port`."""
+    for sock in sockets:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            raise ConfigError("server.host", host, "the socket that was handed over is not a TCP socket")
+        bound_host, bound_port = sock.getsockname()[:2]
+        if bound_host not in [address for _, address in _addresses(host)] or port not in (0, bound_port):
+            where = f"{host}:{port}"
+            raise ConfigError(
+                "server.port", port,
+                f"the socket that was handed over listens on {bound_host}:{bound_port}, the configuration says {where}",
+                "use the same address at both, or stop the other one first",
+            )  # fmt: skip
+        sock.listen(BACKLOG)
+    return list(sockets)
+
+
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
+    """Return the URL at which a socket can be asked."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _addresses(host: str) -> list[tuple[int, str]]:
+    """Return families and addresses of `host`.  Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
+
+
+def _cannot_bind(host: str, port: int, error: Exception) -> LucevisorError:
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        return ConfigError(
+            "server.port",
+            port,
+            f"is taken on {host}",
+            "stop the process that listens there, or use another port, or 0 for any free one",
+        )
+    if number in (errno.EACCES, errno.EPERM):
+        return ConfigError("server.port", port, "cannot be bound by this user", "use a port above 1023")
+    if isinstance(error, OverflowError):
+        return ConfigError("server.port", port, "is not a port", "use 0 to 65535")
+    return ConfigError(
+        "server.host", host, f"cannot be bound: {error}", "use an address of this machine, such as 127.0.0.1"
+    )
+
 
 _CLOSING_S = 2.0
 _LAST_EVENTS_S = 1.0
@@ -42,15 +118,15 @@ _LINGER_S = 1.0
 _STARTS_PER_ITERATION = 16
 
 
-def create_app(ports: Ports) -> web.Application:
-    """Return the application; fields of `ports` that are set later take effect immediately."""
-    app = web.Application(middlewares=[request_middleware], client_max_size=ports.settings.max_body_bytes)
-    app[PORTS] = ports
-    app[METRICS] = Metrics(ports)
+def create_app(ctx: AppContext) -> web.Application:
+    """Return the application; fields of `ctx` that are set later take effect immediately."""
+    app = web.Application(middlewares=[request_middleware], client_max_size=ctx.settings.max_body_bytes)
+    app[APP_CONTEXT] = ctx
+    app[METRICS] = Metrics(ctx)
     app[ACTIVE] = ActiveRequests()
     app[BUFFERED_BODIES] = BufferedBodies()
     app[IGNORED_BEFORE] = set()
-    app[RESPONSE_STORE] = ResponseStore(ports.settings.stored_responses, ports.settings.stored_bytes)
+    app[RESPONSE_STORE] = ResponseStore(ctx.settings.stored_responses, ctx.settings.stored_bytes)
     app[START_LIMITER] = LoopLimiter(_STARTS_PER_ITERATION)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
@@ -67,9 +143,9 @@ def create_app(ports: Ports) -> web.Application:
             web.delete("/v1/responses/{id}", responses.delete_response),
             web.get("/v1/models", info.models),
             web.get("/v1/models/{id:.+}", info.model),
-            web.post("/api/chat", ollama.chat),
-            web.post("/api/generate", ollama.generate),
-            web.post("/api/show", ollama.show),
+            web.post("/api/chat", ollama.ollama_chat),
+            web.post("/api/generate", ollama.ollama_generate),
+            web.post("/api/show", ollama.show_model),
             web.get("/api/tags", ollama.tags),
             web.get("/api/ps", ollama.running),
             web.get("/api/version", ollama.version),
@@ -98,7 +174,7 @@ def create_app(ports: Ports) -> web.Application:
 
 
 async def _close_preprocessor(app: web.Application) -> None:
-    if (preprocessor := app[PORTS].preprocessor) is not None:
+    if (preprocessor := app[APP_CONTEXT].preprocessor) is not None:
         await preprocessor.close()
 
 
@@ -109,7 +185,7 @@ async def serve(
 
     `tls`: its certificate may be loaded again at any time, for the connections from then on.
     """
-    runner = ConnectionRunner(app, app[PORTS].settings, app[METRICS], _CLOSING_S)
+    runner = ConnectionRunner(app, app[APP_CONTEXT].settings, app[METRICS], _CLOSING_S)
     await runner.setup()
     assert runner.server is not None
     runner.server.request_handler = refuse_expectations(runner.server.request_handler)

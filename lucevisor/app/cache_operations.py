@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lucevisor.api.ports import SnapshotMetrics
+from lucevisor.api.app_context import SnapshotMetrics
 from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import LucevisorError

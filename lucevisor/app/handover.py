@@ -26,8 +26,8 @@ from typing import Final
 import msgspec
 import structlog
 
-from lucevisor.api.listening import adopt
-from lucevisor.api.listening import listen as listen_on
+from lucevisor.api.server import adopt
+from lucevisor.api.server import listen as listen_on
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.rundir import RunDirectory
 from lucevisor.app.systemd import Notifier, SystemdReport, watchdog_s

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from lucevisor.api.ports import SamplingDefaults
+from lucevisor.api.app_context import SamplingDefaults
 from lucevisor.source_tree import locate
 from lucevisor.text.tokenizer import Tokenizer
 

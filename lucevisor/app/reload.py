@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from lucevisor.api.ports import Ports
+from lucevisor.api.app_context import AppContext
 from lucevisor.app import logs
 from lucevisor.config import (
     ApiKey,
@@ -84,8 +84,8 @@ def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
     return _KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_KEYS)
 
 
-def apply(config: Config, after: Config, ports: Ports, tls: ssl.SSLContext | None) -> Reloaded:
-    """Apply what needs no new deployment of ``found``, and read the files of keys and TLS again.
+def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None) -> Reloaded:
+    """Apply what needs no new deployment of ``after``, and read the files of keys and TLS again.
 
     Raises ConfigError, and then changes nothing.
     """
@@ -95,9 +95,9 @@ def apply(config: Config, after: Config, ports: Ports, tls: ssl.SSLContext | Non
         files = Path(after.server.tls_cert_file), Path(after.server.tls_key_file)
         server_context(*files)  # a pair that does not fit would leave the context without a key
         tls.load_cert_chain(*files)
-    ports.keys.replace(client_keys)
-    ports.admin_keys.replace(admin_keys)
-    ports.settings = replace(ports.settings, cors_origins=after.server.cors_origins)
+    context.keys.replace(client_keys)
+    context.admin_keys.replace(admin_keys)
+    context.settings = replace(context.settings, cors_origins=after.server.cors_origins)
     logs.set_level(after.log.level)
     changed = changed_keys(config, after)
     names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]

@@ -20,13 +20,19 @@ import structlog
 import uvloop
 
 from lucevisor import __version__
-from lucevisor.api.context import ACTIVE
+from lucevisor.api.app_context import (
+    ApiSettings,
+    AppContext,
+    ModelCard,
+    NotReadyPart,
+    SamplingDefaults,
+    SnapshotMetrics,
+    no_trace,
+)
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.listening import adopt, listen
-from lucevisor.api.ports import ApiSettings, ModelCard, NotReadyPart, Ports, SamplingDefaults, SnapshotMetrics
-from lucevisor.api.prompts.preprocessing import Preprocessor
-from lucevisor.api.server import create_app
-from lucevisor.api.traces import no_trace
+from lucevisor.api.preprocessing import Preprocessor
+from lucevisor.api.request_context import ACTIVE
+from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
 from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.app.compression import make_compressor, make_page_scorer
@@ -152,15 +158,15 @@ class Supervisor:
         self._tls = tls_of(config.server)
         self._traces = traces.configured()
         self._tokenizer = open_tokenizer(config, model.spec)
-        self._ports = make_ports(config, model, self._tokenizer, self._not_ready)
-        self._ports.grammars.prepare()
+        self._context = make_app_context(config, model, self._tokenizer, self._not_ready)
+        self._context.grammars.prepare()
         self._display = observer
         self._stop_asked = asyncio.Event()
         self._progress = LoadProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
-        self._add_running(self._ports)
-        self._app = create_app(self._ports)
+        self._add_running(self._context)
+        self._app = create_app(self._context)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
         self._report = SystemdReport(self._in_a_line)
         self._handover = Handover(
@@ -182,7 +188,9 @@ class Supervisor:
             self._reread()
         for notice in self.config.notices:
             log.warning("configuration", notice=str(notice))
-        for marker in self._ports.template.lost_markers(self._tokenizer) if self._ports.template is not None else []:
+        for marker in (
+            self._context.template.lost_markers(self._tokenizer) if self._context.template is not None else []
+        ):
             log.warning("chat template writes a marker in a way that makes it ordinary text", marker=marker)
         self._report.use(Notifier(), watchdog_s())
         report = asyncio.create_task(self._report.run(), name="systemd")
@@ -254,8 +262,8 @@ class Supervisor:
                 log.warning("the run directory was removed and is made again", path=str(self.run_dir.path))
 
     def _prepare(self) -> None:
-        if self._ports.preprocessor is not None:
-            self._ports.preprocessor.start(self._ports)
+        if self._context.preprocessor is not None:
+            self._context.preprocessor.start(self._context)
         freeze_gc()
 
     def _listening(self) -> None:
@@ -279,7 +287,7 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
         address = Address(self.url, self.config.server.tls_cert_file)
-        compressor, name = self._ports.compressor, self.run_dir.name
+        compressor, name = self._context.compressor, self.run_dir.name
         return status(self.service, name, address, self._progress, requests, compressor, self._described)
 
     async def wait_ready(self, timeout_s: float) -> bool:
@@ -302,7 +310,7 @@ class Supervisor:
         """Read the configuration again; apply what needs no new deployment, and log what was."""
         try:
             overrides = Overrides(self.config.file, self._overrides.of_start)
-            done = apply(self.config, read_again(overrides), self._ports, self._tls)
+            done = apply(self.config, read_again(overrides), self._context, self._tls)
             # What `lucevisor reload --set` moved stays until the next one; what is applied at once is the file's again.
             left = [o for o in self._overrides.of_reload if o.partition("=")[0] in done.waiting]
             self._overrides = replace(overrides, of_reload=left)
@@ -338,7 +346,7 @@ class Supervisor:
             after, described = await asyncio.to_thread(lambda: (read_again(later), later.described()))
             await asyncio.to_thread(check_before_start, after, self.model)
             changed = await self._admin_operations.reload(after, keys_at_once(after, self._tls))
-            apply(self.config, after, self._ports, self._tls)
+            apply(self.config, after, self._context, self._tls)
         self.config, self._overrides, self._described = after, later, described
         log.info("configuration reloaded, with API keys and certificate", changed=[*changed])
         return changed
@@ -356,23 +364,23 @@ class Supervisor:
 
     # ---- for clients
 
-    def _add_running(self, ports: Ports) -> None:
+    def _add_running(self, context: AppContext) -> None:
         """Give the API what changes while the supervisor runs."""
-        ports.ready_in_s = self.service.ready_in_s
-        ports.groups = lambda: group_metrics(self.service)
-        ports.status = self.status
-        ports.restart = self._begin_restart
-        ports.snapshots = self._snapshot_figures
-        ports.trace = self._traces or no_trace
+        context.ready_in_s = self.service.ready_in_s
+        context.groups = lambda: group_metrics(self.service)
+        context.status = self.status
+        context.restart = self._begin_restart
+        context.snapshots = self._snapshot_figures
+        context.trace = self._traces or no_trace
 
     def _on_engine(self, engine: Engine) -> None:
         placement = self.service.placement
-        self._ports.engine = engine
+        self._context.engine = engine
         if placement is not None:
-            self._ports.max_context = placement.max_context
-            self._ports.max_sequences = placement.max_sequences
-            self._ports.boundary_row_bytes = dtype_bytes(placement.dtype, self.model.spec.boundary_width)
-        self._ports.compressor = make_compressor(self.config, self.model, self.service, self._tokenizer)
+            self._context.max_context = placement.max_context
+            self._context.max_sequences = placement.max_sequences
+            self._context.boundary_row_bytes = dtype_bytes(placement.dtype, self.model.spec.boundary_width)
+        self._context.compressor = make_compressor(self.config, self.model, self.service, self._tokenizer)
         engine.relevance.score = make_page_scorer(self.config, self.model, self.service, self._tokenizer)
 
     def _not_ready(self) -> list[NotReadyPart]:
@@ -430,15 +438,15 @@ def fault_limits(text: str) -> SupervisionLimits:
     return replace(SupervisionLimits(), **limits)  # type: ignore[arg-type]
 
 
-def make_ports(
+def make_app_context(
     config: Config, model: ServedModel, tokenizer: Tokenizer, not_ready: Callable[[], Sequence[NotReadyPart]]
-) -> Ports:
-    """Return the ports of a server that has no engine yet; raises the limit of open files for its connections."""
+) -> AppContext:
+    """Return the context of a server that has no engine yet; raises the limit of open files for its connections."""
     metadata = model.metadata
     client_keys, admin_keys = keys_of(config.server)
     card = find_card(model.spec.architecture, metadata) or FamilyCard(architectures=[], name="")
     direct = card.sampling_without_thinking
-    return Ports(
+    return AppContext(
         model=_model_card(model, metadata),
         tokenizer=tokenizer,
         template=ChatTemplate.from_gguf(metadata),

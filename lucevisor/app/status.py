@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lucevisor.api.ports import DeviceMetrics, GroupMetrics
+from lucevisor.api.app_context import DeviceMetrics, GroupMetrics
 from lucevisor.app import logs
 from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import resource
 import signal
@@ -15,29 +16,55 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil
 
-from lucevisor.errors import LucevisorError
+from lucevisor.errors import LucevisorError, NotRunningError
 from lucevisor.protocol import fault_hooks
 
-READY_S: Final = 120.0
+READY_S: Final = 600.0
 """How long a fault may keep the endpoint from being ready."""
 HEARTBEAT_S: Final = 3.0
 """After this long without a heartbeat a daemon is replaced, while faults are injected."""
 FOREVER_S: Final = 100_000.0
+AIM_S: Final = 10.0
+"""How long a fault waits for a daemon to save or to restore; then any daemon gets it."""
 _POLL_S: Final = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The supervisor that faults are injected into; ``status`` asks it."""
+class Order(Protocol):
+    """Asks the admin socket of the supervisor that serves."""
 
-    pid: int
+    def __call__(self, method: str, path: str, body: dict[str, Any] | None = None) -> Awaitable[dict[str, Any]]: ...
+
+
+@dataclass(slots=True)
+class Target:
+    """The supervisor that faults are injected into.  ``pids``: of all supervisors, of which the last one serves.
+    ``take_over`` starts another one in its place; it returns when that serves and the other has ended, or has failed.
+    """
+
+    pids: list[int]
     hooks: Path
     cache: Path
-    status: Callable[[], Awaitable[dict[str, Any]]]
+    order: Order
+    take_over: Callable[[], Awaitable[None]]
+
+    @property
+    def pid(self) -> int:
+        return self.pids[-1]
+
+    async def status(self) -> dict[str, Any]:
+        """The supervisor's status; at a take-over nothing listens for a moment."""
+        end_s = time.monotonic() + READY_S
+        while True:
+            try:
+                return await self.order("GET", "/status")
+            except NotRunningError:
+                if time.monotonic() > end_s:
+                    raise
+                await asyncio.sleep(_POLL_S)
 
     async def daemons(self) -> dict[str, int]:
         """Pids of the daemons that run, by group."""
@@ -71,11 +98,13 @@ class Target:
             await asyncio.sleep(_POLL_S)
 
     def processes(self) -> list[psutil.Process]:
-        """The supervisor and all below it."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            supervisor = psutil.Process(self.pid)
-            return [supervisor, *supervisor.children(recursive=True)]
-        return []
+        """The supervisors and all below them."""
+        found: list[psutil.Process] = []
+        for pid in self.pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                supervisor = psutil.Process(pid)
+                found += [supervisor, *supervisor.children(recursive=True)]
+        return found
 
 
 Fault = Callable[[Target, random.Random], Coroutine[None, None, None]]
@@ -99,6 +128,79 @@ async def kill(target: Target, rng: random.Random) -> None:
     pid = await _one(target, rng)
     _signal(pid, signal.SIGKILL)
     await target.ready(pid)
+
+
+async def terminate(target: Target, rng: random.Random) -> None:
+    """SIGTERM to a daemon, which ends after its step."""
+    pid = await _one(target, rng)
+    _signal(pid, signal.SIGTERM)
+    await target.ready(pid)
+
+
+async def save(target: Target, rng: random.Random) -> None:
+    """SIGKILL to a daemon that writes a snapshot."""
+    await _kill_with(target, rng, ".partial")
+
+
+async def restore(target: Target, rng: random.Random) -> None:
+    """SIGKILL to a daemon that reads a snapshot."""
+    await _kill_with(target, rng, ".safetensors")
+
+
+async def _kill_with(target: Target, rng: random.Random, ending: str) -> None:
+    """SIGKILL to a daemon at the moment it has a file with such a name open."""
+    end_s = time.monotonic() + AIM_S
+    pids = list((await target.daemons()).values())
+    while time.monotonic() < end_s:
+        for pid in pids:
+            if any(name.endswith(ending) for name in _open_files(pid)):
+                _signal(pid, signal.SIGKILL)
+                await target.ready(pid)
+                return
+        await asyncio.sleep(0.001)  # a file of the demo is open for some milliseconds
+    await kill(target, rng)
+
+
+def _open_files(pid: int) -> list[str]:
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        return [os.readlink(entry.path) for entry in entries]
+    return []
+
+
+async def restart(target: Target, rng: random.Random) -> None:
+    """An operator's restart of a group, and SIGKILL to a daemon while it lasts."""
+    name = rng.choice([group["name"] for group in (await target.status())["groups"]])
+    await _kill_during(target, rng, target.order("POST", "/restart", {"groups": [name]}))
+
+
+async def reload(target: Target, rng: random.Random) -> None:
+    """A reload that moves layers between devices, and SIGKILL to a daemon while it lasts."""
+    n_devices = sum(len(group["devices"]) for group in (await target.status())["groups"])
+    shares = ",".join(str(rng.randint(1, 3)) for _ in range(n_devices))
+    overrides = [f"placement.target_layer_split={shares}"]
+    await _kill_during(target, rng, target.order("POST", "/reload", {"set": overrides}))
+
+
+async def take_over(target: Target, rng: random.Random) -> None:
+    """Another supervisor takes over, and SIGKILL to a daemon of either while it lasts."""
+    await _kill_during(target, rng, target.take_over())
+
+
+async def _kill_during(target: Target, rng: random.Random, order: Awaitable[object]) -> None:
+    done = asyncio.ensure_future(order)
+    await asyncio.sleep(rng.uniform(0.0, 3.0))
+    daemons = [process.pid for process in target.processes() if _runs_daemon(process)]
+    if daemons:
+        _signal(rng.choice(daemons), signal.SIGKILL)
+    with contextlib.suppress(LucevisorError):  # refused or undone, as a daemon was lost
+        await done
+    await target.ready()
+
+
+def _runs_daemon(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "daemons" in process.cmdline()
+    return False
 
 
 async def stop(target: Target, rng: random.Random) -> None:
@@ -198,22 +300,29 @@ async def clock(target: Target, rng: random.Random) -> None:
 
 async def paused(target: Target, rng: random.Random) -> None:
     """SIGSTOP to the supervisor, for longer than a daemon may be silent or not."""
-    _signal(target.pid, signal.SIGSTOP)
+    pid = target.pid  # another one may take over meanwhile
+    _signal(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(rng.uniform(0.2, 2 * HEARTBEAT_S))
     finally:
-        _signal(target.pid, signal.SIGCONT)
+        _signal(pid, signal.SIGCONT)
     await target.ready()
 
 
 FAULTS: Mapping[str, Fault] = {
     "kill": kill,
+    "terminate": terminate,
     "stop": stop,
     "hang": hang,
     "slow": slow,
     "memory exhausted": memory,
     "disk full": disk,
     "snapshots damaged": snapshot,
+    "killed while saving": save,
+    "killed while restoring": restore,
+    "restart": restart,
+    "reload": reload,
+    "take-over": take_over,
     "pulse dropped": pulse,
     "clock jumps": clock,
     "supervisor paused": paused,

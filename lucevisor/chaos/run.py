@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -26,15 +27,22 @@ from lucevisor.source_tree import module_command
 NAME: Final = "chaos"
 START_S: Final = 600.0
 STOP_S: Final = 60.0
+IDLE_S: Final = 60.0
 TWO_AT_ONCE: Final = 0.25
 """How often a second fault comes while the first one lasts."""
 _POLL_S: Final = 0.05
 
-EXACT: Final = ("server.port=0", "engine.dtype=float32", "recovery.restart_limit=9999/60s", "cache.min_tokens=64")
+EXACT: Final = (
+    *("server.port=0", "engine.dtype=float32", "cache.min_tokens=64"),
+    *("recovery.restart_limit=9999/60s", "recovery.hold_s=600"),
+)
 """Settings of a run; those of the operator replace them."""
 
-Ask = Callable[[Path, str, str], dict[str, Any]]
-"""Asks an admin socket: method and path."""
+
+class Ask(Protocol):
+    """Asks an admin socket.  Raises LucevisorError."""
+
+    def __call__(self, socket: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -60,8 +68,8 @@ class Report:
     """``rows``: by fault; one that came with another counts for both.  ``total``: every answer once."""
 
     seed: int
+    rows: dict[str, Row]
     seconds: float = 0.0
-    rows: dict[str, Row] = field(default_factory=lambda: {name: Row() for name in FAULTS})
     total: Counts = field(default_factory=Counts)
     restarts: int = 0
     recovery: dict[str, Any] = field(default_factory=dict)
@@ -75,28 +83,43 @@ class Report:
 
 
 class Chaos:
-    """One run with ``config``, which must compute in float32 to be exact; ``say`` is told what is injected."""
+    """One run with ``config``, which must compute in float32 to be exact; ``say`` is told what is injected.
 
-    def __init__(self, config: Path, overrides: Sequence[str], ask: Ask, seed: int, say: Callable[[str], None]) -> None:
+    ``faults``: names of FAULTS; each comes as often as the others.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        overrides: Sequence[str],
+        ask: Ask,
+        seed: int,
+        say: Callable[[str], None],
+        faults: Sequence[str] = tuple(FAULTS),
+    ) -> None:
         self._config, self._overrides, self._ask, self._say = config, overrides, ask, say
         self._rng = random.Random(seed)
-        self.report = Report(seed)
+        self._faults = faults
+        self._supervisors: list[subprocess.Popen[bytes]] = []
+        self.report = Report(seed, {name: Row() for name in faults})
 
-    def run(self, seconds: float) -> Report:
-        """Return the report.  Raises LucevisorError when the supervisor does not start or does not recover.
+    def run(self, seconds: float, n_faults: int | None = None) -> Report:
+        """Return the report, after so many faults or so long.  Raises LucevisorError when the supervisor does not start
+        or does not recover.
 
         The supervisor's log is kept if anything was wrong; ``say`` is told where.
         """
         directory, done = Path(tempfile.mkdtemp(prefix="lucevisor-chaos-")), False
+        (directory / "hooks").mkdir()
         try:
-            process = self._start(directory)
             try:
-                url = self._until_ready(directory, process)
-                asyncio.run(self._run(directory, process.pid, url, seconds))
+                url = self._until_ready(directory, self._start(directory))
+                asyncio.run(self._run(directory, url, seconds, n_faults))
             except BaseExceptionGroup as group:
                 raise _first(group) from None
             finally:
-                self._stop(process)
+                for process in self._supervisors:
+                    self._stop(process)
             done = self.report.good
         finally:
             shutil.rmtree(directory if done else directory / "cache", ignore_errors=True)
@@ -104,75 +127,97 @@ class Chaos:
                 self._say(f"the supervisor's log is kept below {directory}")
         return self.report
 
-    def _start(self, directory: Path) -> subprocess.Popen[bytes]:
-        (directory / "hooks").mkdir()
+    def _start(self, directory: Path, *more: str) -> subprocess.Popen[bytes]:
         limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_most_s": 0.5}
-        command = [*module_command(), "start", str(self._config), "--name", NAME, "--detached"]
+        command = [*module_command(), "start", str(self._config), "--name", NAME, "--detached", *more]
         command += ["--starter", str(os.getpid())]
         command += ["--allow-faults", ",".join(f"{name}={value}" for name, value in limits.items())]
         for override in merge_overrides([*EXACT, f"cache.dir={directory / 'cache'}"], self._overrides):
             command += ["--set", override]
-        env = os.environ | dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(directory))
+        env = os.environ | {"XDG_RUNTIME_DIR": str(directory), "XDG_STATE_HOME": str(directory / "state")}
         env |= {fault_hooks.VARIABLE: str(directory / "hooks")}
-        with (directory / "output").open("wb") as output:
-            return subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        with (directory / "output").open("ab") as output:
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        self._supervisors.append(process)
+        return process
 
-    async def _run(self, directory: Path, pid: int, url: str, seconds: float) -> None:
-        socket = _socket(directory)
+    async def _run(self, directory: Path, url: str, seconds: float, n_faults: int | None) -> None:
+        socket, pids = _socket(directory), [self._supervisors[0].pid]
 
-        async def status() -> dict[str, Any]:
-            return await asyncio.to_thread(self._ask, socket, "GET", "/status")
+        async def order(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+            return await asyncio.to_thread(self._ask, socket, method, path, body)
 
-        target = Target(pid, directory / "hooks", directory / "cache", status)
+        async def take_over() -> None:
+            earlier, later = self._supervisors[-1], self._start(directory, "--take-over")
+            pids.insert(0, later.pid)
+            try:
+                await asyncio.to_thread(self._until_ready, directory, later)
+            except LucevisorError:  # the earlier one goes on
+                pids.remove(later.pid)
+                self._supervisors.remove(later)
+                self._stop(later)
+                raise
+            pids.remove(earlier.pid)
+            await asyncio.to_thread(earlier.wait, START_S)
+
+        target = Target(pids, directory / "hooks", directory / "cache", order, take_over)
         traffic = Traffic(url, self._rng)
         async with traffic.open():
             await traffic.learn()
-            self.report.descriptors = (psutil.Process(pid).num_fds(), 0)
+            self.report.descriptors = (psutil.Process(target.pid).num_fds(), 0)
             began_s = time.monotonic()
             async with traffic.counting() as self.report.total, asyncio.TaskGroup() as tasks:
                 tasks.create_task(traffic.run())
                 try:
-                    await self._inject(target, traffic, began_s + seconds)
+                    await self._inject(target, traffic, began_s + seconds, n_faults)
                 finally:
                     traffic.end()
             self.report.seconds = time.monotonic() - began_s
-        self._look_back(pid, await status())
+            await self._look_back(target)
 
     def _until_ready(self, directory: Path, process: subprocess.Popen[bytes]) -> str:
         """Return the URL."""
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s and process.poll() is None:
-            if _socket(directory).exists():
+            with contextlib.suppress(LucevisorError):  # it listens later
                 status = self._ask(_socket(directory), "GET", "/status")
-                if status["state"] == "ready":
+                if (status["state"], status["pid"]) == ("ready", process.pid):
                     return str(status["url"])
             time.sleep(_POLL_S)
         said = (directory / "output").read_text(errors="replace")
         raise LucevisorError(f"the supervisor did not start:\n{said[-4000:]}")
 
-    async def _inject(self, target: Target, traffic: Traffic, end_s: float) -> None:
+    async def _inject(self, target: Target, traffic: Traffic, end_s: float, n_faults: int | None) -> None:
         """Faults in turn, in another order in every round."""
         left: list[str] = []
-        while time.monotonic() < end_s:
-            left = left or self._rng.sample(list(FAULTS), len(FAULTS))
+        n_done = 0
+        while time.monotonic() < end_s and n_done != n_faults:
+            left = left or self._rng.sample(self._faults, len(self._faults))
             names = [left.pop()]
-            if self._rng.random() < TWO_AT_ONCE:
-                names.append(self._rng.choice([name for name in FAULTS if name != names[0]]))
+            others = [name for name in self._faults if name != names[0]]
+            if others and n_done + 1 != n_faults and self._rng.random() < TWO_AT_ONCE:
+                names.append(self._rng.choice(others))
+            n_done += len(names)
             self._say(" and ".join(names))
+            running = traffic.running
             async with traffic.counting() as counts:
                 async with asyncio.TaskGroup() as tasks:
                     for name in names:
                         tasks.create_task(FAULTS[name](target, self._rng))
                 await target.ready()
-                await asyncio.sleep(self._rng.uniform(0.2, 1.0))  # some answers go on without a fault
+                await traffic.answered(running)  # else a slow machine would lose them again and again, and answer none
             for name in dict.fromkeys(names):
                 self.report.rows[name].add(counts)
 
-    def _look_back(self, pid: int, status: dict[str, Any]) -> None:
+    async def _look_back(self, target: Target) -> None:
+        end_s = time.monotonic() + IDLE_S
+        # A restored snapshot is judged by a request of its own.
+        while (status := await target.status())["engine"]["running"] and time.monotonic() < end_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
         report, engine = self.report, status["engine"]
         report.restarts = sum(group["restarts"] for group in status["groups"])
         report.recovery = engine["recovery"] | {"cache": status["cache"]}
-        report.descriptors = (report.descriptors[0], psutil.Process(pid).num_fds())
+        report.descriptors = (report.descriptors[0], psutil.Process(target.pid).num_fds())
         for what in ("running", "queued", "held"):
             if engine[what]:
                 report.left.append(f"{engine[what]} requests {what}")
@@ -180,6 +225,8 @@ class Chaos:
             report.left.append(f"{engine['pages']['used']} pages used")
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is not None:
+            return
         try:
             below = psutil.Process(process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -191,7 +238,7 @@ class Chaos:
             process.kill()
             process.wait()
             self.report.left.append(f"the supervisor, {STOP_S:.0f} s after SIGTERM")
-        _, alive = psutil.wait_procs(below, timeout=2.0)
+        _, alive = psutil.wait_procs(below, timeout=10.0)
         self.report.left += [f"process {one.pid}" for one in alive]
 
 

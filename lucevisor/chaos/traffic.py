@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,22 +20,33 @@ import aiohttp
 N_CLIENTS: Final = 8
 N_SHORT: Final = 10
 N_LONG: Final = 6
-ANSWER_S: Final = 300.0
+ANSWER_S: Final = 900.0
 """An answer that takes longer is lost; requests are held for `recovery.hold_s` at most."""
+_POLL_S: Final = 0.02
+
+
+SCHEMA: Final = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "level": {"type": "integer"}},
+    "required": ["name", "level"],
+    "additionalProperties": False,
+}
+FORMS: Final[Sequence[dict[str, Any]]] = (
+    {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"regex": "(import|from) [a-z]{1,12}(\\.[a-z]{1,12}){0,3}"}},
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, and what else is in the body."""
+    """The body of a POST to ``path``."""
 
-    prompt: tuple[int, ...]
-    n_tokens: int
-    sampling: dict[str, Any]
+    path: str
+    body: dict[str, Any]
 
-    def body(self, *, stream: bool) -> dict[str, Any]:
-        """The body of a POST to /v1/completions."""
-        fixed = {"max_tokens": self.n_tokens, "ignore_eos": True, "return_token_ids": True, "stream": stream}
-        return {"prompt": list(self.prompt), **fixed, **self.sampling}
+    def __str__(self) -> str:
+        shown = {key: value for key, value in self.body.items() if key != "prompt"}
+        return f"{self.path}, prompt of {len(self.body.get('prompt', ()))} tokens, {shown}"
 
 
 @dataclass(slots=True, eq=False)
@@ -61,20 +72,23 @@ class Traffic:
         self._answers: list[tuple[Question, list[int]]] = []
         self._session: aiohttp.ClientSession | None = None
         self._counts: list[Counts] = []
+        self._running: set[object] = set()  # one for each request
         self._ended = False
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Hold the connections."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with aiohttp.ClientSession(timeout=timeout) as self._session:
+        # A supervisor that was taken over from closes connections between requests, as any server may.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
             yield
 
     async def learn(self) -> None:
         """Ask everything once, one after the other: what the answers are without faults.
 
-        Short prompts; long ones with a common beginning; and the same conversations one turn later, which use what is
-        kept of the first.
+        Short prompts, some with an answer in a form or a tool call; long ones with a common beginning; and the same
+        conversations one turn later, which use what is kept of the first.
         """
         rng = self._rng
         shared = "\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(40))
@@ -82,14 +96,28 @@ class Traffic:
         texts += [f"{shared}\n# part {i}\n" for i in range(N_LONG)]
         for i, text in enumerate(texts):
             sampling = {"temperature": 0} if i % 2 else {"temperature": 0.8, "top_p": 0.95, "seed": i}
-            first = Question(tuple(await self._tokenize(text)), rng.randrange(16, 64), sampling)
-            await self._learn(first)
+            sampling |= {"max_tokens": rng.randrange(16, 64), "ignore_eos": True}
+            prompt = await self._tokenize(text)
+            answer = await self._learn(Question("/v1/completions", {"prompt": prompt, **sampling}))
             if i >= N_SHORT:
-                later = (*first.prompt, *self._answers[-1][1], *first.prompt[:8])
-                await self._learn(Question(later, rng.randrange(16, 64), sampling))
+                later = [*prompt, *answer, *prompt[:8]]
+                await self._learn(Question("/v1/completions", {"prompt": later, **sampling}))
+        if not await self._has_chat_template():
+            return  # a random model of the tests: what it likes best fits no form
+        for i, form in enumerate([*FORMS, *FORMS]):
+            sampling = {"temperature": i // 2, "seed": i, "max_tokens": 64}
+            prompt = await self._tokenize(texts[i])
+            await self._learn(Question("/v1/completions", {"prompt": prompt, **sampling, **form}))
+        tool = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA, "strict": True}}
+        for i in range(2):
+            messages = [{"role": "user", "content": f"Look up module_{i}."}]
+            body = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 64}
+            await self._learn(Question("/v1/chat/completions", {**body, "temperature": i, "seed": i}))
 
-    async def _learn(self, question: Question) -> None:
-        self._answers.append((question, await self._ask(question, stream=True)))
+    async def _learn(self, question: Question) -> list[int]:
+        answer = await self._ask(question, stream=True)
+        self._answers.append((question, answer))
+        return answer
 
     async def run(self) -> None:
         """Ask until :meth:`end`."""
@@ -111,27 +139,40 @@ class Traffic:
         finally:
             self._counts.remove(counts)
 
+    @property
+    def running(self) -> frozenset[object]:
+        """The requests without an answer."""
+        return frozenset(self._running)
+
+    async def answered(self, requests: frozenset[object]) -> None:
+        """Wait until such requests have their answers."""
+        while requests & self._running:  # noqa: ASYNC110 - they end by the dozen
+            await asyncio.sleep(_POLL_S)
+
     async def _client(self) -> None:
         while not self._ended:
             question, right = self._rng.choice(self._answers)
-            where = f"prompt of {len(question.prompt)} tokens, {question.sampling}"
+            request = object()
+            self._running.add(request)
             try:
                 ids = await self._ask(question, stream=self._rng.random() < 0.7)
             except (Lost, aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
                 for counts in self._counts:
-                    counts.lost.append(f"{where}: {type(error).__name__}: {error}")
+                    counts.lost.append(f"{question}: {type(error).__name__}: {error}")
                 continue
+            finally:
+                self._running.discard(request)
             for counts in self._counts:
                 if ids == right:
                     counts.n_right += 1
                 else:
                     at = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b), len(ids))
-                    counts.wrong.append(f"{where}: token {at} of {len(right)} differs")
+                    counts.wrong.append(f"{question}: token {at} of {len(right)} differs")
 
     async def _ask(self, question: Question, *, stream: bool) -> list[int]:
         assert self._session is not None
-        url = f"{self._url}/v1/completions"
-        async with self._session.post(url, json=question.body(stream=stream)) as reply:
+        body = {**question.body, "return_token_ids": True, "stream": stream}
+        async with self._session.post(self._url + question.path, json=body) as reply:
             if reply.status != 200:
                 raise Lost(f"status {reply.status}: {(await reply.text())[:300]}")
             if not stream:
@@ -156,6 +197,11 @@ class Traffic:
                 counts.pause_s = max(counts.pause_s, now_s - last_s)
             last_s = now_s
         raise Lost(f"the stream ended after {len(ids)} tokens")
+
+    async def _has_chat_template(self) -> bool:
+        assert self._session is not None
+        async with self._session.get(f"{self._url}/props") as reply:
+            return bool((await reply.json()).get("chat_template"))
 
     async def _tokenize(self, text: str) -> list[int]:
         assert self._session is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import sys
@@ -22,19 +23,33 @@ if TYPE_CHECKING:
     from lucevisor.chaos.run import Report
 
 _N_SHOWN = 5
+_ORDER_S = 300.0
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
 @click.option("--minutes", type=RangeOfNumbers(0.01, 10_000), default=2.0, show_default=True)
+@click.option("--fault", "faults", metavar="NAME", multiple=True, help="Inject only this one, or these.")
+@click.option("--times", "n_faults", type=click.IntRange(min=1), help="End after so many faults, not after minutes.")
 @click.option("--seed", type=int, help="Of the faults' kinds and times (default: another one every time).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed: int | None, as_json: bool) -> int:
+def chaos(
+    config: Path | None,
+    overrides: tuple[str, ...],
+    minutes: float,
+    faults: tuple[str, ...],
+    n_faults: int | None,
+    seed: int | None,
+    as_json: bool,
+) -> int:
     """Start CONFIG (default: the demo) in float32, in a directory of its own, and let eight clients ask it while its
     processes are killed, stopped, hung and starved at random.  Exit code 1 if an answer was wrong or lost."""
+    from lucevisor.chaos.faults import FAULTS
     from lucevisor.chaos.run import EXACT, Chaos  # imports the HTTP client
 
+    if unknown := [name for name in faults if name not in FAULTS]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(FAULTS)}", param_hint="--fault")
     file = config or demo_config()
     load(file, merge_overrides(EXACT, overrides))  # refused here, not by a supervisor whose output is in a file
     began_s = time.monotonic()
@@ -43,11 +58,12 @@ def chaos(config: Path | None, overrides: tuple[str, ...], minutes: float, seed:
     def say(what: str) -> None:
         click.echo(f"{time.monotonic() - began_s:7.1f} s  {what}", err=True)
 
-    def ask(socket: Path, method: str, path: str) -> dict[str, Any]:
-        return AdminClient(socket).call(method, path)
+    def ask(socket: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return AdminClient(socket).call(method, path, body, timeout_s=30.0 if body is None else _ORDER_S)
 
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    report = Chaos(file, overrides, ask, seed, say).run(60 * minutes)
+    seconds = 60 * minutes if n_faults is None else math.inf
+    report = Chaos(file, overrides, ask, seed, say, faults or tuple(FAULTS)).run(seconds, n_faults)
     click.echo(_json(report) if as_json else _table(report))
     for what in [*report.total.wrong, *report.total.lost, *report.left][:_N_SHOWN]:
         click.echo(what, err=True)

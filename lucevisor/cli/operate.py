@@ -11,9 +11,8 @@ from typing import Any
 import click
 
 from lucevisor.app.rundir import find, is_locked
-from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.admin_client import AdminClient, call_and_watch
 from lucevisor.cli.options import Seconds, target_options
-from lucevisor.cli.progress import call_and_watch
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
 
 PIPED_COLUMNS = 80

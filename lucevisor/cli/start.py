@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
-from lucevisor.cli.admin_client import AdminClient
+from lucevisor.cli.admin_client import AdminClient, Watch
 from lucevisor.cli.options import Seconds, config_argument
-from lucevisor.cli.progress import SilentDisplay, StartDisplay, Watch
+from lucevisor.cli.progress import SilentDisplay, StartDisplay
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
 from lucevisor.protocol.process import end_with_parent

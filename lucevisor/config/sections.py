@@ -178,7 +178,7 @@ class ServerConfig:
     max_queue: Annotated[int, Meta(ge=1, le=2**20), Key(unit="requests")] = 256
     """Requests that may wait in the queue, shared equally by the clients that wait; further ones get 429."""
     max_connections: Annotated[int, Meta(ge=1, le=2**16), Key(unit="connections")] = 1024
-    """Open connections; a further one replaces the longest idle one, else a slow body, or gets 503."""
+    """Open connections; a further one replaces the longest idle one, or gets 503."""
     drain_s: Annotated[float, Meta(ge=0.01, le=86400.0), Key(unit="seconds")] = 2.0
     """How long a stop waits for running requests; then they end with an error."""
     cors_origins: Annotated[tuple[str, ...], ORIGIN] = ()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, Service
 from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state, import_state
 from lucevisor.engine.core import Engine
-from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, show
+from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
 from lucevisor.model.spec import ModelSpec
 from lucevisor.supervision.states import State
 
@@ -113,8 +112,8 @@ class AdminOperations:
         """Raise AdminError if there is no group of that name."""
         groups = self._service.groups
         if group not in groups:
-            near = difflib.get_close_matches(group, groups, 1, 0.0)[0]
-            raise AdminError(f"there is no group {show(group)}: the groups are {', '.join(groups)}; nearest: {near}")
+            hint = f"nearest: {nearest(group, groups, 0.0)}"
+            raise AdminError(f"there is no group {show(group)}: the groups are {', '.join(groups)}; {hint}")
 
     async def restart(self, group: str, *, now: bool) -> None:
         """Restart one group's daemon; returns when requests are served again or another group has FAILED.

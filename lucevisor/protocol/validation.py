@@ -1,4 +1,4 @@
-"""Check what a daemon says before anything uses it: the border of the supervisor.
+"""Check what a daemon says before anything uses it: the border of the supervisor, and of a daemon's token ring.
 
 Pure.  A daemon may be damaged, of another build, or have memory that flips bits; types and lengths were checked when
 its frame was decoded.  Here: ids in the vocabulary, finite numbers, counts within what was asked, and no time longer
@@ -80,6 +80,15 @@ def fault_of(message: Message, payload: memoryview, daemon: DaemonFacts, asked: 
         else:
             _check_numbers(message, type(message).__name__)
             _check_message(message, payload, daemon)
+    except _Fault as fault:
+        return str(fault)
+    return ""
+
+
+def ids_fault(where: str, ids: Iterable[int], vocabulary: int) -> str:
+    """Return which of the ids that another daemon left in shared memory is not in the vocabulary; empty if all are."""
+    try:
+        _check_ids(where, ids, vocabulary)
     except _Fault as fault:
         return str(fault)
     return ""

@@ -31,7 +31,7 @@ class SupervisionLimits:
     second_look_s: float = 0.5  # a supervisor that was held up reads what arrived before it takes silence for a hang
     stacks_s: float = 1.0  # from the request for stacks to SIGKILL
     exit_grace_s: float = 2.0  # for a daemon that exits by itself
-    reap_s: float = 10.0  # from SIGKILL to quarantine
+    reap_s: float = 30.0  # from SIGKILL to quarantine; 18 s were seen where 40 processes shared two cores
     step_s: float = 120.0  # a daemon that works on one step or reset for longer is considered hung
     backoff_first_s: float = 0.25
     backoff_most_s: float = 30.0

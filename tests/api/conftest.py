@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 import uvloop
 
-from lucevisor.api.listening import listen
-from lucevisor.api.server import create_app, serve
+from lucevisor.api.server import create_app, listen, serve
 from tests.api.scripted_model import Rig, Script, Seen, tokenizer
 
 
@@ -60,7 +59,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
 
     async def run(rig: Rig | None = None) -> Client:
         rig = rig or Rig()
-        runner, url = await serve(create_app(rig.ports), listen("127.0.0.1", 0))
+        runner, url = await serve(create_app(rig.context), listen("127.0.0.1", 0))
         client = Client(rig, runner, url, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
         clients.append(client)
         return client
@@ -91,7 +90,7 @@ class Live:
 
         async def begin() -> None:
             self.rig = make_rig()
-            self.runner, self.url = await serve(create_app(self.rig.ports), listen("127.0.0.1", 0))
+            self.runner, self.url = await serve(create_app(self.rig.context), listen("127.0.0.1", 0))
 
         self._wait(begin())
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lucevisor.api.ports import GroupMetrics, ModelCard, NotReadyPart, Ports
-from lucevisor.api.prompts.preprocessing import Preprocessor
+from lucevisor.api.app_context import AppContext, GroupMetrics, ModelCard, NotReadyPart
+from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.engine.core import Engine
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline.pipeline import Pipeline
@@ -173,9 +173,9 @@ class ScriptedStage:
 
 
 class Rig:
-    """Engine, stage and ports of one server.  Make it inside the running loop."""
+    """Engine, stage and context of one server.  Make it inside the running loop."""
 
-    def __init__(self, *, attach: bool = True, max_queue: int = 8, max_context: int = 512, **ports: object) -> None:
+    def __init__(self, *, attach: bool = True, max_queue: int = 8, max_context: int = 512, **fields: object) -> None:
         self.limits = EngineLimits(
             max_sequences=4,
             max_context=max_context,
@@ -206,7 +206,7 @@ class Rig:
             "max_context": self.limits.max_context,
             "max_sequences": self.limits.max_sequences,
         }
-        self.ports = Ports(**{**settings, **ports})  # type: ignore[arg-type]
+        self.context = AppContext(**{**settings, **fields})  # type: ignore[arg-type]
         if attach:
             self.attach()
 

@@ -11,9 +11,9 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from lucevisor.api.access import check_access, cors_headers
+from lucevisor.api.app_context import ApiSettings
 from lucevisor.api.errors import ApiError
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.ports import ApiSettings
 from lucevisor.config import ApiKey
 from tests.api.scripted_model import Rig
 
@@ -119,7 +119,7 @@ class TestWithKeys:
         assert (answer["error"]["type"], answer["error"]["code"]) == ("authentication_error", "invalid_api_key")
         good = {"Authorization": "Bearer s3cret"}
         assert (await client.ask(CHAT, BODY, headers=good))[0] == 200
-        rig.ports.keys.replace([ApiKey("other")])
+        rig.context.keys.replace([ApiKey("other")])
         assert (await client.ask(CHAT, BODY, headers=good))[0] == 401
         assert (await client.ask("/ready"))[0] == 200
         assert (await client.ask("/v1/nope"))[0] == 401  # paths are not told to strangers either

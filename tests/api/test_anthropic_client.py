@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from lucevisor.api.dialects.anthropic import MessageFormatter
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.output.anthropic import MessageFormatter
-from lucevisor.api.output.processor import ChoiceDelta
-from lucevisor.api.output.usage import UsageTotals
+from lucevisor.api.output import ChoiceDelta, UsageTotals
 from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate

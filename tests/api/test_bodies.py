@@ -8,7 +8,7 @@ import json
 import pytest
 import structlog
 
-from lucevisor.api.ports import ApiSettings
+from lucevisor.api.app_context import ApiSettings
 from tests.api.raw_http import BODY, CHAT
 from tests.api.scripted_model import Rig
 

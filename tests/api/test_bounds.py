@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from lucevisor.api.limiter import LoopLimiter
-from lucevisor.api.prompts import schemas as bodies
+from lucevisor.api import schemas as bodies
+from lucevisor.api.request_context import LoopLimiter
 from tests.api.scripted_model import Rig, say
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -88,7 +88,7 @@ async def test_an_answer_with_many_log_probabilities_is_the_same_in_a_thread(cli
     client.rig.stage.script = say("ab", end=False)
     body = {"logprobs": True, "top_logprobs": 2, "max_tokens": 40, "seed": 1}
     _, here = await client.chat(**body)
-    monkeypatch.setattr("lucevisor.api.generation.respond._QUICK_RECORDS", 0)
+    monkeypatch.setattr("lucevisor.api.generation._INLINE_RECORDS", 0)
     _, there = await client.chat(**body)
     assert here["choices"] == there["choices"]
     assert len(there["choices"][0]["logprobs"]["content"]) == 40

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from lucevisor.api.ports import SamplingDefaults
-from lucevisor.api.prompts.chat import read_chat
-from lucevisor.api.prompts.sampling import budget_of
+from lucevisor.api.app_context import SamplingDefaults
+from lucevisor.api.dialects.openai_chat import read_chat
+from lucevisor.api.parameters import budget_of
 from lucevisor.text.template import ChatTemplate
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, Rig, dice, ids_of, say, tokenizer
 
@@ -421,7 +421,7 @@ class TestThinking:
         status, answer = await client.chat(enable_thinking=False)
         assert (status, answer["error"]["param"]) == (400, "enable_thinking")
         assert (await client.chat(reasoning_effort="none"))[0] == 200
-        options = read_chat({"messages": MESSAGES, "reasoning_effort": "none"}, client.rig.ports).options
+        options = read_chat({"messages": MESSAGES, "reasoning_effort": "none"}, client.rig.context).options
         assert options.max_thinking_tokens == 0  # no tokens for it: its end is forced
 
     @pytest.mark.parametrize(
@@ -433,9 +433,9 @@ class TestThinking:
         client = await start(Rig(template=template))
         body = {"messages": MESSAGES, "reasoning_effort": effort}
         if effort == "minimal":
-            assert read_chat(body, client.rig.ports).options.max_thinking_tokens == budget
-        assert budget_of(effort, client.rig.ports) == budget
-        assert budget_of("low", replace(client.rig.ports, efforts={"low": 99})) == 99  # of a model card
+            assert read_chat(body, client.rig.context).options.max_thinking_tokens == budget
+        assert budget_of(effort, client.rig.context) == budget
+        assert budget_of("low", replace(client.rig.context, efforts={"low": 99})) == 99  # of a model card
 
     async def test_a_model_without_a_chat_template(self, start):
         client = await start(Rig(template=None))

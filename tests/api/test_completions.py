@@ -113,14 +113,14 @@ class TestWhole:
             async def compress(self, *prompt):
                 raise AssertionError("a scored prompt was compressed")
 
-        client.rig.ports.compressor = Refusing()
+        client.rig.context.compressor = Refusing()
         body = {"prompt": "Once upon a time", "echo": True, "logprobs": 0, "max_tokens": 1}
         status, answer = await client.ask(PLAIN, body)
         assert status == 200
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(ids_of("Once upon a time")) + 1
 
     async def test_too_many_logprobs_of_a_prompt(self, client, monkeypatch):
-        monkeypatch.setattr("lucevisor.api.prompts.completions.MAX_PROMPT_SCORES", 10)
+        monkeypatch.setattr("lucevisor.api.dialects.openai_completions.MAX_PROMPT_SCORES", 10)
         status, answer = await client.ask(PLAIN, {"prompt": ids_of("Hello") * 4, "echo": True, "logprobs": 2})
         assert (status, answer["error"]["param"]) == (400, "logprobs")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import random
@@ -15,9 +14,9 @@ import urllib.request
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.api.ports import ApiSettings
+from lucevisor.api.app_context import ApiSettings
 from lucevisor.config import ApiKey
-from tests.api.scripted_model import Rig, say
+from tests.api.scripted_model import Rig
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -123,12 +122,6 @@ class TestHeads:
         assert read_all(dial(server)) == b""
         assert dropped(server, "head") == 1
 
-    def test_a_long_one_is_refused(self, serve):
-        server = serve(max_head_bytes=5000)
-        sock = dial(server, b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 4000 + b"\r\n")
-        sock.sendall(b"z: " + b"y" * 4000)
-        assert read_all(sock).startswith(b"HTTP/1.1 431 ")
-
     def test_a_long_one_in_one_piece_is_refused(self, serve):
         server = serve(max_head_bytes=5000)
         fields = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1000) for i in range(6))
@@ -156,40 +149,14 @@ class TestHeads:
 
 
 class TestBodies:
-    def test_one_that_drips_is_given_up(self, serve):
-        server = serve(body_rate_s=0.2, min_body_rate=1000)
-        sock = dial(server, post(BODY, n_bytes=100_000))
-        for _ in range(3):
-            time.sleep(0.02)
-            sock.sendall(b" ")
-        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    @pytest.mark.parametrize("path", [CHAT, "/admin/restart"])
+    def test_one_that_does_not_end_is_given_up(self, serve, path):
+        server = serve(body_timeout_s=0.2)
+        server.do(lambda rig: rig.context.admin_keys.replace([ApiKey("secret")]))
+        request = post(BODY, path, n_bytes=100_000).replace(b"\r\n", b"\r\nx-api-key: secret\r\n", 1)
+        head, _, body = read_all(dial(server, request)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
-        assert json.loads(body)["error"]["message"] == "the body arrives at less than 1000 bytes/s"
-        assert dropped(server, "body") == 1
-
-    def test_one_that_drips_to_a_path_that_reads_it_otherwise(self, serve):
-        server = serve(body_rate_s=0.2, min_body_rate=1000)
-        server.do(lambda rig: rig.ports.admin_keys.replace([ApiKey("secret")]))
-        head = b"POST /admin/restart HTTP/1.1\r\nHost: localhost\r\nx-api-key: secret\r\nContent-Length: 9\r\n\r\n{"
-        assert read_all(dial(server, head)).startswith(b"HTTP/1.1 408 ")
-
-    def test_one_that_is_slow_and_steady_is_taken(self, serve):
-        server = serve(body_rate_s=2.0, min_body_rate=10)
-        data = post({**BODY, "user": "x" * 1000})
-        sock = dial(server)
-        for at in range(0, len(data), 100):
-            sock.sendall(data[at : at + 100])
-            time.sleep(0.2)
-        assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
-
-    def test_waiting_behind_a_long_request_is_no_fault(self, serve):
-        server = serve(body_rate_s=0.1, min_body_rate=100_000)
-        server.do(lambda rig: setattr(rig.stage, "held", True))
-        sock = dial(server, post(BODY))
-        until(lambda: server.do(lambda rig: rig.engine.statistics().running) == 1)
-        time.sleep(0.4)
-        server.do(lambda rig: rig.stage.release())
-        assert read_one(sock)[0].startswith(b"HTTP/1.1 200 ")
+        assert json.loads(body)["error"]["message"] == "the body did not arrive within 0.2 s"
 
 
 class TestUnreadAnswers:
@@ -205,18 +172,6 @@ class TestUnreadAnswers:
             pass
         until(lambda: dropped(server, "write") == 1)
         until(lambda: metric(server, "connections") == 1)  # that of the scrape
-
-    def test_one_that_takes_something_all_the_time_but_too_little_is_dropped(self, serve):
-        server = serve(write_timeout_s=1.5, min_read_rate=5e6)
-        sock = dial(server, rcvbuf=4096)
-        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
-        n_read, end = 0, time.monotonic() + 9.0
-        with contextlib.suppress(ConnectionError):
-            while time.monotonic() < end and (data := sock.recv(8192)):
-                n_read += len(data)
-                time.sleep(0.01)
-        assert n_read > 100_000
-        assert dropped(server, "write") == 1
 
     def test_a_stream_that_is_read_by_the_byte_keeps_no_slot_and_delays_nobody(self, serve):
         server = serve(write_timeout_s=0.5)
@@ -287,32 +242,6 @@ class TestCap:
         server.do(lambda rig: rig.stage.release())
         assert all(read_one(sock)[0].startswith(b"HTTP/1.1 200 ") for sock in asked)
         assert dropped(server, "refused") == 1  # this scrape replaced one that was idle
-
-    def test_slow_bodies_give_way(self, serve):
-        server = serve(max_connections=4)
-        begun = time.monotonic()
-        slow = [dial(server, post(BODY, n_bytes=100_000)) for _ in range(4)]
-        until(lambda: read_all(dial(server, HEALTH)).startswith(b"HTTP/1.1 503 "))
-        until(lambda: read_all(dial(server, post(BODY, close=True))).startswith(b"HTTP/1.1 200 "))
-        assert time.monotonic() - begun > 1.0  # none is closed in its first second
-        head, _, body = read_all(slow.pop(0)).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 408 ")
-        assert json.loads(body)["error"]["message"] == "the body arrives too slowly while others wait for a connection"
-        for _ in range(10):  # one connection is enough for clients that take turns
-            assert read_all(dial(server, post(BODY, close=True))).startswith(b"HTTP/1.1 200 ")
-        assert not select.select(slow, [], [], 0)[0]
-        assert metric(server, 'requests_total{code="408"}') == 1
-
-    def test_a_body_at_the_least_rate_keeps_its_connection(self, serve):
-        server = serve(max_connections=1, min_body_rate=500)
-        data = post({**BODY, "user": "x" * 2000})
-        steady = dial(server, data[:300])
-        time.sleep(0.1)
-        for at in range(300, len(data), 100):
-            assert read_all(dial(server, HEALTH)).startswith(b"HTTP/1.1 503 ")
-            steady.sendall(data[at : at + 100])
-            time.sleep(0.1)
-        assert read_one(steady)[0].startswith(b"HTTP/1.1 200 ")
 
 
 MALFORMED = [
@@ -431,7 +360,7 @@ class TestExpect:
 
     def test_without_a_key_it_is_a_401(self, serve):
         server = serve()
-        server.do(lambda rig: rig.ports.keys.replace([ApiKey("secret")]))
+        server.do(lambda rig: rig.context.keys.replace([ApiKey("secret")]))
         assert read_one(dial(server, expecting("200-ok")))[0].startswith(b"HTTP/1.1 401 ")
 
     def test_100_continue_is_obeyed(self, serve):
@@ -446,27 +375,6 @@ class TestExpect:
 
 
 class TestHalfClose:
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_the_answer_comes_all_the_same(self, serve, stream):
-        server = serve()
-        server.do(lambda rig: setattr(rig.stage, "step_s", 0.02))
-        server.do(lambda rig: setattr(rig.stage, "script", say("one two three four five six seven")))
-        sock = dial(server, post({**BODY, "stream": stream}))
-        sock.shutdown(socket.SHUT_WR)
-        got = read_all(sock)
-        while got.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):
-            got = got.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-        assert got.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert got.count(b"HTTP/1.1 ") == 1
-        assert (b"data: [DONE]" if stream else b"six seven") in got
-        until(lambda: metric(server, "connections") == 1)
-
-    def test_several_requests_at_once(self, serve):
-        server = serve()
-        sock = dial(server, post(BODY) + HEALTH + post(BODY))
-        sock.shutdown(socket.SHUT_WR)
-        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 3
-
     def test_half_a_request_is_none(self, serve):
         server = serve()
         for sent in (b"", b"GET /health HTT", post(BODY, n_bytes=5000)):
@@ -474,11 +382,10 @@ class TestHalfClose:
             sock.shutdown(socket.SHUT_WR)
             assert read_all(sock) == b""
 
-    @pytest.mark.parametrize("version", ["1.0", "1.1"])
-    def test_a_client_that_is_gone_is_told_from_one_that_waits(self, serve, version):
+    def test_a_client_that_is_gone_ends_its_request(self, serve):
         server = serve()
         server.do(lambda rig: setattr(rig.stage, "held", True))
-        sock = dial(server, post(BODY, version=version))
+        sock = dial(server, post(BODY))
         until(lambda: server.do(lambda rig: rig.engine.statistics().running) == 1)
         sock.close()
         until(lambda: server.do(lambda rig: rig.engine.statistics().running + rig.engine.statistics().queued) == 0)

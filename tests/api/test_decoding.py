@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lucevisor.api.dialects.llamacpp import TokenizeBody
+from lucevisor.api.dialects.openai_chat import ChatBody
+from lucevisor.api.dialects.openai_completions import CompletionBody
+from lucevisor.api.dialects.openai_responses import ResponsesBody
 from lucevisor.api.errors import ApiError
-from lucevisor.api.prompts.decoding import decode_object, ignored, to_record
-from lucevisor.api.prompts.responses_schemas import ResponsesBody
-from lucevisor.api.prompts.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody, TokenizeBody
+from lucevisor.api.schemas import ALIASES, HARMLESS, NEUTRAL, REFUSED, decode_object, ignored, to_record
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 

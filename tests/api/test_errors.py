@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.api.errors import ApiError, bad_parameter, from_refusal, from_request_error, internal_error
+from lucevisor.api.errors import ApiError, bad_parameter, from_request_error, from_submit_error, internal_error
 from lucevisor.engine.request import ContextOverflow, InvalidRequest, NotReady, QueueFull, RequestError, SubmitError
 
 
@@ -20,7 +20,7 @@ from lucevisor.engine.request import ContextOverflow, InvalidRequest, NotReady, 
     ],
 )
 def test_refusals(error, status, code, param, retry):
-    told = from_refusal(error, "messages", 5)
+    told = from_submit_error(error, "messages", 5)
     assert (told.status, told.code, told.param, told.headers.get("Retry-After")) == (status, code, param, retry)
     assert error.message in told.message
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.prompts import responses_schemas
-from lucevisor.api.prompts.anthropic_schemas import RULES
-from lucevisor.api.prompts.schemas import HARMLESS, NEUTRAL, REFUSED, ChatBody, CompletionBody
+from lucevisor.api.dialects import openai_responses as responses_schemas
+from lucevisor.api.dialects.anthropic import RULES
+from lucevisor.api.dialects.openai_chat import ChatBody
+from lucevisor.api.dialects.openai_completions import CompletionBody
+from lucevisor.api.schemas import HARMLESS, NEUTRAL, REFUSED
 from tests.api.scripted_model import MODEL, dice
 
 texts = st.text(max_size=12) | st.sampled_from(["", "\x00", "🎉", "<|im_end|>", "a" * 300, "\u2028", "<think>"])

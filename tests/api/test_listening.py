@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lucevisor.api.listening import adopt, listen, url_of
+from lucevisor.api.server import adopt, listen, url_of
 from lucevisor.errors import ConfigError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lucevisor.api.output.logprobs import chat_logprobs, completion_logprobs, token_text
-from lucevisor.api.output.processor import TokenRecord
+from lucevisor.api.output import TokenRecord, chat_logprobs, completion_logprobs, token_text
 from lucevisor.engine.request import TokenEvent
 from tests.api.scripted_model import ids_of, tokenizer
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lucevisor.api.generation.merge import merged
+from lucevisor.api.generation import merged
 from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.request import FinishedEvent, Timings, TokenEvent, Usage
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lucevisor.api.dialects.openai_chat import check_messages, check_tools
 from lucevisor.api.errors import ApiError
-from lucevisor.api.prompts.messages import check_messages, check_tools
-from lucevisor.api.prompts.schemas import AllowedTools, NamedFunction, ToolChoice
+from lucevisor.api.schemas import AllowedTools, NamedFunction, ToolChoice
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

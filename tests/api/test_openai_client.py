@@ -190,7 +190,7 @@ class TestErrors:
         assert "group left was killed" in caught.value.message
 
     def test_a_retry_after_a_shard_came_back(self, live):
-        from lucevisor.api.ports import ApiSettings
+        from lucevisor.api.app_context import ApiSettings
 
         server = live(lambda: Rig(settings=ApiSettings(retry_after_s=1)))
         server.do(Rig.lose)

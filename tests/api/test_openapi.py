@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from lucevisor.api.prompts.schemas import ChatBody
+from lucevisor.api.dialects.openai_chat import ChatBody
 from lucevisor.api.server import create_app
 from tests.api.scripted_model import Rig
 
@@ -16,7 +16,7 @@ async def test_every_route_is_in_it_and_every_path_is_a_route(client):
     told = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
     served = {
         (route.method, route.resource.canonical)
-        for route in create_app(Rig().ports).router.routes()
+        for route in create_app(Rig().context).router.routes()
         if route.method != "HEAD"
     }
     assert told == served

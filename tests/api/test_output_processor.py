@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.output.processor import ChoiceDelta, GenerationFailed, OutputOptions, OutputProcessor
+from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputOptions, OutputProcessor
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
 from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta

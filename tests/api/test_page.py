@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from lucevisor.api.context import ACTIVE
+from lucevisor.api.info import document
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.routes.page import document
+from lucevisor.api.request_context import ACTIVE
 from lucevisor.config import ApiKey
 from lucevisor.errors import LucevisorError
 from tests.api.conftest import until
@@ -58,7 +58,7 @@ async def test_with_keys_the_page_is_open_and_says_nothing(start):
     client = await start(rig)
     response, text = await page(client)
     assert response.status == 200
-    assert rig.ports.model.name not in text
+    assert rig.context.model.name not in text
     assert (await client.ask("/status"))[0] == 401
     good = {"Authorization": "Bearer s3cret"}
     assert await client.ask("/status", headers=good) == (200, {"name": "box", "admin": False})

@@ -18,16 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
-from lucevisor.api.context import BUFFERED_BODIES
+from lucevisor.api.app_context import ApiSettings
+from lucevisor.api.bodies import INLINE_BYTES
+from lucevisor.api.dialects.llamacpp import read_detokenize, read_tokenize
+from lucevisor.api.dialects.openai_chat import read_apply_template, read_chat
+from lucevisor.api.dialects.openai_completions import read_completion
 from lucevisor.api.errors import ApiError
-from lucevisor.api.ports import ApiSettings
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.prompts.chat import read_apply_template, read_chat
-from lucevisor.api.prompts.completions import read_completion
-from lucevisor.api.prompts.decoding import decode_object
-from lucevisor.api.prompts.prepare import INLINE_BYTES
-from lucevisor.api.prompts.preprocessing import SHORT_BYTES, Preprocessor
-from lucevisor.api.prompts.tokenize import read_detokenize, read_tokenize
+from lucevisor.api.preprocessing import SHORT_BYTES, Preprocessor
+from lucevisor.api.request_context import BUFFERED_BODIES
+from lucevisor.api.schemas import decode_object
 from tests.api.conftest import until
 from tests.api.scripted_model import Rig, metadata
 
@@ -105,15 +105,16 @@ async def preprocessor():
 
 
 async def test_a_process_reads_as_the_server_does(preprocessor):
-    ports = Rig(attach=False).ports
-    for kind, fields in BODIES:
+    context = Rig(attach=False).context
+    for name, fields in BODIES:
+        reader = READERS[name]
         body = json.dumps(fields).encode()
         try:
-            here = READERS[kind](decode_object(body), ports)
+            here = reader(decode_object(body), context)
         except ApiError as error:
             here = error
         try:
-            there = await preprocessor.read(kind, [body[:7], body[7:], b" " * 5000], ports)
+            there = await preprocessor.read(reader, [body[:7], body[7:], b" " * 5000], context)
         except ApiError as error:
             there = error
         assert outcome(there) == outcome(here), fields
@@ -123,7 +124,7 @@ async def test_a_process_reads_as_the_server_does(preprocessor):
 
 async def test_no_json(preprocessor):
     with pytest.raises(ApiError) as caught:
-        await preprocessor.read("chat", [b"{" * 10_000], Rig(attach=False).ports)
+        await preprocessor.read(read_chat, [b"{" * 10_000], Rig(attach=False).context)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
@@ -131,7 +132,7 @@ def children() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it is being reaped
-            if "lucevisor.api.prompts.worker" in child.cmdline():
+            if "--multiprocessing-fork" in child.cmdline():
                 found.append(child)
     return found
 
@@ -148,16 +149,26 @@ async def test_no_process_before_a_long_body_and_none_after_the_end(start):
 
 async def ask_and_kill(client: Any, n: int) -> tuple[int, Any]:
     """Ask, and kill the workers that get the body, ``n`` one after the other."""
-    asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
-    killed: set[int] = set()
+    (process,) = children()
+    process.suspend()
+    asked = await asked_while_busy(client)
+    process.kill()
+    killed = {process.pid}
     while len(killed) < n:
         await until(lambda: [child for child in children() if child.pid not in killed])
         process = next(child for child in children() if child.pid not in killed)
-        process.suspend()
-        await until(lambda: client.rig.ports.preprocessor._jobs)
         process.kill()
         killed.add(process.pid)
     return await asked
+
+
+async def asked_while_busy(client: Any, n_bytes: int = INLINE_BYTES) -> asyncio.Task[tuple[int, Any]]:
+    """Ask; return when the server has the body."""
+    bodies = client.runner.app[BUFFERED_BODIES]
+    before = bodies.n_bytes
+    asked = asyncio.create_task(client.chat(user="x" * n_bytes))
+    await until(lambda: bodies.n_bytes >= before + n_bytes)
+    return asked
 
 
 async def test_a_process_that_is_killed_costs_no_request(start):
@@ -171,20 +182,18 @@ async def test_processes_that_are_killed_again_and_again_cost_one_request(start)
     await client.chat(user="x" * INLINE_BYTES)
     status, answer = await ask_and_kill(client, 2)
     assert (status, answer["error"]["code"]) == (503, "not_ready")
-    assert "ended with SIGKILL; try again later" in answer["error"]["message"]
+    assert "prepared this request ended with SIGKILL; try again later" in answer["error"]["message"]
     assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
 
 
 async def test_too_long_to_read(start):
-    client = await start(Rig(settings=replace(ApiSettings(), preprocess_timeout_s=10.0)))
-    await client.chat(user="x" * INLINE_BYTES)
-    client.rig.ports.settings = replace(ApiSettings(), preprocess_timeout_s=0.2)
-    (process,) = children()
-    process.suspend()
-    status, answer = await client.chat(user="x" * INLINE_BYTES)
+    client = await start(Rig(settings=replace(ApiSettings(), preprocess_timeout_s=0.05)))
+    body = b'{"messages":[' + b"[]," * 5_000_000 + b"[]]}"
+    json_type = {"Content-Type": "application/json"}
+    status, answer = await client.ask("/v1/chat/completions", data=io.BytesIO(body), headers=json_type)
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
-    assert "0.2 s" in answer["error"]["message"]
-    assert not process.is_running()
+    assert "0.05 s" in answer["error"]["message"]
+    assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
 
 
 async def test_too_much_memory(start):
@@ -203,8 +212,7 @@ async def test_short_bodies_do_not_wait_for_long_ones(start):
     await client.chat(user="x" * (SHORT_BYTES + 1))
     (process,) = children()
     process.suspend()
-    long = asyncio.create_task(client.chat(user="x" * (SHORT_BYTES + 1)))
-    await until(lambda: client.rig.ports.preprocessor._jobs)
+    long = await asked_while_busy(client, SHORT_BYTES + 1)
     assert (await client.chat(user="x" * INLINE_BYTES))[0] == 200
     assert not long.done()
     process.resume()
@@ -249,8 +257,7 @@ async def test_a_client_that_goes_away_leaves_the_process_to_others(start):
     await client.chat(user="x" * INLINE_BYTES)
     (process,) = children()
     process.suspend()
-    asked = asyncio.create_task(client.chat(user="x" * INLINE_BYTES))
-    await until(lambda: client.rig.ports.preprocessor._jobs)
+    asked = await asked_while_busy(client)
     asked.cancel()
     await asyncio.wait([asked])
     process.resume()
@@ -263,8 +270,7 @@ async def test_a_request_that_is_read_while_the_server_stops(start):
     await client.chat(user="x" * (SHORT_BYTES + 1))
     (process,) = children()
     process.suspend()
-    asked = [asyncio.create_task(client.chat(user="x" * (SHORT_BYTES + 1))) for _ in range(2)]
-    await until(lambda: client.rig.ports.preprocessor._jobs and client.rig.ports.preprocessor._waiting)
+    asked = [await asked_while_busy(client, SHORT_BYTES + 1) for _ in range(2)]
     await client.runner.cleanup()
     for status, answer in await asyncio.gather(*asked):
         assert (status, answer["error"]["code"]) == (503, "shutting_down")
@@ -297,13 +303,13 @@ def test_no_process_outlives_a_server_that_is_killed():
     try:
         server.stdout.readline()
         found = psutil.Process(server.pid).children()
-        assert len(found) == 1
+        assert len(found) == 2  # the worker, and multiprocessing's resource tracker
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()
         server.stdin.close()
         server.stdout.close()
     end = time.monotonic() + 20
-    while found[0].is_running() and found[0].status() != psutil.STATUS_ZOMBIE:
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in found):
         assert time.monotonic() < end
         time.sleep(0.02)

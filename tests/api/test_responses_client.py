@@ -14,12 +14,11 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from lucevisor.api.constraint import constrains
+from lucevisor.api.dialects.openai_responses import ResponsesFormatter
 from lucevisor.api.keys import ApiKeys
-from lucevisor.api.output.processor import ChoiceDelta
-from lucevisor.api.output.responses import ResponsesFormatter
-from lucevisor.api.output.usage import UsageTotals
+from lucevisor.api.output import ChoiceDelta, UsageTotals
 from lucevisor.api.prepared import ResponseOptions
-from lucevisor.api.prompts.constraint import constrains
 from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate

@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lucevisor.api.app_context import AppContext, ModelCard, SamplingDefaults
 from lucevisor.api.errors import ApiError
-from lucevisor.api.ports import ModelCard, Ports, SamplingDefaults
-from lucevisor.api.prompts.sampling import n_top_logprobs, sampling_params, seed_of_choice
-from lucevisor.api.prompts.schemas import GenerationBody
+from lucevisor.api.parameters import n_top_logprobs, sampling_params, seed_of_choice
+from lucevisor.api.schemas import GenerationBody
 from lucevisor.protocol.steps import Mirostat, Sampling
 from lucevisor.text.sequence_breakers import breaker_tokens
 from tests.api.scripted_model import tokenizer
 
-PORTS = Ports(
+CONTEXT = AppContext(
     model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, not_ready=list, banned=(8190, 8191)
 )
 
 
 def test_defaults_are_openais():
     expected = Sampling(seed=7, banned=(8190, 8191))
-    assert sampling_params(GenerationBody(), PORTS, 7, -1) == expected
+    assert sampling_params(GenerationBody(), CONTEXT, 7, -1) == expected
 
 
 def test_defaults_of_the_file_and_what_a_request_says():
     metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.min_p": 0.1}
-    ports = replace(PORTS, defaults=SamplingDefaults.from_gguf(metadata))
-    sampling = sampling_params(GenerationBody(top_k=5, min_p=0.0), ports, 0, -1)
+    context = replace(CONTEXT, defaults=SamplingDefaults.from_gguf(metadata))
+    sampling = sampling_params(GenerationBody(top_k=5, min_p=0.0), context, 0, -1)
     assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 5, 0.0)
 
 
@@ -51,7 +51,7 @@ def test_every_parameter_arrives():
         logit_bias={"9": 1.5, "0": -100},
         ignore_eos=True,
     )
-    assert sampling_params(body, PORTS, 1, 4) == Sampling(
+    assert sampling_params(body, CONTEXT, 1, 4) == Sampling(
         temperature=0.1,
         top_p=0.2,
         top_k=3,
@@ -68,11 +68,11 @@ def test_every_parameter_arrives():
 
 @pytest.mark.parametrize(("asked", "given"), [(0.0, 0.0), (4e-113, 0.0), (9e-5, 0.0), (1e-4, 1e-4), (2.0, 2.0)])
 def test_a_temperature_that_float32_cannot_divide_by_is_greedy(asked, given):
-    assert sampling_params(GenerationBody(temperature=asked), PORTS, 0, -1).temperature == given
+    assert sampling_params(GenerationBody(temperature=asked), CONTEXT, 0, -1).temperature == given
 
 
 def test_minus_one_switches_top_k_off():
-    assert sampling_params(GenerationBody(top_k=-1), PORTS, 0, -1).top_k == 0
+    assert sampling_params(GenerationBody(top_k=-1), CONTEXT, 0, -1).top_k == 0
 
 
 def test_samplers_of_llama_cpp_arrive():
@@ -86,7 +86,7 @@ def test_samplers_of_llama_cpp_arrive():
         mirostat=2,
         mirostat_tau=4.0,
     )
-    sampling = sampling_params(body, PORTS, 0, -1)
+    sampling = sampling_params(body, CONTEXT, 0, -1)
     assert (sampling.typical_p, sampling.top_n_sigma) == (0.5, 1.5)
     assert (sampling.xtc_probability, sampling.xtc_threshold) == (0.25, 0.1)
     assert sampling.mirostat == Mirostat(2, 4.0, 0.1)
@@ -103,7 +103,7 @@ def test_samplers_of_llama_cpp_arrive():
      {"typical_p": 1.0}, {"xtc_probability": 0.0}, {"top_n_sigma": -1.0}],
 )  # fmt: skip
 def test_values_that_switch_a_sampler_off(off):
-    assert sampling_params(GenerationBody(**off), PORTS, 7, -1) == sampling_params(GenerationBody(), PORTS, 7, -1)
+    assert sampling_params(GenerationBody(**off), CONTEXT, 7, -1) == sampling_params(GenerationBody(), CONTEXT, 7, -1)
 
 
 def test_a_breaker_over_several_tokens_has_a_head_and_a_tail():
@@ -116,7 +116,7 @@ def test_a_breaker_over_several_tokens_has_a_head_and_a_tail():
 def test_breakers_that_are_everywhere_are_refused(monkeypatch):
     monkeypatch.setattr("lucevisor.text.sequence_breakers.MAX_SEQUENCES", 100)
     with pytest.raises(ApiError, match="dry_sequence_breakers: the breakers are in"):
-        sampling_params(GenerationBody(dry_multiplier=1.0, dry_sequence_breakers=["e"]), PORTS, 0, -1)
+        sampling_params(GenerationBody(dry_multiplier=1.0, dry_sequence_breakers=["e"]), CONTEXT, 0, -1)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_n_probs_that_contradict_logprobs():
 @pytest.mark.parametrize("key", ["", "x", "-1", "+1", " 1", "1.0", "8192", "1_0", "٣", "9" * 5000])
 def test_a_bias_that_names_no_token(key):
     with pytest.raises(ApiError) as caught:
-        sampling_params(GenerationBody(logit_bias={key: 1.0}), PORTS, 0, -1)
+        sampling_params(GenerationBody(logit_bias={key: 1.0}), CONTEXT, 0, -1)
     assert caught.value.status == 400
     assert str(caught.value.param).startswith("logit_bias")
     assert len(caught.value.message) < 300

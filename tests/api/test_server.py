@@ -10,10 +10,9 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.api.generation import respond
-from lucevisor.api.listening import listen
-from lucevisor.api.ports import ApiSettings, NotReadyPart
-from lucevisor.api.server import create_app, drain, serve
+from lucevisor.api import generation as respond
+from lucevisor.api.app_context import ApiSettings, NotReadyPart
+from lucevisor.api.server import create_app, drain, listen, serve
 from lucevisor.errors import ConfigError
 from tests.api.conftest import until
 from tests.api.raw_http import BODY, CHAT, head, raw_post
@@ -27,22 +26,22 @@ def endless(rig, step_s=0.002):
 
 class TestBinding:
     async def test_port_0_is_a_free_port(self):
-        runner, url = await serve(create_app(Rig().ports), listen("127.0.0.1", 0))
+        runner, url = await serve(create_app(Rig().context), listen("127.0.0.1", 0))
         assert url.startswith("http://127.0.0.1:")
         assert not url.endswith(":0")
         await runner.cleanup()
 
     async def test_any_address_is_told_as_one_that_can_be_asked(self):
-        runner, url = await serve(create_app(Rig().ports), listen("0.0.0.0", 0))
+        runner, url = await serve(create_app(Rig().context), listen("0.0.0.0", 0))
         async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
             assert response.status == 200
         await runner.cleanup()
 
     async def test_a_taken_port(self):
-        runner, url = await serve(create_app(Rig().ports), listen("127.0.0.1", 0))
+        runner, url = await serve(create_app(Rig().context), listen("127.0.0.1", 0))
         port = int(url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=rf"server\.port = {port}: is taken on 127\.0\.0\.1"):
-            await serve(create_app(Rig().ports), listen("127.0.0.1", port))
+            await serve(create_app(Rig().context), listen("127.0.0.1", port))
         await runner.cleanup()
 
     @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ class TestBinding:
     )
     async def test_addresses_that_cannot_be_bound(self, host, port, key):
         with pytest.raises(ConfigError) as caught:
-            await serve(create_app(Rig().ports), listen(host, port))
+            await serve(create_app(Rig().context), listen(host, port))
         assert caught.value.key == key
 
 
@@ -275,7 +274,7 @@ class TestDefects:
         def broken():
             raise ZeroDivisionError("a defect with /secret/path")
 
-        client.rig.ports.not_ready = broken
+        client.rig.context.not_ready = broken
         with capture_logs() as logs:
             status, answer = await client.ask("/ready")
         assert status == 500
@@ -287,7 +286,7 @@ class TestDefects:
     async def test_in_a_stream(self, client, monkeypatch):
         endless(client.rig)
         calls = 0
-        from lucevisor.api.output.processor import OutputProcessor
+        from lucevisor.api.output import OutputProcessor
 
         real = OutputProcessor.token
 
@@ -305,7 +304,7 @@ class TestDefects:
         await until(lambda: client.rig.n_busy == 0)
 
     async def test_in_a_whole_answer(self, client, monkeypatch):
-        from lucevisor.api.output.processor import OutputProcessor
+        from lucevisor.api.output import OutputProcessor
 
         monkeypatch.setattr(OutputProcessor, "finish", lambda *_: 1 / 0)
         status, answer = await client.chat()

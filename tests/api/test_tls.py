@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from lucevisor.api.listening import listen
-from lucevisor.api.server import create_app, serve
+from lucevisor.api.server import create_app, listen, serve
 from lucevisor.config import server_context
 from tests.api.scripted_model import Rig
 from tests.certificates import make_certificate
@@ -25,7 +24,7 @@ BODY = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 async def server(tmp_path: Path):
     """(URL, context of the server, directory with its pair)"""
     context = server_context(*make_certificate(tmp_path))
-    runner, url = await serve(create_app(Rig().ports), listen("127.0.0.1", 0), context)
+    runner, url = await serve(create_app(Rig().context), listen("127.0.0.1", 0), context)
     yield url, context, tmp_path
     await runner.cleanup()
 

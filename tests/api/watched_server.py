@@ -18,8 +18,7 @@ import time
 import structlog
 import uvloop
 
-from lucevisor.api.listening import listen
-from lucevisor.api.server import create_app, serve
+from lucevisor.api.server import create_app, listen, serve
 from lucevisor.app import process
 from tests.api.scripted_model import Rig
 
@@ -50,9 +49,9 @@ class Watch:
 
 async def main() -> None:
     rig = Rig(max_queue=1024, max_context=1 << 18)
-    assert rig.ports.preprocessor is not None
-    rig.ports.preprocessor.start(rig.ports)
-    runner, url = await serve(create_app(rig.ports), listen("127.0.0.1", 0))
+    assert rig.context.preprocessor is not None
+    rig.context.preprocessor.start(rig.context)
+    runner, url = await serve(create_app(rig.context), listen("127.0.0.1", 0))
     process.freeze_gc()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -7,9 +7,9 @@ import re
 import msgspec
 import pytest
 
-from lucevisor.api.ports import ModelCard, Ports, SamplingDefaults
-from lucevisor.api.prompts.sampling import sampling_params
-from lucevisor.api.prompts.schemas import GenerationBody
+from lucevisor.api.app_context import AppContext, ModelCard, SamplingDefaults
+from lucevisor.api.parameters import sampling_params
+from lucevisor.api.schemas import GenerationBody
 from lucevisor.app.model_cards import FamilyCard, card_files, find_card
 from lucevisor.model.families import FAMILIES
 from tests.api.scripted_model import metadata, tokenizer
@@ -59,13 +59,13 @@ def test_what_goes_before_what():
     assert card.sampling_without_thinking is not None
     file = {"general.sampling.top_k": 40}
     defaults = SamplingDefaults.from_gguf(file, card.sampling.defaults())
-    ports = Ports(
+    context = AppContext(
         model=ModelCard(name="m", created_s=0), tokenizer=tokenizer(), template=None, not_ready=list,
         defaults=defaults, direct_defaults=card.sampling_without_thinking.defaults(),
     )  # fmt: skip
 
     def sampled(direct=False, structured=False, **asked):
-        s = sampling_params(GenerationBody(**asked), ports, 0, -1, direct=direct, structured=structured)
+        s = sampling_params(GenerationBody(**asked), context, 0, -1, direct=direct, structured=structured)
         return s.temperature, s.top_k, s.top_p, s.presence_penalty
 
     assert sampled() == (1.0, 40, 0.95, 1.5)

@@ -26,8 +26,8 @@ class Box:
         (directory / "keys").write_text("first ann\n")
         self.write()
         self.config = load(self.file)
-        self.ports = Rig().ports
-        self.ports.keys.replace(keys_of(self.config.server)[0])
+        self.context = Rig().context
+        self.context.keys.replace(keys_of(self.config.server)[0])
         self.tls = tls_of(self.config.server)
 
     def write(self, name: str = "old", server: str = "", more: str = "") -> None:
@@ -38,12 +38,12 @@ class Box:
 
     def reload(self, *overrides: str) -> tuple[list[str], list[str]]:
         found = read_again(Overrides(self.file, overrides))
-        done = apply(self.config, found, self.ports, self.tls)
+        done = apply(self.config, found, self.context, self.tls)
         self.config = done.config
         return list(done.changed), list(done.waiting)
 
     def accepts(self, key: str) -> bool:
-        return self.ports.keys.caller(key) is not None
+        return self.context.keys.caller(key) is not None
 
     def shows(self) -> str:
         """Which certificate a new connection would be shown."""
@@ -83,7 +83,7 @@ def test_keys_certificate_level_and_origins_are_applied_at_once(box: Box) -> Non
     assert waiting == []
     assert (box.accepts("first"), box.accepts("second")) == (False, True)
     assert box.shows() == "new"
-    assert box.ports.settings.cors_origins == ("https://a.example",)
+    assert box.context.settings.cors_origins == ("https://a.example",)
     assert structlog.get_logger("lucevisor").bind().is_enabled_for(30) is False
 
 

@@ -70,7 +70,7 @@ def test_without_them_nothing_is_refused():
 
 def test_deadlines():
     limits = fault_limits("heartbeat_s=0.5,step_s=3")
-    assert (limits.heartbeat_s, limits.step_s, limits.reap_s) == (0.5, 3.0, 10.0)
+    assert (limits.heartbeat_s, limits.step_s, limits.reap_s) == (0.5, 3.0, 30.0)
     assert fault_limits("").heartbeat_s == 10.0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,12 +27,16 @@ class Supervised:
     def __init__(self, directory: Path) -> None:
         self.processes = [self._start(), self._start()]
         self.n_steps, self.steps = 0, True
-        self.target = Target(self.processes[0].pid, directory, directory, self.status)
+        self.target = Target([self.processes[0].pid], directory, directory, self.order, self.take_over)
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", LOOP])
 
-    async def status(self) -> dict[str, object]:
+    async def take_over(self) -> None:
+        raise LucevisorError("another supervisor cannot be started")
+
+    async def order(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        assert (method, path, body) == ("GET", "/status", None)
         for i, process in enumerate(self.processes):
             if process.poll() is not None:
                 self.processes[i] = self._start()
@@ -38,6 +44,14 @@ class Supervised:
         self.n_steps += self.steps
         stages = [{"steps": self.n_steps}] * 2
         return {"state": "ready", "reason": "", "groups": groups, "engine": {"held": 0, "stages": stages}}
+
+    def open(self, file: Path) -> subprocess.Popen[bytes]:
+        """Let the last process be one that has a file open."""
+        self.processes[-1].kill()
+        self.processes[-1].wait()
+        code = f"import time\nfile = open({str(file)!r}, 'w')\ntime.sleep(600)"
+        self.processes[-1] = subprocess.Popen([sys.executable, "-c", code])
+        return self.processes[-1]
 
     def states(self) -> set[str]:
         return {psutil.Process(process.pid).status() for process in self.processes}
@@ -52,9 +66,10 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
         process.wait()
 
 
-async def test_kill_replaces_one(supervised: Supervised) -> None:
+@pytest.mark.parametrize("name", ["kill", "terminate"])
+async def test_one_process_is_replaced(supervised: Supervised, name: str) -> None:
     before = [process.pid for process in supervised.processes]
-    await faults.kill(supervised.target, random.Random(1))
+    await FAULTS[name](supervised.target, random.Random(1))
     after = [process.pid for process in supervised.processes]
     assert len(set(before) & set(after)) == 1
 
@@ -80,6 +95,14 @@ async def test_processes_run_when_a_pause_is_over(
     await FAULTS[name](supervised.target, random.Random(1))
     assert [process.pid for process in supervised.processes] == before
     assert not supervised.states() & {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+
+
+async def test_the_process_that_has_a_file_open_is_killed(supervised: Supervised, tmp_path: Path) -> None:
+    writing = supervised.open(tmp_path / "a.partial")
+    before = supervised.processes[0].pid
+    await FAULTS["killed while saving"](supervised.target, random.Random(1))
+    assert supervised.processes[0].pid == before
+    assert writing.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lucevisor.chaos.run import Chaos
-from lucevisor.errors import LucevisorError
+from lucevisor.errors import LucevisorError, NotRunningError
 
 
-def never(_socket: Path, _method: str, _path: str) -> dict[str, Any]:
-    raise AssertionError("no supervisor listens")
+def never(socket: Path, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    raise NotRunningError("no supervisor listens")
 
 
 def test_a_run_that_fails_keeps_the_log_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import random
 import pytest
 from aiohttp import web
 
-from lucevisor.api.listening import listen, url_of
-from lucevisor.chaos.traffic import N_LONG, N_SHORT, Traffic
+from lucevisor.api.server import listen, url_of
+from lucevisor.chaos.traffic import FORMS, N_LONG, N_SHORT, Traffic
+
+N_QUESTIONS = N_SHORT + 2 * N_LONG + 2 * len(FORMS) + 2
 
 
 class Server:
@@ -24,10 +26,13 @@ class Server:
         text = (await request.json())["content"]
         return web.json_response({"tokens": [ord(letter) for letter in text[-40:]]})
 
+    async def props(self, request: web.Request) -> web.Response:
+        return web.json_response({"chat_template": "{{ messages }}"})
+
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.n_asked += 1
-        ids = [sum(body["prompt"]) % 1000 + i for i in range(body["max_tokens"])]
+        ids = [sum(body.get("prompt", [7])) % 1000 + i for i in range(body["max_tokens"])]
         do, self.do = self.do, "right"
         if do == "wrong":
             ids[3] += 1
@@ -58,7 +63,14 @@ class Server:
 async def served():
     server = Server()
     app = web.Application()
-    app.add_routes([web.post("/tokenize", server.tokenize), web.post("/v1/completions", server.complete)])
+    app.add_routes(
+        [
+            web.post("/tokenize", server.tokenize),
+            web.post("/v1/completions", server.complete),
+            web.post("/v1/chat/completions", server.complete),
+            web.get("/props", server.props),
+        ]
+    )
     runner = web.AppRunner(app)
     await runner.setup()
     [sock] = listen("127.0.0.1", 0)
@@ -73,7 +85,7 @@ async def test_one_bad_answer_is_counted_once(served, do):
     traffic = Traffic(url, random.Random(do))
     async with traffic.open():
         await traffic.learn()
-        assert server.n_asked == N_SHORT + 2 * N_LONG
+        assert server.n_asked == N_QUESTIONS
         async with traffic.counting() as counts:
             asking = asyncio.create_task(traffic.run())
             server.do = do
@@ -85,5 +97,5 @@ async def test_one_bad_answer_is_counted_once(served, do):
             pass
     expected = {"wrong": (1, 0), "short": (1, 0), "refuse": (0, 1), "cut": (0, 1), "error": (0, 1)}.get(do, (0, 0))
     assert (len(counts.wrong), len(counts.lost)) == expected, (counts.wrong, counts.lost)
-    assert counts.n_right == server.n_asked - N_SHORT - 2 * N_LONG - sum(expected)
+    assert counts.n_right == server.n_asked - N_QUESTIONS - sum(expected)
     assert (later.n_right, later.wrong, later.lost) == (0, [], [])

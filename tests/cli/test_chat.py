@@ -61,7 +61,7 @@ def test_a_conversation(live, monkeypatch):  # noqa: F811
     assert done.exit_code == 0, done.output
     assert done.stdout.count("**Hello** there!") == 3  # no terminal: as it came
     prompts = server.do(
-        lambda rig: [rig.ports.tokenizer.decode(s.prompt, skip_special=False) for s in rig.stage.opened]
+        lambda rig: [rig.context.tokenizer.decode(s.prompt, skip_special=False) for s in rig.stage.opened]
     )
     assert [text.count("Be brief.") for text in prompts] == [1, 1, 1]
     assert "Hello" in prompts[1]

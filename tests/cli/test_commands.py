@@ -144,3 +144,9 @@ def test_an_error_that_cannot_be_written_keeps_its_exit_code():
     with Path("/dev/full").open("w") as full:
         assert lucevisor("nope", stderr=full).returncode == ExitCode.USAGE
         assert lucevisor("plan", "no/such.toml", stderr=full).returncode == ExitCode.USAGE
+
+
+def test_status_and_stop_import_neither_the_supervisor_nor_its_libraries():
+    code = "import sys, lucevisor.cli.operate; print({'aiohttp', 'msgspec', 'numpy', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -20,7 +20,7 @@ from tests.clients.run import environment
 
 ASK = "List the files."
 ANSWER = "There is one file: notes.txt."
-AGENT_S = 120.0
+AGENT_S = 600.0
 
 
 def call(name: str, arguments: str) -> str:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from lucevisor.api.listening import listen
-from lucevisor.api.server import create_app, serve
+from lucevisor.api.server import create_app, listen, serve
 from tests.api.scripted_model import Rig, Scored, Seen, say
 
 MAX_CONTEXT = 200_000
@@ -32,7 +31,7 @@ async def main(port: int, texts: list[str]) -> None:
         return scripts[min(number, len(scripts) - 1)](seen)
 
     rig.stage.script = script
-    _, url = await serve(create_app(rig.ports), listen("127.0.0.1", port))
+    _, url = await serve(create_app(rig.context), listen("127.0.0.1", port))
     print(url, flush=True)
     await asyncio.Event().wait()
 

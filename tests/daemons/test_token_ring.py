@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -32,16 +33,21 @@ from lucevisor.protocol.steps import (
 from tests.families.golden import opened
 
 N_REGIONS = 4
+VOCABULARY = 200
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[TokenRing, TokenRing]]:
-    plan = ArenaPlan(1, token_region_bytes(3, 4), N_REGIONS, tokens=True)
-    last = Arena.create(plan)
-    first = Arena.attach(os.dup(last.fd), plan, os.dup(last.bells.wake_fd))
-    yield TokenRing(last), TokenRing(first)
-    first.close()
+def arena() -> Iterator[Arena]:
+    last = Arena.create(ArenaPlan(1, token_region_bytes(3, 4), N_REGIONS, tokens=True))
+    yield last
     last.close()
+
+
+@pytest.fixture
+def ends(arena: Arena) -> Iterator[tuple[TokenRing, TokenRing]]:
+    first = Arena.attach(os.dup(arena.fd), arena.plan, os.dup(arena.bells.wake_fd))
+    yield TokenRing(arena, VOCABULARY), TokenRing(first, VOCABULARY)
+    first.close()
 
 
 def rung(bells: Doorbells, region: int, step_id: int) -> float:
@@ -92,6 +98,28 @@ def test_what_nobody_sampled_is_refused(ends: tuple[TokenRing, TokenRing]) -> No
         FollowingStep(first, following(6, 5, 9, 2), rung)(torch.zeros(2))
     with pytest.raises(StateError, match="was not posted"):
         FollowingStep(first, following(6, 5, 9), None)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40])
+@pytest.mark.parametrize("fill", [FollowingStep.put, FollowingStep.queue])
+def test_an_id_outside_the_vocabulary_is_not_embedded(
+    fill: Callable[[FollowingStep, torch.Tensor], None], token: int, ends: tuple[TokenRing, TokenRing]
+) -> None:
+    last, first = ends
+    tell(last, decode(5, 9, 2), Sampled(9, 100), Sampled(2, token))
+    with pytest.raises(StateError, match=rf"step 5: token: id {token} is not one of 200"):
+        fill(FollowingStep(first, following(6, 5, 9), rung), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("head", [(-1, 1), (0, 0), (1, 2**40), (2**40, 1)])
+def test_a_count_beyond_the_region_is_refused(
+    head: tuple[int, int], arena: Arena, ends: tuple[TokenRing, TokenRing]
+) -> None:
+    last, first = ends
+    tell(last, decode(5, 9), Sampled(9, 100))
+    arena.region(5 % N_REGIONS).cast("q")[:2] = memoryview(array("q", head))
+    with pytest.raises(StateError, match="have no room in it"):
+        first.read(5)
 
 
 def verifying(step_id: int, drafts_of: int, *pieces: tuple[int, int]) -> Step:

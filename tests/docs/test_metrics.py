@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from lucevisor.api.app_context import DeviceMetrics, GroupMetrics, SnapshotMetrics
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.ports import DeviceMetrics, GroupMetrics, SnapshotMetrics
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.windows import Windows
 from lucevisor.config import DeviceRef
@@ -74,13 +74,13 @@ async def registry() -> CollectorRegistry:
     """The registry of a server that has all there may be: an engine, groups with devices, snapshots, PFlash."""
     rig = Rig()
     numbers = {field.name: {"full": 1} if field.name == "failures" else 1 for field in fields(SnapshotMetrics)}
-    rig.ports.snapshots = lambda: SnapshotMetrics(**numbers)  # type: ignore[arg-type]
+    rig.context.snapshots = lambda: SnapshotMetrics(**numbers)  # type: ignore[arg-type]
     device = DeviceMetrics(name="left:0", weights=1, state=2, free=3, total=6)
-    rig.ports.groups = lambda: [GroupMetrics("left", "ready", {"exited": 1}, devices=[device])]
+    rig.context.groups = lambda: [GroupMetrics("left", "ready", {"exited": 1}, devices=[device])]
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)
-    rig.ports.compressor = Compressor(settings, Windows(rig.ports.tokenizer, stage))
-    return Metrics(rig.ports)._registry
+    rig.context.compressor = Compressor(settings, Windows(rig.context.tokenizer, stage))
+    return Metrics(rig.context)._registry
 
 
 def families(registry: CollectorRegistry) -> set[Family]:

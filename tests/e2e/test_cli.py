@@ -51,12 +51,12 @@ def test_ctrl_c_in_the_foreground_stops_everything(cli: Cli) -> None:
     process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
     wait_until(cli.ready, 50, "ready")
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 3  # two daemons and a preprocessing worker
+    assert len(children) == 4  # two daemons, a preprocessing worker, and multiprocessing's resource tracker
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert {"listening", "ready", "stopped"} <= {json.loads(line)["event"] for line in output.splitlines()}, output
-    assert not any(alive(c.pid) for c in children)
+    wait_until(lambda: not any(alive(c.pid) for c in children), 20, "no process left")
     assert not (cli.runtime / "lucevisor" / "t").exists()
 
 
@@ -92,21 +92,6 @@ def test_restarts_are_counted_from_the_start(demo_status: dict[str, Any]) -> Non
         samples = re.findall(r"^lucevisor_daemon_restarts_total(\S+) (\S+)$", answer.read().decode(), re.MULTILINE)
     reasons = ("failure", "lack", "operator")
     assert dict(samples) == {f'{{group="{g}",reason="{r}"}}': "0.0" for g in ("left", "right") for r in reasons}
-
-
-def test_status_has_what_scripts_rely_on_while_a_daemon_is_lost(cli: Cli) -> None:
-    os.kill(cli.start(DEMO, "engine.dtype=float32")["groups"][0]["pid"], signal.SIGKILL)
-    seen = set()
-
-    def is_back() -> bool:
-        found = msgspec.convert(cli.status(), Status)
-        seen.add((found.state, found.groups[0].state))
-        return found.state == "ready" and found.groups[0].restarts == 1
-
-    wait_until(is_back, 60, "a restart")
-    assert {state for state, _ in seen} == {"ready", "degraded"}
-    assert {"loading", "ready"} <= {state for _, state in seen}
-    cli.stop()
 
 
 def test_status_has_the_same_before_there_is_an_engine() -> None:

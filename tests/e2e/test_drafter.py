@@ -27,10 +27,8 @@ from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
-from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config
-from tests.e2e.test_faults import post
 
 TARGET = GOLDEN / "qwen35" / "model.gguf"
 DFLASH = GOLDEN / "dflash" / "drafter-upstream.gguf"
@@ -193,18 +191,6 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
         before = n_steps(service)
         assert (await generate(service, prompt, N)) == wanted
         assert n_steps(service) - before < 40, "it drafts again"
-
-
-async def test_killing_the_output_stage_takes_its_drafter_along_and_both_come_back(tmp_path: Path) -> None:
-    prompt, wanted = trace("qwen35_mtp_draft")
-    async with running(two_groups(tmp_path, MTP, ""), tmp_path) as service:
-        await drafting(service)
-        pid = service.groups["right"].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: service.state == "degraded")
-        await until(lambda: service.state == "ready" and service.deployment.drafting)
-        assert await generate(service, prompt, N) == wanted
 
 
 async def test_a_drafter_whose_daemon_cannot_start_holds_nothing_up(tmp_path: Path) -> None:
@@ -379,32 +365,3 @@ def test_a_service_can_be_made_without_its_drafter_being_placed(tmp_path: Path) 
         return draft_of(Service(config, open_model(config), tmp_path, SilentDisplay()))
 
     assert asyncio.run(shown()) == {"kind": "auto", "state": "none", "reason": ""}
-
-
-# ---- the demo
-
-
-@pytest.fixture(scope="module")
-def demos(forker: Forker) -> Iterator[dict[str, dict[str, Any]]]:
-    """The bundled demo as it is, and without drafts."""
-    cli = Cli(forker)
-    try:
-        yield {
-            "with": cli.start(DEMO, "engine.dtype=float32", name="with"),
-            "without": cli.start(DEMO, "engine.dtype=float32", "draft.kind=off", name="without"),
-        }
-        cli.stop("with")
-        cli.stop("without")
-    finally:
-        cli.close()
-
-
-@pytest.mark.parametrize("question", ["What does os.path.join do?"])
-def test_the_demo_answers_the_same_with_its_drafter(demos: dict[str, dict[str, Any]], question: str) -> None:
-    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 80}
-    answers = {name: post(f"{one['url']}/v1/chat/completions", body) for name, one in demos.items()}
-    assert {code for code, _ in answers.values()} == {200}
-    said = {name: answer["choices"][0]["message"]["content"] for name, (_, answer) in answers.items()}
-    assert said["with"] == said["without"]
-    assert demos["with"]["draft"]["kind"] == "dflash"
-    assert demos["without"]["draft"]["kind"] == "off"

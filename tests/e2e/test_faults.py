@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,11 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+from gguf import GGUFReader
 
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli, alive, wait_until
+from tests.e2e.promised_status import Status
+from tests.e2e.service import GOLDEN, write_config
 
 QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 24}
 
@@ -53,21 +57,6 @@ def shared(forker: Forker) -> Iterator[Cli]:
 
 def group(status: dict[str, Any], name: str) -> dict[str, Any]:
     return next(g for g in status["groups"] if g["name"] == name)
-
-
-@pytest.mark.parametrize("victim", ["left", "right"])
-def test_a_daemon_killed_while_idle_comes_back_and_the_next_answer_is_right(shared: Cli, victim: str) -> None:
-    status = shared.status()
-    before = answer(status)
-    other = next(g for g in status["groups"] if g["name"] != victim)
-    os.kill(group(status, victim)["pid"], signal.SIGKILL)
-    n_restarts = group(status, victim)["restarts"]
-    wait_until(lambda: group(shared.status(), victim)["restarts"] == n_restarts + 1, 30, "a restart")
-    wait_until(lambda: shared.status()["state"] == "ready", 30, "ready again")
-    now = shared.status()
-    assert group(now, victim)["pid"] != group(status, victim)["pid"]
-    assert group(now, other["name"])["pid"] == other["pid"], "the sibling keeps its process and its weights"
-    assert answer(status) == before
 
 
 LONG = {"prompt": "import os\n", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -124,8 +113,9 @@ def unready(status: dict[str, Any]) -> str:
 def test_while_a_shard_is_away_new_requests_wait_and_ready_says_why(shared: Cli) -> None:
     status = shared.status()
     before = answer(status)
+    other = group(status, "right")["pid"]
     os.kill(group(status, "left")["pid"], signal.SIGKILL)
-    wait_until(lambda: shared.status()["state"] == "degraded", 20, "degraded")
+    wait_until(lambda: msgspec.convert(shared.status(), Status).state == "degraded", 20, "degraded")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{status['url']}/ready", timeout=20)
     assert refused.value.code == 503
@@ -138,31 +128,36 @@ def test_while_a_shard_is_away_new_requests_wait_and_ready_says_why(shared: Cli)
     with urllib.request.urlopen(f"{status['url']}/health", timeout=20) as health:
         assert health.status == 200
     assert answer(status) == before, "it waited for the group"
-    assert shared.status()["state"] == "ready"
+    now = shared.status()
+    assert now["state"] == "ready"
+    assert group(now, "right")["pid"] == other, "the sibling keeps its process and its weights"
 
 
-def test_a_killed_supervisor_leaves_no_daemon(cli: Cli) -> None:
-    status = cli.start()
-    daemons = [g["pid"] for g in status["groups"]]
-    os.kill(status["pid"], signal.SIGKILL)
-    wait_until(lambda: not any(alive(pid) for pid in daemons), 60, "daemons gone")
-    again = cli.start()  # the stale run directory is no obstacle
-    assert again["state"] == "ready"
+@pytest.mark.parametrize(
+    ("tensor", "stage"),
+    [("blk.1.ffn_down.weight", "stage 0 (group left)"), ("output_norm.weight", "stage 1 (group right)")],
+)
+def test_a_stage_that_computes_no_numbers_is_named(cli: Cli, tmp_path: Path, tensor: str, stage: str) -> None:
+    """Its weights are finite, and so large that what it computes is not."""
+    model = tmp_path / "model.gguf"
+    shutil.copy(GOLDEN / "qwen35" / "model.gguf", model)
+    [found] = [one for one in GGUFReader(model, "r+").tensors if one.name == tensor]
+    found.data[:] = 3e38
+    found.data.base.flush()
+    config = write_config(tmp_path, model, {"left": 1, "right": 1}, ["0-4", "4-8"], '[draft]\nkind = "off"\n')
+    status = cli.start(config, "engine.dtype=float32")
+    code, body = post(f"{status['url']}/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4})
+    assert (code, body["error"]["code"]) == (500, "invalid_logits")
+    assert f"{stage} computed numbers that are NaN or infinite" in body["error"]["message"]
+    assert f"{stage} computed numbers that are NaN or infinite" in unready(status)
+    now = cli.status()
+    assert [(g["state"], g["restarts"]) for g in now["groups"]] == [("ready", 0), ("ready", 0)]
+    assert (now["engine"]["running"], now["engine"]["pages"]["used"]) == (0, 0)
+    assert "logits are not numbers" in cli.run("logs", "--level", "error").stdout
     cli.stop()
 
 
-def test_fifty_stops_at_once_are_one_clean_stop(cli: Cli) -> None:
-    status = cli.start()
-    pids = [status["pid"], *(g["pid"] for g in status["groups"])]
-    socket = cli.runtime / "lucevisor" / "t" / "admin.sock"
-    with concurrent.futures.ThreadPoolExecutor(50) as pool:
-        list(pool.map(lambda _: ask_stop(socket), range(50)))
-    wait_until(lambda: not any(alive(pid) for pid in pids), 20, "everything gone")
-    assert not socket.parent.exists()
-
-
-@pytest.mark.parametrize("n_stops", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops: int) -> None:
+def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli) -> None:
     status = cli.start()
     url = f"{status['url']}/v1/completions"
     body = {"prompt": "import os\n", "max_tokens": 3000, "ignore_eos": True}
@@ -171,7 +166,7 @@ def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops
         lines = pool.submit(stream, url, body | {"stream": True}, begun := threading.Event())
         assert begun.wait(10), "the stream has begun"
         wait_until(lambda: cli.status()["engine"]["running"] == 2, 30, "both requests run")
-        for _ in range(n_stops):
+        for _ in range(3):
             os.kill(status["pid"], signal.SIGINT)
             time.sleep(0.05)
         code, answer = whole.result(timeout=30)
@@ -181,17 +176,7 @@ def test_several_stops_at_once_end_requests_with_shutting_down(cli: Cli, n_stops
     wait_until(lambda: not alive(status["pid"]), 30, "the supervisor is gone")
 
 
-def ask_stop(socket: Path) -> None:
-    from lucevisor.cli.admin_client import AdminClient
-    from lucevisor.errors import NotRunningError
-
-    with contextlib.suppress(NotRunningError):  # others were quicker
-        AdminClient(socket).call("POST", "/stop")
-
-
-@pytest.mark.parametrize(
-    "delay_s", [0.0, 0.6, 1.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.3, 1.0, 2.2, 3.0))]
-)
+@pytest.mark.parametrize("delay_s", [0.0, 1.0])
 def test_a_stop_in_each_phase_of_the_start_is_clean(cli: Cli, delay_s: float) -> None:
     process = cli.popen("start", str(DEMO), "--name", "t", "--set", "server.port=0")
     pid_file = cli.runtime / "lucevisor" / "t" / "pid"

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from lucevisor.api.ports import ModelCard, Ports
-from lucevisor.api.prompts.sampling import sampling_params
-from lucevisor.api.prompts.schemas import GenerationBody
+from lucevisor.api.app_context import AppContext, ModelCard
+from lucevisor.api.parameters import sampling_params
+from lucevisor.api.schemas import GenerationBody
 from lucevisor.app.model_cards import FamilyCard, card_files
 from lucevisor.model.families import open_spec
 from tests.api.scripted_model import tokenizer
@@ -34,7 +34,7 @@ async def test_temperature_0_gives_the_likeliest_tokens(name: str, model: str, t
     spec = open_spec(path)
     assert spec.architecture in card.architectures
     direct = card.sampling_without_thinking
-    ports = Ports(
+    context = AppContext(
         model=ModelCard(name="m", created_s=0),
         tokenizer=tokenizer(),
         template=None,
@@ -47,13 +47,13 @@ async def test_temperature_0_gives_the_likeliest_tokens(name: str, model: str, t
     async with running(config, tmp_path) as service:
         assert service.engine is not None
         for is_direct in (False, True):
-            greedy = sampling_params(GenerationBody(temperature=0.0), ports, 1, -1, direct=is_direct)
+            greedy = sampling_params(GenerationBody(temperature=0.0), context, 1, -1, direct=is_direct)
             answer = await generate(service, ids, N, greedy)
             rows = await service.engine.run_ids([*ids, *answer], want_hidden=False, rows_per_step=32)
             assert answer == rows.logits[len(ids) - 1 : -1].argmax(axis=1).tolist()
         # A penalty that was asked for counts what is generated: a token of the prompt loses nothing.
         asked = sampling_params(
-            GenerationBody(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0), ports, 1, -1
+            GenerationBody(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0), context, 1, -1
         )
         best = (await service.engine.run_ids(ids, want_hidden=False, rows_per_step=32)).logits.argmax(axis=1).tolist()
         n = max(n for n in range(1, len(ids) + 1) if best[n - 1] in ids[:n])

@@ -26,7 +26,7 @@ def workers(supervisor: int) -> set[int]:
     found = set()
     for child in psutil.Process(supervisor).children():
         try:
-            if "lucevisor.api.prompts.worker" in child.cmdline():
+            if "--multiprocessing-fork" in child.cmdline():
                 found.add(child.pid)
         except psutil.NoSuchProcess:
             continue

@@ -113,13 +113,6 @@ async def test_drafts_change_neither_answers_nor_what_is_remembered(
     assert [(one.answers, one.cached) for one in plain] == [(one.answers, one.cached) for one in drafted]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MODELS)
-async def test_40_conversations_of_every_family(name: str, tmp_path: Path) -> None:
-    check(*await arms(MODELS[name], tmp_path, 40))
-
-
 RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(30))
 
 

@@ -1,6 +1,7 @@
-"""Daemons killed and stopped at random moments beside eight streams: nobody notices more than a pause.
+"""Daemons killed and restarted at random moments beside eight streams: nobody notices more than a pause.
 
 Oracle: the same service before the first fault, in float32.  Greedy and seeded requests, prompts of one to four chunks.
+The same with every kind of signal and more set-ups: test_chaos.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import itertools
 import os
 import random
 import signal
-import statistics
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.scheduling import batching
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.states import State
 from tests.e2e.service import generate, generate_all
 from tests.e2e.test_speculation import CASES, WIDTH, Case, config_of, prompts_of
 
@@ -109,33 +107,21 @@ class Streams:
             self._ended = True
 
 
-async def fault(service: Service, group: str, signal_number: signal.Signals) -> float:
-    """Send a signal to a group's daemon; return how long requests paused."""
+async def kill(service: Service, group: str) -> None:
+    """Kill a group's daemon; return when it is replaced and requests are served."""
     pid = service.groups[group].pid
     assert pid is not None
-    began = time.monotonic()
-    os.kill(pid, signal_number)
+    os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(60):
         while service.groups[group].pid == pid or service.state != "ready":  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    return time.monotonic() - began
 
 
-async def faults(streams: Streams, n: int, rng: random.Random, signal_number: signal.Signals) -> list[float]:
-    """Faults of each group in turn, at random moments; every fourth hits another group while one is away."""
-    service, pauses = streams.service, []
-    names = list(service.groups)
-    for i in range(n):
+async def kills(streams: Streams, rng: random.Random) -> None:
+    """Kill a daemon at a random moment, then another."""
+    for group in list(streams.service.groups)[:2]:
         await asyncio.sleep(rng.uniform(0.0, 0.25))
-        also = names[(i + 1) % len(names)]
-        async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(fault(service, names[i % len(names)], signal_number))
-            if i % 4 == 3:
-                await asyncio.sleep(rng.uniform(0.0, 0.1))
-                if service.groups[also].state is State.READY:
-                    tasks.create_task(fault(service, also, signal_number))
-        pauses.append(first.result())
-    return pauses
+        await kill(streams.service, group)
 
 
 CONFIGURATIONS = [
@@ -146,15 +132,12 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize(("case", "n_groups", "place"), CONFIGURATIONS)
-@pytest.mark.parametrize("n_faults", [2, pytest.param(200, marks=pytest.mark.slow)])
-async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, place: str, n_faults: int) -> None:
+async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, place: str) -> None:
     async with serving(case, tmp_path, n_groups, place) as service:
         streams = Streams(service, prompts_of(case, 9))
         await streams.learn()
         async with streams.running():
-            pauses = await faults(streams, n_faults, random.Random(n_groups), signal.SIGKILL)
-        print(f"{n_faults} kills, {streams.n_answers} answers: pause {statistics.median(pauses):.2f} s, "
-              f"worst {max(pauses):.2f} s")  # fmt: skip
+            await kills(streams, random.Random(n_groups))
         assert streams.wrong == []
         replayed = [one.loaded.replayed for one in service.groups.values() if one.loaded is not None]
         assert any(replayed) == (case is not CONFIGURATIONS[2].values[0]), "while it loaded, but for sliding layers"
@@ -166,13 +149,9 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.running == now.queued == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "n_groups", "place"),
-    [("mtp", 3, "tail"), pytest.param("dflash2", 2, "tail", marks=pytest.mark.slow), ("dflash2", 2, "alone")],
-)
-@pytest.mark.parametrize("n_faults", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "n_groups", "place"), [("mtp", 3, "tail"), ("dflash2", 2, "alone")])
 async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
-    tmp_path: Path, name: str, n_groups: int, place: str, n_faults: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, n_groups: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter is asked now and then; in between decodes run ahead of their tokens."""
     asked, n_ahead = itertools.count(), 0
@@ -191,7 +170,7 @@ async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
         streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=80)
         await streams.learn()
         async with streams.running():
-            await faults(streams, n_faults, random.Random(n_groups), signal.SIGKILL)
+            await kills(streams, random.Random(n_groups))
         assert streams.wrong == []
         assert service.engine is not None
         now = service.engine.statistics()
@@ -205,47 +184,30 @@ GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
 
 
 @pytest.mark.parametrize(
-    ("case", "n_groups", "n_rounds"),
+    ("case", "n_groups"),
     [
-        pytest.param(CASES["mtp"], 3, 1, id="recurrent, mtp drafter, 3 groups"),
-        pytest.param(GEMMA, 2, 1, id="sliding, 2 groups", marks=pytest.mark.slow),
-        *(
-            pytest.param(case, n, 40, id=f"{name}, many", marks=pytest.mark.slow)
-            for name, case, n in (("mtp", CASES["mtp"], 3), ("sliding", GEMMA, 2), ("one group", PLAIN, 1))
-        ),
+        pytest.param(CASES["mtp"], 3, id="recurrent, mtp drafter, 3 groups"),
+        pytest.param(GEMMA, 2, id="sliding, 2 groups", marks=pytest.mark.slow),
+        pytest.param(PLAIN, 1, id="recurrent, one group", marks=pytest.mark.slow),
     ],
 )
-async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case, n_groups: int, n_rounds: int) -> None:
+async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case, n_groups: int) -> None:
     async with serving(case, tmp_path, n_groups) as service:
         streams = Streams(service, prompts_of(case, 9))
         await streams.learn()
         async with streams.running():
-            for _ in range(n_rounds):
-                for group in service.groups:
-                    await AdminOperations(service).restart(group, now=False)
+            for group in service.groups:
+                await AdminOperations(service).restart(group, now=False)
         assert streams.wrong == []
         assert service.engine is not None
         now = service.engine.statistics().recovery
-        print(f"{now.pauses['restart'].n} restarts, {streams.n_answers} answers, {now.n_kept} tokens kept, paused "
-              f"{now.pauses['restart'].seconds:.2f} s, worst {now.longest_pause_s:.2f} s")  # fmt: skip
-        assert (now.pauses["restart"].n, now.pauses["loss"].n) == (n_groups * n_rounds, 0)
+        assert (now.pauses["restart"].n, now.pauses["loss"].n) == (n_groups, 0)
         assert now.n_kept > 0
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
         assert service.engine.statistics().cache.n_slots > 0
         if case.kind != "off":
             assert service.deployment.drafting
             assert any(map(service.engine.prefixes.drafted, service.engine.prefixes.slots)), "its context went along"
-
-
-@pytest.mark.parametrize("n_faults", [1, pytest.param(20, marks=pytest.mark.slow)])
-async def test_stopped_daemons_change_no_token(tmp_path: Path, n_faults: int) -> None:
-    case = CASES["dflash"]
-    async with serving(case, tmp_path, 2, heartbeat_s=0.8, busy_heartbeat_s=0.8, stacks_s=0.1) as service:
-        streams = Streams(service, prompts_of(case, 9))
-        await streams.learn()
-        async with streams.running():
-            await faults(streams, n_faults, random.Random(1), signal.SIGSTOP)
-        assert streams.wrong == []
 
 
 async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
-import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,63 +59,24 @@ SPLITS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("case", "n_moves"),
-    [
-        pytest.param(CASES["mtp"], 2, id="recurrent, mtp drafter"),
-        *(
-            pytest.param(case, 40, id=f"{name}, many", marks=[pytest.mark.slow, pytest.mark.timeout(900)])
-            for name, case in (("plain", PLAIN), ("mtp", CASES["mtp"]), ("sliding", GEMMA))
-        ),
-    ],
-)
-async def test_moves_change_no_token(tmp_path: Path, case: Case, n_moves: int) -> None:
+@pytest.mark.parametrize("case", [pytest.param(CASES["mtp"], id="mtp"), pytest.param(GEMMA, id="sliding")])
+async def test_moves_change_no_token(tmp_path: Path, case: Case) -> None:
     async with serving(case, tmp_path, 2) as service:
         streams = Streams(service, prompts_of(case, 9))
         await streams.learn()
         async with streams.running():
-            for i in range(n_moves):
-                devices, split = SPLITS[i % len(SPLITS)]
+            for devices, split in SPLITS[:2]:
                 await asyncio.sleep(0.1)
                 await AdminOperations(service).reload(changed(service, devices, split))
                 assert [name for name, _, _ in layers_of(service)] == devices
         assert streams.wrong == []
         assert service.engine is not None
         now = service.engine.statistics().recovery
-        print(f"{n_moves} moves, {streams.n_answers} answers, {now.n_kept} tokens kept, paused "
-              f"{now.pauses['reload'].seconds:.2f} s, worst {now.longest_pause_s:.2f} s")  # fmt: skip
-        assert (now.pauses["reload"].n, now.pauses["loss"].n) == (n_moves, 0)
+        assert (now.pauses["reload"].n, now.pauses["loss"].n) == (2, 0)
         assert now.n_kept > 0
         assert (now.n_rebuilt, now.n_tokens) == (0, 0)
         assert service.engine.statistics().cache.n_slots > 0
         assert now.held == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_daemons_killed_while_layers_move_change_no_token(tmp_path: Path) -> None:
-    """Of the earlier deployment or of the later one, at any moment: a move happens or not, and requests go on."""
-    rng, n_refused = random.Random(5), 0
-    async with serving(CASES["mtp"], tmp_path, 2) as service:
-        streams = Streams(service, prompts_of(CASES["mtp"], 9))
-        await streams.learn()
-        async with streams.running():
-            for i in range(24):
-                devices, split = SPLITS[i % len(SPLITS)]
-                move = asyncio.create_task(AdminOperations(service).reload(changed(service, devices, split)))
-                await asyncio.sleep(rng.uniform(0.0, 1.5))
-                pids = [group.pid for one in service._deployments for group in one.groups.values() if group.pid]
-                os.kill(rng.choice(pids), signal.SIGKILL)
-                try:
-                    await move
-                except LucevisorError as error:
-                    n_refused += 1
-                    print(error)
-                assert await service.wait_ready(60.0), service.reason()
-        print(f"{n_refused} of 24 moves refused, {streams.n_answers} answers")
-        assert streams.wrong == []
-        assert len(service._deployments) == 1
-        assert n_refused < 24
 
 
 async def test_what_cannot_be_reloaded_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

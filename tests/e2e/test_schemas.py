@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from pathlib import Path
 
 import jsonschema
@@ -112,33 +110,3 @@ def test_a_random_model_gives_valid_answers_with_and_without_drafts(tmp_path: Pa
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_200_schemas_with_and_without_drafts(model: str, tmp_path: Path) -> None:
     check(model, schemas(), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_killed_daemon_changes_no_constrained_answer(tmp_path: Path) -> None:
-    """Requests are computed again; what their grammars took before is not taken twice."""
-    words, wanted = tokenizer_of("random"), [WRITTEN[i] for i in (14, 33, 43, 50, 51, 52)]
-    n_layers = open_spec(MODELS["random"]).n_layers
-    config = write_config(
-        tmp_path, MODELS["random"], {"a": 1, "b": 1}, ["0-4", f"4-{n_layers}"], ENGINE + DRAFTS["random"]
-    )
-
-    async def run() -> None:
-        async with running(config, tmp_path) as service:
-            assert service.engine is not None
-            right = [tokens for tokens, _ in await answers(service, words, wanted, "random")]
-            scheduler = service.engine._scheduler
-            half = scheduler.n_generated_tokens + sum(map(len, right)) // 3
-            again = asyncio.create_task(answers(service, words, wanted, "random"))
-            while scheduler.n_generated_tokens < half:  # noqa: ASYNC110 - it has no event; some are half answered
-                await asyncio.sleep(0.001)
-            for group in ("b", "a"):
-                pid = service.groups[group].pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-            found = await again
-            assert [tokens for tokens, _ in found] == right
-            assert {end.reason for _, end in found} == {"stop"}
-            assert service.engine.statistics().recovery.n_sequences > 0
-
-    asyncio.run(run())

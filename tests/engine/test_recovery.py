@@ -112,6 +112,18 @@ async def test_what_may_kill_a_daemon_is_not_tried_for_ever() -> None:
     assert killer.finished.error == LOST
 
 
+async def test_a_prompt_that_waits_for_its_turn_survives_any_number_of_losses() -> None:
+    toy = ready(max_sequences=2, pools=PoolSizes(16, 0, 2))
+    asked = [request("a", range(300), n=4), request("b", range(7, 307), n=4)]
+    first, second = (toy.engine.submit(one) for one in asked)
+    for _ in range(N_LOSSES):
+        toy.lose()  # before a chunk of the second prompt was sent
+        toy.attach()
+    assert first.finished is not None
+    toy.run()
+    assert told(await events_of(second))[0] == toy.alone(asked[1])
+
+
 async def test_a_request_that_makes_progress_survives_any_number_of_losses() -> None:
     toy = ready()
     one = request("a", n=3 * N_LOSSES)

@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-from lucevisor.api.prompts.schemas import (
-    HARMLESS,
-    NEUTRAL,
-    REFUSED,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
+from lucevisor.api.dialects.llamacpp import DetokenizeBody, TokenizeBody
+from lucevisor.api.dialects.openai_chat import ChatBody
+from lucevisor.api.dialects.openai_completions import CompletionBody
+from lucevisor.api.schemas import HARMLESS, NEUTRAL, REFUSED
 from tests.api.scripted_model import MODEL
 from tests.fuzz.steady import mutated
 

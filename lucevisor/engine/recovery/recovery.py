@@ -3,8 +3,8 @@
 Pure; ``now`` (seconds, monotonic) is an argument.  Knows neither daemons nor steps.  Held requests keep all their
 tokens and nothing in the shards; they go on once every shard is back.
 Invariants: a hold begins only when a pipeline that served is lost, and ends once, by a new pipeline or by giving up; a
-request that was running at ``max_losses`` losses in a row, without a token in between, is not tried again: it may be
-what kills the daemon, and others would never be served again.
+request that was being computed at ``max_losses`` losses in a row, without a token in between, is not tried again: it
+may be what kills the daemon, and others would never be served again.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ class Recovery:
     def survives(self, record: RequestRecord) -> bool:
         """Count the last loss or restart under a running request, once; return whether it is held."""
         if record.loss != self._n_begun:
-            n_known, counts = len(record.tokens), self._reason == "loss"
+            n_known, lost = len(record.tokens), self._reason == "loss"
+            counts = lost and record.n_in_flight > 0  # what only waited for its next chunk killed nobody
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
-            record.recovered = record.recovered or counts
+            record.recovered = record.recovered or lost
             record.loss, record.lost_at = self._n_begun, n_known
             record.paused_at = self.since if record.paused_at is None else record.paused_at
             self._totals = replace(self._totals, n_sequences=self._totals.n_sequences + 1)

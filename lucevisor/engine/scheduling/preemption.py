@@ -61,18 +61,29 @@ class Places:
                 self._by_service.append(record)
         self._by_service.sort(key=lambda record: (-record.stint(chunk), record.arrival))
         self._most = max(self._held.values(), default=0)
+        self._by_share: dict[str, RequestRecord | None] = {}  # by client, what _richer found
+        self._longest = self._by_service[0].stint(chunk) if self._by_service else 0
 
     def victim(self, record: RequestRecord) -> RequestRecord | None:
         """Return the running request that gives way to a waiting one; None if it has to wait."""
         client = record.request.client_id
-        if self._most >= self._held[client] + 2:
-            richest = (one for one in self._by_service if self._held[one.request.client_id] == self._most)
-            found = next(richest, None)
-            if found is not None and self._shares.lead(client) <= self._shares.lead(found.request.client_id):
-                return found
+        if client not in self._by_share:
+            self._by_share[client] = self._richer(client)
+        if (found := self._by_share[client]) is not None:
+            return found
         if record.started_at is not None:
             return None
         return next(self.shorter(record.request, record.size), None)
+
+    def _richer(self, client: str) -> RequestRecord | None:
+        """Return the running request that gives way to any request of a client, as its own client has two more."""
+        if self._most < self._held[client] + 2:
+            return None
+        richest = (one for one in self._by_service if self._held[one.request.client_id] == self._most)
+        found = next(richest, None)
+        if found is None or self._shares.lead(client) > self._shares.lead(found.request.client_id):
+            return None
+        return found
 
     def shorter(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
         """Return the running requests that give way to one with so many tokens to prefill, as it is shorter than their
@@ -80,7 +91,10 @@ class Places:
 
         Each has its client's own sequence, or that of a client with more sequences.
         """
-        own, n_steps = self._held[request.client_id], -(-n_prompt // self._chunk) + request.max_tokens
+        n_steps = -(-n_prompt // self._chunk) + request.max_tokens
+        if n_steps > self._longest:  # nearly all of a long queue
+            return
+        own = self._held[request.client_id]
         for record in self._by_service:
             served = record.stint(self._chunk)
             if served < n_steps:

@@ -1,0 +1,311 @@
+"""The objects that all handlers share, filled in by the supervisor.
+
+`engine`, `max_context` and `max_sequences` are set once the placement is known; requests get a 503 until then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+from lucevisor.api.keys import ApiKeys
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest
+from lucevisor.compression.compressor import Compressor
+from lucevisor.engine.request import Event, GenerationRequest
+from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.errors import LucevisorError
+from lucevisor.text.grammar.matcher import GrammarCompiler
+from lucevisor.text.preamble import Normalise
+from lucevisor.text.template import ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
+    """One request that is over.  Times in seconds: `started_s` and `ended_s` on the monotonic clock, `queue_s` and
+    `first_token_s` from the start; `first_token_s` is None if it generated nothing.
+
+    `headers` carry the caller's trace context (traceparent, tracestate).
+    """
+
+    method: str
+    path: str
+    status: int
+    headers: Mapping[str, str]
+    request_id: str
+    key: str
+    model: str
+    started_s: float
+    ended_s: float
+    generates: bool
+    queue_s: float
+    first_token_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    accepted_tokens: int
+    error: str
+
+
+Trace = Callable[[RequestTrace], str]
+"""Takes a request; returns its trace id in hexadecimal digits, empty if it is not traced."""
+
+
+def no_trace(_: RequestTrace) -> str:
+    """Trace nothing."""
+    return ""
+
+
+class RequestHandle(Protocol):
+    """One running request.  The last event is a FinishedEvent; leaving the `with` block cancels the request."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    def cancel(self) -> None:
+        """Cancel the request; idempotent; a FinishedEvent follows in the stream."""
+
+    def __enter__(self) -> RequestHandle: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class EngineClient(Protocol):
+    """The engine, as seen by the API."""
+
+    @property
+    def holding(self) -> bool:
+        """Whether requests wait for a daemon that was lost."""
+
+    def submit(self, request: GenerationRequest, /) -> RequestHandle:
+        """Queue a request; raises lucevisor.engine.request.SubmitError if it is rejected."""
+
+    def statistics(self) -> EngineStatistics:
+        """Return the current counters; called at each scrape."""
+
+
+Reader = Callable[[dict[str, Any], "AppContext"], PreparedRequest | bytes]
+"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name."""
+
+
+class PreprocessorClient(Protocol):
+    """Preprocesses bodies that are too long for the event loop."""
+
+    def start(self, ctx: AppContext, /) -> None:
+        """Start in the background; otherwise the first body waits for the start."""
+
+    async def read(
+        self, reader: Reader, body: Sequence[bytes], ctx: AppContext, /
+    ) -> PreparedRequest | EncodedResponse:
+        """Return the request prepared from a body, or the response to it; raises ApiError."""
+
+    async def close(self) -> None:
+        """Stop all work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """Description of the served model.
+
+    `created_s`: Unix time; `fingerprint`: changes whenever outputs may change; `facts`: the file's metadata but lists.
+    """
+
+    name: str
+    created_s: int
+    fingerprint: str = ""
+    size_bytes: int = 0
+    path: str = ""
+    architecture: str = ""
+    quant: str = ""
+    n_parameters: int = 0
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def tagged(self) -> str:
+        """The name as Ollama writes it, with a tag; its clients add this one to any name without."""
+        return self.name if ":" in self.name else f"{self.name}:latest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Default sampling parameters; the field defaults are those of OpenAI's API."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object], plain: SamplingDefaults | None = None) -> SamplingDefaults:
+        """Read `general.sampling.*`; keys that are absent, not numbers or out of range keep what `plain` has."""
+        plain = plain or cls()
+
+        def number(key: str, default: float, low: float, high: float) -> float:
+            value = metadata.get(f"general.sampling.{key}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                return default
+            return float(value)
+
+        return cls(
+            temperature=number("temp", plain.temperature, 0.0, 2.0),
+            top_k=int(number("top_k", plain.top_k, 0, 2**31 - 1)),
+            top_p=number("top_p", plain.top_p, 0.0, 1.0),
+            min_p=number("min_p", plain.min_p, 0.0, 1.0),
+            repetition_penalty=number("penalty_repeat", plain.repetition_penalty, 0.01, 100.0),
+            presence_penalty=plain.presence_penalty,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NotReadyPart:
+    """Something that keeps the pipeline from being ready: `name` as in the configuration, such as "group left"."""
+
+    name: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMetrics:
+    """Memory of a device in bytes; `name` is GROUP:INDEX.  `total` is 0 where it is not known."""
+
+    name: str
+    weights: int
+    state: int
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMetrics:
+    """One backend group for the metrics.  `restarts`: count by reason, from a closed list.  `spare_bytes`: resident, of
+    each spare that is warm.  `rss_bytes`: resident, of the daemon."""
+
+    name: str
+    state: str
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    spare_bytes: Sequence[int] = ()
+    rss_bytes: int = 0
+    devices: Sequence[DeviceMetrics] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMetrics:
+    """Snapshots for metrics and status.
+
+    ``n_files``, ``file_bytes``: usable files of this model; the rest is counted since the start.  ``restore_s``: from
+    the decision until the slot is in use.  ``failures``: count by reason, for every possible reason.
+    """
+
+    n_files: int
+    file_bytes: int
+    n_saved: int
+    saved_bytes: int
+    save_s: float
+    n_restored: int
+    restored_bytes: int
+    restore_s: float
+    failures: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """Limits of the HTTP side.  `host` is the configured bind address; times in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    allow_open: bool = False
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 1024 * 1024
+    body_timeout_s: float = 60.0  # from the head of a request to the end of its body
+    max_bodies_bytes: int = 256 * 1024 * 1024  # of all bodies in memory; beyond it: 429
+    preprocess_memory_bytes: int = 1024 * 1024 * 1024  # per body; beyond it: 413
+    preprocess_timeout_s: float = 60.0  # per body; beyond it: 413
+    stored_responses: int = 1024  # of the Responses API; the least recently used go first
+    stored_bytes: int = 64 * 1024 * 1024  # of all of them, with their conversations
+    max_waiting_bodies: int = 1024  # bodies waiting for a worker; beyond it: 429
+    write_timeout_s: float = 60.0  # in which a client must take something of what waits for it
+    head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
+    max_head_bytes: int = 64 * 1024  # request line and fields together
+    idle_timeout_s: float = 75.0  # between two requests of a connection
+    max_connections: int = 1024
+    keepalive_s: float = 15.0  # silence before a stream gets a comment line, so that proxies keep it open
+    retry_after_s: int = 5  # Retry-After of a 503 without a better estimate
+    normalise: Normalise = "off"  # volatile lines of system prompts
+
+
+_MAX_PROMPT: Final = 2**20
+RETRY_AFTER_S: Final = (1, 3600)
+"""Bounds of Retry-After."""
+
+
+def _not_known() -> float | None:
+    return None
+
+
+def _no_status() -> dict[str, object]:
+    return {}
+
+
+def _no_restart(group: str, now: bool, /) -> None:
+    raise LucevisorError(f"group {group!r} cannot be restarted here")
+
+
+def _no_groups() -> Sequence[GroupMetrics]:
+    return ()
+
+
+def _no_snapshots() -> SnapshotMetrics | None:
+    return None
+
+
+@dataclass(slots=True, kw_only=True)
+class AppContext:
+    """Everything handlers use.  `not_ready` returns an empty sequence when the pipeline is ready; it must not block."""
+
+    model: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    not_ready: Callable[[], Sequence[NotReadyPart]]
+    preprocessor: PreprocessorClient | None = None  # None: long bodies are rejected
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    direct_defaults: SamplingDefaults | None = None  # where a prompt switches thinking off; None: as otherwise
+    efforts: Mapping[str, int] = field(default_factory=dict)  # thinking budgets in place of the usual ones
+    stop_ids: frozenset[int] = frozenset()  # tokens that end an answer besides the file's own
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    admin_keys: ApiKeys = field(default_factory=ApiKeys)  # none: no restarts over HTTP
+    settings: ApiSettings = field(default_factory=ApiSettings)
+    ready_in_s: Callable[[], float | None] = _not_known  # None: not known
+    groups: Callable[[], Sequence[GroupMetrics]] = _no_groups
+    status: Callable[[], Mapping[str, object]] = _no_status  # the JSON of `lucevisor status --json`
+    restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
+    snapshots: Callable[[], SnapshotMetrics | None] = _no_snapshots  # None while they are off
+    trace: Trace = no_trace  # of every request that is over, but for health checks and the like
+    log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
+    banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
+    engine: EngineClient | None = None
+    compressor: Compressor | None = None  # of PFlash; None while it is off
+    max_context: int = 0  # tokens; 0: not known yet
+    max_sequences: int = 0
+    boundary_row_bytes: int = 0  # of a token's hidden states, from stage to stage
+    grammars: GrammarCompiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(self.tokenizer)
+
+    @property
+    def max_prompt(self) -> int:
+        """One more than the tokens of the longest prompt; with PFlash, of one that fits when it is shortened."""
+        if self.compressor is None:
+            return self.max_context
+        return min(_MAX_PROMPT, int(self.max_context / self.compressor.settings.least_share))
+
+    def retry_after_s(self) -> int:
+        """Return the Retry-After of a 503 while the pipeline is down."""
+        wait_s, (least, most) = self.ready_in_s(), RETRY_AFTER_S
+        return self.settings.retry_after_s if wait_s is None else min(most, max(least, math.ceil(wait_s)))

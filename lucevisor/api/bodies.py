@@ -1,0 +1,127 @@
+"""Reads and prepares request bodies: short ones on the event loop, long ones in the preprocessing workers.
+
+The event loop processes at most one body of INLINE_BYTES per iteration, and the bytes of all bodies in memory are
+bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from lucevisor.api.access import check_content_type
+from lucevisor.api.app_context import ApiSettings, AppContext, Reader
+from lucevisor.api.constraint import compiled, constrains
+from lucevisor.api.errors import ApiError
+from lucevisor.api.parameters import searches_vocabulary
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest
+from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies
+from lucevisor.api.schemas import decode_object
+from lucevisor.compression.compressor import Compressor
+from lucevisor.kv.tokens import TokenBuffer
+
+INLINE_BYTES: Final = 4 * 1024
+"""Bodies up to this size are processed on the event loop: at most 2 ms of template and tokens."""
+
+AddToBody = Callable[[list[bytes]], Awaitable[int]]
+"""Adds to the parts of a body; returns how many bytes."""
+
+
+async def prepare(
+    request: web.Request, reader: Reader, add_to_body: AddToBody | None = None
+) -> PreparedRequest | EncodedResponse:
+    """Return the request prepared from the body, or the response to it; raises ApiError.
+
+    `add_to_body` may add to the parts of the body before they are decoded.
+    """
+    ctx, bodies = request.app[APP_CONTEXT], request.app[BUFFERED_BODIES]
+    body: list[bytes] = []
+    try:
+        check_content_type(request)
+        await read_body(request, body)
+        if add_to_body is not None:
+            bodies.n_bytes += await add_to_body(body)
+        read = await _read(reader, body, ctx, bodies)
+    finally:
+        bodies.n_bytes -= sum(map(len, body))
+    if not isinstance(read, PreparedRequest):
+        return read
+    if read.options.grammar is not None:
+        # Off the loop: the worker has found that it compiles within its bounds.
+        read = replace(read, grammar=await asyncio.to_thread(compiled, read.options.grammar, ctx))
+    if ctx.compressor is None or read.options.score_prompt:  # all tokens of a prompt that is scored stay
+        return read
+    return await _compressed(read, ctx.compressor)
+
+
+async def _compressed(read: PreparedRequest, compressor: Compressor) -> PreparedRequest:
+    """Return the request with its prompts shortened by PFlash, where they are long enough."""
+    options = read.options
+    roles = options.roles or [[] for _ in read.prompts]
+    found = [await compressor.compress(*prompt) for prompt in zip(read.prompts, options.turn_ends, roles, strict=True)]
+    options = msgspec.structs.replace(options, turn_ends=[prompt.turn_ends for prompt in found])
+    prompts: list[Sequence[int]] = [
+        TokenBuffer(prompt.ids) if prompt.outcome == "compressed" else prompt.ids for prompt in found
+    ]
+    return replace(read, options=options, prompts=prompts, compressed=tuple(found))
+
+
+async def _read(
+    reader: Reader, body: list[bytes], ctx: AppContext, bodies: BufferedBodies
+) -> PreparedRequest | EncodedResponse:
+    """Read a whole body where it belongs: a grammar is compiled in a worker, which may crash or be killed."""
+    if sum(map(len, body)) <= INLINE_BYTES:
+        await bodies.limiter.acquire()
+        fields = decode_object(b"".join(body))
+        if ctx.preprocessor is None or not (constrains(fields) or searches_vocabulary(fields)):
+            read = reader(fields, ctx)
+            return [read] if isinstance(read, bytes) else read
+    if ctx.preprocessor is None:
+        raise too_large(INLINE_BYTES)
+    return await ctx.preprocessor.read(reader, body, ctx)
+
+
+async def read_body(request: web.Request, body: list[bytes]) -> None:
+    """Append the parts of the body as they arrive, and count them in the bodies in memory; raises ApiError."""
+    settings, bodies = request.app[APP_CONTEXT].settings, request.app[BUFFERED_BODIES]
+    limit_bytes = settings.max_body_bytes
+    if request.content_length is not None and request.content_length > limit_bytes:
+        raise too_large(limit_bytes)
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for part in request.content.iter_any():
+                size += len(part)
+                if size > limit_bytes:
+                    raise too_large(limit_bytes)
+                if bodies.n_bytes + len(part) > settings.max_bodies_bytes:
+                    raise _too_many(settings)
+                bodies.n_bytes += len(part)
+                body.append(part)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.body_timeout_s:g} s", code="request_timeout"
+        ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large(limit_bytes) from None
+    except web.RequestPayloadError as error:
+        raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """Return the 413 for a body of more than `limit_bytes`."""
+    return ApiError(413, f"the body is larger than {limit_bytes} bytes; send less", code="request_too_large")
+
+
+def _too_many(settings: ApiSettings) -> ApiError:
+    return ApiError(
+        429,
+        f"requests of {settings.max_bodies_bytes >> 20} MiB are being received; try again in a second",
+        code="queue_full",
+        headers={"Retry-After": "1"},
+    )

@@ -1,0 +1,232 @@
+"""What a request says about the form of its output, as one grammar: the way in for every endpoint.
+
+Knows the parameters of OpenAI, vLLM and llama.cpp.  Invariant: a request has at most one form, and a form that cannot
+be enforced is refused with the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+
+from lucevisor.api.app_context import AppContext
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.prepared import OutputGrammar
+from lucevisor.api.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat, ToolChoice
+from lucevisor.errors import show
+from lucevisor.text.grammar import forms
+from lucevisor.text.grammar.calls import MAX_CALLS, Function, calls_in_text, calls_only, freed, functions
+from lucevisor.text.grammar.forms import Part
+from lucevisor.text.grammar.matcher import Grammar, GrammarError
+from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.output_format import ReasoningTags
+from lucevisor.text.tools import ToolFormat, Tools
+
+MAX_OPTIONS: Final = 1024
+"""Texts of a choice."""
+
+FIELDS: Final = frozenset(
+    [
+        *("response_format", "structured_outputs", "grammar", "json_schema", "regex"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("text", "output_config", "output_format"),  # of the Responses and Messages API
+    ]
+)
+"""Parameters that may constrain the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of output, and the parameter that asks for it."""
+
+    param: str
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of tools that an answer may have; ``required``: it consists of them, ``max_calls`` at most."""
+
+    param: str
+    offered: Sequence[Function]
+    max_calls: int
+    required: bool = False
+
+
+def constrains(fields: Mapping[str, object]) -> bool:
+    """Return whether a decoded body may ask for constrained output."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if choice not in (None, "auto", "none") or (isinstance(tools, list) and any(map(_is_strict, tools))):
+        return True
+    return any(fields.get(name) is not None for name in FIELDS)
+
+
+def _is_strict(tool: object) -> bool:
+    """Whether a tool of any of the APIs asks for its schema to be enforced."""
+    if not isinstance(tool, Mapping):
+        return False
+    inner = tool.get("tools")  # of a namespace
+    asked = (tool, tool.get("function"), *(inner if isinstance(inner, list) else ()))
+    return any(isinstance(one, Mapping) and one.get("strict") for one in asked)
+
+
+def requested_form(body: GenerationBody) -> Form | None:
+    """Return the form that a body asks for, or None; raises ApiError naming the parameter at fault."""
+    found = [form for form in (_response_format(body.response_format), *_plain_forms(body)) if form is not None]
+    if len(found) > 1:
+        raise bad_parameter(found[1].param, f"is given together with {found[0].param}; send one of them")
+    if found and body.ignore_eos:
+        raise bad_parameter("ignore_eos", f"contradicts {found[0].param}: the answer ends where its form does")
+    return found[0] if found else None
+
+
+def requested_calls(tools: Tools, choice: object, form: Form | None, *, parallel: bool) -> Calls | None:
+    """Return the calls that the answer must or may have; None: if any, they are as the model writes them.
+
+    ``tools``: those offered; ``choice``: the decoded tool_choice, checked.  Calls are constrained where they are
+    required, beside a form, and where a tool is strict.
+    """
+    if isinstance(choice, ToolChoice) and choice.function is not None:
+        return Calls("tool_choice", functions(tools, [choice.function.name]), 1, required=True)
+    offered, max_calls = functions(tools), MAX_CALLS if parallel else 1
+    if choice == "required":
+        return Calls("tool_choice", offered, max_calls, required=True)
+    if offered and (form is not None or any(one.strict for one in offered)):
+        return Calls("tools", offered, max_calls)
+    return None
+
+
+def output_grammar(
+    form: Form | None,
+    ctx: AppContext,
+    tags: ReasoningTags | None = None,
+    *,
+    inside: bool = False,
+    calls: Calls | None = None,
+) -> OutputGrammar | None:
+    """Return the checked grammar of an answer, None if nothing constrains it; raises ApiError if it does not compile.
+
+    ``tags``: those of the model's reasoning if it may come first; ``inside``: the prompt ends inside it.
+    """
+    rules = Rules(ctx.tokenizer)
+    tool_format = ctx.template.output_format.tools if ctx.template is not None else None
+    if calls is not None and tool_format is not None:
+        try:
+            start = _with_calls(rules, tool_format, calls, form)
+        except GrammarError as error:
+            raise _invalid_grammar(calls.param, error) from None
+        param = calls.param if form is None or calls.required else form.param
+    elif form is not None:
+        start, param = rules.part(form.part), form.param
+    else:
+        return None
+    if form is not None or (calls is not None and calls.required):
+        start = rules.after_reasoning(start, tags, inside=inside)
+    grammar = OutputGrammar(grammar=rules.grammar(start), param=param)
+    try:
+        compiled(grammar, ctx)
+    except ApiError:
+        # Tools that are not strict may be too much, alone or together.
+        if calls is None or (offered := freed(calls.offered)) == list(calls.offered):
+            raise
+        return output_grammar(form, ctx, tags, inside=inside, calls=replace(calls, offered=offered))
+    return grammar
+
+
+def _with_calls(rules: Rules, tool_format: ToolFormat, calls: Calls, form: Form | None) -> str:
+    """The answer: calls, calls or a form, or text with calls in it."""
+    if not calls.required and form is None:
+        return calls_in_text(rules, tool_format, calls.offered)
+    only = calls_only(rules, tool_format, calls.offered, n_most=calls.max_calls)
+    return only if calls.required or form is None else f"({only} | {rules.part(form.part)})"
+
+
+def compiled(grammar: OutputGrammar, ctx: AppContext) -> Grammar:
+    """Return a grammar ready for use; raises ApiError 400 with llguidance's message."""
+    try:
+        return ctx.grammars.compile(grammar.grammar)
+    except GrammarError as error:
+        raise _invalid_grammar(grammar.param, error) from None
+
+
+def schema_form(schema: Mapping[str, Any] | None, param: str, *, strict: bool) -> Form:
+    """Return the form of JSON by a schema; None: any object.  ``strict``: refuse keywords that cannot be enforced.
+
+    Raises ApiError for a schema that is too long.
+    """
+    try:
+        return Form(param, forms.any_object() if schema is None else forms.json_schema(schema, lenient=not strict))
+    except GrammarError as error:
+        raise _invalid_grammar(param, error) from None
+
+
+def _response_format(wanted: ResponseFormat | None) -> Form | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return schema_form(wanted.schema, "response_format", strict=True)
+    if wanted.type != "json_schema":
+        raise bad_parameter(
+            "response_format.type",
+            f"{show(wanted.type)} is not supported; use text, json_object or json_schema",
+            "unsupported_value",
+        )
+    given = wanted.json_schema or JsonSchemaFormat(schema=wanted.schema, strict=True)
+    if given.schema is None:
+        raise bad_parameter(
+            "response_format.json_schema.schema", "is missing; it is required", "missing_required_parameter"
+        )
+    return schema_form(given.schema, "response_format", strict=bool(given.strict))
+
+
+def _plain_forms(body: GenerationBody) -> list[Form | None]:
+    more = body.structured_outputs
+    found = [
+        _form("guided_json", body.guided_json, _json),
+        _form("json_schema", body.json_schema, _json),
+        _form("guided_regex", body.guided_regex, forms.regex),
+        _form("regex", body.regex, forms.regex),
+        _form("guided_choice", body.guided_choice, _choice),
+        _form("guided_grammar", body.guided_grammar, forms.grammar),
+        _form("grammar", body.grammar or None, forms.grammar),
+    ]
+    if more is not None:
+        found += [
+            _form("structured_outputs.json", more.json, _json),
+            _form("structured_outputs.json_object", more.json_object or None, lambda _: forms.any_object()),
+            _form("structured_outputs.regex", more.regex, forms.regex),
+            _form("structured_outputs.choice", more.choice, _choice),
+            _form("structured_outputs.grammar", more.grammar, forms.grammar),
+        ]
+    return found
+
+
+def _form(param: str, value: Any, make: Callable[[Any], Part]) -> Form | None:
+    if value is None:
+        return None
+    try:
+        return Form(param, make(value))
+    except GrammarError as error:
+        raise _invalid_grammar(param, error) from None
+
+
+def _json(schema: Mapping[str, Any] | str) -> Part:
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise GrammarError(f"it is not a JSON object: {error}") from None
+    return forms.json_schema(schema)
+
+
+def _choice(options: list[str]) -> Part:
+    if not 1 <= len(options) <= MAX_OPTIONS:
+        raise GrammarError(f"it has {len(options)} options; give 1 to {MAX_OPTIONS}")
+    return forms.choice(options)
+
+
+def _invalid_grammar(param: str, error: GrammarError) -> Exception:
+    return bad_parameter(param, f"cannot constrain the output: {str(error).strip()}", "invalid_grammar")

@@ -1,0 +1,587 @@
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
+
+A body becomes a chat request; an error names the field as the client wrote it (`messages.0.content.1.type`).  A message
+that is not streamed equals what a client assembles from the events: both are made of the same deltas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from lucevisor.api.app_context import AppContext
+from lucevisor.api.bodies import prepare
+from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, chat_output
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.generation import GenerationPlan, ResponseId, make_jobs, respond
+from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals
+from lucevisor.api.parameters import budget_of
+from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.request_context import APP_CONTEXT
+from lucevisor.api.schemas import (
+    MAX_STOPS,
+    NOT_HERE,
+    Count,
+    Flag,
+    Fraction,
+    ParameterRules,
+    StopText,
+    convert,
+    ignored,
+    to_record,
+)
+from lucevisor.api.sse import StreamStyle
+from lucevisor.errors import show
+from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
+from lucevisor.text.template import ChatTemplate
+
+RULES: Final = ParameterRules(
+    harmless={
+        "betas": list[str],
+        "cache_control": dict[str, Any],
+        "context_management": dict[str, Any],
+        "diagnostics": dict[str, Any],
+        "inference_geo": str,
+        "metadata": dict[str, Any],
+        "service_tier": Literal["auto", "standard_only"],
+        "speed": Literal["standard", "fast"],
+        "user_profile_id": str,
+        "workspace_id": str,
+    },
+    refused={
+        "container": NOT_HERE,
+        "functions": "is not a parameter of this endpoint; use tools",
+        "max_completion_tokens": "is not a parameter of this endpoint; use max_tokens",
+        "reasoning_effort": "is not a parameter of this endpoint; use thinking or output_config.effort",
+        "response_format": "is not a parameter of this endpoint; use output_config.format",
+        "stop": "is not a parameter of this endpoint; use stop_sequences",
+        "thread": "is not supported: this server keeps no conversations; send all messages",
+    },
+    neutral={"mcp_servers": ([],), "n": (1,)},
+    aliases={},
+    open=True,
+)
+
+
+class AnthropicToolChoice(msgspec.Struct):
+    """Whether and which tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Flag = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model thinks, and whether its thinking is sent (`display`)."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class AnthropicOutputFormat(msgspec.Struct):
+    """The requested format of the answer."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """Effort and format of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: AnthropicOutputFormat | None = None
+
+
+class PromptBody(msgspec.Struct, kw_only=True):
+    """What makes a prompt, common to both endpoints.  None: absent, the default applies."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: AnthropicOutputFormat | None = None
+
+
+class CountTokensBody(PromptBody, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesBody(PromptBody, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stream: Flag = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    top_p: Fraction | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool that the client runs.  Tools of other types run on Anthropic's servers or are known to its models only."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: Flag = None
+
+
+class TextBlock(msgspec.Struct):
+    """Text."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct):
+    """Thinking of an earlier answer; any signature is accepted."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(msgspec.Struct):
+    """A call of an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(msgspec.Struct):
+    """The result of a call."""
+
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: Flag = None
+
+
+_ROLES: Final = ("user", "assistant", "system")
+_FAILED: Final = "The tool failed:"
+_CHAT_NAMES: Final = {
+    "enable_thinking": "thinking",
+    "max_thinking_tokens": "thinking.budget_tokens",
+    "chat_template_kwargs.reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Parameters of chat completions, and those of this API that they are made from."""
+
+_Block = tuple[str, dict[str, Any]]
+"""A content block and where it is."""
+
+
+def read_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Prepare the request in a decoded body; raises ApiError naming the field at fault."""
+    with _named():
+        body = to_record(MessagesBody, fields, RULES)
+        chat = _translated(body, ctx)
+        prepared = chat.read(ctx, _CHAT_NAMES)
+    options = msgspec.structs.replace(
+        prepared.options,
+        ignored=tuple(sorted({*ignored(MessagesBody, fields, RULES), *chat.unused})),
+        show_reasoning=body.thinking is None or body.thinking.display != "omitted",
+    )
+    return PreparedRequest(options, prepared.prompts)
+
+
+def read_count_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
+    """Return the response to a decoded body: how many tokens its prompt has, also beyond the context."""
+    with _named():
+        chat = _translated(to_record(CountTokensBody, fields, RULES), ctx)
+        return msgspec.json.encode({"input_tokens": chat.count(ctx, _CHAT_NAMES)})
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Name the field of an error as Anthropic writes it."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(_anthropic_name(error.param or "")) from None
+
+
+def _anthropic_name(param: str) -> str:
+    """Return a field's name as Anthropic writes it, with dots before indices."""
+    dotted = re.sub(r"\[(\d+)\]", r".\1", param)
+    return re.sub(r"^(tools\.\d+)\.parameters", r"\1.input_schema", dotted)
+
+
+def _translated(body: PromptBody, ctx: AppContext) -> ChatRequestBuilder:
+    chat, template = ChatRequestBuilder(), ctx.template
+    if isinstance(body.system, str):
+        chat.add_message({"role": "system", "content": body.system}, "system")
+    elif body.system:
+        chat.add_message({"role": "system", "content": _texts(_located(body.system, "system"))}, "system")
+    for index, message in enumerate(body.messages):
+        _add_message(chat, message, f"messages[{index}]")
+    chat.fields = {"model": body.model}
+    for index, tool in enumerate(body.tools or ()):
+        chat.add_tool(_function(tool, f"tools[{index}]"), f"tools[{index}]")
+    _translate_choice(body, chat)
+    _translate_thinking(body, chat, template)
+    _translate_output(body, chat, ctx)
+    if isinstance(body, MessagesBody):
+        chat.fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences or None,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+        }
+    return chat
+
+
+def _add_message(chat: ChatRequestBuilder, raw: dict[str, Any], where: str) -> None:
+    role, content = raw.get("role"), raw.get("content")
+    if role not in _ROLES:
+        raise bad_parameter(f"{where}.role", f"{show(role)} is not a role; use user or assistant")
+    where += ".content"
+    if content is None:
+        raise bad_parameter(where, "is missing; it is required", "missing_required_parameter")
+    if isinstance(content, str):
+        chat.add_message({"role": role, "content": content}, where)
+    elif not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise bad_parameter(where, "is neither a string nor an array of content blocks")
+    elif role == "assistant":
+        chat.add_message(_assistant_message(_located(content, where)), where)
+    elif not content:
+        raise bad_parameter(where, "is an empty array; send text")
+    else:
+        _add_blocks(chat, role, _located(content, where), where)
+
+
+def _located(blocks: Sequence[dict[str, Any]], where: str) -> list[_Block]:
+    return [(f"{where}[{index}]", block) for index, block in enumerate(blocks)]
+
+
+def _add_blocks(chat: ChatRequestBuilder, role: str, blocks: Sequence[_Block], where: str) -> None:
+    """Append a message for each result of a tool, and one for each run of text between them."""
+    texts: list[_Block] = []
+    for block_where, block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append((block_where, block))
+            continue
+        if texts:
+            chat.add_message({"role": role, "content": _texts(texts)}, where)
+            texts = []
+        chat.add_message(_tool_message(block, block_where), block_where)
+    if texts:
+        chat.add_message({"role": role, "content": _texts(texts)}, where)
+
+
+def _texts(blocks: Sequence[_Block]) -> str | list[dict[str, str]]:
+    """Return the text of one block, or the parts of several; raises ApiError for a block of another type."""
+    texts = []
+    for where, block in blocks:
+        if (kind := block.get("type")) != "text":
+            raise _unsupported(kind, where)
+        texts.append(convert(TextBlock, block, where).text)
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+def _unsupported(kind: object, where: str) -> ApiError:
+    return bad_parameter(
+        f"{where}.type", f"{show(kind)} is not supported here; this server reads text only", "unsupported_content"
+    )
+
+
+def _tool_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    block = convert(ToolResultBlock, raw, where)
+    content: str | list[dict[str, str]] = ""
+    if isinstance(block.content, str):
+        content = block.content
+    elif block.content:
+        content = _texts(_located(block.content, f"{where}.content"))
+    if block.is_error:  # chat templates have no place for it
+        content = (
+            [{"type": "text", "text": _FAILED}, *content] if isinstance(content, list) else f"{_FAILED}\n{content}"
+        )
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _assistant_message(blocks: Sequence[_Block]) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for where, raw in blocks:
+        match raw.get("type"):
+            case "text":
+                texts.append(convert(TextBlock, raw, where).text)
+            case "thinking":
+                thoughts.append(convert(ThinkingBlock, raw, where).thinking)
+            case "redacted_thinking":  # another server's; only that one can read it
+                pass
+            case "tool_use":
+                call = convert(ToolUseBlock, raw, where)
+                function = {"name": call.name, "arguments": call.input}
+                calls.append({"id": call.id, "type": "function", "function": function})
+            case kind:
+                raise _unsupported(kind, where)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _function(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    if (kind := raw.get("type")) not in (None, "custom"):
+        raise bad_parameter(
+            f"{where}.type",
+            f"{show(kind)} is not supported: this server runs no tools, and the model knows none by heart; "
+            "send tools with an input_schema",
+            "unsupported_value",
+        )
+    tool = convert(Tool, raw, where)
+    return {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+
+
+def _translate_choice(body: PromptBody, chat: ChatRequestBuilder) -> None:
+    if (choice := body.tool_choice) is None:
+        return
+    match choice.type:
+        case "tool":
+            if choice.name is None:
+                raise bad_parameter("tool_choice.name", "is missing; it is required", "missing_required_parameter")
+            chat.fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        case "any":
+            chat.fields["tool_choice"] = "required"
+        case kind:
+            chat.fields["tool_choice"] = kind
+    if choice.disable_parallel_tool_use:
+        chat.fields["parallel_tool_calls"] = False
+
+
+def _translate_thinking(body: PromptBody, chat: ChatRequestBuilder, template: ChatTemplate | None) -> None:
+    """Switch thinking as requested, absent means off; where the template has no switch the model does as it does."""
+    thinking = body.thinking
+    wish = thinking is not None and thinking.type != "disabled"
+    if thinking is not None and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            raise bad_parameter("thinking.budget_tokens", "is missing; it is required", "missing_required_parameter")
+        if isinstance(body, MessagesBody) and thinking.budget_tokens >= body.max_tokens:
+            raise bad_parameter(
+                "thinking.budget_tokens", f"{thinking.budget_tokens} leaves nothing of max_tokens = {body.max_tokens}"
+            )
+        chat.fields["max_thinking_tokens"] = thinking.budget_tokens
+    if template is None:
+        return
+    if "enable_thinking" in template.source:
+        chat.fields["enable_thinking"] = wish
+    elif thinking is not None and wish != (template.output_format.reasoning is not None):
+        chat.unused.append("thinking")
+
+
+def _translate_output(body: PromptBody, chat: ChatRequestBuilder, ctx: AppContext) -> None:
+    config, template = body.output_config, ctx.template
+    if config is not None and config.effort is not None:
+        if template is not None and "reasoning_effort" in template.source:
+            chat.fields["chat_template_kwargs"] = {"reasoning_effort": config.effort}
+        else:
+            chat.fields.setdefault("max_thinking_tokens", budget_of(config.effort, ctx))
+    form = (config.format if config is not None else None) or body.output_format
+    if form is not None:
+        chat.fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": form.schema, "strict": True},
+        }
+
+
+SIGNATURE: Final = "unsigned"
+"""Signature of thinking blocks: clients require one and send it back; here it is not checked."""
+
+_Event = dict[str, object]
+_FIELDS: Final = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+"""What the deltas of a block add up to."""
+_STOP_REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+@dataclass(slots=True, kw_only=True)
+class MessageFormatter:
+    """One response.  `n_prompt`: tokens of the prompt; `max_tokens`: as requested; `show_reasoning`: send its text."""
+
+    response_id: str
+    model: str
+    n_prompt: int
+    max_tokens: int
+    show_reasoning: bool
+    _open: str | None = None  # type of the open block
+    _n_blocks: int = 0
+    _finish_reason: FinishReason | None = None
+    _stop: str | None = None
+
+    style: ClassVar[StreamStyle] = "named"
+
+    def start(self, index: int) -> Sequence[_Event]:
+        """Return the events before the first block."""
+        usage = _usage(UsageTotals(prompt=self.n_prompt))
+        return [{"type": "message_start", "message": self._message([], None, usage)}, {"type": "ping"}]
+
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[_Event]:
+        """Return the events of a delta."""
+        if delta.finish_reason is not None:
+            self._finish_reason, self._stop = delta.finish_reason, delta.stop
+        return [] if delta.event is None else self._block_events(delta.event)
+
+    def end(self, totals: UsageTotals) -> Sequence[_Event]:
+        """Return the events after the last delta."""
+        reason = {"stop_reason": self._stop_reason(totals), "stop_sequence": self._stop}
+        return [
+            *self._close(),
+            {"type": "message_delta", "delta": reason, "usage": _usage(totals)},
+            {"type": "message_stop"},
+        ]
+
+    def failure(self, error: ApiError) -> Sequence[_Event]:
+        """Return the error event."""
+        return [error.anthropic_body()]
+
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
+        """Return the whole message."""
+        events = [event for delta in choices[0] for event in self.delta(0, delta)]
+        blocks = _collected([*events, *self._close()])
+        return self._message(blocks, self._stop_reason(totals), _usage(totals))
+
+    def _message(self, content: Sequence[object], stop_reason: str | None, usage: object) -> _Event:
+        return {
+            "id": self.response_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": self._stop,
+            "usage": usage,
+        }
+
+    def _stop_reason(self, totals: UsageTotals) -> str:
+        if self._stop is not None:
+            return "stop_sequence"
+        if self._finish_reason == "length" and totals.generated < self.max_tokens:
+            return "model_context_window_exceeded"
+        return _STOP_REASONS[self._finish_reason or "stop"]
+
+    def _block_events(self, event: OutputEvent) -> list[_Event]:
+        match event:
+            case ContentDelta(text):
+                events = self._continue("text", {"type": "text", "text": ""})
+                return [*events, self._block_delta({"type": "text_delta", "text": text})]
+            case ReasoningDelta(text):
+                events = self._continue("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                if self.show_reasoning:
+                    events.append(self._block_delta({"type": "thinking_delta", "thinking": text}))
+                return events
+            case ToolCallDelta():
+                return self._tool_use(event)
+
+    def _tool_use(self, call: ToolCallDelta) -> list[_Event]:
+        # Globally unique, as the response id is; clients send it back with the tool's result.
+        call_id = f"toolu_{self.response_id.rpartition('_')[2]}{call.index:02d}"
+        return [
+            *self._close(),
+            *self._continue("tool_use", {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}),
+            self._block_delta({"type": "input_json_delta", "partial_json": call.arguments}),
+            *self._close(),
+        ]
+
+    def _continue(self, kind: str, block: _Event) -> list[_Event]:
+        """Return the events that open a block, unless one of its type is open."""
+        if self._open == kind:
+            return []
+        closed = self._close()
+        self._open = kind
+        self._n_blocks += 1
+        return [*closed, {"type": "content_block_start", "index": self._n_blocks - 1, "content_block": block}]
+
+    def _close(self) -> list[_Event]:
+        """Return the events that close the open block, if one is."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return []
+        signed = [self._block_delta({"type": "signature_delta", "signature": SIGNATURE})] if kind == "thinking" else []
+        return [*signed, {"type": "content_block_stop", "index": self._n_blocks - 1}]
+
+    def _block_delta(self, delta: _Event) -> _Event:
+        return {"type": "content_block_delta", "index": self._n_blocks - 1, "delta": delta}
+
+
+def _collected(events: Iterable[_Event]) -> list[_Event]:
+    """Return the content blocks that events add up to."""
+    blocks: list[_Event] = []
+    parts: list[str] = []
+    for event in events:
+        match event:
+            case {"type": "content_block_start", "content_block": dict(block)}:
+                blocks.append(dict(block))
+                parts = []
+            case {"delta": {"type": "signature_delta", "signature": signature}}:
+                blocks[-1]["signature"] = signature
+            case {"delta": {"text": str(part)} | {"thinking": str(part)} | {"partial_json": str(part)}}:
+                parts.append(part)
+            case {"type": "content_block_stop"}:
+                text = "".join(parts)
+                kind = str(blocks[-1]["type"])
+                blocks[-1][_FIELDS[kind]] = msgspec.Raw(text.encode()) if kind == "tool_use" else text
+    return blocks
+
+
+def _usage(totals: UsageTotals) -> _Event:
+    """Return Anthropic's `usage`, where `input_tokens` leaves out what the prefix cache held."""
+    return {
+        "input_tokens": totals.prompt - totals.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": totals.cached,
+        "output_tokens": totals.generated,
+        "output_tokens_details": {"thinking_tokens": totals.reasoning},
+        **totals.extension(),
+    }
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Handle one request for a message."""
+    prepared = await prepare(request, read_messages)
+    assert isinstance(prepared, PreparedRequest)
+    ctx, options = request.app[APP_CONTEXT], prepared.options
+    response = ResponseId.now("msg_")
+    assert options.max_tokens is not None
+    formatter = MessageFormatter(
+        response_id=response.response_id,
+        model=ctx.model.name,
+        n_prompt=len(prepared.prompts[0]),
+        max_tokens=options.max_tokens,
+        show_reasoning=options.show_reasoning,
+    )
+    plan = GenerationPlan(
+        jobs=make_jobs(prepared, chat_output(options, ctx), ctx, response),
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="messages",
+        ignored=options.ignored,
+        compressed=prepared.compressed,
+    )
+    return await respond(request, plan)
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """Return how many tokens the prompt of a request has."""
+    parts = await prepare(request, read_count_tokens)
+    assert isinstance(parts, list)
+    return web.Response(body=b"".join(parts), content_type="application/json")

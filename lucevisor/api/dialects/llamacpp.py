@@ -1,0 +1,398 @@
+"""llama.cpp's endpoints: POST /completion, /completions, /infill, /tokenize, /detokenize and /apply-template.
+
+The bodies are open: llama.cpp ignores what it does not know, and its clients send what concerns other releases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import msgspec
+from aiohttp import web
+
+from lucevisor.api.app_context import AppContext, Reader
+from lucevisor.api.bodies import prepare
+from lucevisor.api.dialects.openai_chat import read_apply_template
+from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, plain_output, read_completion
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.generation import GenerationPlan, ResponseId, make_jobs, respond
+from lucevisor.api.output import MIN_LOGPROB, ChoiceDelta, FinishReason, TokenRecord, UsageTotals, token_text
+from lucevisor.api.parameters import check_length, check_model, check_token_ids
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest
+from lucevisor.api.request_context import APP_CONTEXT
+from lucevisor.api.schemas import (
+    ALIASES,
+    HARMLESS,
+    MAX_ANSWER_BYTES,
+    MAX_TEXT_CHARS,
+    MAX_TEXT_TOKENS,
+    NEUTRAL,
+    Flag,
+    ParameterRules,
+    ignored,
+    to_record,
+)
+from lucevisor.api.sse import ClientGone, StreamStyle
+from lucevisor.text.infill import OtherFile
+from lucevisor.text.output_parser import ContentDelta
+from lucevisor.text.tokenizer import Tokenizer
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize.  `content` and `prompt` are aliases."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+RULES: Final = ParameterRules(
+    harmless={
+        **{name: HARMLESS[name] for name in ("cache_prompt", "id_slot", "timings_per_token")},
+        "lora": list[Any],
+        "min_keep": int,
+        "n_discard": int,
+        "n_indent": int,
+        "n_keep": int,
+        "post_sampling_probs": bool,
+        "repeat_last_n": int,
+        "response_fields": list[str],
+        "samplers": list[str] | str,
+        "t_max_predict_ms": int,
+    },
+    refused={},
+    neutral={"dynatemp_range": NEUTRAL["dynatemp_range"]},
+    aliases={**ALIASES, "n_cmpl": "n"},
+    open=True,
+)
+_LIMITS: Final = ("n_predict", "max_tokens")
+_OWN: Final = frozenset(CompletionBody.__struct_fields__)
+
+
+class LlamaCompletionBody(CompletionBody, kw_only=True):
+    """POST /completion and /completions.  A prompt may mix texts and ids."""
+
+    prompt: str | list[Any] | dict[str, Any]  # type: ignore[assignment]
+    return_tokens: Flag = None
+
+
+class ExtraInput(msgspec.Struct):
+    """Text from another file, before the gap."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillBody(CompletionBody, kw_only=True):
+    """POST /infill.  `prompt` goes on with `input_prefix`."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[ExtraInput] | None = None
+    prompt: str = ""
+    return_tokens: Flag = None
+
+
+def read_llama_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    return _read(LlamaCompletionBody, fields, ctx)
+
+
+def read_infill(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    return _read(InfillBody, fields, ctx)
+
+
+def _read(
+    kind: type[LlamaCompletionBody] | type[InfillBody], fields: dict[str, Any], ctx: AppContext
+) -> PreparedRequest:
+    unlimited = [name for name in _LIMITS if isinstance(n := fields.get(name), int) and n < 0]
+    fields = {name: value for name, value in fields.items() if name not in unlimited}
+    body = to_record(kind, fields, RULES)
+    if isinstance(body, InfillBody):
+        files = [OtherFile(extra.filename, extra.text) for extra in body.input_extra or ()]
+        prompt: Any = infill_ids(body.input_prefix + body.prompt, body.input_suffix, files, "input_suffix", ctx)
+    else:
+        prompt = _prompt(body.prompt, ctx)
+    own = {RULES.aliases.get(name, name): value for name, value in fields.items()}
+    kept = {name: value for name, value in own.items() if name in _OWN}
+    prepared = read_completion({**kept, "prompt": prompt, "return_token_ids": body.return_tokens}, ctx)
+    options = msgspec.structs.replace(prepared.options, ignored=ignored(kind, fields, RULES))
+    return PreparedRequest(options, prepared.prompts)
+
+
+def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | list[int] | list[list[int]]:
+    """Return a text, the ids of one prompt, or those of several."""
+    if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt) and len(prompt) != 1:
+        return [_ids(part, f"prompt[{index}]", ctx) for index, part in enumerate(prompt)]
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        return _ids(prompt[0], "prompt[0]", ctx)
+    return prompt if isinstance(prompt, str) else _ids(prompt, "prompt", ctx)
+
+
+def _ids(prompt: object, where: str, ctx: AppContext) -> list[int]:
+    """Return the ids of a text, of ids, or of both mixed."""
+    if isinstance(prompt, dict):
+        if prompt.get("multimodal_data"):
+            raise bad_parameter(f"{where}.multimodal_data", "is not supported; this server reads text only")
+        prompt, where = prompt.get("prompt_string"), f"{where}.prompt_string"
+    ids: list[int] = []
+    for index, part in enumerate(prompt if isinstance(prompt, list) else [prompt]):
+        place = f"{where}[{index}]" if isinstance(prompt, list) else where
+        if isinstance(part, str):
+            check_length(part, place, ctx)
+            ids += ctx.tokenizer.encode(part, parse_special=True) if index else ctx.tokenizer.encode_prompt(part)
+        elif isinstance(part, int) and not isinstance(part, bool) and 0 <= part < ctx.tokenizer.n_vocab:
+            ids.append(part)
+        else:
+            raise bad_parameter(place, f"is neither text nor a token id, 0 to {ctx.tokenizer.n_vocab - 1}")
+    return ids
+
+
+def read_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
+    """Return the response to a decoded body; raises ApiError naming the parameter at fault."""
+    body = to_record(TokenizeBody, fields)
+    check_model(body.model, ctx)
+    if body.content is not None and body.prompt is not None:
+        raise bad_parameter("prompt", "is an alias of content; send one of them")
+    text = body.prompt if body.content is None else body.content
+    if text is None:
+        raise bad_parameter("content", "is missing; it is required", "missing_required_parameter")
+    param = "content" if body.prompt is None else "prompt"
+    if len(text) > MAX_TEXT_CHARS:
+        raise bad_parameter(param, f"has {len(text)} characters, more than {MAX_TEXT_CHARS}; send it in parts")
+    tokenizer = ctx.tokenizer
+    ids = tokenizer.encode(text, parse_special=body.parse_special)
+    if body.add_special and tokenizer.add_bos and tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
+        ids.insert(0, tokenizer.bos)
+    tokens: list[object] = list(ids)
+    if body.with_pieces:
+        tokens = [{"id": i, "piece": token_text(tokenizer, i)} for i in ids]
+    return _bounded({"tokens": tokens, "count": len(ids)}, param)
+
+
+def read_detokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
+    """Return the response to a decoded body; raises ApiError naming the parameter at fault."""
+    body = to_record(DetokenizeBody, fields)
+    check_model(body.model, ctx)
+    if len(body.tokens) > MAX_TEXT_TOKENS:
+        raise bad_parameter("tokens", f"has {len(body.tokens)} ids, more than {MAX_TEXT_TOKENS}; send it in parts")
+    check_token_ids(body.tokens, "tokens", ctx)
+    return _bounded({"content": ctx.tokenizer.decode(body.tokens, skip_special=False)}, "tokens")
+
+
+def _bounded(answer: object, param: str) -> bytes:
+    body = msgspec.json.encode(answer)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise bad_parameter(
+            param, f"the response has {len(body)} bytes, more than {MAX_ANSWER_BYTES}; send it in parts"
+        )
+    return body
+
+
+_STOP_TYPES: Final[dict[FinishReason, str]] = {"length": "limit", "stop": "eos", "tool_calls": "eos"}
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What a choice was so far."""
+
+    n_prompt: int
+    prompt: str
+    n_tokens: int = 0
+    reason: FinishReason = "stop"
+    stop: str | None = None
+    has_new_line: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class LlamaCppFormatter:
+    """One response.  `prompts`: of each choice; `settings`: of the sampler; `token_ids`: they were requested."""
+
+    model: str
+    tokenizer: Tokenizer
+    prompts: Sequence[Sequence[int]]
+    settings: dict[str, object]
+    logprobs: bool
+    token_ids: bool
+    _choices: list[_Choice] = field(default_factory=list)
+
+    style: ClassVar[StreamStyle] = "unended"
+
+    def __post_init__(self) -> None:
+        """Begin with the prompts."""
+        decode = self.tokenizer.decode
+        self._choices = [_Choice(len(prompt), decode(prompt, skip_special=False)) for prompt in self.prompts]
+
+    def start(self, index: int) -> Sequence[object]:
+        """Return nothing: the first delta opens the answer."""
+        return ()
+
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+        """Return the event of a delta."""
+        told = self._part(index, [delta])
+        return [told] if delta.event is not None or delta.tokens else ()
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the last event of each choice."""
+        return [self._whole(index, {"content": "", "tokens": []}, totals) for index in range(len(self._choices))]
+
+    def failure(self, error: ApiError) -> Sequence[object]:
+        """Return the error's body."""
+        return [error.body()]
+
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
+        """Return the object of the only choice, or a list of them."""
+        told = [self._whole(index, self._part(index, deltas), totals) for index, deltas in enumerate(choices)]
+        return told[0] if len(told) == 1 else told
+
+    def _part(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
+        choice = self._choices[index]
+        content = "".join(delta.event.text for delta in deltas if isinstance(delta.event, ContentDelta))
+        tokens = [token for delta in deltas for token in delta.tokens]
+        ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        choice.n_tokens += len(ids)
+        choice.has_new_line |= "\n" in content
+        if deltas[-1].finish_reason is not None:
+            choice.reason, choice.stop = deltas[-1].finish_reason, deltas[-1].stop
+        part: dict[str, object] = {
+            "index": index,
+            "content": content,
+            "tokens": ids if self.token_ids else [],
+            "stop": False,
+            "id_slot": -1,  # sequences are not bound to slots
+            "tokens_predicted": choice.n_tokens,
+            "tokens_evaluated": choice.n_prompt,
+        }
+        return part | ({"completion_probabilities": list(map(self._scored, tokens))} if self.logprobs else {})
+
+    def _whole(self, index: int, part: dict[str, object], totals: UsageTotals) -> dict[str, object]:
+        choice = self._choices[index]
+        return {
+            "index": index,
+            "id_slot": -1,
+            **part,
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": choice.n_tokens,
+            "tokens_evaluated": choice.n_prompt,
+            "generation_settings": self.settings,
+            "prompt": choice.prompt,
+            "has_new_line": choice.has_new_line,
+            "truncated": False,
+            "stop_type": "word" if choice.stop is not None else _STOP_TYPES[choice.reason],
+            "stopping_word": choice.stop or "",
+            "tokens_cached": choice.n_prompt + choice.n_tokens,
+            "timings": totals.llama_timings(),
+        }
+
+    def _scored(self, record: TokenRecord) -> dict[str, object]:
+        def entry(token: int, logprob: float | None) -> dict[str, object]:
+            text, raw = token_text(self.tokenizer, token), list(self.tokenizer.token_bytes(token))
+            return {
+                "id": token,
+                "token": text,
+                "bytes": raw,
+                "logprob": MIN_LOGPROB if logprob is None else max(MIN_LOGPROB, logprob),
+            }
+
+        event = record.event
+        return {**entry(event.token, event.logprob), "top_logprobs": [entry(*one) for one in event.top]}
+
+
+async def completion(request: web.Request) -> web.StreamResponse:
+    """Continue a prompt."""
+    return await _generated(request, read_llama_completion)
+
+
+async def infill(request: web.Request) -> web.StreamResponse:
+    """Fill a gap in a text."""
+    return await _generated(request, read_infill)
+
+
+async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse:
+    prepared = await prepare(request, reader)
+    assert isinstance(prepared, PreparedRequest)
+    ctx, options = request.app[APP_CONTEXT], prepared.options
+    formatter = LlamaCppFormatter(
+        model=ctx.model.name,
+        tokenizer=ctx.tokenizer,
+        prompts=[prompt for prompt in prepared.prompts for _ in range(options.n)],
+        settings=_settings(options),
+        logprobs=options.logprobs,
+        token_ids=options.token_ids,
+    )
+    plan = GenerationPlan(
+        jobs=make_jobs(prepared, plain_output(options), ctx, ResponseId.now("cmpl-")),
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="prompt" if reader is read_llama_completion else "input_suffix",
+        ignored=options.ignored,
+        compressed=prepared.compressed,
+    )
+    return await respond(request, plan)
+
+
+def _settings(options: GenerationOptions) -> dict[str, object]:
+    """Return what was sampled with, by llama.cpp's names."""
+    sampling = options.sampling
+    names = ("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
+    n_predict = 0 if options.prompt_only else -1 if options.max_tokens is None else options.max_tokens
+    return {
+        **{name: getattr(sampling, name) for name in names},
+        "repeat_penalty": sampling.repetition_penalty,
+        "n_predict": n_predict,
+        "max_tokens": n_predict,
+        "stop": list(options.stops),
+        "ignore_eos": options.ignore_eos,
+        "stream": options.stream,
+        "n_probs": max(0, sampling.n_top_logprobs),
+    }
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """Return the token ids of a text."""
+    return await _send(request, await prepare(request, read_tokenize))
+
+
+async def apply_template(request: web.Request) -> web.StreamResponse:
+    """Return the prompt that a chat request would be answered for."""
+    return await _send(request, await prepare(request, read_apply_template))
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """Return the text of token ids, control tokens included."""
+    return await _send(request, await prepare(request, read_detokenize))
+
+
+async def _send(request: web.Request, parts: object) -> web.StreamResponse:
+    """Send a response in parts, so that a long one does not block the loop."""
+    assert isinstance(parts, list)
+    if len(parts) == 1:
+        return web.Response(body=parts[0], content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = sum(map(len, parts))
+    try:
+        async with asyncio.timeout(request.app[APP_CONTEXT].settings.write_timeout_s):
+            await response.prepare(request)
+            for part in parts:
+                await response.write(part)
+            await response.write_eof()
+    except (TimeoutError, ConnectionError) as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientGone(str(error) or "the client read too slowly") from None
+    return response

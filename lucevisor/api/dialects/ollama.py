@@ -1,0 +1,531 @@
+"""Ollama's API, below /api/: chat, generate, and what its clients ask about models.
+
+A body becomes a chat request, or a completion with `raw`; an error names the field as the client wrote it
+(`options.temperature`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Final
+
+import msgspec
+from aiohttp import web
+
+from lucevisor import __version__
+from lucevisor.api.app_context import AppContext, ModelCard, Reader
+from lucevisor.api.bodies import prepare
+from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, chat_output
+from lucevisor.api.dialects.openai_completions import infill_ids, plain_output, read_completion
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.generation import GenerationPlan, ResponseId, make_jobs, respond
+from lucevisor.api.info import abilities, page
+from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
+from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
+from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.request_context import APP_CONTEXT
+from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
+from lucevisor.api.sse import StreamStyle
+from lucevisor.errors import show
+from lucevisor.text.infill import InfillTokens
+from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
+from lucevisor.text.tokenizer import Tokenizer
+
+RULES: Final = ParameterRules(
+    harmless={"keep_alive": str | int | float, "truncate": bool, "shift": bool},
+    refused={
+        "height": NOT_HERE,
+        "steps": NOT_HERE,
+        "width": NOT_HERE,
+    },
+    neutral={"images": ([],), "template": ("",)},
+    aliases={},
+    open=True,
+)
+
+OPTIONS: Final[dict[str, str]] = {
+    "frequency_penalty": "frequency_penalty",
+    "min_p": "min_p",
+    "mirostat": "mirostat",
+    "mirostat_eta": "mirostat_eta",
+    "mirostat_tau": "mirostat_tau",
+    "num_predict": "max_tokens",
+    "presence_penalty": "presence_penalty",
+    "repeat_penalty": "repetition_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "typical_p": "typical_p",
+}
+"""Ollama's options, and the chat parameters that they are."""
+
+IDLE_OPTIONS: Final = frozenset(
+    [
+        *(
+            "draft_num_predict",
+            "embedding_only",
+            "f16_kv",
+            "logits_all",
+            "low_vram",
+            "main_gpu",
+            "num_batch",
+            "num_ctx",
+        ),
+        *("num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n", "tfs_z", "use_mlock"),
+        *("use_mmap", "vocab_only"),
+    ]
+)
+"""Options without effect: what they set is set for all requests, by the configuration."""
+
+
+class OllamaBody(msgspec.Struct, kw_only=True):
+    """Parameters common to both endpoints.  None: absent, the default applies."""
+
+    model: str | None = None
+    stream: Flag = None
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | str | None = None
+    logprobs: Flag = None
+    top_logprobs: int | None = None
+
+
+class OllamaChatBody(OllamaBody, kw_only=True):
+    """POST /api/chat.  Without messages it only asks for the model."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateBody(OllamaBody, kw_only=True):
+    """POST /api/generate.  Without a prompt it only asks for the model."""
+
+    prompt: str | None = None
+    system: str | None = None
+    suffix: str | None = None
+    context: list[int] | None = None
+    raw: Flag = None
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    """POST /api/show."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: Flag = None
+
+
+_EFFORTS: Final = ("low", "medium", "high", "max")
+_NAMES: Final = {
+    **{chat: f"options.{name}" for name, chat in OPTIONS.items()},
+    "response_format": "format",
+    "enable_thinking": "think",
+    "reasoning_effort": "think",
+    "chat_template_kwargs.reasoning_effort": "think",
+}
+"""Parameters of chat completions, and those of this API that they are made from."""
+
+
+class OllamaFunction(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaToolCall(msgspec.Struct):
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+def read_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+    """Prepare the request in a decoded body, or answer one without messages; raises ApiError."""
+    body = to_record(OllamaChatBody, fields, RULES)
+    check_model(body.model, ctx)
+    if not body.messages:
+        return _loaded(fields, ctx, {"message": {"role": "assistant", "content": ""}})
+    chat = ChatRequestBuilder(fields=_common(body, ctx))
+    _add_messages(chat, body.messages)
+    for index, tool in enumerate(body.tools or ()):
+        function = tool.get("function") if tool.get("type", "function") == "function" else None
+        if not isinstance(function, dict):
+            raise bad_parameter(f"tools[{index}].function", "is missing; send functions")
+        chat.add_tool(function, f"tools[{index}]")
+    return _named(chat.read(ctx, _NAMES), OllamaChatBody, fields, body)
+
+
+def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
+    """Prepare the request in a decoded body, or answer one without a prompt; raises ApiError."""
+    body = to_record(OllamaGenerateBody, fields, RULES)
+    check_model(body.model, ctx)
+    if not body.prompt:
+        return _loaded(fields, ctx, {"response": ""})
+    if body.raw or body.suffix or ctx.template is None:
+        for name, given in (("system", body.system), ("context", body.context)):
+            if given:
+                raise bad_parameter(name, "has no place in a raw prompt or a gap; leave it out, or raw and suffix")
+        return _named(_read_raw(body, ctx), OllamaGenerateBody, fields, body)
+    chat = ChatRequestBuilder(fields=_common(body, ctx))
+    if body.system:
+        chat.add_message({"role": "system", "content": body.system}, "system")
+    chat.add_message({"role": "user", "content": body.prompt}, "prompt")
+    prepared = _continued(chat.read(ctx, _NAMES | {"messages": "prompt"}), body.context or [], ctx)
+    return _named(prepared, OllamaGenerateBody, fields, body)
+
+
+def read_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
+    """Check a decoded body of /api/show; the answer does not depend on it.  Raises ApiError."""
+    body = to_record(ShowBody, fields, RULES)
+    check_model(body.model or body.name, ctx)
+    return b""
+
+
+def _loaded(fields: dict[str, Any], ctx: AppContext, what: dict[str, object]) -> bytes:
+    """Return the answer to a request that only loads or unloads the model, which is always loaded."""
+    reason = "unload" if fields.get("keep_alive") in (0, "0", "0s") else "load"
+    head = {"model": ctx.model.name, "created_at": created_at(ctx.model.created_s)}
+    return msgspec.json.encode({**head, **what, "done_reason": reason, "done": True})
+
+
+def _named(
+    prepared: PreparedRequest, kind: type[OllamaBody], fields: dict[str, Any], body: OllamaBody
+) -> PreparedRequest:
+    idle = [f"options.{name}" for name in body.options or () if name not in OPTIONS]
+    names = tuple(sorted({*ignored(kind, fields, RULES), *idle}))
+    return PreparedRequest(msgspec.structs.replace(prepared.options, ignored=names), prepared.prompts)
+
+
+def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
+    fields = _common(body, ctx)
+    logprobs = fields.pop("top_logprobs", 0) if fields.pop("logprobs", None) else None
+    for name in ("enable_thinking", "reasoning_effort", "top_logprobs"):
+        fields.pop(name, None)
+    prompt = infill_ids(body.prompt or "", body.suffix, (), "suffix", ctx) if body.suffix else body.prompt
+    try:
+        prepared = read_completion({**fields, "prompt": prompt, "logprobs": logprobs}, ctx)
+    except ApiError as error:
+        raise error.renamed(_NAMES.get(error.param or "", error.param or "")) from None
+    return PreparedRequest(msgspec.structs.replace(prepared.options, plain=True), prepared.prompts)
+
+
+def _continued(prepared: PreparedRequest, context: list[int], ctx: AppContext) -> PreparedRequest:
+    """Put the ids of an earlier conversation before the prompt; raises ApiError."""
+    if not context:
+        return prepared
+    added = prepared.prompts[0]
+    starts_again = added[:1] == (ctx.tokenizer.bos,)
+    n_before = len(context) - starts_again
+    ids = (*check_token_ids(context, "context", ctx), *added[starts_again:])
+    check_tokens(len(ids), "context", ctx)
+    turn_ends = [len(context), *(n_before + end for end in prepared.options.turn_ends[0])]
+    options = msgspec.structs.replace(prepared.options, turn_ends=[turn_ends], roles=[[]])
+    return PreparedRequest(options, [ids])
+
+
+def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
+    """Return the fields of a chat request without messages and tools."""
+    fields: dict[str, Any] = {"stream": body.stream is not False}
+    if body.logprobs or body.top_logprobs is not None:
+        fields |= {"logprobs": bool(body.logprobs), "top_logprobs": body.top_logprobs}
+    if isinstance(body.format, dict):
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+    elif body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif body.format:
+        raise bad_parameter("format", f'{show(body.format)} is not a format; send "json" or a JSON schema')
+    for name, value in (body.options or {}).items():
+        if name in OPTIONS:
+            whole = isinstance(value, float) and value.is_integer()  # clients in JavaScript and Go write 5.0
+            fields[OPTIONS[name]] = int(value) if whole else value
+        elif name not in IDLE_OPTIONS:
+            to_record(_Options, {name: value}, RULES)
+    if isinstance(wished := fields.get("max_tokens"), int) and wished <= 0:  # -1, -2: without a limit
+        del fields["max_tokens"]
+    if fields.get("stop") == []:
+        del fields["stop"]
+    return fields | _thinking(body, ctx)
+
+
+_Options = msgspec.defstruct("_Options", [(name, object, None) for name in (*OPTIONS, *IDLE_OPTIONS)])
+
+
+def _thinking(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
+    """Return how the model should think; a template without a switch leaves that to the model."""
+    source = "" if ctx.template is None else ctx.template.source
+    if body.think is None:
+        return {}
+    if isinstance(body.think, str):
+        if body.think not in _EFFORTS:
+            raise bad_parameter(
+                "think", f"{show(body.think)} is not a level; send true, false or {', '.join(_EFFORTS)}"
+            )
+        return {"reasoning_effort": body.think} if "enable_thinking" in source or "reasoning_effort" in source else {}
+    return {"enable_thinking": body.think} if "enable_thinking" in source else {}
+
+
+def _add_messages(chat: ChatRequestBuilder, messages: Sequence[dict[str, Any]]) -> None:
+    """Append the messages.  Calls have no ids in this API: results answer them in their order."""
+    waiting: list[tuple[str, str]] = []  # name and id of calls without a result
+    for index, raw in enumerate(messages):
+        where = f"messages[{index}]"
+        message = convert(OllamaMessage, raw, where)
+        if message.images:
+            raise bad_parameter(
+                f"{where}.images", "are not supported; this server reads text only", "unsupported_content"
+            )
+        made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            made["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            ids = [call.id or f"call_{index}_{i}" for i, call in enumerate(message.tool_calls)]
+            waiting = [(call.function.name, id_) for call, id_ in zip(message.tool_calls, ids, strict=True)]
+            made["tool_calls"] = [
+                {"id": id_, "type": "function", "function": msgspec.to_builtins(call.function)}
+                for call, id_ in zip(message.tool_calls, ids, strict=True)
+            ]
+        if message.role == "tool":
+            answered = next((one for one in waiting if message.tool_name in (None, one[0])), None)
+            if answered is not None:
+                waiting.remove(answered)
+            made["tool_call_id"] = message.tool_call_id or (answered[1] if answered else f"call_{index}")
+        chat.add_message(made, where)
+
+
+_DONE_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "tool_calls": "stop"}
+
+
+def created_at(seconds: float) -> str:
+    """Return a Unix time as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+@dataclass(slots=True, kw_only=True)
+class OllamaFormatter:
+    """One response.  ``chat``: of /api/chat, else of /api/generate; ``context``: ids of the conversation so far, which
+    the answer's are added to, None if they are not sent."""
+
+    response_id: str
+    model: str
+    tokenizer: Tokenizer
+    chat: bool
+    logprobs: bool
+    context: list[int] | None = None
+    _reason: FinishReason = "stop"
+
+    style: ClassVar[StreamStyle] = "lines"
+
+    def start(self, index: int) -> Sequence[object]:
+        """Return nothing: the first delta opens the answer."""
+        return ()
+
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+        """Return the object of a delta."""
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+        self._remember(delta)
+        if delta.event is None and not (self.logprobs and delta.tokens):
+            return ()
+        return [self._object([delta], done=False)]
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the last object."""
+        return [self._object([], done=True) | self._counts(totals)]
+
+    def failure(self, error: ApiError) -> Sequence[object]:
+        """Return the error."""
+        return [error.ollama_body()]
+
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
+        """Return the whole answer as one object."""
+        self._reason = choices[0][-1].finish_reason or "stop"
+        for delta in choices[0]:
+            self._remember(delta)
+        return self._object(choices[0], done=True) | self._counts(totals)
+
+    def _remember(self, delta: ChoiceDelta) -> None:
+        if self.context is not None:
+            self.context += delta.token_ids
+
+    def _object(self, deltas: Sequence[ChoiceDelta], *, done: bool) -> dict[str, object]:
+        events = [delta.event for delta in deltas]
+        content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+        thinking = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+        calls = [self._call(event) for event in events if isinstance(event, ToolCallDelta)]
+        told: dict[str, object] = {"model": self.model, "created_at": created_at(time.time())}
+        part: dict[str, object] = {"role": "assistant", "content": content} if self.chat else {"response": content}
+        if thinking:
+            part["thinking"] = thinking
+        if calls:
+            part["tool_calls"] = calls
+        told |= {"message": part} if self.chat else part
+        tokens = [token for delta in deltas for token in delta.tokens]
+        if self.logprobs and tokens:
+            told["logprobs"] = chat_logprobs(self.tokenizer, tokens)["content"]
+        return told | {"done": done}
+
+    def _call(self, call: ToolCallDelta) -> dict[str, object]:
+        function = {"index": call.index, "name": call.name, "arguments": msgspec.Raw(call.arguments.encode())}
+        return {"id": f"call_{self.response_id}{call.index:02d}", "function": function}
+
+    def _counts(self, totals: UsageTotals) -> dict[str, object]:
+        """Return counts, and times in nanoseconds."""
+        times = totals.timings_json()
+        queue, prefill, decode = (int(1e9 * times.get(f"{name}_s", 0.0)) for name in ("queue", "prefill", "decode"))
+        return {
+            "done_reason": _DONE_REASONS[self._reason],
+            **({} if self.context is None else {"context": self.context}),
+            "total_duration": queue + prefill + decode,
+            "load_duration": queue,  # as in Ollama, all the time before the model runs
+            "prompt_eval_count": totals.prompt,
+            "prompt_eval_duration": prefill,
+            "eval_count": totals.generated,
+            "eval_duration": decode,
+        }
+
+
+OLLAMA_VERSION: Final = "0.14.0"
+"""The release of Ollama whose paths and fields are here; clients refuse to talk to servers that look older.
+
+Codex wants 0.13.4, the first with /v1/responses; 0.14.0 is the first with /v1/messages.
+"""
+
+
+async def root(request: web.Request) -> web.Response:
+    """GET /: what Ollama's own clients look for, the status page for everybody else."""
+    if request.headers.get("User-Agent", "").startswith("ollama"):
+        return web.Response(text="Ollama is running")
+    return await page(request)
+
+
+async def ollama_chat(request: web.Request) -> web.StreamResponse:
+    """POST /api/chat."""
+    return await _generated(request, read_ollama_chat)
+
+
+async def ollama_generate(request: web.Request) -> web.StreamResponse:
+    """POST /api/generate."""
+    return await _generated(request, read_ollama_generate)
+
+
+async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse:
+    prepared = await prepare(request, reader)
+    if not isinstance(prepared, PreparedRequest):
+        return web.Response(body=b"".join(prepared), content_type="application/json")
+    ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("")
+    is_chat = reader is read_ollama_chat
+    formatter = OllamaFormatter(
+        response_id=response.response_id,
+        model=ctx.model.name,
+        tokenizer=ctx.tokenizer,
+        chat=is_chat,
+        logprobs=options.logprobs,
+        context=None if is_chat or options.plain else list(prepared.prompts[0]),
+    )
+    output = plain_output(options) if options.plain else chat_output(options, ctx)
+    plan = GenerationPlan(
+        jobs=make_jobs(prepared, output, ctx, response),
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="messages" if is_chat else "prompt",
+        ignored=options.ignored,
+    )
+    return await respond(request, plan)
+
+
+async def tags(request: web.Request) -> web.Response:
+    """GET /api/tags: the served model."""
+    return _json({"models": [_model(request.app[APP_CONTEXT])]})
+
+
+async def running(request: web.Request) -> web.Response:
+    """GET /api/ps: the served model, which is never unloaded."""
+    ctx = request.app[APP_CONTEXT]
+    more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": ctx.model.size_bytes}
+    return _json({"models": [_model(ctx) | more | {"context_length": ctx.max_context}]})
+
+
+async def show_model(request: web.Request) -> web.StreamResponse:
+    """POST /api/show."""
+    await prepare(request, read_show)
+    ctx = request.app[APP_CONTEXT]
+    card, template = ctx.model, ctx.template
+    able = abilities(ctx)
+    capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]
+    if InfillTokens.of(ctx.tokenizer) is not None:
+        capabilities.append("insert")
+    return _json(
+        {
+            "modelfile": "",
+            "parameters": "\n".join(f"{k} {v}" for k, v in msgspec.to_builtins(ctx.defaults).items()),
+            "template": "" if template is None else template.source,
+            "modified_at": created_at(card.created_s),
+            "details": _details(ctx),
+            "model_info": {
+                "general.basename": card.name,
+                **card.facts,
+                "general.architecture": card.architecture,
+                "general.parameter_count": card.n_parameters,
+                f"{card.architecture}.context_length": ctx.max_context,
+            },
+            "capabilities": capabilities,
+        }
+    )
+
+
+async def version(_: web.Request) -> web.Response:
+    """GET /api/version."""
+    return _json({"version": OLLAMA_VERSION, "lucevisor": __version__})
+
+
+def _model(ctx: AppContext) -> dict[str, object]:
+    card = ctx.model
+    return {
+        "name": card.tagged,
+        "model": card.tagged,
+        "modified_at": created_at(card.created_s),
+        "size": card.size_bytes,
+        "digest": _digest(card),
+        "details": _details(ctx),
+    }
+
+
+def _digest(card: ModelCard) -> str:
+    """Return the 64 hexadecimal digits by which clients know a file; reading all of it would take minutes."""
+    return hashlib.sha256(f"{card.name} {card.path} {card.size_bytes} {card.created_s}".encode()).hexdigest()
+
+
+def _rounded(n_parameters: int) -> str:
+    """Return a number of parameters as Ollama writes it: 7.6B, 22.46M."""
+    if n_parameters >= 1e9:
+        return f"{n_parameters / 1e9:.1f}B"
+    return f"{n_parameters / 1e6:.2f}M"
+
+
+def _details(ctx: AppContext) -> dict[str, object]:
+    card = ctx.model
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": card.architecture,
+        "families": [card.architecture],
+        "parameter_size": _rounded(card.n_parameters),
+        "quantization_level": card.quant,
+    }
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

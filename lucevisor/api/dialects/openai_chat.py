@@ -1,0 +1,722 @@
+"""OpenAI's chat completions: POST /v1/chat/completions.
+
+A parameter that the chat template cannot honour is refused by name.  The additions to OpenAI's responses are
+`reasoning_content` (as in other open servers), `token_ids` on request, and `timings`.  Other dialects translate their
+bodies with `ChatRequestBuilder`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from lucevisor.api.app_context import AppContext
+from lucevisor.api.bodies import prepare
+from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.generation import GenerationPlan, ResponseId, make_envelope, make_jobs, respond
+from lucevisor.api.output import (
+    ChoiceDelta,
+    Envelope,
+    OutputOptions,
+    TokenRecord,
+    UsageTotals,
+    chat_logprobs,
+    encode_items,
+)
+from lucevisor.api.parameters import (
+    budget_of,
+    check_choices,
+    check_common,
+    check_length,
+    check_min_tokens,
+    check_stop_ids,
+    check_tokens,
+    max_tokens_of,
+    n_top_logprobs,
+    random_seed,
+    sampling_params,
+)
+from lucevisor.api.prepared import CUSTOM_INPUT, GenerationOptions, PreparedRequest, custom_input
+from lucevisor.api.request_context import APP_CONTEXT
+from lucevisor.api.schemas import (
+    MAX_TOOL_VALUES,
+    MAX_TOP_LOGPROBS,
+    Effort,
+    Flag,
+    GenerationBody,
+    Limit,
+    NamedFunction,
+    ToolChoice,
+    convert,
+    ignored,
+    to_record,
+)
+from lucevisor.api.sse import StreamStyle
+from lucevisor.errors import show
+from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.preamble import normalised
+from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
+from lucevisor.text.tokenizer import Tokenizer
+
+
+class ReasoningObject(msgspec.Struct):
+    """`reasoning` as routers and the Responses API write it."""
+
+    effort: Effort | None = None
+    enabled: Flag = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    exclude: Flag = None
+
+
+class ThinkingObject(msgspec.Struct):
+    """`thinking` as Anthropic, DeepSeek and GLM write it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions.  Messages and tools stay plain for the chat template; messages.py validates them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: Flag = None
+    max_completion_tokens: Limit | None = None
+    logprobs: Flag = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    enable_thinking: Flag = None
+    reasoning_effort: Effort | None = None
+    max_thinking_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no limit
+    reasoning: ReasoningObject | None = None
+    thinking: ThinkingObject | None = None
+    include_reasoning: Flag = None  # vLLM's
+    add_generation_prompt: Flag = None  # from here on of the template
+    continue_final_message: Flag = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _CustomCall(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function | None = None
+    custom: _CustomCall | None = None
+    id: str | None = None
+    type: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class _ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class CustomTool(msgspec.Struct):
+    """A tool that the client runs on a text."""
+
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The grammar of the text: of the format itself in the Responses API, one level down in chat completions."""
+        found = (self.format or {}).get("grammar", self.format)
+        return found if isinstance(found, dict) and isinstance(found.get("definition"), str) else None
+
+
+def custom_function(tool: CustomTool) -> dict[str, Any]:
+    """Return a custom tool as a function of one text.  Its grammar is told to the model, and not enforced."""
+    told = [tool.description or ""]
+    if (grammar := tool.grammar) is not None:
+        told.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+    return {"name": tool.name, "description": "\n\n".join(filter(None, told)), "parameters": schema}
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    function: _ToolFunction | None = None
+    custom: CustomTool | None = None
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages ready for a template; raises ApiError 400 naming the message and field at fault."""
+    if not messages:
+        raise bad_parameter("messages", "is empty; send at least one message")
+    return [_check_message(raw, f"messages[{index}]") for index, raw in enumerate(messages)]
+
+
+def _check_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    message = convert(_Message, raw, where)
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise bad_parameter(f"{where}.role", f"{show(message.role)} is not a role; use {known}")
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise bad_parameter(f"{where}.{name}", "is not supported; leave it out", "unsupported_parameter")
+    if message.tool_calls and message.role != "assistant":
+        raise bad_parameter(
+            f"{where}.tool_calls", f"is in a message of role {message.role}; only the assistant calls tools"
+        )
+    kept = {name: value for name, value in raw.items() if value is not None}
+    if message.tool_calls:
+        kept["tool_calls"] = [
+            _check_call(call, raw["tool_calls"][index], f"{where}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if isinstance(message.content, list):
+        _check_parts(message.content, f"{where}.content")
+    elif message.content is None:
+        if message.role != "assistant":
+            raise bad_parameter(f"{where}.content", "is missing; it is required", "missing_required_parameter")
+        kept["content"] = message.refusal or ""
+    return kept
+
+
+def _check_call(call: _ToolCall, raw: dict[str, Any], where: str) -> dict[str, Any]:
+    if call.type == "custom" and call.custom is not None:
+        function = {"name": call.custom.name, "arguments": {CUSTOM_INPUT: call.custom.input}}
+        return {"id": call.id, "type": "function", "function": function}
+    if call.type not in (None, "function", "custom"):
+        raise bad_parameter(f"{where}.type", f"{show(call.type)} is not supported; use function or custom")
+    if call.function is None:
+        name = call.type or "function"
+        raise bad_parameter(f"{where}.{name}", "is missing; it is required", "missing_required_parameter")
+    return raw
+
+
+def _check_parts(parts: list[dict[str, Any]], where: str) -> None:
+    if not parts:
+        raise bad_parameter(where, "is an empty array; send text")
+    for index, part in enumerate(parts):
+        kind = part.get("type")
+        if kind not in ("text", "refusal"):
+            raise bad_parameter(
+                f"{where}[{index}].type",
+                f"{show(kind)} is not supported; this server accepts parts of type text only",
+                "unsupported_content",
+            )
+        if not isinstance(part.get(kind), str):
+            raise bad_parameter(f"{where}[{index}].{kind}", "is missing or not a string; it is required")
+
+
+def check_tools(
+    tools: list[dict[str, Any]], choice: str | ToolChoice | None
+) -> tuple[list[dict[str, Any]], str | ToolChoice | None]:
+    """Return the tools to offer to the model, functions all, and the choice among them: a word or one function.
+
+    `choice` is the decoded tool_choice.  "none" offers no tools, so that the model cannot call one, and `allowed_tools`
+    only those.  Raises ApiError 400 for what the server does not support.
+    """
+    if not _has_at_most(tools, MAX_TOOL_VALUES):
+        raise bad_parameter("tools", f"have more than {MAX_TOOL_VALUES} JSON values; offer fewer or simpler tools")
+    offered = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in offered]
+    if choice == "none":
+        return [], choice
+    if isinstance(choice, ToolChoice):
+        if choice.allowed_tools is not None:
+            allowed = _allowed_names(choice.allowed_tools.tools, names)
+            return [tool for tool in offered if tool["function"]["name"] in allowed], choice.allowed_tools.mode
+        return offered, _chosen(choice, names)
+    if choice not in (None, "auto", "required"):
+        raise bad_parameter("tool_choice", f"{show(choice)} is not a choice; use auto, none, required or a function")
+    if choice == "required" and not names:
+        raise bad_parameter("tool_choice", "is given without tools; send tools or leave it out")
+    return offered, choice
+
+
+def _has_at_most(value: object, limit: int) -> bool:
+    """Return whether a decoded JSON value holds at most `limit` values, itself included."""
+    left, open_values = limit, [value]
+    while open_values and left >= 0:
+        item = open_values.pop()
+        left -= 1
+        if isinstance(item, dict | list):
+            if len(item) > left:
+                return False
+            open_values.extend(item.values() if isinstance(item, dict) else item)
+    return left >= 0
+
+
+def _check_tool(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    tool = convert(_Tool, raw, where)
+    if tool.type not in ("function", "custom"):
+        raise bad_parameter(
+            f"{where}.type", f"{show(tool.type)} is not supported; use function or custom", "unsupported_value"
+        )
+    named = tool.function if tool.type == "function" else tool.custom
+    if named is None:
+        raise bad_parameter(f"{where}.{tool.type}", "is missing; it is required", "missing_required_parameter")
+    if not named.name:
+        raise bad_parameter(f"{where}.{tool.type}.name", f"is empty; give the {tool.type} a name")
+    if isinstance(named, CustomTool):
+        return {"type": "function", "function": custom_function(named)}
+    return {**raw, "function": {k: v for k, v in raw["function"].items() if v is not None}}
+
+
+def custom_names(tools: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the custom tools among checked ones."""
+    return [tool["custom"]["name"] for tool in tools if tool["type"] == "custom"]
+
+
+def _chosen(choice: ToolChoice, names: list[str]) -> ToolChoice:
+    named = choice.function if choice.type == "function" else choice.custom if choice.type == "custom" else None
+    if named is None:
+        raise bad_parameter(
+            "tool_choice.type",
+            f"{show(choice.type)} is not supported; use function or custom and its name, or allowed_tools",
+        )
+    if named.name not in names:
+        raise bad_parameter(f"tool_choice.{choice.type}.name", f"{show(named.name)} is not one of the tools")
+    return ToolChoice(type="function", function=NamedFunction(named.name))
+
+
+def _allowed_names(allowed: list[dict[str, Any]], names: list[str]) -> set[str]:
+    found = set()
+    for index, raw in enumerate(allowed):
+        where = f"tool_choice.allowed_tools.tools[{index}]"
+        inner = raw.get(str(raw.get("type")))
+        name = inner.get("name") if isinstance(inner, dict) else raw.get("name")
+        if name not in names:
+            raise bad_parameter(where, f"{show(name)} is not one of the tools")
+        found.add(str(name))
+    return found
+
+
+def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    body = _read_body(fields, ctx)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
+    template = _template(ctx)
+    tools, choice = check_tools(body.tools or [], body.tool_choice)
+    messages = normalised(check_messages(body.messages), ctx.settings.normalise)
+    form = requested_form(body)
+    calls = requested_calls(tools, choice, form, parallel=body.parallel_tool_calls is not False)
+    prompt = _render(body, messages, tools, template)
+    tags = None if prompt.answering else template.output_format.reasoning_after(prompt.text)
+    encoded = _encoded(prompt, ctx)
+    n_top = n_top_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs")
+    grammar = output_grammar(form, ctx, tags, inside=prompt.reasoning_open, calls=calls)
+    structured = bool(tools) or grammar is not None
+    max_tokens = _max_tokens(body)
+    options = GenerationOptions(
+        sampling=sampling_params(body, ctx, random_seed(), n_top, direct=tags is None, structured=structured),
+        turn_ends=[encoded.turn_ends],
+        roles=[[str(message["role"]) for message in messages]],
+        max_tokens=max_tokens,
+        min_tokens=check_min_tokens(body, max_tokens),
+        n=check_choices(body.n, 1),
+        ignore_eos=bool(body.ignore_eos),
+        stops=body.stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        stop_ids=check_stop_ids(body, ctx),
+        ignored=ignored(ChatBody, fields, more=_unused(body, template)),
+        grammar=grammar,
+        max_thinking_tokens=None if tags is None else _thinking_budget(body, ctx, template),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        token_ids=bool(body.return_token_ids),
+        logprobs=n_top >= 0,
+        tools=tools,
+        custom=custom_names(body.tools or []),
+        reasoning_open=prompt.reasoning_open,
+        show_reasoning=body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude),
+        one_tool_call=body.parallel_tool_calls is False,
+    )
+    return PreparedRequest(options, [tuple(encoded.ids)])
+
+
+def read_apply_template(fields: dict[str, Any], ctx: AppContext) -> bytes:
+    """Return the response of /apply-template: the prompt that a chat request would be answered for, as text."""
+    prompt = _prompt_only(fields, ctx)
+    check_length(prompt.text, "messages", ctx)
+    return msgspec.json.encode({"prompt": prompt.text})
+
+
+def count_prompt(fields: dict[str, Any], ctx: AppContext) -> int:
+    """Return how many tokens the prompt of a chat request has, also beyond the context."""
+    return len(_encoded(_prompt_only(fields, ctx), replace(ctx, max_context=0)).ids)
+
+
+def _prompt_only(fields: dict[str, Any], ctx: AppContext) -> RenderedPrompt:
+    """Return the prompt of a chat request, without the form of its answer, which takes time to compile."""
+    body = _read_body(fields, ctx)
+    tools, _ = check_tools(body.tools or [], body.tool_choice)
+    messages = normalised(check_messages(body.messages), ctx.settings.normalise)
+    return _render(body, messages, tools, _template(ctx))
+
+
+def _read_body(fields: dict[str, Any], ctx: AppContext) -> ChatBody:
+    """Return the checked body, with what objects say of thinking in the parameters that say the same."""
+    body = to_record(ChatBody, fields)
+    check_common(body, ctx)
+    if body.max_thinking_tokens == -1:
+        body.max_thinking_tokens = None
+    source = "" if ctx.template is None else ctx.template.source
+    switch = "enable_thinking" in source
+    wishes: list[tuple[bool | None, int | None]] = []
+    if (reasoning := body.reasoning) is not None:
+        budget = reasoning.max_tokens
+        if switch or "reasoning_effort" in source:
+            body.reasoning_effort = body.reasoning_effort or reasoning.effort
+        elif budget is None and reasoning.effort is not None:
+            budget = budget_of(reasoning.effort, ctx)
+        wishes.append((reasoning.enabled, budget))
+    if (thinking := body.thinking) is not None:
+        wish = {"enabled": True, "disabled": False}.get(thinking.type)
+        wishes.append((wish, thinking.budget_tokens if wish else None))
+    for wish, budget in wishes:
+        if body.max_thinking_tokens is None:
+            body.max_thinking_tokens = budget if wish is not False or switch else 0
+        if body.enable_thinking is None and switch:
+            body.enable_thinking = wish
+    return body
+
+
+def _template(ctx: AppContext) -> ChatTemplate:
+    if ctx.template is None:
+        raise ApiError(
+            400, "the model's file has no chat template; use /v1/completions", code="no_chat_template", param="model"
+        )
+    return ctx.template
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise bad_parameter("max_completion_tokens", f"{new} contradicts max_tokens = {old}; send one of them")
+    n_tokens = old if new is None else new
+    if n_tokens == 0:
+        name = "max_tokens" if new is None else "max_completion_tokens"
+        raise bad_parameter(name, "0 leaves no room for an answer; send 1 or more, or -1 for no limit")
+    return max_tokens_of(n_tokens)
+
+
+def _thinking_budget(body: ChatBody, ctx: AppContext, template: ChatTemplate) -> int | None:
+    if body.max_thinking_tokens is not None or "reasoning_effort" in template.source:
+        return body.max_thinking_tokens
+    return budget_of(body.reasoning_effort or "", ctx)
+
+
+def _render(
+    body: ChatBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: ChatTemplate
+) -> RenderedPrompt:
+    """Return the prompt; raises ApiError naming the parameter at fault."""
+    if tools and (template.output_format.tools is None or "tools" not in template.source):
+        raise bad_parameter(
+            "tools", "the model's chat template does not support tools; leave them out", "unsupported_parameter"
+        )
+    extra = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name in template.source}
+    if body.reasoning_effort is not None and "reasoning_effort" in template.source:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
+    continued = _continues(body, messages)
+    try:
+        return template.render(
+            messages,
+            tools=tools,
+            enable_thinking=_thinking(body, template),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            extra=extra,
+            continued=continued,
+        )
+    except TemplateError as error:
+        param = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
+        raise ApiError(400, str(error), code="template_error", param=param) from None
+
+
+def _unused(body: ChatBody, template: ChatTemplate) -> list[str]:
+    """Return the variables for the template that it does not use."""
+    return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in template.source]
+
+
+def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:
+    """Return whether the last message is the beginning of the answer."""
+    last = messages[-1]
+    if body.continue_final_message:
+        if last["role"] != "assistant" or last.get("tool_calls"):
+            raise bad_parameter("continue_final_message", "true needs a last message of the assistant's without calls")
+        return True
+    asked = body.continue_final_message is None and body.add_generation_prompt is not False
+    return asked and last["role"] == "assistant" and not last.get("tool_calls")
+
+
+def _encoded(prompt: RenderedPrompt, ctx: AppContext) -> EncodedPrompt:
+    check_length(prompt.text, "messages", ctx)
+    encoded = prompt.encoded(ctx.tokenizer)
+    check_tokens(len(encoded.ids), "messages", ctx)
+    return encoded
+
+
+def _thinking(body: ChatBody, template: ChatTemplate) -> bool | None:
+    """Return whether the model should think (None: the template's default); raises ApiError if it cannot be set."""
+    wish, param = body.enable_thinking, "enable_thinking"
+    if body.reasoning_effort is not None:
+        by_effort = body.reasoning_effort not in ("none", "minimal")
+        if wish is not None and wish != by_effort:
+            raise bad_parameter(
+                "reasoning_effort", f"{show(body.reasoning_effort)} contradicts enable_thinking; send one of them"
+            )
+        wish, param = by_effort, "reasoning_effort"
+    if wish is None or "enable_thinking" in template.source:
+        return wish
+    if wish and not (param == "reasoning_effort" and param in template.source):
+        raise bad_parameter(
+            param, "the model's chat template cannot switch thinking on; leave it out", "unsupported_value"
+        )
+    if not wish and param == "enable_thinking" and template.output_format.reasoning is not None:
+        raise bad_parameter(
+            param,
+            "the model's chat template cannot switch thinking off; leave it out, or send max_thinking_tokens: 0",
+            "unsupported_value",
+        )
+    return None
+
+
+_Result = TypeVar("_Result")
+_INDEXED: Final = re.compile(r"(messages|tools)\[(\d+)\]")
+
+
+@dataclass(slots=True)
+class ChatRequestBuilder:
+    """`origins`: where each message and tool comes from, by list; `unused`: fields without effect."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    origins: dict[str, list[str]] = field(default_factory=lambda: {"messages": [], "tools": []})
+    unused: list[str] = field(default_factory=list)
+
+    def add_message(self, message: dict[str, Any], origin: str) -> None:
+        """Append a message."""
+        self.messages.append(message)
+        self.origins["messages"].append(origin)
+
+    def add_tool(self, function: dict[str, Any], origin: str) -> None:
+        """Append a tool, given its function; fields that are None are left out."""
+        kept = {name: value for name, value in function.items() if value is not None}
+        self.tools.append({"type": "function", "function": kept})
+        self.origins["tools"].append(origin)
+
+    def keep_tools(self, names: Collection[object]) -> None:
+        """Drop the tools with other names."""
+        kept = [i for i, tool in enumerate(self.tools) if tool["function"]["name"] in names]
+        self.tools = [self.tools[i] for i in kept]
+        self.origins["tools"] = [self.origins["tools"][i] for i in kept]
+
+    def read(self, ctx: AppContext, names: Mapping[str, str]) -> PreparedRequest:
+        """Prepare the request; `names`: where chat parameters come from.  Raises ApiError with the field's own name."""
+        return self._read(read_chat, ctx, names)
+
+    def count(self, ctx: AppContext, names: Mapping[str, str]) -> int:
+        """Return how many tokens the prompt has, also beyond the context; otherwise as `read`."""
+        return self._read(count_prompt, ctx, names)
+
+    def _read(
+        self, reader: Callable[[dict[str, Any], AppContext], _Result], ctx: AppContext, names: Mapping[str, str]
+    ) -> _Result:
+        try:
+            return reader({**self.fields, "messages": self.messages, "tools": self.tools or None}, ctx)
+        except ApiError as error:
+            raise error.renamed(self._origin(error.param or "", names)) from None
+
+    def _origin(self, param: str, names: Mapping[str, str]) -> str:
+        if found := _INDEXED.match(param):
+            rest = param[found.end() :]
+            return self.origins[found[1]][int(found[2])] + rest.removeprefix(".content").replace(".function", "", 1)
+        for chat_name, name in names.items():
+            if param == chat_name or param.startswith((f"{chat_name}.", f"{chat_name}[")):
+                return name + param[len(chat_name) :]
+        return param
+
+
+_CHUNK = "chat.completion.chunk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormatter:
+    """One response.  `token_ids`: they were requested, and those of the `prompt`; `custom`: names of tools whose input
+    is text; `reasoning`: it is shown."""
+
+    envelope: Envelope
+    tokenizer: Tokenizer
+    logprobs: bool
+    token_ids: bool
+    prompt: Sequence[int] = ()
+    custom: Sequence[str] = ()
+    reasoning: bool = True
+
+    style: ClassVar[StreamStyle] = "data"
+
+    def start(self, index: int) -> Sequence[object]:
+        """Return the chunk that names the role."""
+        chunks = self._chunk(index, {"role": "assistant", "content": ""}, ChoiceDelta(None))
+        return [{**chunk, **self._prompt()} for chunk in chunks]
+
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+        """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
+        fields: dict[str, object] = {}
+        match delta.event:
+            case ContentDelta(text):
+                fields["content"] = text
+            case ReasoningDelta(text):
+                if self.reasoning:
+                    fields["reasoning_content"] = text
+            case ToolCallDelta() as call:
+                fields["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
+            case None:
+                pass
+        return self._chunk(index, fields, delta)
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the chunk with the usage and no choice, if it was requested."""
+        return self.envelope.usage_chunk(_CHUNK, totals)
+
+    def failure(self, error: ApiError) -> Sequence[object]:
+        """Return the error's body."""
+        return [error.body()]
+
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
+        """Return the whole response as one object."""
+        return {
+            **self.envelope.head("chat.completion"),
+            "choices": [self._full_choice(index, deltas) for index, deltas in enumerate(choices)],
+            "usage": totals.usage(),
+            "timings": totals.timings_json(),
+            **self._prompt(),
+        }
+
+    def _prompt(self) -> dict[str, object]:
+        return {"prompt_token_ids": list(self.prompt)} if self.token_ids else {}
+
+    def _chunk(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> Sequence[dict[str, object]]:
+        return [self.envelope.chunk(_CHUNK, index, self._choice(index, fields, delta), delta.n_tokens)]
+
+    def _choice(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": index,
+            "delta": fields,
+            "logprobs": self._logprobs(delta.tokens),
+            "finish_reason": delta.finish_reason,
+        }
+        if self.token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return choice
+
+    def _full_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
+        events = [delta.event for delta in deltas]
+        content = "".join(e.text for e in events if isinstance(e, ContentDelta))
+        reasoning = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
+        calls = [self._tool_call(index, e) for e in events if isinstance(e, ToolCallDelta)]
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": content or (None if calls else ""),
+            "refusal": None,
+        }
+        if reasoning and self.reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        choice: dict[str, object] = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs([token for delta in deltas for token in delta.tokens], full=True),
+            "finish_reason": deltas[-1].finish_reason,
+        }
+        if self.token_ids:
+            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+        return choice
+
+    def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
+        if not self.logprobs or not (full or any(token.content for token in tokens)):
+            return None
+        told = chat_logprobs(self.tokenizer, tokens)
+        return {**told, "content": encode_items(told["content"])} if full else told
+
+    def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
+        # Globally unique, as the response id is; clients send it back with the tool's result.
+        call_id = f"call_{self.envelope.response_id.rpartition('-')[2]}{index:02d}{call.index:02d}"
+        if call.name in self.custom:
+            custom = {"name": call.name, "input": custom_input(call.arguments)}
+            return {"id": call_id, "type": "custom", "custom": custom}
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Handle one chat request."""
+    prepared = await prepare(request, read_chat)
+    assert isinstance(prepared, PreparedRequest)
+    return await respond(request, plan_chat(prepared, request.app[APP_CONTEXT], ResponseId.now("chatcmpl-")))
+
+
+def plan_chat(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> GenerationPlan:
+    """Return the jobs of a request and the formatter of its response."""
+    options = prepared.options
+    formatter = ChatFormatter(
+        envelope=make_envelope(prepared, ctx, response),
+        tokenizer=ctx.tokenizer,
+        logprobs=options.logprobs,
+        token_ids=options.token_ids,
+        prompt=prepared.prompts[0],
+        custom=options.custom,
+        reasoning=options.show_reasoning,
+    )
+    jobs = make_jobs(prepared, chat_output(options, ctx), ctx, response)
+    return GenerationPlan(
+        jobs=jobs,
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="messages",
+        ignored=options.ignored,
+        compressed=prepared.compressed,
+    )
+
+
+def chat_output(options: GenerationOptions, ctx: AppContext) -> OutputOptions:
+    """Return how the tokens of a chat request are read, in all APIs that have messages."""
+    assert ctx.template is not None
+    output_format = ctx.template.output_format
+    return OutputOptions(
+        stops=options.stops,
+        include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
+        make_parser=partial(OutputParser, options.reasoning_open, options.tools, output_format),
+        visible=output_format.visible_ids(ctx.tokenizer),
+        reasoning_open=options.reasoning_open,
+        one_tool_call=options.one_tool_call,
+    )

@@ -1,0 +1,336 @@
+"""OpenAI's completions: POST /v1/completions.
+
+Prompts sent as token ids reach the engine unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Final
+
+from aiohttp import web
+from msgspec import Meta
+
+from lucevisor.api.app_context import AppContext
+from lucevisor.api.bodies import prepare
+from lucevisor.api.constraint import output_grammar, requested_form
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.generation import GenerationPlan, ResponseId, make_envelope, make_jobs, respond
+from lucevisor.api.output import (
+    ChoiceDelta,
+    Envelope,
+    OutputOptions,
+    UsageTotals,
+    completion_logprobs,
+    echoed_logprobs,
+    encode_items,
+)
+from lucevisor.api.parameters import (
+    check_choices,
+    check_common,
+    check_length,
+    check_min_tokens,
+    check_stop_ids,
+    check_tokens,
+    max_tokens_of,
+    n_top_logprobs,
+    random_seed,
+    sampling_params,
+)
+from lucevisor.api.prepared import GenerationOptions, PreparedRequest
+from lucevisor.api.request_context import APP_CONTEXT
+from lucevisor.api.schemas import (
+    MAX_ECHO_CHARS,
+    MAX_PROMPT_SCORES,
+    MAX_TOP_LOGPROBS,
+    OPENAI,
+    Flag,
+    GenerationBody,
+    ignored,
+    to_record,
+)
+from lucevisor.api.sse import StreamStyle
+from lucevisor.text.infill import InfillTokens, OtherFile
+from lucevisor.text.output_parser import ContentDelta
+from lucevisor.text.tokenizer import Tokenizer
+
+
+class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
+    echo: Flag = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | bool | None = None
+
+
+RULES: Final = replace(OPENAI, aliases={**OPENAI.aliases, "prompt_token_ids": "prompt"})
+
+
+def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
+    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    body = to_record(CompletionBody, fields, RULES)
+    check_common(body, ctx)
+    wanted = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs
+    n_top = n_top_logprobs(body, None if wanted is None else int(wanted), "logprobs")
+    score_prompt = bool(body.echo) and n_top >= 0
+    if score_prompt and body.stream:
+        raise bad_parameter(
+            "stream", "true is not available with echo and logprobs; leave one of them out", "unsupported_value"
+        )
+    n = check_choices(body.n, count_prompts(body.prompt))
+    prompts = _read_gap(body, ctx) if body.suffix else read_prompts(body.prompt, ctx)
+    if score_prompt:
+        _check_scores(prompts, n, n_top)
+    grammar, prompt_only = output_grammar(requested_form(body), ctx), body.max_tokens == 0
+    options = GenerationOptions(
+        sampling=sampling_params(body, ctx, random_seed(), n_top, structured=grammar is not None),
+        turn_ends=[[] for _ in prompts],
+        max_tokens=1 if prompt_only else max_tokens_of(body.max_tokens),
+        min_tokens=0 if prompt_only else check_min_tokens(body, max_tokens_of(body.max_tokens)),
+        prompt_only=prompt_only,
+        n=n,
+        ignore_eos=bool(body.ignore_eos),
+        stops=body.stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        stop_ids=check_stop_ids(body, ctx),
+        ignored=ignored(CompletionBody, fields, RULES),
+        grammar=grammar,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        token_ids=bool(body.return_token_ids),
+        logprobs=n_top >= 0,
+        echoes=_echoes(prompts, n, ctx.tokenizer) if body.echo else (),
+        score_prompt=score_prompt,
+    )
+    return PreparedRequest(options, [tuple(prompt.ids) for prompt in prompts])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt; `text` is None if it was sent as token ids."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+def _echoes(prompts: list[Prompt], n: int, tokenizer: Tokenizer) -> tuple[str, ...]:
+    echoes = tuple(tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text for prompt in prompts)
+    n_chars = n * sum(map(len, echoes))
+    if n_chars > MAX_ECHO_CHARS:
+        raise bad_parameter(
+            "echo",
+            f"would repeat {n_chars} characters, more than {MAX_ECHO_CHARS}; leave it out or request fewer choices",
+        )
+    return echoes
+
+
+def _check_scores(prompts: list[Prompt], n: int, n_top: int) -> None:
+    n_scores = n * (1 + n_top) * sum(len(prompt.ids) for prompt in prompts)
+    if n_scores > MAX_PROMPT_SCORES:
+        reason = (
+            f"of the prompts would be {n_scores}, more than {MAX_PROMPT_SCORES}; request fewer, or of fewer choices"
+        )
+        raise bad_parameter("logprobs", reason)
+
+
+def count_prompts(prompt: str | list[str | int | list[int]]) -> int:
+    """Return the number of prompts."""
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> list[Prompt]:
+    """Return the prompts: a text, several, a list of ids, or several of those."""
+    if isinstance(prompt, str):
+        return [_from_text(prompt, "prompt", ctx)]
+    if not prompt:
+        raise bad_parameter("prompt", "is an empty array; send text or token ids")
+    if isinstance(prompt[0], int):
+        return [_from_ids(prompt, "prompt", ctx)]
+    prompts = []
+    for index, item in enumerate(prompt):
+        where = f"prompt[{index}]"
+        if isinstance(item, int):
+            raise bad_parameter(where, "is a token id beside prompts; send ids of one prompt in an array of their own")
+        prompts.append(_from_text(item, where, ctx) if isinstance(item, str) else _from_ids(item, where, ctx))
+    return prompts
+
+
+def _read_gap(body: CompletionBody, ctx: AppContext) -> list[Prompt]:
+    """Return the prompt for the gap between `prompt` and `suffix`; an echo is of `prompt` alone."""
+    if not isinstance(body.prompt, str):
+        raise bad_parameter("suffix", "is the end of one text; send prompt as one text, or leave suffix out")
+    if body.echo and body.logprobs:
+        raise bad_parameter("logprobs", "is not available with echo and suffix; leave one of them out")
+    ids = infill_ids(body.prompt, body.suffix or "", (), "suffix", ctx)
+    check_tokens(len(ids), "prompt", ctx)
+    return [Prompt(ids, body.prompt)]
+
+
+def infill_ids(before: str, after: str, files: Sequence[OtherFile], param: str, ctx: AppContext) -> list[int]:
+    """Return the prompt for a gap; raises ApiError naming `param` if the vocabulary has no tokens for that."""
+    tokens = InfillTokens.of(ctx.tokenizer)
+    if tokens is None:
+        raise bad_parameter(
+            param, "the model's vocabulary has no fill-in-the-middle tokens; serve a model that has", "no_infill"
+        )
+    for text in (before, after, *(file.text for file in files)):
+        check_length(text, param, ctx)
+    return tokens.prompt(before, after, files, ctx.tokenizer)
+
+
+def _from_text(text: str, where: str, ctx: AppContext) -> Prompt:
+    check_length(text, where, ctx)
+    ids = ctx.tokenizer.encode_prompt(text)
+    if not ids:
+        raise bad_parameter(where, "is empty; the model needs at least one token to continue")
+    check_tokens(len(ids), where, ctx)
+    return Prompt(ids, text)
+
+
+def _from_ids(ids: object, where: str, ctx: AppContext) -> Prompt:
+    if not isinstance(ids, list) or not ids:
+        raise bad_parameter(where, "is empty; the model needs at least one token to continue")
+    checked: list[int] = []
+    n_vocab = ctx.tokenizer.n_vocab
+    for index, token_id in enumerate(ids):
+        if not isinstance(token_id, int):
+            raise bad_parameter(f"{where}[{index}]", "is not a token id; send only texts or only arrays of token ids")
+        if not 0 <= token_id < n_vocab:
+            raise bad_parameter(f"{where}[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
+        checked.append(token_id)
+    check_tokens(len(checked), where, ctx)
+    return Prompt(checked)
+
+
+_KIND = "text_completion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionFormatter:
+    """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty.
+
+    `prompts`: their ids; `scored`: log-probabilities of them are wanted.
+    """
+
+    envelope: Envelope
+    tokenizer: Tokenizer
+    n: int
+    echoes: tuple[str, ...]
+    logprobs: bool
+    token_ids: bool
+    prompts: Sequence[Sequence[int]]
+    scored: bool = False
+
+    style: ClassVar[StreamStyle] = "data"
+
+    def start(self, index: int) -> Sequence[object]:
+        """Return the chunk with the prompt, as text or ids, if that was requested."""
+        if not (self.echoes or self.token_ids):
+            return ()
+        choice = self._choice(index, self._echo(index), ChoiceDelta(None)) | self._prompt(index)
+        return self._chunk(index, choice, ChoiceDelta(None))
+
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+        """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
+        return self._chunk(index, self._choice(index, _text(delta), delta), delta)
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the chunk with the usage and no choice, if it was requested."""
+        return self.envelope.usage_chunk(_KIND, totals)
+
+    def failure(self, error: ApiError) -> Sequence[object]:
+        """Return the error's body."""
+        return [error.body()]
+
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
+        """Return the whole response as one object."""
+        told = []
+        for index, deltas in enumerate(choices):
+            joined = ChoiceDelta(
+                None,
+                tuple(token for delta in deltas for token in delta.tokens),
+                tuple(token_id for delta in deltas for token_id in delta.token_ids),
+                deltas[-1].finish_reason,
+                prompt_scores=deltas[-1].prompt_scores,
+            )
+            text = self._echo(index) + "".join(map(_text, deltas))
+            told.append(self._choice(index, text, joined, full=True) | self._prompt(index))
+        return {**self.envelope.head(_KIND), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def _prompt(self, index: int) -> dict[str, object]:
+        return {"prompt_token_ids": list(self.prompts[index // self.n])} if self.token_ids else {}
+
+    def _chunk(self, index: int, choice: object, delta: ChoiceDelta) -> Sequence[object]:
+        return [self.envelope.chunk(_KIND, index, choice, delta.n_tokens)]
+
+    def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(index, delta, full=full),
+            "finish_reason": delta.finish_reason,
+        }
+        if self.token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return choice
+
+    def _logprobs(self, index: int, delta: ChoiceDelta, *, full: bool) -> object:
+        if not self.logprobs or not (delta.tokens or full):
+            return None
+        if self.scored:
+            prompt, n_echo = self.prompts[index // self.n], len(self._echo(index))
+            told = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
+        else:
+            told = completion_logprobs(self.tokenizer, delta.tokens)
+        return told | {"top_logprobs": encode_items(told["top_logprobs"])} if full else told
+
+
+def _text(delta: ChoiceDelta) -> str:
+    return delta.event.text if isinstance(delta.event, ContentDelta) else ""
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Handle one completion request."""
+    prepared = await prepare(request, read_completion)
+    assert isinstance(prepared, PreparedRequest)
+    return await respond(request, plan_completion(prepared, request.app[APP_CONTEXT], ResponseId.now("cmpl-")))
+
+
+def plain_output(options: GenerationOptions) -> OutputOptions:
+    """Return how the output of a plain completion is read: it is text without reasoning or calls."""
+    return OutputOptions(
+        stops=options.stops,
+        include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
+        prompt_only=options.prompt_only,
+    )
+
+
+def plan_completion(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> GenerationPlan:
+    """Return the jobs of a request and the formatter of its response."""
+    options = prepared.options
+    formatter = CompletionFormatter(
+        envelope=make_envelope(prepared, ctx, response),
+        tokenizer=ctx.tokenizer,
+        n=options.n,
+        echoes=options.echoes,
+        logprobs=options.logprobs,
+        token_ids=options.token_ids,
+        prompts=prepared.prompts,
+        scored=options.score_prompt,
+    )
+    jobs = make_jobs(prepared, plain_output(options), ctx, response)
+    return GenerationPlan(
+        jobs=jobs,
+        formatter=formatter,
+        stream=options.stream,
+        prompt_param="prompt",
+        ignored=options.ignored,
+        compressed=prepared.compressed,
+    )

@@ -1,0 +1,347 @@
+"""Runs a request: submits one sequence per choice, merges their events and writes the response.
+
+Nothing is sent before the engine has accepted every sequence, and however a response ends, none of its sequences keeps
+running.  Choice i of a prompt differs from choice 0 in its seed only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from lucevisor.api.app_context import AppContext, RequestHandle
+from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
+from lucevisor.api.metrics import Metrics
+from lucevisor.api.output import ChoiceDelta, Envelope, GenerationFailed, OutputOptions, OutputProcessor, UsageTotals
+from lucevisor.api.parameters import seed_of_choice
+from lucevisor.api.prepared import PreparedRequest
+from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, RequestContext, context_of
+from lucevisor.api.sse import EventFormat, EventStream
+from lucevisor.compression.compressor import CompressedPrompt
+from lucevisor.engine.constraint import Constraint, LeastTokens
+from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
+from lucevisor.text.reasoning_budget import ReasoningBudget
+
+_ANSWER_TOKENS: Final = 1024
+"""Tokens that a thinking budget leaves for the answer, or a quarter of those allowed if they are few."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseId:
+    """Id and Unix time of one response."""
+
+    response_id: str
+    created_s: int
+
+    @classmethod
+    def now(cls, prefix: str) -> ResponseId:
+        """Return a new id that starts with `prefix`."""
+        return cls(prefix + secrets.token_hex(12), int(time.time()))
+
+
+def make_jobs(prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, response: ResponseId) -> list[Job]:
+    """Return one job per choice: choice i of prompt p is number n*p + i."""
+    options = prepared.options
+    jobs = []
+    ends = frozenset[int]() if options.ignore_eos else ctx.tokenizer.eos_ids | ctx.stop_ids
+    for p, prompt in enumerate(prepared.prompts):
+        room = max(1, ctx.max_context - len(prompt))
+        for i in range(options.n):
+            request = GenerationRequest(
+                request_id=f"{response.response_id}-{options.n * p + i}",
+                prompt=prompt,
+                max_tokens=room if options.max_tokens is None else options.max_tokens,
+                sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
+                stop_ids=frozenset(options.stop_ids) | ends,
+                turn_boundaries=tuple(options.turn_ends[p]),
+                constraint=_constraint(prepared, output, ctx, room, frozenset(options.stop_ids) | ends),
+                score_prompt=options.score_prompt,
+            )
+            jobs.append(Job(request=request, processor=OutputProcessor(ctx.tokenizer, output), new_prompt=i == 0))
+    return jobs
+
+
+def _constraint(
+    prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, room: int, ends: frozenset[int]
+) -> Constraint | None:
+    """Return what one choice must be: its grammar, its thinking budget and its least length, where it has them."""
+    inner, least = _form(prepared, output, ctx, room), prepared.options.min_tokens
+    return inner if least == 0 else LeastTokens(least, ends, ctx.tokenizer.n_vocab, inner)
+
+
+def _form(prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, room: int) -> Constraint | None:
+    """Return the grammar of one choice, its thinking budget with room for an answer, both or neither."""
+    options = prepared.options
+    matcher = None if prepared.grammar is None else prepared.grammar.matcher()
+    tags = None if ctx.template is None else ctx.template.output_format.reasoning
+    if options.max_thinking_tokens is None or tags is None:
+        return matcher
+    limit = min(options.max_tokens or room, room)
+    n_tokens = min(options.max_thinking_tokens, limit - min(_ANSWER_TOKENS, limit // 4))
+    return ReasoningBudget(n_tokens, tags, ctx.tokenizer, inside=output.reasoning_open, inner=matcher)
+
+
+def make_envelope(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> Envelope:
+    """Return what all objects of the response have in common."""
+    return Envelope(
+        response_id=response.response_id,
+        created_s=response.created_s,
+        model=ctx.model.name,
+        fingerprint=ctx.model.fingerprint,
+        include_usage=prepared.options.include_usage,
+        prompt_tokens=tuple(len(ids) for ids in prepared.prompts for _ in range(prepared.options.n))
+        if prepared.options.continuous_usage
+        else (),
+    )
+
+
+class ResponseFormatter(EventFormat, Protocol):
+    """Formats the JSON of one response of one endpoint.  `index` is the index of a choice.
+
+    A response is either streamed (start, delta, end, or failure) or full.
+    """
+
+    def start(self, index: int) -> Sequence[object]:
+        """Return the events that open a choice in a stream."""
+
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+        """Return the events of one delta."""
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the last events, after those of all choices."""
+
+    def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
+        """Return the body of a response that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One choice: what to generate and how to process it.  `new_prompt`: no earlier choice has the same prompt."""
+
+    request: GenerationRequest
+    processor: OutputProcessor
+    new_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """A request ready for the engine.  `prompt_param` is the parameter that held the prompt; `ignored` names those
+    without effect; `compressed`: what PFlash made of the prompts."""
+
+    jobs: Sequence[Job]
+    formatter: ResponseFormatter
+    stream: bool
+    prompt_param: str
+    ignored: tuple[str, ...]
+    compressed: tuple[CompressedPrompt, ...] = ()
+
+
+_QUEUE = 64
+
+IndexedEvent = tuple[int, Event]
+
+
+class MergedEvents:
+    """The merged stream: index of the sequence and its event."""
+
+    def __init__(self, queue: asyncio.Queue[IndexedEvent]) -> None:
+        self._queue = queue
+
+    async def next(self, timeout_s: float) -> IndexedEvent | None:
+        """Return the next event, or None if there is none for `timeout_s`."""
+        if not self._queue.empty():
+            return self._queue.get_nowait()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+
+@asynccontextmanager
+async def merged(handles: Sequence[RequestHandle]) -> AsyncIterator[MergedEvents]:
+    """Read all handles concurrently while the block runs."""
+    queue: asyncio.Queue[IndexedEvent] = asyncio.Queue(_QUEUE)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_pump(index, handle, queue)) for index, handle in enumerate(handles)]
+            yield MergedEvents(queue)
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        # A single cause ended the block: its own error or a bug in a pump.
+        raise errors.exceptions[0] from None
+    finally:
+        for handle in handles:
+            handle.cancel()
+
+
+async def _pump(index: int, handle: RequestHandle, queue: asyncio.Queue[IndexedEvent]) -> None:
+    async for event in handle:
+        await queue.put((index, event))
+
+
+log = structlog.get_logger("lucevisor.api")
+
+IGNORED_HEADER: Final = "X-Lucevisor-Ignored"
+"""Header with the names of the request's parameters that have no effect."""
+_MAX_NAMES: Final = 1024  # of such parameters, after which no new ones are logged
+_HELD_S: Final = 1.0  # seconds between the comments of a stream while its request is held
+_LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as long as this
+_INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
+
+
+async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamResponse:
+    """Run a plan and respond.  Raises ApiError when it is rejected or a sequence fails, ClientGone on a disconnect."""
+    ctx, context = request.app[APP_CONTEXT], context_of(request)
+    headers = {IGNORED_HEADER: ", ".join(plan.ignored)} if plan.ignored else {}
+    _log_once(plan.ignored, request.app[IGNORED_BEFORE])
+    await _submit(ctx, plan, context)
+    run = _Response(plan, context, request.app[METRICS])
+    try:
+        async with merged(context.handles) as events:
+            if plan.stream:
+                stream = context.stream = EventStream(request, ctx.settings.write_timeout_s, headers, plan.formatter)
+                await run.stream(events, stream, ctx)
+                return stream.response
+            body = await run.full(events, ctx.settings.keepalive_s)
+    except GenerationFailed as failure:
+        raise from_request_error(failure.error, ctx.retry_after_s()) from None
+    return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def _log_once(names: Sequence[str], before: set[str]) -> None:
+    """Log the parameters that no request gave before."""
+    if len(before) < _MAX_NAMES and (new := set(names) - before):
+        before |= new
+        log.info("parameters without effect were sent", parameters=sorted(new))
+
+
+async def _submit(ctx: AppContext, plan: GenerationPlan, context: RequestContext) -> None:
+    """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
+    if ctx.engine is None:
+        waiting = ", ".join(f"{part.name} is {part.state}" for part in ctx.not_ready()) or "it is starting"
+        raise unavailable(f"the model is not ready: {waiting}; try again later", ctx.retry_after_s())
+    context.handles = handles = list[RequestHandle]()
+    try:
+        for job in plan.jobs:
+            handles.append(ctx.engine.submit(replace(job.request, client_id=context.caller.share)))
+            if len(job.request.prompt) >= _LONG_PROMPT:
+                await asyncio.sleep(0)
+    except BaseException as error:
+        for handle in handles:
+            handle.cancel()
+        if isinstance(error, SubmitError):
+            raise from_submit_error(error, plan.prompt_param, ctx.retry_after_s()) from None
+        raise
+
+
+class _Response:
+    """One running plan."""
+
+    def __init__(self, plan: GenerationPlan, context: RequestContext, metrics: Metrics) -> None:
+        self._plan = plan
+        self._context = context
+        self._metrics = metrics
+        self._totals = UsageTotals(compressed=plan.compressed, sampling=plan.jobs[0].request.sampling)
+        self._n_open = len(plan.jobs)
+        self._last_token_s: list[float | None] = [None] * len(plan.jobs)
+        self._n_tokens = [0] * len(plan.jobs)
+        self._cut: set[int] = set()  # choices ended by a stop string or tool call; ignore their further tokens
+
+    async def stream(self, events: MergedEvents, stream: EventStream, ctx: AppContext) -> None:
+        """Send each delta as it comes, and comments when there is none for a while.
+
+        A request that is held before its first event gets none sooner than others: its status can still be an error's.
+        """
+        formatter = self._plan.formatter
+        opened = [False] * len(self._plan.jobs)
+        keepalive_s = ctx.settings.keepalive_s
+        silent_s, look_s = 0.0, min(keepalive_s, _HELD_S)
+        while self._n_open:
+            item = await events.next(look_s)
+            if item is None:
+                silent_s += look_s
+                held = stream.started and ctx.engine is not None and ctx.engine.holding
+                if held or silent_s >= keepalive_s:
+                    silent_s = 0.0
+                    await stream.comment()
+                continue
+            silent_s = 0.0
+            index, event = item
+            deltas = self._read(index, event)
+            wire = [] if opened[index] else [*formatter.start(index)]
+            opened[index] = True
+            for delta in deltas:
+                wire += formatter.delta(index, delta)
+            await stream.send(wire)
+        await stream.send(formatter.end(self._totals))
+        await stream.finish()
+
+    async def full(self, events: MergedEvents, patience_s: float) -> bytes:
+        """Gather all deltas; return the body."""
+        choices: list[list[ChoiceDelta]] = [[] for _ in self._plan.jobs]
+        while self._n_open:
+            item = await events.next(patience_s)
+            if item is not None:
+                index, event = item
+                choices[index] += self._read(index, event)
+        n_scored = sum(len(job.request.prompt) for job in self._plan.jobs if job.request.score_prompt)
+        if (sum(map(len, choices)) + n_scored) * (1 + self._n_scores()) <= _INLINE_RECORDS:
+            return self._encoded(choices)
+        return await asyncio.to_thread(self._encoded, choices)
+
+    def _n_scores(self) -> int:
+        """Return how many log-probabilities come with each token."""
+        return 1 + max(job.request.sampling.n_top_logprobs for job in self._plan.jobs)
+
+    def _encoded(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
+        return msgspec.json.encode(self._plan.formatter.full(choices, self._totals))
+
+    def _read(self, index: int, event: TokenEvent | FinishedEvent) -> list[ChoiceDelta]:
+        job, context = self._plan.jobs[index], self._context
+        if isinstance(event, TokenEvent):
+            if index in self._cut:
+                return []
+            self._note_token(index, drafted=event.drafted)
+            deltas = job.processor.token(event)
+            if job.processor.ended:
+                self._cut.add(index)
+                context.handles[index].cancel()
+            return deltas
+        context.queue_s = event.timings.queue_s
+        self._metrics.queue.observe(event.timings.queue_s)
+        if self._last_token_s[index] is None and job.new_prompt:
+            context.prompt_tokens += event.usage.prompt_tokens
+        deltas, usage = job.processor.finish(event)
+        self._totals.add(usage, event.timings, new_prompt=job.new_prompt)
+        context.cached_tokens = self._totals.cached
+        context.accepted_tokens, context.rejected_tokens = self._totals.accepted, self._totals.rejected
+        context.generated_tokens += usage.generated - self._n_tokens[index]  # the id that ended it, if any
+        self._n_open -= 1
+        return deltas
+
+    def _note_token(self, index: int, *, drafted: bool) -> None:
+        now = time.monotonic()
+        last = self._last_token_s[index]
+        if last is not None:
+            self._metrics.inter_token.observe(now - last)
+        else:
+            if self._plan.jobs[index].new_prompt:
+                self._context.prompt_tokens += len(self._plan.jobs[index].request.prompt)
+            if self._context.first_token_s is None:
+                self._context.first_token_s = now - self._context.started_s
+                self._metrics.time_to_first_token.observe(self._context.first_token_s)
+        self._last_token_s[index] = now
+        self._n_tokens[index] += 1
+        self._context.generated_tokens += 1
+        self._context.accepted_tokens += drafted

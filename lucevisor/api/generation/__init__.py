@@ -1,1 +1,0 @@
-"""Prepared requests to running sequences and their responses."""

@@ -1,0 +1,214 @@
+"""Information about the server: models, properties, health, metrics, the status page and its restart button.
+
+The page is one document without a build step: `page/` holds its markup, style and scripts, which are put inline here.
+Its content security policy lets only these scripts run and lets no string become markup (trusted types).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from lucevisor import __version__
+from lucevisor.api.app_context import AppContext
+from lucevisor.api.bodies import read_body
+from lucevisor.api.errors import ApiError, unavailable
+from lucevisor.api.parameters import check_model
+from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, METRICS
+from lucevisor.errors import LucevisorError
+from lucevisor.text.output_format import OutputFormat
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models, in the shapes of OpenAI's and Anthropic's lists at once."""
+    card = _model(request.app[APP_CONTEXT])
+    return json_response(
+        {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    )
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}; ids may hold slashes."""
+    ctx = request.app[APP_CONTEXT]
+    check_model(request.match_info["id"], ctx)
+    return json_response(_model(ctx))
+
+
+async def props(request: web.Request) -> web.Response:
+    """GET /props: the fields of llama.cpp's server that exist here."""
+    ctx = request.app[APP_CONTEXT]
+    tokenizer, defaults = ctx.tokenizer, ctx.defaults
+    eos = [tokenizer.decode([i], skip_special=False) for i in sorted(tokenizer.eos_ids)]
+    settings: dict[str, object] = {"n_ctx": ctx.max_context, "params": msgspec.to_builtins(defaults)}
+    if ctx.direct_defaults is not None:
+        settings["params_without_thinking"] = msgspec.to_builtins(ctx.direct_defaults)
+    return json_response(
+        {
+            "default_generation_settings": settings,
+            "total_slots": ctx.max_sequences,
+            "model_alias": ctx.model.name,
+            "model_path": ctx.model.path,
+            "architecture": ctx.model.architecture,
+            "quant": ctx.model.quant,
+            "n_vocab": tokenizer.n_vocab,
+            "chat_template": ctx.template.source if ctx.template is not None else None,
+            "bos_token": None if tokenizer.bos is None else tokenizer.decode([tokenizer.bos], skip_special=False),
+            "eos_tokens": eos,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"lucevisor {__version__}",
+        }
+    )
+
+
+async def slots(request: web.Request) -> web.Response:
+    """GET /slots, as llama.cpp's server: one for each sequence, the busy ones first, as they have no fixed places."""
+    ctx = request.app[APP_CONTEXT]
+    busy = 0
+    if ctx.engine is not None:
+        now = ctx.engine.statistics()
+        busy = now.running + now.queued
+    if "fail_on_no_slot" in request.query and busy >= ctx.max_sequences:
+        raise unavailable("no slot is available; try again later", ctx.retry_after_s(), "no_slot")
+    return json_response(
+        [{"id": i, "n_ctx": ctx.max_context, "is_processing": i < busy} for i in range(ctx.max_sequences)]
+    )
+
+
+async def health(_: web.Request) -> web.Response:
+    """GET /health: 200 as long as the event loop responds."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 when the pipeline is ready, else 503 naming what is not."""
+    parts = request.app[APP_CONTEXT].not_ready()
+    if not parts:
+        return json_response({"status": "ready"})
+    waiting = [{"name": part.name, "state": part.state, "reason": part.reason} for part in parts]
+    return json_response({"status": "not ready", "not_ready": waiting}, 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, for Prometheus."""
+    body, content_type = request.app[METRICS].render(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def abilities(ctx: AppContext) -> dict[str, bool]:
+    """Return what the model can do with its chat template, by Anthropic's names."""
+    template = ctx.template
+    output = OutputFormat() if template is None else template.output_format
+    return {
+        "image_input": False,
+        "structured_outputs": True,
+        "thinking": output.reasoning is not None,
+        "tools": template is not None and output.tools is not None and "tools" in template.source,
+    }
+
+
+def _model(ctx: AppContext) -> dict[str, object]:
+    """Return the model with OpenAI's fields, vLLM's `max_model_len` and Anthropic's fields."""
+    card, context = ctx.model, ctx.max_context or None  # not known yet
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created_s,
+        "owned_by": "lucevisor",
+        "max_model_len": context,
+        "type": "model",
+        "display_name": card.name,
+        "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": context,
+        "max_tokens": context,
+        "capabilities": {name: {"supported": here} for name, here in abilities(ctx).items()},
+    }
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+_FILES: Final = Path(__file__).parents[1] / "page"
+_SCRIPTS: Final = ("draw.js", "box.js", "markdown.js", "chat.js")
+
+
+class RestartBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /admin/restart."""
+
+    group: str
+    now: bool = False
+
+
+async def page(_: web.Request) -> web.Response:
+    """GET /."""
+    body, policy = document()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
+
+
+@functools.cache
+def document() -> tuple[bytes, str]:
+    """Return the page and its content security policy."""
+    style = (_FILES / "page.css").read_text("utf-8")
+    script = "".join((_FILES / name).read_text("utf-8") for name in _SCRIPTS)
+    text = (_FILES / "page.html").read_text("utf-8")
+    text = text.replace("<style></style>", f"<style>{style}</style>").replace(
+        "<script></script>", f"<script>{script}</script>"
+    )
+    rules = (
+        "default-src 'none'",
+        f"script-src {_source(script)}",
+        f"style-src {_source(style)}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+    return text.encode(), "; ".join(rules)
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+async def status(request: web.Request) -> web.Response:
+    """GET /status: the JSON of `lucevisor status --json`; `admin` says whether restarts are possible here."""
+    ctx = request.app[APP_CONTEXT]
+    body = {**ctx.status(), "admin": ctx.admin_keys.required}
+    return web.Response(
+        body=msgspec.json.encode(body), content_type="application/json", headers={"Cache-Control": "no-store"}
+    )
+
+
+async def restart(request: web.Request) -> web.Response:
+    """POST /admin/restart: begin the restart of a group; GET /status shows its progress."""
+    body: list[bytes] = []
+    try:
+        await read_body(request, body)
+        order = msgspec.json.decode(b"".join(body), type=RestartBody)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is invalid: {str(error)[:300]}") from None
+    finally:
+        request.app[BUFFERED_BODIES].n_bytes -= sum(map(len, body))
+    try:
+        request.app[APP_CONTEXT].restart(order.group, order.now)
+    except LucevisorError as error:
+        raise ApiError(409, str(error), code="not_restarted") from None
+    return web.Response(
+        body=msgspec.json.encode({"restarting": order.group}), status=202, content_type="application/json"
+    )

@@ -1,0 +1,441 @@
+"""Turns the events of sequences into deltas, log-probabilities and token counts, which the dialects write as JSON.
+
+Every token is reported in exactly one delta, in order, and only the last delta of a choice has a finish reason.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+import msgspec
+
+from lucevisor.compression.compressor import CompressedPrompt
+from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
+from lucevisor.protocol.steps import Sampling
+from lucevisor.text.detokenizer import Detokenizer
+from lucevisor.text.output_parser import ContentDelta, OutputEvent, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.stop import StopMatcher
+from lucevisor.text.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class GenerationFailed(Exception):
+    """A sequence ended before its output was complete; `error` says why."""
+
+    def __init__(self, error: RequestError) -> None:
+        self.error = error
+        super().__init__(error.message)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token of a delta; `offset` is where its text begins in the choice's text, in characters; `content`: some of it
+    is content."""
+
+    event: TokenEvent
+    offset: int
+    content: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
+
+    `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
+    ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.
+    `n_tokens`: those of the choice so far.
+    """
+
+    event: OutputEvent | None
+    tokens: tuple[TokenRecord, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()
+    n_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceUsage:
+    """Token counts of one choice.  `generated` includes the stop token, `reasoning` tokens and `accepted` drafts;
+    `rejected`: drafts that were verified and are not in it.
+    """
+
+    prompt: int
+    cached: int
+    generated: int
+    reasoning: int
+    accepted: int
+    rejected: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content.
+
+    `stops` end the answer where they are in its content, behind `min_tokens`; `include_stop`: that includes them.
+    `prompt_only`: there is no answer, the engine's one token aside.
+    """
+
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    prompt_only: bool = False
+    make_parser: Callable[[], OutputParser] | None = None
+    visible: frozenset[int] = frozenset()  # control tokens whose text the parser must see
+    reasoning_open: bool = False
+    one_tool_call: bool = False  # end after the first call
+
+
+class OutputProcessor:
+    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, options: OutputOptions) -> None:
+        self._detokenizer = Detokenizer(tokenizer, options.visible)
+        self._stop = StopMatcher(options.stops, included=options.include_stop)
+        self._parser = options.make_parser() if options.make_parser is not None else None
+        self._min_tokens = options.min_tokens
+        self._prompt_only = options.prompt_only
+        self._one_tool_call = options.one_tool_call
+        self._in_reasoning = options.reasoning_open
+        self._held: list[TokenRecord] = []  # consumed, not reported in a delta yet
+        self._n_chars = 0
+        self._n_tokens = 0
+        self._n_reasoning = 0
+        self._n_accepted = 0
+        self._n_calls = 0
+        self.ended = False
+
+    def token(self, event: TokenEvent) -> list[ChoiceDelta]:
+        """Process a token; return the deltas that can be sent now.  Tokens after `ended` are ignored."""
+        if self.ended or self._prompt_only:
+            return []
+        self._n_tokens += 1
+        self._n_accepted += event.drafted
+        self._held.append(TokenRecord(event, self._n_chars))
+        text = self._detokenizer.push(event.token)
+        self._n_chars += len(text)
+        events = self._parse(text)
+        self._note_section(events)
+        return self._deltas(self._shown(events))
+
+    def finish(self, event: FinishedEvent) -> tuple[list[ChoiceDelta], ChoiceUsage]:
+        """Process the end; return the last deltas and the token counts.
+
+        Raises GenerationFailed when the sequence failed, or was cancelled by anyone but this processor.
+        """
+        if event.error is not None:
+            raise GenerationFailed(event.error)
+        if event.reason == "cancelled" and not self.ended:
+            raise GenerationFailed(RequestError("shutting_down", "the server ended this request; send it again later"))
+        cut = self.ended  # ended here: by a stop string or the only tool call allowed
+        deltas: list[ChoiceDelta] = []
+        if not cut:
+            events = self._parse(self._detokenizer.flush())
+            if self._parser is not None:
+                events += self._parser.flush(cut=event.reason == "length")
+            deltas = self._deltas(self._shown(events, last=True))
+        rest = self._taken(last=True)
+        end_ids = tuple(record.event.token for record in rest)
+        if event.stop_id is not None and not cut and not self._prompt_only:
+            self._n_tokens += 1
+            end_ids += (event.stop_id,)
+        reason, scores = self._reason(event, cut), event.prompt_scores
+        deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores, self._n_tokens))
+        told = event.usage
+        n_accepted = self._n_accepted if cut else told.accepted_tokens
+        n_rejected = told.draft_tokens - n_accepted
+        usage = ChoiceUsage(
+            told.prompt_tokens, told.cached_tokens, self._n_tokens, self._n_reasoning, n_accepted, n_rejected
+        )
+        return deltas, usage
+
+    def _parse(self, text: str) -> list[OutputEvent]:
+        if not text:
+            return []
+        return [ContentDelta(text)] if self._parser is None else self._parser.push(text)
+
+    def _shown(self, events: Sequence[OutputEvent], *, last: bool = False) -> list[OutputEvent]:
+        """Return what may be sent of events: nothing behind a stop string in content, or behind the only call allowed.
+
+        `last`: no more content can complete a stop string.
+        """
+        shown: list[OutputEvent] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                early = self._n_tokens <= self._min_tokens
+                self._show(event.text if early else self._stop.push(event.text), shown)
+                self.ended = self._stop.matched is not None
+            else:
+                self._show(self._stop.flush(), shown)
+                shown.append(event)
+                if isinstance(event, ToolCallDelta):
+                    self._n_calls += 1
+                    self.ended = self._one_tool_call
+            if self.ended:
+                return shown
+        if last:
+            self._show(self._stop.flush(), shown)
+        return shown
+
+    def _show(self, text: str, shown: list[OutputEvent]) -> None:
+        if text:
+            shown.append(ContentDelta(text))
+
+    def _note_section(self, events: Sequence[OutputEvent]) -> None:
+        """Count the token just taken as reasoning or not; one that shows nothing belongs to the section before it."""
+        if events:
+            self._in_reasoning = isinstance(events[-1], ReasoningDelta)
+            if isinstance(events[0], ReasoningDelta):
+                self._n_reasoning += 1
+        elif self._in_reasoning:
+            self._n_reasoning += 1
+
+    def _deltas(self, events: Sequence[OutputEvent]) -> list[ChoiceDelta]:
+        """Make a delta of each event; the tokens that are read go with the first."""
+        deltas: list[ChoiceDelta] = []
+        for event in events:
+            taken = self._taken()
+            ids = tuple(record.event.token for record in taken)
+            deltas.append(ChoiceDelta(event, taken, ids, n_tokens=self._n_tokens))
+        return deltas
+
+    def _taken(self, *, last: bool = False) -> tuple[TokenRecord, ...]:
+        """Take the held tokens of which the parser has read all, or the last ones, and note which are content."""
+        held, self._held = self._held, []
+        if self._parser is None or not held:
+            return tuple(held)
+        starts = [record.offset for record in held]  # at least a character each: one may come with the next token
+        ends = [max(start + 1, end) for start, end in zip(starts, [*starts[1:], self._n_chars], strict=True)]
+        n = len(held) if last else bisect_right(ends, self._parser.position)
+        self._held = held[n:]
+        taken = []
+        for record, end in zip(held[:n], ends, strict=False):
+            is_content = any(part.start < end and record.offset < part.stop for part in self._parser.content)
+            taken.append(replace(record, content=is_content))
+        if taken:
+            read = ends[n - 1]
+            self._parser.content = [part for part in self._parser.content if part.stop > read]
+        return tuple(taken)
+
+    def _reason(self, event: FinishedEvent, cut: bool) -> FinishReason:
+        if self._prompt_only:
+            return "length"
+        if event.reason == "length" and self._stop.matched is None and not cut:
+            return "length"
+        return "tool_calls" if self._n_calls else "stop"
+
+
+_SAMPLING: Final = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Parameters that may come from the model's defaults."""
+
+
+@dataclass(slots=True)
+class UsageTotals:
+    """Sums over the choices of a request.  `timings` are those of the choice that ended last; `compressed`:
+    what PFlash made of the prompts; `sampling`: how the choices were drawn."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    reasoning: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    timings: Timings | None = None
+    compressed: Sequence[CompressedPrompt] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
+        """Add a choice; `new_prompt`: no earlier choice had the same prompt."""
+        if new_prompt:
+            self.prompt += usage.prompt
+            self.cached += usage.cached
+        self.generated += usage.generated
+        self.reasoning += usage.reasoning
+        self.accepted += usage.accepted
+        self.rejected += usage.rejected
+        self.timings = timings
+
+    def usage(self) -> dict[str, object]:
+        """Return OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning,
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.rejected,
+            },
+            **self.extension(),
+        }
+
+    def extension(self) -> dict[str, object]:
+        """Return `lucevisor`, an extension of any API's usage: the sampling, and what PFlash kept, if anything."""
+        told: dict[str, object] = {"sampling": {name: getattr(self.sampling, name) for name in _SAMPLING}}
+        asked = [prompt for prompt in self.compressed if prompt.outcome != "short"]
+        if not asked:
+            return {"lucevisor": told}
+        pflash: dict[str, object] = {
+            "prompt_tokens": sum(prompt.n_before for prompt in self.compressed),
+            "kept_tokens": sum(prompt.n_kept for prompt in self.compressed),
+        }
+        reasons = sorted({prompt.reason for prompt in asked if prompt.reason})
+        if reasons:
+            pflash["reason"] = "; ".join(reasons)
+        return {"lucevisor": told | {"pflash": pflash}}
+
+    def llama_timings(self) -> dict[str, float]:
+        """Return llama.cpp's `timings`: tokens that were computed, and milliseconds of prefill and of decoding."""
+        t = self.timings
+        if t is None:
+            return {}
+        told: dict[str, float] = {"cache_n": self.cached}
+        for name, n, seconds in (
+            ("prompt", self.prompt - self.cached, t.prefill_s),
+            ("predicted", self.generated, t.decode_s),
+        ):
+            told |= {
+                f"{name}_n": n,
+                f"{name}_ms": round(1e3 * seconds, 3),
+                f"{name}_per_token_ms": round(1e3 * seconds / n, 6) if n else 0.0,
+                f"{name}_per_second": round(n / seconds, 3) if seconds else 0.0,
+            }
+        return told
+
+    def timings_json(self) -> dict[str, float]:
+        """Return `timings`, an extension: seconds in the queue, of prefill and of decoding."""
+        if self.timings is None:
+            return {}
+        t = self.timings
+        return {"queue_s": round(t.queue_s, 6), "prefill_s": round(t.prefill_s, 6), "decode_s": round(t.decode_s, 6)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """`response_id`, `created_s` (Unix time) and `fingerprint` are in every object.  `prompt_tokens`: of each choice,
+    if usage is to come with every chunk, else empty."""
+
+    response_id: str
+    created_s: int
+    model: str
+    fingerprint: str
+    include_usage: bool
+    prompt_tokens: Sequence[int] = ()
+
+    def head(self, kind: str) -> dict[str, object]:
+        """Return the first fields of an object of `kind`."""
+        head: dict[str, object] = {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+        }
+        if self.fingerprint:
+            head["system_fingerprint"] = self.fingerprint
+        return head
+
+    def chunk(self, kind: str, index: int, choice: object, n_generated: int) -> dict[str, object]:
+        """Return a chunk of a stream; `n_generated`: tokens of the choice so far."""
+        chunk = {**self.head(kind), "choices": [choice]}
+        if self.prompt_tokens:
+            n_prompt = self.prompt_tokens[index]
+            chunk["usage"] = {
+                "prompt_tokens": n_prompt,
+                "completion_tokens": n_generated,
+                "total_tokens": n_prompt + n_generated,
+            }
+        elif self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def usage_chunk(self, kind: str, totals: UsageTotals) -> list[object]:
+        """Return the last chunk, with the usage and no choice, if it was requested."""
+        if not self.include_usage:
+            return []
+        return [{**self.head(kind), "choices": [], "usage": totals.usage(), "timings": totals.timings_json()}]
+
+
+MIN_LOGPROB = -9999.0
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the text of one token, or its escaped bytes if they are not UTF-8."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenRecord]) -> dict[str, object]:
+    """Return a chat choice's `logprobs`: those of its content."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, object]:
+        raw = list(tokenizer.token_bytes(token_id))
+        return {"token": token_text(tokenizer, token_id), "logprob": _finite(logprob), "bytes": raw}
+
+    content = [
+        {**entry(t.event.token, t.event.logprob), "top_logprobs": [entry(i, value) for i, value in t.event.top]}
+        for t in tokens
+        if t.content
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenRecord]) -> dict[str, list[Any]]:
+    """Return a plain completion's `logprobs`; offsets count from the start of the generated text."""
+    tops = []
+    for t in tokens:
+        top = {token_text(tokenizer, i): _finite(value) for i, value in t.event.top}
+        top.setdefault(
+            token_text(tokenizer, t.event.token), _finite(t.event.logprob)
+        )  # like OpenAI, include the chosen token
+        tops.append(top)
+    return {
+        "tokens": [token_text(tokenizer, t.event.token) for t in tokens],
+        "token_logprobs": [_finite(t.event.logprob) for t in tokens],
+        "top_logprobs": tops,
+        "text_offset": [t.offset for t in tokens],
+    }
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    scores: Sequence[TokenScore],
+    tokens: Sequence[TokenRecord],
+    n_echo: int,
+) -> dict[str, list[Any]]:
+    """Return `logprobs` of an echoed prompt and its completion; the first token has none, as nothing is before it.
+
+    `n_echo`: characters of the echo; offsets count from its start.
+    """
+    records, text, at = list[TokenRecord](), Detokenizer(tokenizer), 0
+    for token, score in zip(prompt, [TokenScore(0.0), *scores], strict=True):
+        records.append(TokenRecord(TokenEvent(token, score.logprob, score.top), at))
+        at += len(text.push(token))
+    told = completion_logprobs(tokenizer, records)
+    of_answer = completion_logprobs(tokenizer, tokens)
+    told["token_logprobs"][0] = told["top_logprobs"][0] = None
+    of_answer["text_offset"] = [n_echo + offset for offset in of_answer["text_offset"]]
+    return {name: told[name] + of_answer[name] for name in told}
+
+
+def encode_items(items: object) -> list[msgspec.Raw]:
+    """Return a list with each item encoded by itself, so that the encoder holds the GIL for short times only."""
+    assert isinstance(items, list)
+    return [msgspec.Raw(msgspec.json.encode(item)) for item in items]
+
+
+def _finite(logprob: float | None) -> float:
+    return MIN_LOGPROB if logprob is None or not MIN_LOGPROB < logprob < math.inf else logprob

@@ -1,0 +1,257 @@
+"""Checks and sampling parameters that the endpoints share.
+
+Choice 0 of a request samples exactly as the same request with n = 1.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from lucevisor.api.app_context import AppContext, SamplingDefaults
+from lucevisor.api.errors import ApiError, bad_parameter
+from lucevisor.api.schemas import EFFORT_BUDGETS, MAX_BIASES, MAX_CHOICES, GenerationBody
+from lucevisor.errors import show
+from lucevisor.protocol.steps import Dry, Mirostat, Sampling
+from lucevisor.text.sequence_breakers import TooManyTokens, breaker_tokens
+from lucevisor.text.tokenizer import Tokenizer
+
+_QUICK_CHARS: Final = 16 * 1024
+"""Texts up to this length are always tokenised, in a few milliseconds."""
+
+
+def check_model(name: str | None, ctx: AppContext) -> None:
+    """Raise a 404 unless the requested model is the served one, as None and Ollama's name of it are."""
+    if name not in (None, ctx.model.name, ctx.model.tagged):
+        raise ApiError(
+            404,
+            f"the model {show(name)} does not exist here; this server has {show(ctx.model.name)}",
+            code="model_not_found",
+            param="model",
+        )
+
+
+def check_common(body: GenerationBody, ctx: AppContext) -> None:
+    """Check the model and combinations of parameters; raises ApiError naming the parameter at fault."""
+    check_model(body.model, ctx)
+    if body.stream_options is not None and not body.stream:
+        raise bad_parameter("stream_options", "is given without stream; send stream: true or leave it out")
+
+
+def check_length(text: str, param: str, ctx: AppContext) -> None:
+    """Reject a text that cannot fit the context by its bytes, before it is tokenised."""
+    limit = ctx.max_prompt
+    if limit <= 0 or len(text) < max(limit, _QUICK_CHARS):
+        return
+    least = ctx.tokenizer.bound.least_tokens(text)
+    if least >= limit:
+        raise _overflow(f"has at least {least} tokens", param, limit)
+
+
+def check_token_ids(ids: Sequence[int], param: str, ctx: AppContext) -> Sequence[int]:
+    """Return token ids; raises ApiError for one that is none of the vocabulary's."""
+    n_vocab = ctx.tokenizer.n_vocab
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < n_vocab:
+            raise bad_parameter(f"{param}[{index}]", f"{token_id} is not a token id; use 0 to {n_vocab - 1}")
+    return ids
+
+
+def check_tokens(n_tokens: int, param: str, ctx: AppContext) -> None:
+    """Reject a prompt with more tokens than the context holds."""
+    if 0 < ctx.max_prompt <= n_tokens:
+        raise _overflow(f"has {n_tokens} tokens", param, ctx.max_prompt)
+
+
+def _overflow(what: str, param: str, max_context: int) -> ApiError:
+    return ApiError(
+        400,
+        # Agents read the two numbers, with ">" between them, from what follows "prompt is too long".
+        f"{param}: the prompt {what} > {max_context - 1} that fit: max_context is {max_context}, and one generated "
+        f"token must fit too; shorten the prompt to at most {max_context - 1} tokens, or raise engine.max_context",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
+def max_tokens_of(n_tokens: int | None) -> int | None:
+    """Return the tokens that an answer may have; None, as -1 in a request: up to the end of the context."""
+    return None if n_tokens == -1 else n_tokens
+
+
+def check_min_tokens(body: GenerationBody, most: int | None) -> int:
+    """Return the tokens that an answer must have; raises ApiError when they are more than it may have."""
+    least = body.min_tokens or 0
+    if most is not None and least > most:
+        raise bad_parameter("min_tokens", f"{least} is more than max_tokens = {most}; send less")
+    return least
+
+
+def check_stop_ids(body: GenerationBody, ctx: AppContext) -> tuple[int, ...]:
+    """Return the ids that end the answer; raises ApiError for one that is not a token."""
+    return tuple(check_token_ids(body.stop_token_ids or (), "stop_token_ids", ctx))
+
+
+def check_choices(n: int | None, n_prompts: int) -> int:
+    """Return the number of choices per prompt; raises ApiError when there are too many in all."""
+    n = n or 1
+    if n * n_prompts > MAX_CHOICES:
+        raise bad_parameter("n", f"{n} choices of {n_prompts} prompts are more than {MAX_CHOICES}; request fewer")
+    return n
+
+
+BREAKERS: Final = ("\n", ":", '"', "*")
+"""Default of dry_sequence_breakers, as in llama.cpp."""
+
+_SHAPES: Final = frozenset(
+    [
+        *("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "dry_multiplier", "mirostat"),
+    ]
+)
+"""Parameters that shape the distribution a token is drawn from."""
+
+_SEEDS = 2**63
+_ANY_SEED: Final = -1
+"""In llama.cpp's requests: as without one."""
+_COLDEST = 1e-4
+"""Lower temperatures count as 0 (greedy): the best token is certain, and dividing by them would overflow float32."""
+
+
+def random_seed() -> int:
+    """Return a seed for a request without one."""
+    return secrets.randbits(63)
+
+
+def sampling_params(
+    body: GenerationBody,
+    ctx: AppContext,
+    seed: int,
+    n_top_logprobs: int,
+    *,
+    direct: bool = False,
+    structured: bool = False,
+) -> Sampling:
+    """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs;
+    `direct`: the prompt leaves no room for thinking; `structured`: the answer has a grammar or may call tools.
+
+    Raises ApiError 400 for a logit_bias that is not about a token.
+    """
+    default = _defaults(body, ctx, direct=direct, structured=structured)
+    temperature = _or(body.temperature, default.temperature)
+    eos = ctx.tokenizer.eos_ids if body.ignore_eos else frozenset()
+    return Sampling(
+        temperature=temperature if temperature >= _COLDEST else 0.0,
+        top_k=max(0, int(_or(body.top_k, default.top_k))),
+        top_p=_or(body.top_p, default.top_p),
+        min_p=_or(body.min_p, default.min_p),
+        seed=seed if body.seed in (None, _ANY_SEED) else body.seed,
+        repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
+        presence_penalty=_or(body.presence_penalty, default.presence_penalty),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(body, ctx.tokenizer),
+        n_top_logprobs=n_top_logprobs,
+        banned=tuple(sorted({*ctx.banned, *eos})),
+        typical_p=_or(body.typical_p, 1.0),
+        top_n_sigma=max(0.0, _or(body.top_n_sigma, 0.0)),
+        xtc_probability=_or(body.xtc_probability, 0.0),
+        xtc_threshold=_or(body.xtc_threshold, 0.1),
+        dry=_dry(body, ctx.tokenizer),
+        mirostat=_mirostat(body),
+    )
+
+
+def _defaults(body: GenerationBody, ctx: AppContext, *, direct: bool, structured: bool) -> SamplingDefaults:
+    """Return what applies where the body is silent.
+
+    A family's penalties are tuned for its own temperature and for prose: they go with the whole set or not at all.
+    """
+    default = (direct and ctx.direct_defaults) or ctx.defaults
+    if structured or any(getattr(body, name) is not None for name in _SHAPES):
+        plain = SamplingDefaults()
+        return replace(default, repetition_penalty=plain.repetition_penalty, presence_penalty=plain.presence_penalty)
+    return default
+
+
+def searches_vocabulary(fields: dict[str, Any]) -> bool:
+    """Whether reading the body looks at every token: too long for the event loop."""
+    return bool(fields.get("dry_multiplier"))
+
+
+def n_top_logprobs(body: GenerationBody, wanted: int | None, name: str) -> int:
+    """Return how many log-probabilities to return with each token; -1: none.
+
+    `wanted`: by the endpoint's own parameter `name`; llama.cpp's `n_probs` says the same.
+    """
+    if not body.n_probs:
+        return -1 if wanted is None else wanted
+    if wanted is not None and wanted != body.n_probs:
+        raise bad_parameter("n_probs", f"{body.n_probs} contradicts {name} = {wanted}; send one of them")
+    return body.n_probs
+
+
+def _dry(body: GenerationBody, tokenizer: Tokenizer) -> Dry | None:
+    if not body.dry_multiplier or body.dry_penalty_last_n == 0:
+        return None
+    texts = BREAKERS if body.dry_sequence_breakers is None else tuple(body.dry_sequence_breakers)
+    try:
+        breakers = breaker_tokens(tokenizer, texts)
+    except TooManyTokens as error:
+        raise bad_parameter("dry_sequence_breakers", f"{error}; leave it out") from None
+    return Dry(
+        multiplier=body.dry_multiplier,
+        base=_or(body.dry_base, 1.75),
+        allowed_length=2 if body.dry_allowed_length is None else body.dry_allowed_length,
+        last_n=-1 if body.dry_penalty_last_n is None else body.dry_penalty_last_n,
+        breakers=breakers,
+    )
+
+
+def _mirostat(body: GenerationBody) -> Mirostat | None:
+    if not body.mirostat:
+        return None
+    return Mirostat(body.mirostat, _or(body.mirostat_tau, 5.0), _or(body.mirostat_eta, 0.1))
+
+
+def budget_of(effort: str, ctx: AppContext) -> int | None:
+    """Return the thinking budget of an effort in tokens; None: no limit."""
+    return ctx.efforts.get(effort, EFFORT_BUDGETS.get(effort))
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """Return the seed of choice `index`: distinct signed 64-bit integers, for choice 0 the request's."""
+    return (seed + index + _SEEDS) % (2 * _SEEDS) - _SEEDS
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> dict[int, float]:
+    """Return the biases by token.  llama.cpp's list may name a text, for all its tokens, and false bans a token."""
+    given = body.logit_bias or {}
+    if len(given) > MAX_BIASES:
+        raise bad_parameter("logit_bias", f"has more than {MAX_BIASES} entries; send fewer")
+    listed = isinstance(given, list)
+    bias: dict[int, float] = {}
+    for index, (key, value) in enumerate(given if isinstance(given, list) else given.items()):
+        where = f"logit_bias[{index}]" if listed else f"logit_bias.{str(key)[:40]}"
+        if value is True:
+            raise bad_parameter(where, "true is not a bias; send a number, or false to ban the token")
+        for token in _biased(key, tokenizer, where, texts=listed):
+            bias[token] = -100.0 if value is False else float(value)
+    return bias
+
+
+def _biased(key: int | str, tokenizer: Tokenizer, where: str, *, texts: bool) -> Sequence[int]:
+    """Return the tokens that an entry of logit_bias is about."""
+    # Decimal digits only: int() also accepts spaces, signs, underscores and digits of other scripts.
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
+        key = int(key)
+    if isinstance(key, str) and texts:
+        return tokenizer.encode(key)
+    if isinstance(key, str) or not 0 <= key < tokenizer.n_vocab:
+        raise bad_parameter(where, f"{show(key)} is not a token id; use 0 to {tokenizer.n_vocab - 1}")
+    return [key]

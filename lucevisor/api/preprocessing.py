@@ -1,0 +1,276 @@
+"""Preprocesses long bodies in worker processes, so that no client can block the event loop by holding the GIL.
+
+Decoding 16 MB of JSON holds the GIL for seconds in any thread, and templates, grammars and pre-tokenizers take as long
+as their input demands.  Each worker is a `ProcessPoolExecutor` of one process, which makes one request at a time within
+limits on memory and CPU time.  A request that exceeds them is refused; one whose worker dies of something else (the
+kernel is out of memory, an operator's signal) is tried once more in a fresh worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import psutil
+import structlog
+
+from lucevisor.api.app_context import ApiSettings, AppContext, ModelCard, Reader, SamplingDefaults
+from lucevisor.api.errors import ApiError, unavailable
+from lucevisor.api.prepared import EncodedResponse, PreparedRequest
+from lucevisor.api.schemas import decode_object
+from lucevisor.kv.tokens import TokenBuffer
+from lucevisor.protocol.process import end_with_parent
+from lucevisor.text.preamble import Normalise
+from lucevisor.text.template import ChatTemplate
+from lucevisor.text.tokenizer import Tokenizer
+
+SHORT_BYTES: Final = 256 * 1024
+"""Bodies up to this size have a worker to themselves, so that they do not wait for longer ones."""
+
+_OUT_OF_MEMORY: Final = 75  # exit code
+_PART_BYTES: Final = 256 * 1024  # of a long response, which the server writes part by part
+
+log = structlog.get_logger("lucevisor.api")
+
+
+class WorkerLost(Exception):
+    """The worker died while it had a body, though not of its limits."""
+
+
+class Preprocessor:
+    """The workers of one server.  Each starts with its first body, or by `start`."""
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        """Take the metadata of the GGUF header, as the file itself may have changed by the time it is needed."""
+        self._metadata = {key: value for key, value in metadata.items() if key.startswith(("tokenizer.", "general."))}
+        self._short, self._long = _Worker(), _Worker()
+        self._jobs: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def start(self, ctx: AppContext) -> None:
+        """Start a worker in the background, so that the first body does not wait for it."""
+        self._begin(self._warm_up(ctx))
+
+    async def read(self, reader: Reader, body: Sequence[bytes], ctx: AppContext) -> PreparedRequest | EncodedResponse:
+        """Return the request prepared from a body, or the response to it; raises ApiError."""
+        worker = self._short if sum(map(len, body)) <= SHORT_BYTES else self._long
+        if worker.n_waiting >= ctx.settings.max_waiting_bodies:
+            raise ApiError(
+                429,
+                f"{worker.n_waiting} long requests are waiting to be processed; try again in a second",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        worker.n_waiting += 1
+        try:
+            await worker.lock.acquire()
+        finally:
+            worker.n_waiting -= 1
+        # If the client disconnects, let the worker finish: restarting it costs more.
+        return await asyncio.shield(self._begin(self._read(worker, reader, body, ctx)))
+
+    async def close(self) -> None:
+        """Kill the workers.  Requests that they have or that wait for them get a 503."""
+        self._closed = True
+        for worker in (self._short, self._long):
+            await worker.stop()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    def _begin(self, work: Any) -> asyncio.Task[Any]:
+        job = asyncio.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
+        return job
+
+    async def _warm_up(self, ctx: AppContext) -> None:
+        async with self._short.lock:
+            try:
+                if not self._closed:
+                    await self._short.start(self._setup(ctx))
+            except (WorkerLost, OSError) as error:
+                log.error("preprocessing worker failed to start", reason=str(error))
+
+    async def _read(
+        self, worker: _Worker, reader: Reader, body: Sequence[bytes], ctx: AppContext
+    ) -> PreparedRequest | EncodedResponse:
+        """Read a body, a second time if the worker is lost.  Releases the worker's lock."""
+        settings, how = ctx.settings, ""
+        try:
+            for _ in range(2):
+                if self._closed:
+                    raise unavailable("the server is shutting down", settings.retry_after_s, "shutting_down")
+                try:
+                    await worker.start(self._setup(ctx))
+                    return await worker.run(reader, body, ctx.max_prompt, settings)
+                except WorkerLost as lost:
+                    how = str(lost)
+                    log.warning("preprocessing worker died", reason=how, body_bytes=sum(map(len, body)))
+            message = f"two processes in a row that prepared this request {how}; try again later"
+            raise unavailable(message, settings.retry_after_s)
+        except OSError as error:  # no memory or descriptors for another worker
+            await worker.stop()
+            log.error("preprocessing worker failed to start", reason=str(error))
+            message = f"long requests cannot be processed now: {error.strerror}; try again later"
+            raise unavailable(message, settings.retry_after_s) from None
+        finally:
+            worker.lock.release()
+
+    def _setup(self, ctx: AppContext) -> _Setup:
+        return _Setup(
+            metadata=self._metadata,
+            model=ctx.model.name,
+            defaults=ctx.defaults,
+            direct_defaults=ctx.direct_defaults,
+            efforts=dict(ctx.efforts),
+            banned=ctx.banned,
+            normalise=ctx.settings.normalise,
+            memory_bytes=ctx.settings.preprocess_memory_bytes,
+        )
+
+
+class _Worker:
+    """One worker process, started when it is needed.  Who holds `lock` may use it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.n_waiting = 0
+        self._executor: ProcessPoolExecutor | None = None
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    async def start(self, setup: _Setup) -> None:
+        """Start the process, unless it runs, and wait until it has its tokenizer; raises WorkerLost or OSError."""
+        if self._executor is not None:
+            return
+        self._executor = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_initialize, initargs=(os.getpid(),)
+        )
+        others = set(multiprocessing.active_children())
+        starting = self._executor.submit(_set_up, setup)
+        (self._process,) = set(multiprocessing.active_children()) - others
+        try:
+            await asyncio.wrap_future(starting)
+        except BrokenProcessPool:
+            raise WorkerLost(_ending(await self.stop())) from None
+
+    async def run(
+        self, reader: Reader, body: Sequence[bytes], max_context: int, settings: ApiSettings
+    ) -> PreparedRequest | EncodedResponse:
+        """Read one body.  Raises ApiError when it is refused, WorkerLost when the worker dies of another cause."""
+        assert self._executor is not None
+        try:
+            job = self._executor.submit(_read, reader, list(body), max_context, settings.preprocess_timeout_s)
+            return await asyncio.wrap_future(job)
+        except BrokenProcessPool:
+            exit_code = await self.stop()
+        if exit_code == -signal.SIGPROF:
+            limit = f"{settings.preprocess_timeout_s:g} s"
+        elif exit_code in (_OUT_OF_MEMORY, -signal.SIGABRT):  # native code aborts when an allocation fails
+            limit = f"{settings.preprocess_memory_bytes >> 20} MiB of memory"
+        else:
+            raise WorkerLost(_ending(exit_code))
+        log.warning("preprocessing worker killed", reason=f"the body takes more than {limit}")
+        raise ApiError(413, f"the body takes more than {limit} to process; send less", code="request_too_large")
+
+    async def stop(self) -> int:
+        """Kill the process, if there is one; return its exit code."""
+        executor, process = self._executor, self._process
+        self._executor = self._process = None
+        if executor is None or process is None:
+            return 0
+        process.kill()
+        await asyncio.to_thread(executor.shutdown)  # freeing a gigabyte takes a while
+        return process.exitcode or 0
+
+
+def _ending(exit_code: int) -> str:
+    return f"ended with {signal.Signals(-exit_code).name if exit_code < 0 else f'exit code {exit_code}'}"
+
+
+# ---- in the worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """Settings of a worker.  `metadata`: the tokenizer part of the model's GGUF header."""
+
+    metadata: dict[str, Any]
+    model: str
+    defaults: SamplingDefaults
+    direct_defaults: SamplingDefaults | None
+    efforts: dict[str, int]
+    banned: tuple[int, ...]
+    normalise: Normalise
+    memory_bytes: int
+
+
+_ctx: AppContext  # of this process
+
+
+def _initialize(server_pid: int) -> None:
+    """Detach from the server's terminal and output, but end with it."""
+    if not end_with_parent(server_pid):
+        os._exit(0)
+    os.setsid()  # Ctrl-C is for the supervisor
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: more threads would only take memory
+
+
+def _set_up(setup: _Setup) -> None:
+    global _ctx
+    tokenizer = Tokenizer.from_gguf(setup.metadata)
+    tokenizer.bound  # noqa: B018 - build it now, not while a request waits
+    _ctx = AppContext(
+        model=ModelCard(name=setup.model, created_s=0),
+        tokenizer=tokenizer,
+        template=ChatTemplate.from_gguf(setup.metadata),
+        not_ready=tuple,
+        defaults=setup.defaults,
+        direct_defaults=setup.direct_defaults,
+        efforts=setup.efforts,
+        settings=replace(ApiSettings(), normalise=setup.normalise),
+        banned=setup.banned,
+    )
+    _ctx.grammars.prepare()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # collecting among the million objects of one body frees nothing
+    limit = psutil.Process().memory_info().data + setup.memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _read(reader: Reader, body: list[bytes], max_context: int, cpu_s: float) -> PreparedRequest | EncodedResponse:
+    """Prepare a request.  Ends the process with SIGPROF after `cpu_s` of CPU time."""
+    _ctx.max_context = max_context
+    is_long = sum(map(len, body)) > SHORT_BYTES
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # unlike a handler's exception, a signal ends native code as well
+    try:
+        result = reader(decode_object(b"".join(body)), _ctx)
+        if isinstance(result, bytes):
+            return [result[start : start + _PART_BYTES] for start in range(0, max(1, len(result)), _PART_BYTES)]
+        return replace(result, prompts=[TokenBuffer.of(prompt) for prompt in result.prompts])
+    except ApiError:
+        raise
+    except MemoryError:
+        os._exit(_OUT_OF_MEMORY)  # too little may be left to report it
+    except BaseException:  # also a panic of native code, which is no Exception and cannot be pickled
+        raise RuntimeError(f"a preprocessing worker failed:\n{traceback.format_exc()}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if is_long:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)

@@ -1,1 +1,0 @@
-"""Request bodies to token ids: reading, validation, chat templates and the worker processes for long bodies."""
