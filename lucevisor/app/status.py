@@ -14,8 +14,8 @@ from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import Observer, Service
-from lucevisor.engine.drafting.statistics import DraftCounts, DraftStatistics
-from lucevisor.engine.recovery.recovery import RecoveryStatistics
+from lucevisor.engine.recovery import RecoveryStatistics
+from lucevisor.engine.spec_decode.statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space

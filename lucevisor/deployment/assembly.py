@@ -17,9 +17,8 @@ from typing import Final
 import structlog
 
 from lucevisor.engine.core import Engine
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure
-from lucevisor.engine.recovery.replay import StateReplay
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure
+from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import RequestError
 from lucevisor.protocol.arena import ORDERED
 from lucevisor.protocol.errors import ProtocolError

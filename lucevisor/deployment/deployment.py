@@ -30,7 +30,7 @@ from lucevisor.deployment.state_memory import ReplacementState, RestoredState, S
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
-from lucevisor.engine.pipeline.steps import PipelineFailure
+from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec

@@ -18,11 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine
-from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import SpeculationSettings
-from lucevisor.engine.pipeline.steps import PipelineFailure
-from lucevisor.engine.recovery.replay import StateReplay
-from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
+from lucevisor.engine.pipeline import PipelineFailure
+from lucevisor.engine.recovery import StateReplay
+from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lucevisor.app.compression import make_page_scorer
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Step

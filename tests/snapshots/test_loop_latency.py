@@ -20,7 +20,7 @@ import pytest
 
 from lucevisor.engine.core import Engine
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.kv.prefix_records import PrefixSettings

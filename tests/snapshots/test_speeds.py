@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline.steps import PipelineResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.protocol.steps import Slice, Step, StepResult
 from lucevisor.snapshots.policy import (
     Candidate,
