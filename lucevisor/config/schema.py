@@ -153,6 +153,8 @@ def _convert(value: object, type_: Any, *, is_text: bool) -> Any:
     if match := _BOUND.search(message):
         bound = float(match[2])
         why = f"is not {match[1]} {bound:g}" if bound < 1e6 else f"is not {match[1]} {match[2]}"
+        if get_args(type_)[:1] == (int,):
+            why = f"is not in {_allowed(type_).removeprefix('integer ')}"
         hint = f"nearest: {match[2]}" if "=" in match[1] and isinstance(offender, int) else ""
     elif message.startswith("Invalid enum value"):
         words = _words(type_)
