@@ -1,4 +1,4 @@
-"""The daemon's part of the data path: the stages of one model, executing prefill chunks and decode steps.  READ FIRST.
+"""The model runner: the stages of one model in a daemon, executing prefill chunks and decode steps.
 
 ``run_step``: state operations, boundary rows in, the stage's layers, boundary rows out, and at the output stage logits
 and sampling.  ``run_draft``: the same step for the draft stage: captures and sampled tokens in, drafts out.

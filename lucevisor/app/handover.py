@@ -153,7 +153,7 @@ class HandoverOffer:
                 await loop.sock_recv(self._connection, len(GIVEN))
         except (TimeoutError, OSError) as error:  # clients are served here already: there is no way back
             log.warning(
-                "the other supervisor did not say that it gave up: what systemd hears of it may come late",
+                "the other supervisor did not confirm that it gave up its name: systemd may be notified late",
                 pid=self.offer.pid,
                 reason=repr(error),
             )

@@ -316,7 +316,7 @@ class Supervisor:
             self._overrides = replace(overrides, of_reload=left)
             self._described = self._overrides.described()
         except ConfigError as error:
-            log.error("configuration not reloaded: all stays as it is", reason=str(error))
+            log.error("configuration not reloaded: nothing has changed", reason=str(error))
             return
         self.config = self.service.config = done.config
         log.info("configuration reloaded, with API keys and certificate", changed=list(done.changed))

@@ -67,7 +67,7 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
         while frozen is None and engine.ready:  # a daemon was lost, and came back
             frozen = await engine.freezer.freeze(FREEZE_S, "reload")
         if frozen is None:
-            raise LucevisorError("requests did not come to rest; try again")
+            raise LucevisorError("running requests could not be paused; try again")
         groups = {stage.group for stage in earlier.placement.stages}
         drafter = earlier.draft_layers(groups)
         return await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups, drafter)

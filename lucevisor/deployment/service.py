@@ -176,7 +176,7 @@ STOP_S: Final = 2.0
 RESTART_S: Final = 30.0
 """How long an orderly restart may take before the daemon is killed; requests have half of it to come to rest."""
 
-_MOVING: Final = RequestError("shard_lost", "the layers move to other daemons; send the request again later")
+_MOVING: Final = RequestError("shard_lost", "layers are moving to other daemons; send the request again later")
 
 log = structlog.get_logger("service")
 
@@ -281,7 +281,9 @@ class Service:
         if self.engine is not None and self.deployment.complete and drain_s > 0:
             if not await self.engine.drain(drain_s):
                 now = self.engine.statistics()
-                log.warning("requests end at the stop", running=now.running, queued=now.queued, waited_s=drain_s)
+                log.warning(
+                    "requests end because of the stop", running=now.running, queued=now.queued, waited_s=drain_s
+                )
             await self.save_prefixes(SAVE_S)
         self._end_requests()
         if self._holding is not None:
@@ -305,7 +307,7 @@ class Service:
     def _end_requests(self) -> None:
         """End running and queued requests and refuse new ones; idempotent."""
         error = RequestError(
-            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
+            "shutting_down", "the supervisor is stopping; send the request to another server, or again later"
         )
         if self.engine is not None:
             self.engine.close(error)

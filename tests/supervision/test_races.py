@@ -97,4 +97,4 @@ async def test_a_daemon_that_says_what_cannot_be_true_is_replaced_and_its_words_
     async with tiny_group(tmp_path, "odd log", limits=brisk(n_restarts=1), TINY_FIELDS=fields) as (group, _):
         await group.start()
         await group.wait(State.FAILED, timeout_s=60)
-        assert group.reason == "it sent what cannot be true: LogLine.fields.x is nan; restart limit 1/60s reached"
+        assert group.reason == "it sent an impossible message: LogLine.fields.x is nan; restart limit 1/60s reached"

@@ -341,7 +341,7 @@ def _function(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if (kind := raw.get("type")) not in (None, "custom"):
         raise bad_parameter(
             f"{where}.type",
-            f"{show(kind)} is not supported: this server runs no tools, and the model knows none by heart; "
+            f"{show(kind)} is not supported: this server runs no tools, and the served model has no built-in tools; "
             "send tools with an input_schema",
             "unsupported_value",
         )

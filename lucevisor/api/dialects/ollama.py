@@ -177,7 +177,9 @@ def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
     if body.raw or body.suffix or ctx.template is None:
         for name, given in (("system", body.system), ("context", body.context)):
             if given:
-                raise bad_parameter(name, "has no place in a raw prompt or a gap; leave it out, or raw and suffix")
+                raise bad_parameter(
+                    name, "cannot be used with raw or suffix; leave it out, or leave raw and suffix out"
+                )
         return _named(_read_raw(body, ctx), OllamaGenerateBody, fields, body)
     chat = ChatRequestBuilder(fields=_common(body, ctx))
     if body.system:

@@ -470,7 +470,9 @@ def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:
     last = messages[-1]
     if body.continue_final_message:
         if last["role"] != "assistant" or last.get("tool_calls"):
-            raise bad_parameter("continue_final_message", "true needs a last message of the assistant's without calls")
+            raise bad_parameter(
+                "continue_final_message", "true needs a last message of role assistant without tool calls"
+            )
         return True
     asked = body.continue_final_message is None and body.add_generation_prompt is not False
     return asked and last["role"] == "assistant" and not last.get("tool_calls")

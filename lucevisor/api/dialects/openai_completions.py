@@ -161,7 +161,7 @@ def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> 
 def _read_gap(body: CompletionBody, ctx: AppContext) -> list[Prompt]:
     """Return the prompt for the gap between `prompt` and `suffix`; an echo is of `prompt` alone."""
     if not isinstance(body.prompt, str):
-        raise bad_parameter("suffix", "is the end of one text; send prompt as one text, or leave suffix out")
+        raise bad_parameter("suffix", "needs one text as prompt; send prompt as one text, or leave suffix out")
     if body.echo and body.logprobs:
         raise bad_parameter("logprobs", "is not available with echo and suffix; leave one of them out")
     ids = infill_ids(body.prompt, body.suffix or "", (), "suffix", ctx)

@@ -407,7 +407,7 @@ def previous_not_stored(response_id: str) -> ApiError:
     """Return the 404 for a previous_response_id."""
     return ApiError(
         404,
-        f"previous_response_id: {show(response_id)} is not stored here (never, no longer, or for another key); "
+        f"previous_response_id: {show(response_id)} is not stored here (expired, or made with another API key); "
         "send all items",
         code="previous_response_not_found",
         param="previous_response_id",
@@ -1005,6 +1005,6 @@ async def delete_response(request: web.Request) -> web.Response:
 def _not_stored(name: str) -> ApiError:
     return ApiError(
         404,
-        f"the response {show(name)} is not stored here (never, no longer, or for another key)",
+        f"the response {show(name)} is not stored here (expired, or made with another API key)",
         code="response_not_found",
     )
