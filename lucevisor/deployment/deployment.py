@@ -46,7 +46,7 @@ from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.protocol.steps import Step
 from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import AskedStep
-from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.snapshots.transfers import ShardTransfers
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import Launcher

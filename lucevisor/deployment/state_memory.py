@@ -27,9 +27,8 @@ from lucevisor.placement.result import Placement
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.protocol.transport import Link
-from lucevisor.snapshots.layout import unit_tensors
-from lucevisor.snapshots.shard_transfers import ShardTransfers
-from lucevisor.snapshots.transfers import Transfer
+from lucevisor.snapshots.file_format import unit_tensors
+from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 from lucevisor.supervision.daemon import LoadOrder
 
 log = structlog.get_logger("deployment")

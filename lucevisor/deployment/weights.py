@@ -30,7 +30,7 @@ from lucevisor.model.gguf_files import GgufFiles, identity_of, open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import FileIdentity
 from lucevisor.placement.stages import LoadFiles
-from lucevisor.snapshots.layout import DraftModel
+from lucevisor.snapshots.file_format import DraftModel
 
 TICK_S = 0.1
 """Kernels stamp file times with a clock that moves every 1 to 10 ms; only times older than that prove that nothing was
