@@ -252,7 +252,7 @@ def test_verifying_takes_its_share_and_never_the_pages_of_others(head_27b, tmp_p
     spec, _ = head_27b
     draft = {"kind": "lookup", "width": 7}
     config, inventory = (
-        configure(tmp_path, ["cuda:0"], [1], draft, max_sequences=max_sequences),
+        configure(tmp_path, ["cuda:0"], [1], draft, max_sequences=max_sequences, prefill_chunk=512),
         {"cuda": [gpu(0, gib)]},
     )
     drafting = placed(spec, config, inventory)
