@@ -31,8 +31,8 @@ AWAY = 0.05
 class Crowd:
     """Clients of one endpoint, and what they got."""
 
-    def __init__(self, url, rng, most_tokens):
-        self.url, self.rng, self.most_tokens = url, rng, most_tokens
+    def __init__(self, url, rng, max_total_tokens):
+        self.url, self.rng, self.max_total_tokens = url, rng, max_total_tokens
         self.codes = Counter()  # status codes, "away" and kinds of failures
         self.n_tokens = 0
         self.seconds = []  # of whole answers
@@ -45,7 +45,7 @@ class Crowd:
             stream = self.rng.random() < 0.5
             body = {
                 "prompt": f"import module_{self.rng.randrange(1000)}\n",
-                "max_tokens": self.rng.randrange(4, self.most_tokens + 1),
+                "max_tokens": self.rng.randrange(4, self.max_total_tokens + 1),
                 "ignore_eos": True,
                 "stream": stream,
             }
@@ -82,9 +82,9 @@ class Crowd:
         return {code: n for code, n in self.codes.items() if code not in (200, 429, "away")}
 
 
-async def crowd(url, n_clients, seconds, most_tokens):
+async def crowd(url, n_clients, seconds, max_total_tokens):
     """Let clients ask for some seconds."""
-    found = Crowd(url, random.Random(1), most_tokens)
+    found = Crowd(url, random.Random(1), max_total_tokens)
     timeout = aiohttp.ClientTimeout(total=120)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as clients:
@@ -102,11 +102,11 @@ async def watch_memory(pid, samples):
         await asyncio.sleep(SAMPLE_S)
 
 
-async def overload(status, n_clients, seconds, most_tokens=40):
+async def overload(status, n_clients, seconds, max_total_tokens=40):
     """Return the crowd and the memory's samples."""
     samples = []
     watching = asyncio.create_task(watch_memory(status["pid"], samples))
-    found = await crowd(status["url"], n_clients, seconds, most_tokens)
+    found = await crowd(status["url"], n_clients, seconds, max_total_tokens)
     watching.cancel()
     return found, samples
 

@@ -34,7 +34,7 @@ def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, a
     self.stages[stage_index].apply(step.operations)
     sampled, plan = [], self._plans[stage_index]
     if step.n_tokens:
-        if step.follows and plan.embedding:
+        if step.depends_on_step and plan.embedding:
             following = FollowingStep(self._ring, step, await_rows)
             following(torch.zeros(step.n_tokens, dtype=torch.int64))
             sampled = following.tokens

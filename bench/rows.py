@@ -107,10 +107,10 @@ class Bench:
     def extend(self, step, captures, tokens):
         return self.draft.run(step, [captures], [tokens]) if self.draft else None
 
-    def slice_of(self, n, n_ahead=0):
+    def slice_of(self, n, num_draft_tokens=0):
         """``n`` rows that verify n - 1 drafts, and leave the sequence's state as it was."""
         states = list(range(2, 2 + n)) if Space.RECURRENT in self.spaces else []
-        return Slice(0, self.context, [7] * n, True, n_drafts=n - 1, states=states, n_ahead=n_ahead)
+        return Slice(0, self.context, [7] * n, True, n_drafts=n - 1, states=states, num_draft_tokens=num_draft_tokens)
 
     def steps(self, rows):
         """The cases: a step of ``rows``."""
@@ -119,7 +119,7 @@ class Bench:
 
     def drafts(self, n):
         """A draft of ``n`` behind a step of n + 1 rows, all accepted."""
-        one = self.slice_of(n + 1, n_ahead=n)
+        one = self.slice_of(n + 1, num_draft_tokens=n)
         step, captures, _ = self.run(one)
         captures, tokens = captures.clone(), [7] * (n + 1)
         return lambda: self.extend(step, captures, tokens)

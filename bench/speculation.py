@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import structlog
 import uvloop
 from full_size import Observer, write_config
@@ -38,10 +37,9 @@ from records import RESULTS, conditions, write_json
 from lucevisor.app import process
 from lucevisor.app.run import open_model
 from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting.rest import MOST_REST_STEPS
-from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.engine.scheduling.unseen import unseen_drafts
+from lucevisor.engine.spec_decode.controller import MAX_SUSPEND_STEPS, SpecDecodeController
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.protocol.steps import Drafted, Sampling
 
@@ -49,19 +47,18 @@ VERIFIED = (1, 4, 8, 16)  # rows
 WIDTHS = {"mtp": 15, "dflash2": 7}  # the most drafts of a step
 
 
-class FixedWidth(Speculation):
+class FixedWidth(SpecDecodeController):
     """Drafts and verifies always as many tokens as it is told."""
 
     width = 0
     ahead = 0
-    no_drafts = ""  # else the drafter rests after a while, and its drafts cost nothing
-    uses_probabilities = False  # those of forced drafts tell all
+    no_drafts = ""  # else the drafter is suspended after a while, and its drafts cost nothing
 
-    def n_ahead(self, own, n_decoding):
+    def num_draft_tokens(self, own, n_decoding):
         return self.ahead
 
-    def n_verify(self, drafts, n_decoding):
-        return {own.request_id: self.width for own, _ in drafts}
+    def num_verify_tokens(self, drafts, n_decoding):
+        return self.width
 
 
 class Knob:
@@ -72,55 +69,49 @@ class Knob:
         self.vocabulary = service.model.spec.vocabulary
         settings = self.drafting._settings
         # draft.width, for the widest step, fixes the service's
-        self.adaptive, self.useless = (Speculation(settings.max_drafts, settings.kind) for _ in range(2))
+        self.adaptive, self.useless = (SpecDecodeController(settings.max_drafts, settings.kind) for _ in range(2))
         self.fixed = FixedWidth(settings.max_drafts)
         self.right = self.n_drafted = 0
         self.steps, self.drafts = defaultdict(list), defaultdict(list)
-        measured, answered = self.drafting.measured, self.drafting.answered
+        applied, answered = self.drafting.on_step_applied, self.drafting.on_drafts
 
         def forced(one):
             own = one.record.drafts
-            drafted = one.live.drafted or unseen_drafts(self.drafting.outstanding, one.live)
+            drafted = one.live.drafted or placeholder_drafts(self.drafting.outstanding, one.live)
             n = self.fixed.width if self.drafting.speculation is self.fixed else len(drafted.tokens)
             last = one.record.tokens[-1]
             tokens = [(last + 1 + i + (i >= self.right)) % self.vocabulary for i in range(n)]
-            own.looked_up = own.copying = False
-            own.probabilities = self.chances(n)
-            return Drafted(one.live.sequence, tokens, own.probabilities)
+            own.match_length, own.copying = 0, False
+            return Drafted(one.live.sequence, tokens)
 
-        def noted(slices, stages_s, **told):
-            sizes = {len(s.tokens) for s in slices}
-            if len(sizes) == 1:
-                self.steps[len(slices), sizes.pop()].append(sum(stages_s))
-            measured(slices, stages_s, **told)
+        def noted(step, now, stages_s, upkeep_s, *, cold):
+            sizes = {len(part.slice.tokens) for part in step.parts.values()}
+            if step.only_decodes and len(sizes) == 1:
+                self.steps[len(step.parts), sizes.pop()].append(stages_s)
+            applied(step, now, stages_s, upkeep_s, cold=cold)
 
         def drafted(result):
             if result.drafts:
                 self.n_drafted += 1
                 self.drafts[len(result.drafts), len(result.drafts[0].tokens)].append(result.compute_s)
-            told = [Drafted(one.sequence, one.tokens, self.chances(len(one.tokens))) for one in result.drafts]
-            answered(msgspec.structs.replace(result, drafts=told))
+            return answered(result)
 
-        self.drafting._candidates, self.drafting.measured, self.drafting.answered = forced, noted, drafted
+        self.drafting._candidates, self.drafting.on_step_applied, self.drafting.on_drafts = forced, noted, drafted
         # The first of several stages waits for the drafter's own drafts before it computes those in their place.
-        ScheduledSlice.drafts_pend = property(lambda one: len(one.drafts) > 0 and one.live.awaiting > 0)
+        ScheduledSlice.drafts_pend = property(lambda one: len(one.drafts) > 0 and one.live.waiting_for_step > 0)
 
-    def chances(self, n):
-        """What forced drafts report: the policy hears of these alone, also of drafts that are not verified."""
-        return [0.9 if i < self.right else 0.1 for i in range(n)]
-
-    def awake(self):
-        """Wake the drafter with the next step, if it rests; else it rests no sooner than if it was woken now."""
-        self.drafting._rest._n_steps = MOST_REST_STEPS if self.drafting.resting else 0
+    def resume(self):
+        """Resume the drafter with the next step if it is suspended, else restart the count of its idle steps."""
+        self.drafting._suspension._n_steps = MAX_SUSPEND_STEPS if self.drafting.suspended else 0
 
     def plain(self):
-        self.awake()
+        self.resume()
         self.drafting.speculation, self.fixed.width, self.fixed.ahead = self.fixed, 0, 0
 
     @contextmanager
     def verify(self, width, accepted):
         """Verify ``width`` drafts a step, ``accepted`` - 1 of them right.  Raises RuntimeError if none are made."""
-        self.awake()
+        self.resume()
         self.drafting.speculation, self.fixed.width, self.right = self.fixed, width, accepted - 1
         self.fixed.ahead, self.n_drafted = min(width, self.drafting._settings.max_drafts), 0
         yield
@@ -128,7 +119,7 @@ class Knob:
             raise RuntimeError(f"the drafter made none of {width} drafts a step: their cost is not in the rate")
 
     def adapt(self, accepted):
-        self.awake()
+        self.resume()
         self.drafting.speculation = self.adaptive if accepted > 1 else self.useless
         self.right = accepted - 1
 
@@ -209,7 +200,6 @@ async def measure(service, options):
         "step_s": steps,
         "step_ratio": {rows: seconds / steps[1] for rows, seconds in steps.items()},
         "draft_s": {n: statistics.median(values) for (b, n), values in knob.drafts.items() if b == 1},
-        "gap_s": {name: knob.fixed.times.gap_s(drafted=name == "drafted") for name in ("plain", "drafted")},
         "all_draft_s": {f"{b}x{n}": statistics.median(values) for (b, n), values in knob.drafts.items()},
         "all_step_s": {f"{b}x{n}": statistics.median(values) for (b, n), values in knob.steps.items() if values},
     }
@@ -292,7 +282,6 @@ def summary(drafter, row):
     steps, drafts = ({int(n): s for n, s in row[key].items()} for key in ("step_s", "draft_s"))  # of a file: strings
     step, drafts = steps.get(8, steps[1]), sorted(drafts.items())
     yield "  draft over a step of 8 rows: " + ", ".join(f"{n}: {seconds / step:.3f}" for n, seconds in drafts)
-    yield "  between messages, ms a round: " + ", ".join(f"{k}: {1e3 * s:.2f}" for k, s in row["gap_s"].items())
     yield "  speed-up: " + ", ".join(f"{k}: {v:.2f}" for k, v in row["speed_up"].items())
     yield f"  not asked, over without: {row['idle_ratio']:.3f}"
     if "streams_ratio" in row:

@@ -1,4 +1,4 @@
-"""Token masks of constrained output: rows of logits lose what they forbid.  Knows no frames and no grammars."""
+"""Token masks (grammar bitmasks) of structured output, applied to rows of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's part of the data path: the stages of one model, executing prefill chunks and decode steps.  READ FIRST.
+"""The model runner: the stages of one model in a daemon, executing prefill chunks and decode steps.
 
 ``run_step``: state operations, boundary rows in, the stage's layers, boundary rows out, and at the output stage logits
 and sampling.  ``run_draft``: the same step for the draft stage: captures and sampled tokens in, drafts out.
@@ -290,7 +290,7 @@ class ModelRunner:
 
     def _asks(self, step: Step) -> bool:
         """Whether the draft stage, if it is here, is asked for drafts behind a step."""
-        return self._draft is not None and any(s.n_ahead for s in step.slices)
+        return self._draft is not None and any(s.num_draft_tokens for s in step.slices)
 
     @torch.inference_mode()
     def run_draft(self, message: DraftStep, wait_s: float) -> StepOutput:

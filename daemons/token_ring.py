@@ -40,7 +40,7 @@ class TokenRing:
         """
         if result.drafts:
             self._put(result.step_id, {one.sequence: list(one.tokens) for one in result.drafts})
-        elif step is not None and result.sampled and not any(s.n_ahead for s in step.slices):
+        elif step is not None and result.sampled and not any(s.num_draft_tokens for s in step.slices):
             self._put(step.step_id, {one.sequence: [one.token] for one in result.sampled})
 
     def _put(self, step_id: int, tokens: Mapping[int, list[int]]) -> None:
@@ -103,7 +103,7 @@ class FollowingStep:
         if ring is None or await_tokens is None:
             where = f"step {step.step_id}"
             raise StateError(where, "it has pending tokens, and was not posted or there is no arena for them")
-        asked = step.follows or step.drafts_of
+        asked = step.depends_on_step or step.drafts_of
         self._ring, self._asked = ring, asked
         self._rows: dict[int, tuple[int, int]] = {}  # by sequence: of the first token to put there, and how many
         self.arrival = Arrival(lambda: ring.wait(asked, await_tokens))

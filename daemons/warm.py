@@ -73,14 +73,15 @@ Report = Callable[[int, int], None]
 
 
 class WarmStep(NamedTuple):
-    """A slice of ``n`` tokens at ``start``, of which ``n_drafts`` are verified, and ``n_ahead`` drafts behind it;
-    ``ranks``: it scores a page on the device and one in host memory.  ``sequences``: how many have such a slice.
+    """A slice of ``n`` tokens at ``start``, of which ``n_drafts`` are verified, and ``num_draft_tokens`` drafts
+    behind it.  ``ranks``: it scores a page on the device and one in host memory.  ``sequences``: how many have such a
+    slice.
     """
 
     start: int
     n: int
     n_drafts: int = 0
-    n_ahead: int = 0
+    num_draft_tokens: int = 0
     ranks: bool = False
     sequences: int = 1
 
@@ -193,7 +194,9 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
         stage.apply(_opening(stage.sequences, one.start + one.n + most + 1, one.sequences))
         captures = [torch.zeros(one.sequences * one.n, len(source.layers) * width) for source in stage.plan.sources]
         slices = [
-            Slice(i, one.start, [0] * one.n, sample=True, n_ahead=one.n_ahead)  # all on the same pages
+            Slice(
+                i, one.start, [0] * one.n, sample=True, num_draft_tokens=one.num_draft_tokens
+            )  # all on the same pages
             for i in range(one.sequences)
         ]
         stage.run(Step(number, 0, [], slices), captures, [[0]] * one.sequences)

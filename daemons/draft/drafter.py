@@ -1,4 +1,4 @@
-"""What all drafters have in common: the weights of the vocabulary, and the two things a drafter does.
+"""Base class of drafters (draft models): the weights of the vocabulary, and the two operations of a drafter.
 
 Knows no step and no sampled tokens; a drafter works on batches, like the blocks it is made of.
 """

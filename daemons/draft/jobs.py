@@ -31,7 +31,7 @@ class DraftJob(NamedTuple):
 
     @property
     def n(self) -> int:
-        return self.slice.n_ahead
+        return self.slice.num_draft_tokens
 
 
 def likely(tokens: list[int], probabilities: list[float], p_min: int) -> tuple[list[int], list[float]]:
@@ -52,10 +52,10 @@ def jobs_behind(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) ->
         raise StateError(where, f"sampled tokens of {len(tokens)} slices, the step has {len(step.slices)}")
     jobs, row = [], 0
     for at, (s, sampled) in enumerate(zip(step.slices, tokens, strict=True)):
-        if s.n_ahead and sampled:
-            if s.n_ahead > max_drafts or len(sampled) > s.n_drafts + 1:
+        if s.num_draft_tokens and sampled:
+            if s.num_draft_tokens > max_drafts or len(sampled) > s.n_drafts + 1:
                 most = f"{s.n_drafts + 1} are the most, and {max_drafts} drafts ahead"
-                reason = f"{len(sampled)} tokens sampled and {s.n_ahead} drafts ahead: {most}"
+                reason = f"{len(sampled)} tokens sampled and {s.num_draft_tokens} drafts ahead: {most}"
                 raise StateError(f"slice of sequence {s.sequence} at {s.start}", reason)
             n_kept = s.n_context + len(sampled) - 1  # tokens of the slice that precede the newest
             jobs.append(DraftJob(s, at, sampled[-1], s.start + n_kept, row + n_kept - 1))

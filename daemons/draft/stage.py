@@ -204,7 +204,7 @@ class DraftStage:
         host may read where they begin.
         """
         [s, *others] = step.slices
-        if others or not s.sample or not s.n_ahead or self.graphs is None:
+        if others or not s.sample or not s.num_draft_tokens or self.graphs is None:
             return None
         drawn, first = drawn.to(self.device, non_blocking=True), s.n_context
         jobs = [DraftJob(s, 0, 0, s.start + first + i, first - 1 + i) for i in range(s.n_drafts + 1)]

@@ -1,4 +1,4 @@
-"""Saves and restores beside the compute thread: threads that copy while steps run.
+"""KV transfers beside the compute thread: threads that save and restore state while steps run.
 
 The compute thread only submits transfers.  Knows no sequences and decides nothing: the supervisor guarantees that no
 step writes what is being saved or uses what is being restored.  Invariants: every transfer is answered once, after its

@@ -52,7 +52,7 @@ def _check_key(request: web.Request, keys: ApiKeys, kind: str, also: ApiKeys | N
         raise _unauthorised(f"no {kind} key was sent; send it as Authorization: Bearer KEY")
     caller = keys.caller(token) or (also.caller(token) if also is not None else None)
     if caller is None:
-        raise _unauthorised(f"the {kind} key is not one of this server's")
+        raise _unauthorised(f"the {kind} key is not known to this server")
     return caller
 
 

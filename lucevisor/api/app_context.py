@@ -303,7 +303,7 @@ class AppContext:
         """One more than the tokens of the longest prompt; with PFlash, of one that fits when it is shortened."""
         if self.compressor is None:
             return self.max_context
-        return min(_MAX_PROMPT, int(self.max_context / self.compressor.settings.least_share))
+        return min(_MAX_PROMPT, int(self.max_context / self.compressor.settings.min_share))
 
     def retry_after_s(self) -> int:
         """Return the Retry-After of a 503 while the pipeline is down."""

@@ -79,7 +79,9 @@ def requested_form(body: GenerationBody) -> Form | None:
     if len(found) > 1:
         raise bad_parameter(found[1].param, f"is given together with {found[0].param}; send one of them")
     if found and body.ignore_eos:
-        raise bad_parameter("ignore_eos", f"contradicts {found[0].param}: the answer ends where its form does")
+        raise bad_parameter(
+            "ignore_eos", f"contradicts {found[0].param}: a constrained answer ends where its form is complete"
+        )
     return found[0] if found else None
 
 

@@ -27,7 +27,7 @@ from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, RequestContext, context_of
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.compression.compressor import CompressedPrompt
-from lucevisor.engine.constraint import Constraint, LeastTokens
+from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
 from lucevisor.text.reasoning_budget import ReasoningBudget
 
@@ -75,7 +75,7 @@ def _constraint(
 ) -> Constraint | None:
     """Return what one choice must be: its grammar, its thinking budget and its least length, where it has them."""
     inner, least = _form(prepared, output, ctx, room), prepared.options.min_tokens
-    return inner if least == 0 else LeastTokens(least, ends, ctx.tokenizer.n_vocab, inner)
+    return inner if least == 0 else MinTokens(least, ends, ctx.tokenizer.n_vocab, inner)
 
 
 def _form(prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, room: int) -> Constraint | None:
@@ -130,19 +130,6 @@ class Job:
     request: GenerationRequest
     processor: OutputProcessor
     new_prompt: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationPlan:
-    """A request ready for the engine.  `prompt_param` is the parameter that held the prompt; `ignored` names those
-    without effect; `compressed`: what PFlash made of the prompts."""
-
-    jobs: Sequence[Job]
-    formatter: ResponseFormatter
-    stream: bool
-    prompt_param: str
-    ignored: tuple[str, ...]
-    compressed: tuple[CompressedPrompt, ...] = ()
 
 
 _QUEUE = 64
@@ -200,17 +187,28 @@ _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as lon
 _INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
 
-async def respond(request: web.Request, plan: GenerationPlan) -> web.StreamResponse:
-    """Run a plan and respond.  Raises ApiError when it is rejected or a sequence fails, ClientGone on a disconnect."""
-    ctx, context = request.app[APP_CONTEXT], context_of(request)
-    headers = {IGNORED_HEADER: ", ".join(plan.ignored)} if plan.ignored else {}
-    _log_once(plan.ignored, request.app[IGNORED_BEFORE])
-    await _submit(ctx, plan, context)
-    run = _Response(plan, context, request.app[METRICS])
+async def respond(
+    request: web.Request,
+    prepared: PreparedRequest,
+    formatter: ResponseFormatter,
+    output: OutputOptions,
+    response: ResponseId,
+    prompt_param: str,
+) -> web.StreamResponse:
+    """Generate and respond.  `prompt_param` is the parameter that held the prompt.
+
+    Raises ApiError when the request is rejected or a sequence fails, ClientGone on a disconnect.
+    """
+    ctx, context, options = request.app[APP_CONTEXT], context_of(request), prepared.options
+    headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
+    _log_once(options.ignored, request.app[IGNORED_BEFORE])
+    jobs = make_jobs(prepared, output, ctx, response)
+    await _submit(ctx, jobs, prompt_param, context)
+    run = _Response(jobs, formatter, prepared.compressed, context, request.app[METRICS])
     try:
         async with merged(context.handles) as events:
-            if plan.stream:
-                stream = context.stream = EventStream(request, ctx.settings.write_timeout_s, headers, plan.formatter)
+            if options.stream:
+                stream = context.stream = EventStream(request, ctx.settings.write_timeout_s, headers, formatter)
                 await run.stream(events, stream, ctx)
                 return stream.response
             body = await run.full(events, ctx.settings.keepalive_s)
@@ -226,14 +224,14 @@ def _log_once(names: Sequence[str], before: set[str]) -> None:
         log.info("parameters without effect were sent", parameters=sorted(new))
 
 
-async def _submit(ctx: AppContext, plan: GenerationPlan, context: RequestContext) -> None:
+async def _submit(ctx: AppContext, jobs: Sequence[Job], prompt_param: str, context: RequestContext) -> None:
     """Submit every sequence or none; `context` has each immediately, as a drain may happen in between."""
     if ctx.engine is None:
         waiting = ", ".join(f"{part.name} is {part.state}" for part in ctx.not_ready()) or "it is starting"
         raise unavailable(f"the model is not ready: {waiting}; try again later", ctx.retry_after_s())
     context.handles = handles = list[RequestHandle]()
     try:
-        for job in plan.jobs:
+        for job in jobs:
             handles.append(ctx.engine.submit(replace(job.request, client_id=context.caller.share)))
             if len(job.request.prompt) >= _LONG_PROMPT:
                 await asyncio.sleep(0)
@@ -241,21 +239,28 @@ async def _submit(ctx: AppContext, plan: GenerationPlan, context: RequestContext
         for handle in handles:
             handle.cancel()
         if isinstance(error, SubmitError):
-            raise from_submit_error(error, plan.prompt_param, ctx.retry_after_s()) from None
+            raise from_submit_error(error, prompt_param, ctx.retry_after_s()) from None
         raise
 
 
 class _Response:
-    """One running plan."""
+    """The response to one running request."""
 
-    def __init__(self, plan: GenerationPlan, context: RequestContext, metrics: Metrics) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        formatter: ResponseFormatter,
+        compressed: Sequence[CompressedPrompt],
+        context: RequestContext,
+        metrics: Metrics,
+    ) -> None:
+        self._jobs, self._formatter = jobs, formatter
         self._context = context
         self._metrics = metrics
-        self._totals = UsageTotals(compressed=plan.compressed, sampling=plan.jobs[0].request.sampling)
-        self._n_open = len(plan.jobs)
-        self._last_token_s: list[float | None] = [None] * len(plan.jobs)
-        self._n_tokens = [0] * len(plan.jobs)
+        self._totals = UsageTotals(compressed=compressed, sampling=jobs[0].request.sampling)
+        self._n_open = len(jobs)
+        self._last_token_s: list[float | None] = [None] * len(jobs)
+        self._n_tokens = [0] * len(jobs)
         self._cut: set[int] = set()  # choices ended by a stop string or tool call; ignore their further tokens
 
     async def stream(self, events: MergedEvents, stream: EventStream, ctx: AppContext) -> None:
@@ -263,8 +268,8 @@ class _Response:
 
         A request that is held before its first event gets none sooner than others: its status can still be an error's.
         """
-        formatter = self._plan.formatter
-        opened = [False] * len(self._plan.jobs)
+        formatter = self._formatter
+        opened = [False] * len(self._jobs)
         keepalive_s = ctx.settings.keepalive_s
         silent_s, look_s = 0.0, min(keepalive_s, _HELD_S)
         while self._n_open:
@@ -289,26 +294,26 @@ class _Response:
 
     async def full(self, events: MergedEvents, patience_s: float) -> bytes:
         """Gather all deltas; return the body."""
-        choices: list[list[ChoiceDelta]] = [[] for _ in self._plan.jobs]
+        choices: list[list[ChoiceDelta]] = [[] for _ in self._jobs]
         while self._n_open:
             item = await events.next(patience_s)
             if item is not None:
                 index, event = item
                 choices[index] += self._read(index, event)
-        n_scored = sum(len(job.request.prompt) for job in self._plan.jobs if job.request.score_prompt)
+        n_scored = sum(len(job.request.prompt) for job in self._jobs if job.request.score_prompt)
         if (sum(map(len, choices)) + n_scored) * (1 + self._n_scores()) <= _INLINE_RECORDS:
             return self._encoded(choices)
         return await asyncio.to_thread(self._encoded, choices)
 
     def _n_scores(self) -> int:
         """Return how many log-probabilities come with each token."""
-        return 1 + max(job.request.sampling.n_top_logprobs for job in self._plan.jobs)
+        return 1 + max(job.request.sampling.n_top_logprobs for job in self._jobs)
 
     def _encoded(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
-        return msgspec.json.encode(self._plan.formatter.full(choices, self._totals))
+        return msgspec.json.encode(self._formatter.full(choices, self._totals))
 
     def _read(self, index: int, event: TokenEvent | FinishedEvent) -> list[ChoiceDelta]:
-        job, context = self._plan.jobs[index], self._context
+        job, context = self._jobs[index], self._context
         if isinstance(event, TokenEvent):
             if index in self._cut:
                 return []
@@ -336,8 +341,8 @@ class _Response:
         if last is not None:
             self._metrics.inter_token.observe(now - last)
         else:
-            if self._plan.jobs[index].new_prompt:
-                self._context.prompt_tokens += len(self._plan.jobs[index].request.prompt)
+            if self._jobs[index].new_prompt:
+                self._context.prompt_tokens += len(self._jobs[index].request.prompt)
             if self._context.first_token_s is None:
                 self._context.first_token_s = now - self._context.started_s
                 self._metrics.time_to_first_token.observe(self._context.first_token_s)

@@ -135,7 +135,7 @@ def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-_FILES: Final = Path(__file__).parents[1] / "page"
+_FILES: Final = Path(__file__).with_name("page")
 _SCRIPTS: Final = ("draw.js", "box.js", "markdown.js", "chat.js")
 
 

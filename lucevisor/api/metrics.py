@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from lucevisor.api.app_context import AppContext, SnapshotMetrics
 from lucevisor.compression.compressor import CompressionStatistics
-from lucevisor.engine.drafting.statistics import DraftStatistics
-from lucevisor.engine.recovery.recovery import RecoveryStatistics
+from lucevisor.engine.recovery import RecoveryStatistics
+from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
 from lucevisor.supervision.states import State
@@ -61,8 +61,10 @@ class StateCollector(Collector):
         restarts = CounterMetricFamily(
             PREFIX + "daemon_restarts", "Restarts of shard daemons by reason.", labels=["group", "reason"]
         )
-        spares = GaugeMetricFamily(PREFIX + "spares", "Warm processes that wait to take over.", labels=["group"])
-        spare_bytes = GaugeMetricFamily(PREFIX + "spare_memory_bytes", "Their resident host memory.", labels=["group"])
+        spares = GaugeMetricFamily(PREFIX + "spares", "Spare processes that are ready to take over.", labels=["group"])
+        spare_bytes = GaugeMetricFamily(
+            PREFIX + "spare_memory_bytes", "Resident host memory of spare processes.", labels=["group"]
+        )
         memory = GaugeMetricFamily(
             PREFIX + "device_memory_bytes", "Memory of a device by use.", labels=["device", "use"]
         )
@@ -116,11 +118,9 @@ def _engine(now: EngineStatistics, row_bytes: int) -> Iterator[Metric]:
     yield hop_bytes
     yield CounterMetricFamily(PREFIX + "steps", "Steps that all stages have computed.", value=now.steps.n_steps)
     yield CounterMetricFamily(PREFIX + "step_tokens", "Tokens of these steps.", value=now.steps.n_tokens)
+    yield CounterMetricFamily(PREFIX + "preemptions", "Running requests that were preempted.", value=now.preemptions)
     yield CounterMetricFamily(
-        PREFIX + "preemptions", "Running requests that gave their pages up for others.", value=now.preemptions
-    )
-    yield CounterMetricFamily(
-        PREFIX + "preemptions_swapped", "Of them, those whose state went to host memory.", value=now.swapped
+        PREFIX + "preemptions_swapped", "Preempted requests whose state went to host memory.", value=now.swapped
     )
     yield from _drafts(now.drafts)
     cached = CounterMetricFamily(
@@ -187,11 +187,11 @@ def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
         pauses.add_metric([reason], of_reason.n, of_reason.seconds)
     yield pauses
     yield CounterMetricFamily(
-        PREFIX + "recovered_sequences", "Requests that were running at a loss and went on.", value=now.n_sequences
+        PREFIX + "recovered_sequences", "Requests that continued after the loss of a daemon.", value=now.n_sequences
     )
     tokens = CounterMetricFamily(
         PREFIX + "recovered_tokens",
-        "Their tokens: computed again by lost stages alone (prefix slots included) or by all, or kept.",
+        "Tokens of requests that continued: computed again by lost stages alone, by all, or kept.",
         labels=["how"],
     )
     tokens.add_metric(["rebuilt"], now.n_rebuilt)
@@ -201,7 +201,7 @@ def _recovery(now: RecoveryStatistics) -> Iterator[Metric]:
 
 
 def _compression(now: CompressionStatistics) -> Iterator[Metric]:
-    prompts = CounterMetricFamily(PREFIX + "pflash_prompts", "Prompts by what PFlash made of them.", labels=["outcome"])
+    prompts = CounterMetricFamily(PREFIX + "pflash_prompts", "Prompts by PFlash's outcome.", labels=["outcome"])
     for outcome, n in now.outcomes.items():
         prompts.add_metric([outcome], n)
     yield prompts
@@ -214,7 +214,9 @@ def _compression(now: CompressionStatistics) -> Iterator[Metric]:
     yield CounterMetricFamily(
         PREFIX + "pflash_scored_tokens", "Tokens that the scoring model read.", value=now.n_scored
     )
-    yield CounterMetricFamily(PREFIX + "pflash_seconds", "Time that shortening took, with waiting.", value=now.seconds)
+    yield CounterMetricFamily(
+        PREFIX + "pflash_seconds", "Time spent shortening prompts, waiting included.", value=now.seconds
+    )
 
 
 def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:
@@ -223,7 +225,7 @@ def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:
     )
     seconds = CounterMetricFamily(
         PREFIX + "snapshot_seconds",
-        "Time that saves and restores of snapshots took, those that succeeded.",
+        "Time of successful saves and restores of snapshots.",
         labels=["op"],
     )
     for op, taken_bytes, taken_s in (
@@ -243,7 +245,7 @@ def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:
         failures.add_metric([reason], n)
     yield failures
     yield GaugeMetricFamily(PREFIX + "snapshots", "Snapshot files that this model can use.", value=now.n_files)
-    yield GaugeMetricFamily(PREFIX + "snapshot_disk_bytes", "What those files take on disk.", value=now.file_bytes)
+    yield GaugeMetricFamily(PREFIX + "snapshot_disk_bytes", "Bytes of snapshot files on disk.", value=now.file_bytes)
 
 
 _FIRST_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -265,8 +267,12 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of answered requests.")
         self._generated_tokens = counter("generated_tokens", "Tokens generated for answered requests.")
         self._key_requests = counter("key_requests", "HTTP requests with a named API key, by its name.", ("key",))
-        self._key_prompt_tokens = counter("key_prompt_tokens", "Tokens of their prompts.", ("key",))
-        self._key_generated_tokens = counter("key_generated_tokens", "Tokens generated for them.", ("key",))
+        self._key_prompt_tokens = counter(
+            "key_prompt_tokens", "Prompt tokens of requests with a named API key.", ("key",)
+        )
+        self._key_generated_tokens = counter(
+            "key_generated_tokens", "Tokens generated for requests with a named API key.", ("key",)
+        )
         self.time_to_first_token = Histogram(
             PREFIX + "time_to_first_token_seconds",
             "From the head of a request to its first token.",

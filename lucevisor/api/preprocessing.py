@@ -109,14 +109,16 @@ class Preprocessor:
         settings, how = ctx.settings, ""
         try:
             for _ in range(2):
-                if self._closed:
-                    raise unavailable("the server is shutting down", settings.retry_after_s, "shutting_down")
+                self._check_open(settings)
                 try:
                     await worker.start(self._setup(ctx))
                     return await worker.run(reader, body, ctx.max_prompt, settings)
                 except WorkerLost as lost:
+                    if self._closed:
+                        continue
                     how = str(lost)
                     log.warning("preprocessing worker died", reason=how, body_bytes=sum(map(len, body)))
+            self._check_open(settings)
             message = f"two processes in a row that prepared this request {how}; try again later"
             raise unavailable(message, settings.retry_after_s)
         except OSError as error:  # no memory or descriptors for another worker
@@ -126,6 +128,10 @@ class Preprocessor:
             raise unavailable(message, settings.retry_after_s) from None
         finally:
             worker.lock.release()
+
+    def _check_open(self, settings: ApiSettings) -> None:
+        if self._closed:
+            raise unavailable("the server is shutting down", settings.retry_after_s, "shutting_down")
 
     def _setup(self, ctx: AppContext) -> _Setup:
         return _Setup(

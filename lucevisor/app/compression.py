@@ -11,7 +11,7 @@ from lucevisor.config import Config
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Service
-from lucevisor.engine.relevance import PageScorer
+from lucevisor.engine.page_ranking import PageScorer
 from lucevisor.errors import ScoringError
 from lucevisor.text.tokenizer import Tokenizer
 

@@ -153,7 +153,7 @@ class HandoverOffer:
                 await loop.sock_recv(self._connection, len(GIVEN))
         except (TimeoutError, OSError) as error:  # clients are served here already: there is no way back
             log.warning(
-                "the other supervisor did not say that it gave up: what systemd hears of it may come late",
+                "the other supervisor did not confirm that it gave up its name: systemd may be notified late",
                 pid=self.offer.pid,
                 reason=repr(error),
             )
@@ -286,7 +286,7 @@ class Handover:
         """Use what the other supervisor saves while it ends."""
         async for _ in taken.wait_for_saves():
             if self._service.snapshots is not None:
-                await self._service.snapshots.store.scan()
+                await asyncio.to_thread(self._service.snapshots.store.scan)
         log.info("the other supervisor has ended", pid=taken.offer.pid)
 
     # ---- the one that runs (lucevisor.app.handover.HandoverSource)

@@ -124,7 +124,7 @@ class _Download:
         if not isinstance(cached, str):
             raise self._refusal(name, error) from error
         if not isinstance(error, OfflineModeIsEnabled):
-            self.notify(f"{self.source.repo_id}/{name} from the cache, for the hub says: {_first_line(error)}")
+            self.notify(f"{self.source.repo_id}/{name} taken from the cache, as the hub answered: {_first_line(error)}")
         return Path(cached)
 
     def _fetch(self, name: str, facts: HfFileMetadata) -> None:
@@ -184,7 +184,7 @@ class _Download:
             if hashlib.file_digest(file, "sha256").hexdigest() == etag:
                 return
         path.unlink()
-        raise self._error(f"{name} was resumed and its bytes are wrong", "start again: it is fetched anew")
+        raise self._error(f"{name} was resumed, but its bytes are wrong", "start again to download it anew")
 
     def _refusal(self, name: str, error: Exception) -> ConfigError:
         from huggingface_hub.errors import (

@@ -54,7 +54,7 @@ from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
-from lucevisor.snapshots.tools import check_directory
+from lucevisor.snapshots.maintenance import check_directory
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate
@@ -316,7 +316,7 @@ class Supervisor:
             self._overrides = replace(overrides, of_reload=left)
             self._described = self._overrides.described()
         except ConfigError as error:
-            log.error("configuration not reloaded: all stays as it is", reason=str(error))
+            log.error("configuration not reloaded: nothing has changed", reason=str(error))
             return
         self.config = self.service.config = done.config
         log.info("configuration reloaded, with API keys and certificate", changed=list(done.changed))

@@ -14,8 +14,8 @@ from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import Observer, Service
-from lucevisor.engine.drafting.statistics import DraftCounts, DraftStatistics
-from lucevisor.engine.recovery.recovery import RecoveryStatistics
+from lucevisor.engine.recovery import RecoveryStatistics
+from lucevisor.engine.spec_decode.statistics import DraftCounts, DraftStatistics
 from lucevisor.engine.statistics import CacheStatistics, EngineStatistics
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.model.values import Space
@@ -145,8 +145,8 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
         "hits": now.n_hits,
         "evictions": now.n_evictions,
         "tokens": {"memory": 0, "disk": 0} | now.tokens,
-        "dir": str(service.snapshots.store.store.directory.absolute()) if service.snapshots is not None else "",
-        "disk": service.snapshots.store.store.budget if service.snapshots is not None else service.config.cache.disk,
+        "dir": str(service.snapshots.store.directory.absolute()) if service.snapshots is not None else "",
+        "disk": service.snapshots.store.budget if service.snapshots is not None else service.config.cache.disk,
         "snapshots": disk.n_files if disk is not None else 0,
         "snapshot_bytes": disk.file_bytes if disk is not None else 0,
         "saved": disk.n_saved if disk is not None else 0,

@@ -25,7 +25,7 @@ COMMANDS = {
     "status": ("lucevisor.cli.operate", "Show groups, layers, memory, speed."),
     "top": ("lucevisor.cli.top", "Watch speed, load, memory and requests."),
     "restart": ("lucevisor.cli.operate", "Restart the daemon of a group."),
-    "reload": ("lucevisor.cli.operate", "Go on with a changed configuration, such as another split."),
+    "reload": ("lucevisor.cli.operate", "Apply a changed configuration, such as another split, while requests run."),
     "logs": ("lucevisor.cli.logs", "Print the log of a running supervisor."),
     "plan": ("lucevisor.cli.plan", "Show where layers, weights and state would go, without loading."),
     "doctor": ("lucevisor.cli.doctor", "Check each group's interpreter, devices, memory and numbers."),
@@ -58,7 +58,7 @@ EXAMPLES = {
     "chaos": ("lucevisor chaos --minutes 20", "lucevisor chaos box.toml --seed 7"),
     "demo": ("lucevisor demo",),
 }
-EXIT_CODES = "Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 3 nothing runs, 4 not ready in time."
+EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 no supervisor runs, 4 not ready in time."
 
 
 class _Lazy(click.Group):
@@ -91,7 +91,7 @@ class _Lazy(click.Group):
         except click.UsageError as error:
             takes_name = error.ctx is not None and any(param.name == "name" for param in error.ctx.command.params)
             if takes_name and "unexpected extra argument" in error.message:
-                raise click.UsageError(f"{error.message}; a supervisor is named with --name", error.ctx) from None
+                raise click.UsageError(f"{error.message}; use --name to choose a supervisor", error.ctx) from None
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -102,7 +102,7 @@ class _Lazy(click.Group):
 @click.group(cls=_Lazy, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lucevisor")
 def cli() -> None:
-    """One machine for local language models out of GPUs that cannot share one process."""
+    """Serve a local language model over GPUs of any vendor."""
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ class AdminClient:
 
     def _no_answer(self, error: Exception) -> NotRunningError:
         if isinstance(error, FileNotFoundError) and (pid := read_pid(self._path.parent)) > 0:
-            return NotRunningError(f"{self._path}: was removed; the supervisor runs on: `kill {pid}` stops it")
+            return NotRunningError(f"{self._path}: was removed, but the supervisor still runs: `kill {pid}` stops it")
         return NotRunningError(f"{self._path}: no answer ({error}); the supervisor is gone")
 
 

@@ -47,18 +47,25 @@ class Numbers(click.ParamType[list[int]]):
 @click.command()
 @config_argument
 @click.option("-p", "--prompt", "prompts", type=Numbers(), default="512", show_default=True, help="Prompt lengths.")
-@click.option("-n", "--answer", type=click.IntRange(0, 1 << 20), default=128, show_default=True, help="Tokens to make.")
+@click.option(
+    "-n", "--answer", type=click.IntRange(0, 1 << 20), default=128, show_default=True, help="Tokens to generate."
+)
 @click.option("-d", "--depth", "depths", type=Numbers(), default="0", show_default=True, help="Tokens before answers.")
-@click.option("-s", "--streams", type=Numbers(1), default="1", show_default=True, help="Answers at once.")
+@click.option("-s", "--streams", type=Numbers(1), default="1", show_default=True, help="Concurrent answers.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Rounds to measure.")
-@click.option("--tune", "tunes", is_flag=True, help="Before that, measure which kernels are the fastest here; keep it.")
+@click.option(
+    "--tune",
+    "tunes",
+    is_flag=True,
+    help="First measure which kernels are fastest on these devices, and store the result.",
+)
 @click.option("--json", "json_file", type=OutputFile(), help="Write figures to a file, after each round.")
 @click.option(
     "--against",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="A llama-bench to run in turns; streams need llama-batched-bench beside it.",
 )
-@click.option("--against-args", default="", metavar="ARGS", help="What both are given, e.g. '-t 2 -fa on'.")
+@click.option("--against-args", default="", metavar="ARGS", help="Arguments for both programs, e.g. '-t 2 -fa on'.")
 def bench(
     config: Path,
     overrides: tuple[str, ...],

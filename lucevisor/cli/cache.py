@@ -42,26 +42,26 @@ class _Directory:
     """``disk_bytes``: the budget from CONFIG, if given."""
 
     def __init__(self, directory: Path, disk_bytes: int | None) -> None:
-        from lucevisor.snapshots import operations
+        from lucevisor.snapshots import maintenance
 
-        self._operations, self._directory, self._disk_bytes = operations, directory, disk_bytes
+        self._maintenance, self._directory, self._disk_bytes = maintenance, directory, disk_bytes
 
     def show(self) -> JsonObject:
-        files = self._operations.files(self._directory)
+        files = self._maintenance.files(self._directory)
         return {"dir": str(self._directory), "disk": self._disk_bytes, "slots": [], "files": files}
 
     def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[JsonObject]:
-        for file in self._operations.to_verify(self._directory, files):
-            yield self._operations.verify(self._directory, file, set_aside=set_aside)
+        for file in self._maintenance.to_verify(self._directory, files):
+            yield self._maintenance.verify(self._directory, file, set_aside=set_aside)
 
     def prune(self, to: int | None, *, refused: bool) -> list[JsonObject]:
         budget = to if to is not None else self._disk_bytes
         if budget is None:
             raise click.UsageError("say how much to keep: --to SIZE, or --config CONFIG to use its cache.disk")
-        return self._operations.prune(self._directory, budget, refused=refused)
+        return self._maintenance.prune(self._directory, budget, refused=refused)
 
     def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
-        return self._operations.remove(self._directory, files, everything=everything)
+        return self._maintenance.remove(self._directory, files, everything=everything)
 
 
 class _Supervisor:
@@ -95,7 +95,7 @@ def _where(function: Callable[..., Any]) -> Callable[..., Any]:
     path = click.Path(path_type=Path)
     with_target = target_options(located)
     with_dir = click.option("--dir", "directory", type=path, help="A directory of snapshots.")(with_target)
-    return click.option("--config", "-c", type=path, help="Configuration file whose cache.dir is meant.")(with_dir)
+    return click.option("--config", "-c", type=path, help="Configuration file that sets cache.dir.")(with_dir)
 
 
 def _place(
@@ -170,7 +170,7 @@ def verify(place: _Directory | _Supervisor, files: tuple[str, ...], set_aside: b
 
 @cache.command()
 @_where
-@click.option("--to", type=_Bytes(), help="Space that may stay in use, e.g. 5GiB.  Default: cache.disk.")
+@click.option("--to", type=_Bytes(), help="Space to keep in use, e.g. 5GiB.  Default: cache.disk.")
 @click.option("--refused", is_flag=True, help="Remove files that were set aside as well.")
 def prune(place: _Directory | _Supervisor, to: int | None, refused: bool) -> int:
     """Remove leftovers, then the least recently used snapshots until the rest fits."""
@@ -181,9 +181,9 @@ def prune(place: _Directory | _Supervisor, to: int | None, refused: bool) -> int
 @cache.command()
 @_where
 @click.argument("files", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every file of lucevisor's in the directory.")
+@click.option("--all", "everything", is_flag=True, help="Remove every snapshot in the directory.")
 def rm(place: _Directory | _Supervisor, files: tuple[str, ...], everything: bool) -> int:
-    """Remove FILES.  Names that are not lucevisor's are refused."""
+    """Remove FILES.  Files that are not snapshots are refused."""
     if bool(files) == everything:
         raise click.UsageError("name FILES, or give --all")
     _print_gone(place.remove(files, everything=everything))

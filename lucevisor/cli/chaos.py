@@ -30,9 +30,11 @@ _ORDER_S = 300.0
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=False)
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a key.")
 @click.option("--minutes", type=RangeOfNumbers(0.01, 10_000), default=2.0, show_default=True)
-@click.option("--fault", "faults", metavar="NAME", multiple=True, help="Inject only this one, or these.")
-@click.option("--times", "n_faults", type=click.IntRange(min=1), help="End after so many faults, not after minutes.")
-@click.option("--seed", type=int, help="Of the faults' kinds and times (default: another one every time).")
+@click.option("--fault", "faults", metavar="NAME", multiple=True, help="Inject only this fault; may be repeated.")
+@click.option(
+    "--times", "n_faults", type=click.IntRange(min=1), help="End after this many faults instead of after --minutes."
+)
+@click.option("--seed", type=int, help="Seed for kinds and times of faults (default: random).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def chaos(
     config: Path | None,

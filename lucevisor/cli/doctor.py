@@ -48,7 +48,7 @@ def doctor(config: Path, overrides: tuple[str, ...], layer: int) -> int:
     elif all(healthy):
         _line(True, "plan", f"{model.name} fits, in {dtype}: `lucevisor plan` shows how")
     slow = any(answer.checked is not None and answer.checked.warnings for answer in answers.values())
-    fit = "all groups are fit" + (", but slower than they could be: see the lines marked slow" if slow else "")
+    fit = "all groups can run" + (", but slower than they could be: see the lines marked slow" if slow else "")
     click.echo(fit if all(healthy) else "something is wrong: see the lines marked FAIL")
     return ExitCode.DONE if all(healthy) else ExitCode.FAILED
 

@@ -41,14 +41,16 @@ class Since(click.ParamType[float]):
 @click.command()
 @click.argument("group", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the supervisor ends.")
-@click.option("-n", "--lines", "last", type=click.IntRange(0, MAX_LINES), help="Of those there are, the last so many.")
-@click.option("--since", "since_s", type=Since(), help="Only later ones: 90s, 10m, 2h, 1d, or 2026-11-22T21:00.")
+@click.option("-n", "--lines", "last", type=click.IntRange(0, MAX_LINES), help="Print only the last N lines.")
+@click.option(
+    "--since", "since_s", type=Since(), help="Print only records since 90s, 10m, 2h, 1d ago, or since 2026-11-22T21:00."
+)
 @click.option(
     "--level", type=click.Choice(["debug", "info", "warning", "error"]), default="debug", show_default=True,
-    help="Only this level and above.",
+    help="Print only this level and above.",
 )  # fmt: skip
-@click.option("--json", "form", flag_value="json", help="Print JSON lines on a terminal too.")
-@click.option("--text", "form", flag_value="text", help="Print text elsewhere too.")
+@click.option("--json", "form", flag_value="json", help="Print JSON lines also on a terminal.")
+@click.option("--text", "form", flag_value="text", help="Print text also where the output is no terminal.")
 @target_options
 def logs(
     group: str | None, follow: bool, last: int | None, since_s: float | None, level: str, form: str | None,

@@ -126,4 +126,4 @@ def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:
     if not sequences:
         return f"no request was running; new ones waited {paused_s:.1f} s"
     done = f"{kept} tokens kept, {rebuilt} computed again by the restarted groups alone, {recomputed} by all"
-    return f"requests paused {paused_s:.1f} s in all; sequences that went on: {sequences}; {done}"
+    return f"requests paused {paused_s:.1f} s in all; sequences that continued: {sequences}; {done}"

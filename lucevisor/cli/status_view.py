@@ -108,7 +108,7 @@ def problem_lines(status: Status) -> Iterator[Text]:
     if status["reason"] and all(group["state"] == "ready" for group in status["groups"]):
         yield Text(status["reason"], CHANGING)
     if status["ready_in_s"] is not None:
-        yield Text(f"likely to serve in {format_seconds(status['ready_in_s'])}")
+        yield Text(f"expected to serve in {format_seconds(status['ready_in_s'])}")
 
 
 def warning_lines(status: Status) -> Iterator[Text]:

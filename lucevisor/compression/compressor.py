@@ -36,7 +36,7 @@ class CompressionSettings:
     curve: tuple[tuple[int, float], ...] = ()
 
     @property
-    def least_share(self) -> float:
+    def min_share(self) -> float:
         """The least share that is ever kept."""
         return min((share for _, share in self.curve), default=self.keep_ratio)
 

@@ -95,8 +95,7 @@ class GroupConfig:
     """Compute threads of the daemon. `auto`: as many as `cores`, else an equal share of the usable cores per cpu group.
     Backend cpu."""
     cores: tuple[Annotated[int, Meta(ge=0, le=8191)], ...] = ()
-    """Processor cores the daemon is pinned to. Empty: not pinned, but where cpu groups have as many threads as there
-    are cores, that of the last layers has some of its own."""
+    """Processor cores the daemon is pinned to. Empty: not pinned."""
 
     def environment(self) -> dict[str, str]:
         """Return what to add to the daemon's environment: `env`, and the variable for `visible_devices`."""
@@ -141,14 +140,13 @@ class EngineConfig:
     max_sequences: Annotated[int, Meta(ge=1, le=4096), Key(unit="sequences")] = 8
     """Sequences that run concurrently; others wait in the queue."""
     prefill_chunk: Annotated[Annotated[int, Meta(ge=1, le=2**20)] | AutoWord, Key(unit="tokens")] = "auto"
-    """Longest slice of a prompt in one step; while others decode slices are shorter, by what steps take. `auto`: 2048
-    on GPUs with memory for it, else 512."""
+    """Maximum tokens of a prompt in one step; fewer while other requests decode. `auto`: 2048 on GPUs with memory for
+    it, else 512."""
     pages: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1)] | AutoWord, Key(unit="pages")] = "auto"
     """Pages of 64 tokens in each pool. `auto`: as many as sequences and prefix slots can use, and as devices' free
     memory allows; on a cpu a quarter of the usable memory, or one sequence."""
     swap_space: Annotated[int, SIZE] = 4 * 2**30
-    """Most host memory for what preempted requests have computed, so that they go on where they were; 0: they compute
-    it again."""
+    """Host memory for the state of preempted requests, from which they continue; 0: they are computed again."""
 
     @property
     def least_chunk(self) -> int:
@@ -229,7 +227,7 @@ class DraftConfig:
     device: Annotated[DeviceRef | None, OPTIONAL_DEVICE] = None
     """Where the drafter runs: any device of any group, also of one without layers. Empty: where the last layers are."""
     width: Annotated[Annotated[int, Meta(ge=1, le=64)] | AutoWord, Key(unit="tokens")] = "auto"
-    """Most drafts verified in one step. `auto`: chosen by recent acceptance."""
+    """Maximum number of drafts verified in one step. `auto`: chosen by measured times and acceptance."""
 
     @property
     def source(self) -> Path | HubFile | None:
@@ -295,7 +293,7 @@ class RecoveryConfig:
     spares: Annotated[int, Meta(ge=0, le=8), Key(unit="daemons")] = 0
     """Daemons per group kept running without weights, so that a restart only loads the weights."""
     restart_limit: Annotated[RestartLimit, RESTART_LIMIT] = field(default=RestartLimit(10, 60))
-    """Most restarts of one group in a period; after one more the group is FAILED and tried again after 1 minute, then
+    """Maximum restarts of a group in a period; after one more the group is FAILED and tried again after 1 minute, then
     2, 4, up to an hour; `lucevisor restart` tries at once. 0: it stays FAILED."""
 
 

@@ -34,7 +34,7 @@ from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import MAX_LOSSES, EngineSettings
 from lucevisor.engine.validation import enabled
@@ -42,7 +42,6 @@ from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.loading import DraftKind
@@ -58,7 +57,7 @@ MIN_WAIT_S = 1.0
 
 
 class Readiness:
-    """How long the groups' starts take."""
+    """Durations of the groups' starts."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
@@ -118,10 +117,6 @@ async def watch_holds(engine: Engine, hold_s: float) -> None:
             engine.detach(RequestError("shard_lost", text), permanent=True)
 
 
-P_MIN: Final = 20
-"""Percent: in the demo a row of a verify step takes 0.15 to 0.2 of the time of a token with drafts (speculation.md)."""
-
-
 def engine_limits(
     cache: CacheConfig, spec: ModelSpec, placement: Placement, drafter: ModelSpec | None = None
 ) -> EngineLimits:
@@ -146,16 +141,6 @@ def _residency(placement: Placement) -> Residency | None:
     return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
 
 
-def _rows_cost(placement: Placement) -> bool:
-    """Whether rows of verify steps cost enough to leave out unsure drafts, as on a cpu, and the output stage's daemon,
-    which makes them, can.  Of more than two stages those between would not hear of it.
-    """
-    draft, stages = placement.draft, placement.stages
-    if draft is None or len(stages) > 2:
-        return False
-    return draft.group == stages[-1].group and {draft.backend, stages[-1].shards[-1].backend} == {Backend.CPU}
-
-
 def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:
     drafting, draft = placement.drafting, placement.draft
     return SpeculationSettings(
@@ -164,7 +149,6 @@ def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationS
         lookup=drafting.lookup,
         kind=draft.kind if draft is not None else DraftKind.MTP,
         fixed=drafting.fixed,
-        p_min=P_MIN if _rows_cost(placement) and not drafting.fixed else 0,
         n_vocabulary=spec.vocabulary,
     )
 
@@ -186,13 +170,13 @@ def _prefix_settings(
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
 SAVE_S: Final = 10.0
-"""How long prefix slots may take to be saved at a stop or a restart."""
+"""Time to save prefix slots at a stop or a restart."""
 STOP_S: Final = 2.0
-"""How long daemons have to exit before SIGKILL."""
+"""Time that daemons have to exit before SIGKILL."""
 RESTART_S: Final = 30.0
-"""How long an orderly restart may take before the daemon is killed; requests have half of it to come to rest."""
+"""Time of an orderly restart before the daemon is killed; requests are suspended within half of it."""
 
-_MOVING: Final = RequestError("shard_lost", "the layers move to other daemons; send the request again later")
+_MOVING: Final = RequestError("shard_lost", "layers are moving to other daemons; send the request again later")
 
 log = structlog.get_logger("service")
 
@@ -297,7 +281,9 @@ class Service:
         if self.engine is not None and self.deployment.complete and drain_s > 0:
             if not await self.engine.drain(drain_s):
                 now = self.engine.statistics()
-                log.warning("requests end at the stop", running=now.running, queued=now.queued, waited_s=drain_s)
+                log.warning(
+                    "requests end because of the stop", running=now.running, queued=now.queued, waited_s=drain_s
+                )
             await self.save_prefixes(SAVE_S)
         self._end_requests()
         if self._holding is not None:
@@ -321,7 +307,7 @@ class Service:
     def _end_requests(self) -> None:
         """End running and queued requests and refuse new ones; idempotent."""
         error = RequestError(
-            "shutting_down", "the supervisor is stopping; send the request to another one, or again later"
+            "shutting_down", "the supervisor is stopping; send the request to another server, or again later"
         )
         if self.engine is not None:
             self.engine.close(error)
@@ -378,7 +364,7 @@ class Service:
 
     @property
     def stopping(self) -> bool:
-        """Whether the stop has begun."""
+        """True once the stop has begun."""
         return self._stopping is not None
 
     @property

@@ -2,15 +2,12 @@
 
 engine      core (READ FIRST) with its parts drafter, freezer, slot_access; changes, limits, settings, statistics,
             validation
-requests    request, handle, sequence, running, rows
-scheduling  scheduling/: who starts (queue, shares, admission, preemption, waits), what the next step computes
-            (scheduler, state, batching, chunking, step_times, backlog, run_ahead, round_gaps; drafts, draft_notes,
-            unseen); step
-pipeline    pipeline/: pipeline, steps, drafts
-prefixes    prefix_reuse, checkpoints
-drafts      drafting/: how many, from which source, and what they cost (speculation, budget, rest; acceptance, costs,
-            decode_times; lookup; request, statistics)
-losses      recovery/: recovery, stages, rebuild, replay; journal
+requests    request, sequence, running, rows
+scheduler   scheduler: who starts, who gives way, and what the next step computes; step
+pipeline    pipeline
+prefixes    prefix_reuse
+drafts      drafting: the scheduler's part; spec_decode/: controller, ngram, statistics
+losses      recovery, rebuild, journal
 masks       constraint, masking
-KV Flash    ranking, relevance
+KV Flash    page_ranking
 """

@@ -40,7 +40,7 @@ class Constraint(Protocol):
         """
 
 
-class LeastTokens:
+class MinTokens:
     """An output that ``ends`` may not end before ``least`` tokens; ``inner``: what else it must be, which has its way
     where nothing else may follow."""
 

@@ -20,23 +20,24 @@ from lucevisor.engine import validation
 from lucevisor.engine.changes import Changes
 from lucevisor.engine.drafter import DrafterAttachment
 from lucevisor.engine.freezer import Freezer
-from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.journal import RowStore, make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult, StageLink, StepInFlight
-from lucevisor.engine.ranking import note_rankings
-from lucevisor.engine.recovery.rebuild import CannotRebuild
-from lucevisor.engine.recovery.recovery import Recovery
-from lucevisor.engine.recovery.replay import StageReplays
-from lucevisor.engine.recovery.stages import StageRecovery
-from lucevisor.engine.relevance import PageRelevance
-from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, NotReady, QueueFull, RequestError
+from lucevisor.engine.page_ranking import PageRelevance, note_rankings
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
+from lucevisor.engine.rebuild import CannotRebuild
+from lucevisor.engine.recovery import Recovery, StageRecovery, StageReplays
+from lucevisor.engine.request import (
+    Event,
+    FinishedEvent,
+    GenerationRequest,
+    NotReady,
+    QueueFull,
+    RequestError,
+    RequestHandle,
+)
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
-from lucevisor.engine.scheduling.preemption import SwapSpace
-from lucevisor.engine.scheduling.scheduler import Scheduler
-from lucevisor.engine.scheduling.state import Events
+from lucevisor.engine.scheduler import Events, Scheduler, SwapSpace
 from lucevisor.engine.scheduling.waits import RetryAfter
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.settings import EngineSettings
@@ -290,12 +291,11 @@ class Engine:
         self._stages.finished(result.step.step_id)
         self._totals.add(result)
         n_before = self._scheduler.n_generated_tokens
-        self._scheduler.timed(result.step.slices, result.results)
         try:
             if self._scheduler.in_flight:
                 note_rankings(self._scheduler.in_flight[0], result.step.rank_pages, result.results)
             blamed = self._judge(result, now)
-            events = self._scheduler.apply(result.results[-1], now, blamed)
+            events = self._scheduler.apply(result.results[-1], now, blamed, result.results)
         except WrongResult as error:
             last = result.results[-1].stage
             self.on_failed(
@@ -305,7 +305,6 @@ class Engine:
         self._rows.collect(result)
         self._generated.add(self._scheduler.n_generated_tokens - n_before, now)
         self._proceed(events)
-        self._scheduler.sent()
         self._settings.on_step(result)
 
     def _judge(self, result: PipelineResult, now: float) -> str:
@@ -413,7 +412,7 @@ class Engine:
             if not self._scheduler.limits.stages_rank:
                 self.relevance.planned(self._scheduler.in_flight[-1])
             self._stages.sending(plan)
-            pipeline.drafts.resting = self._scheduler.drafting.resting
+            pipeline.drafts.suspended = self._scheduler.drafting.suspended
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.planned(plan, pipeline)
             self._stages.planned(plan, lives)  # the shards work already

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure, StageLink
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, StageLink
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import WrongResult
 from lucevisor.protocol.steps import StepResult
 
@@ -63,7 +62,7 @@ class DrafterAttachment:
     def _drafted(self, result: StepResult) -> None:
         """Let the sequences go on that waited for these drafts."""
         try:
-            goes_on = self._scheduler.drafting.answered(result)
+            goes_on = self._scheduler.drafting.on_drafts(result)
         except WrongResult as error:
             text = f"the draft stage sent a wrong result: {error}"
             self._lost(PipelineFailure(result.stage, "protocol_error", text))

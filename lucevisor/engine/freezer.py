@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lucevisor.engine.changes import Changes
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.recovery.recovery import PauseReason, Recovery
-from lucevisor.engine.recovery.stages import StageRecovery
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord, page_operations
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import OpenSequence, Operation

@@ -18,9 +18,8 @@ class SpeculationSettings:
     """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
 
     ``drafter``: a draft stage may be attached.  ``lookup``: drafts are also looked up in the sequence's own tokens.
-    ``kind``: of the drafter.  ``fixed``: always ``max_drafts``, whatever that costs.  ``p_min``: drafts of a sequence
-    that decodes alone end before the first that is right, by the drafter's probabilities, with less percent; 0: they
-    do not.  ``n_vocabulary``: ids that the model can embed; drafts outside are refused.
+    ``kind``: of the drafter.  ``fixed``: always ``max_drafts``, whatever that costs.  ``n_vocabulary``: ids
+    that the model can embed; drafts outside are refused.
     """
 
     max_drafts: int = 0
@@ -28,7 +27,6 @@ class SpeculationSettings:
     lookup: bool = False
     kind: DraftKind = DraftKind.MTP
     fixed: bool = False
-    p_min: int = 0
     n_vocabulary: int = 0
 
 

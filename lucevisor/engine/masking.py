@@ -18,7 +18,7 @@ from typing import Final
 import structlog
 
 from lucevisor.engine.constraint import MadeMasks, MaskJob, make_masks, unmasked
-from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.step import StepPlan
 from lucevisor.protocol.steps import Masks
@@ -26,7 +26,7 @@ from lucevisor.protocol.threads import ThreadExecutor
 
 log = structlog.get_logger("masks")
 
-_MOST_THREADS: Final = 4
+_MAX_THREADS: Final = 4
 _RETRY_S: Final = 0.01
 _JOBS_A_THREAD: Final = 4  # fewer are not worth another thread: most masks take less than 0.1 ms
 
@@ -38,7 +38,7 @@ class MaskMaker:
 
     def __init__(self, fail: Callable[[str, RequestError], None], *, threaded: bool = True) -> None:
         self._fail = fail
-        self._n_threads = min(_MOST_THREADS, os.cpu_count() or 1)
+        self._n_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads: ThreadExecutor | None = None
         if threaded:
             try:  # now, as the event loop cannot wait for a thread that may never begin

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lucevisor.engine.pipeline.steps import PipelineResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.step import StepPlan
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.codec import payload_segments

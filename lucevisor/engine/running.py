@@ -98,17 +98,18 @@ class RunningRequests(Collection[RequestRecord]):
                 raise
             return self._grow(chosen.live, chosen.stop, 0)
 
-    def extend(self, live: LiveSequence, stop: int, n_ahead: int = 0) -> list[Operation]:
-        """Give a sequence the pages of drafts up to ``stop``, and of ``n_ahead`` more that only the drafter writes.
+    def extend(self, live: LiveSequence, stop: int, num_draft_tokens: int = 0) -> list[Operation]:
+        """Give a sequence the pages of drafts up to ``stop``, and of ``num_draft_tokens`` more that only the drafter
+        writes.
 
         Nothing when that would take pages from other sequences; prefix slots give theirs.
         """
-        needs, index = live.table.missing(stop, n_ahead), self._reuse.index
-        if live.table.surplus(stop + n_ahead):  # drafts end with their page, so they change no residency
+        needs, index = live.table.missing(stop, num_draft_tokens), self._reuse.index
+        if live.table.surplus(stop + num_draft_tokens):  # drafts end with their page, so they change no residency
             return []
         if not needs or not index.evictor.can_reclaim(needs, {}) or not index.evictor.reclaim(needs):
             return []
-        return self._grow(live, stop, n_ahead) or []
+        return self._grow(live, stop, num_draft_tokens) or []
 
     def release_ahead(self) -> bool:
         """Release the pages behind the tokens of all sequences, which only drafts would fill; False if there are none.
@@ -145,8 +146,8 @@ class RunningRequests(Collection[RequestRecord]):
         record.live = None
         return [CloseSequence(live.sequence)]
 
-    def _grow(self, live: LiveSequence, stop: int, n_ahead: int) -> list[Operation] | None:
-        operations = grown(live.sequence, live.table, live.n_scheduled, stop, n_ahead, self._reuse.make_room)
+    def _grow(self, live: LiveSequence, stop: int, num_draft_tokens: int) -> list[Operation] | None:
+        operations = grown(live.sequence, live.table, live.n_scheduled, stop, num_draft_tokens, self._reuse.make_room)
         if operations and any(isinstance(operation, PageIn) for operation in operations):
             live.draft_from = (-1, 0)  # of a page that is back the drafter may lack the state
         return operations

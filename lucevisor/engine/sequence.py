@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from lucevisor.engine.drafting.request import RequestDrafts
 from lucevisor.engine.request import (
     TRANSITIONS,
     FinishedEvent,
@@ -21,6 +20,7 @@ from lucevisor.engine.request import (
     TokenScore,
     Usage,
 )
+from lucevisor.engine.spec_decode.controller import RequestDrafts
 from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
 from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE, Origin
@@ -63,7 +63,7 @@ class LiveSequence:
     n_scheduled: int = 0  # n_computed, and the drafts under verification
     draft_states: list[int] = field(default_factory=list)
     accepted: int = NO_STATE
-    awaiting: int = 0  # the step whose drafts it waits for; 0: none
+    waiting_for_step: int = 0  # the step whose drafts it waits for; 0: none
     drafted: Drafted | None = None  # drafts that follow its tokens; the next slice verifies them
     draft_from: tuple[int, int] = (0, 0)  # draft epoch, and the first position whose state the drafter has
     n_prefill: int = 0  # tokens to compute when it started
@@ -96,12 +96,17 @@ def swap_operations(sequence: int, swap: Swap | None) -> list[Operation]:
 
 
 def grown(
-    sequence: int, table: PageTable, start: int, stop: int, n_ahead: int = 0, make_room: MakeRoom = lambda *_: None
+    sequence: int,
+    table: PageTable,
+    start: int,
+    stop: int,
+    n_more: int = 0,
+    make_room: MakeRoom = lambda *_: None,
 ) -> list[Operation] | None:
     """Give a table the pages of a slice, and swap some if they were ranked; return the operations that do the same in
     the shards.  None, as ``PageTable.grow``.
     """
-    growths = table.grow(start, stop, n_ahead)
+    growths = table.grow(start, stop, n_more)
     if growths is None:
         return None
     swap = table.swap(make_room)
@@ -177,15 +182,15 @@ class RequestRecord:
 
     n_tokens: int = 0  # length of ``tokens``, which every step needs several times
     ended: bool = False  # the request is over
-    most_tokens: int = 0  # how many it has at its longest
+    max_total_tokens: int = 0  # how many it has at its longest
     uncached: bool = False  # it neither uses the prefix cache nor is cached: it inspects the pipeline
     may_run_ahead: bool = False  # its tokens are drawn from their rows and positions alone
 
     def __post_init__(self) -> None:
         self.tokens = TokenBuffer(self.request.prompt)
-        self.drafts = RequestDrafts(self.request.request_id)
+        self.drafts = RequestDrafts()
         self.n_tokens = len(self.tokens)
-        self.most_tokens = self.n_tokens + self.max_tokens
+        self.max_total_tokens = self.n_tokens + self.max_tokens
         self.uncached = self.wanted is not None or self.probe is not None
         stateless = self.request.constraint is None and self.request.sampling.stateless
         self.may_run_ahead = stateless and not self.uncached

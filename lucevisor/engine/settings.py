@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lucevisor.engine.journal import RowStore
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.protocol.steps import Step
 
 MAX_LOSSES = 4

@@ -10,10 +10,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from lucevisor.engine.changes import Changes
-from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.request import ContextOverflow, GenerationRequest, TokenEvent
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.pipeline import Pipeline
+from lucevisor.engine.request import ContextOverflow, GenerationRequest, RequestHandle, TokenEvent
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.kv.prefix_records import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.residency import PagedOut

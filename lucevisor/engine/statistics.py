@@ -12,15 +12,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lucevisor.engine.drafting.rest import RESTING
-from lucevisor.engine.drafting.statistics import DraftStatistics
-from lucevisor.engine.pipeline.steps import PipelineResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.prefix_reuse import PrefixReuse
-from lucevisor.engine.recovery.recovery import Recovery, RecoveryStatistics
+from lucevisor.engine.recovery import Recovery, RecoveryStatistics
+from lucevisor.engine.spec_decode.controller import SUSPENDED
+from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.kv.page_pool import PageUse
 
 if TYPE_CHECKING:
-    from lucevisor.engine.scheduling.scheduler import Scheduler
+    from lucevisor.engine.scheduler import Scheduler
 
 _BUCKETS = 100
 
@@ -197,6 +197,6 @@ class EngineStatistics:
             cache=CacheStatistics.of(scheduler.reuse),
             drafts=copy.deepcopy(scheduler.drafting.statistics),
             draft_width=scheduler.drafting.speculation.width if scheduler.drafting.active else 0,
-            no_drafts=RESTING if scheduler.drafting.resting else scheduler.drafting.speculation.no_drafts,
+            no_drafts=SUSPENDED if scheduler.drafting.suspended else scheduler.drafting.speculation.no_drafts,
             recovery=recovery.statistics(len(scheduler.unfinished), now, scheduler.longest_pause_s),
         )

@@ -13,9 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import Constraint, MaskJob
-from lucevisor.engine.drafting.statistics import PrefixOrigin
 from lucevisor.engine.request import RequestState, TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.spec_decode.statistics import PrefixOrigin
 from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
 
 
@@ -27,7 +27,8 @@ class WrongResult(Exception):
 class StepPlan:
     """A step to send; ``request_ids[i]`` owns ``step.slices[i]``, and its masked slices get masks from ``mask_jobs``.
 
-    ``opening``: the operations that the draft stage, just attached or about to rest, gets in place of the step's own.
+    ``opening``: the operations that the draft stage, just attached or about to be suspended, gets in place of the
+    step's own.
     """
 
     step: Step
@@ -39,16 +40,16 @@ class StepPlan:
 class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a dataclass: a step has one for each sequence
     """A slice that was chosen for the next step: from ``live.n_scheduled`` to ``stop``, then ``drafts``.
 
-    ``n_proposed``: of the drafts, those before the padding.  ``states`` and ``n_ahead`` as in Slice.
+    ``num_real_drafts``: of the drafts, those before the padding.  ``states`` and ``num_draft_tokens`` as in Slice.
     """
 
     record: RequestRecord
     live: LiveSequence
     stop: int
     drafts: Sequence[int] = ()
-    n_proposed: int = 0
+    num_real_drafts: int = 0
     states: Sequence[int] = ()
-    n_ahead: int = 0
+    num_draft_tokens: int = 0
 
     @property
     def samples(self) -> bool:
@@ -83,12 +84,12 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
             return self.stop - start == 1 and not self.drafts and table.ranks_at(start)
         return table.ranks_next and self.stop == len(self.record.tokens) - 1
 
-    def schedule(self, step_id: int, draft_from: int, p_min: int = 0) -> Slice:
+    def schedule(self, step_id: int, draft_from: int) -> Slice:
         """Return the slice for the step ``step_id``, and count its tokens as scheduled."""
         live, record, stop, n_drafts = self.live, self.record, self.stop, len(self.drafts)
         request, start, samples = record.request, live.n_scheduled, stop >= record.n_tokens
         live.ranking = step_id if live.table.ranks_next and self._ranks_pages else 0
-        live.drafted, live.awaiting = None, 0
+        live.drafted, live.waiting_for_step = None, 0
         live.draft_states = [*self.states[1:]]
         live.n_computed, live.n_scheduled = stop, stop + n_drafts
         live.last_step = step_id
@@ -100,24 +101,23 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
             samples,
             n_drafts,
             [*self.states],
-            self.n_ahead,
+            self.num_draft_tokens,
             draft_from,
             samples and request.constraint is not None,
             record.scored(start, stop) if request.score_prompt else [],
-            p_min,
         )
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
     """A request's slice in a step.  ``live``: its sequence then; by the time of the result it may have another.
 
-    ``n_proposed`` as in ScheduledSlice.
+    ``num_real_drafts`` as in ScheduledSlice.
     """
 
     record: RequestRecord
     live: LiveSequence
     slice: Slice
-    n_proposed: int = 0
+    num_real_drafts: int = 0
 
     @property
     def drafts(self) -> list[int]:
@@ -137,15 +137,14 @@ class ScheduledStep:
     """A step between plan and result.  ``parts``: by sequence id at the time of the plan.
 
     ``plain``: it has no slice but decodes without drafts that ask for neither drafts nor scores, as most steps; masks
-    they may have.  ``waited``: drafts were asked for behind the step before, whether or not it verifies them.
+    they may have.
     """
 
     step_id: int
     parts: dict[int, ScheduledSequence]
     decodes: bool
-    follows: int = 0  # the step that samples the tokens it starts from; 0: they are known
+    depends_on_step: int = 0  # the step that samples the tokens it starts from; 0: they are known
     plain: bool = False
-    waited: bool = False
 
     @property
     def lives(self) -> dict[int, LiveSequence]:
@@ -174,9 +173,9 @@ class ScheduledStep:
         return not self.plain and any(part.slice.n_drafts for part in self.parts.values())
 
     @property
-    def n_ahead(self) -> int:
+    def num_draft_tokens(self) -> int:
         """The most drafts that a slice asks for."""
-        return 0 if self.plain else max([part.slice.n_ahead for part in self.parts.values()], default=0)
+        return 0 if self.plain else max([part.slice.num_draft_tokens for part in self.parts.values()], default=0)
 
 
 def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
@@ -187,11 +186,11 @@ def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
             continue
         request, constraint = part.record.request, part.record.request.constraint
         if constraint is not None:
-            jobs.append(MaskJob(request.request_id, constraint, *unseen(part.record, constraint), part.drafts))
+            jobs.append(MaskJob(request.request_id, constraint, *untaken_tokens(part.record, constraint), part.drafts))
     return jobs
 
 
-def unseen(record: RequestRecord, constraint: Constraint) -> tuple[int, list[int]]:
+def untaken_tokens(record: RequestRecord, constraint: Constraint) -> tuple[int, list[int]]:
     """Return the tokens of a request's output that its constraint has not taken, and the place of the first."""
     start = constraint.n_tokens
     return start, record.tokens[len(record.request.prompt) + start :]
@@ -229,12 +228,12 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
 
 def check_drafts(scheduled: ScheduledStep, drafts: Sequence[Drafted], n_vocabulary: int) -> None:
     """Raise WrongResult when the draft stage's answer has drafts that its step did not ask for."""
-    asked = {sequence: part.slice.n_ahead for sequence, part in scheduled.parts.items()}
+    asked = {sequence: part.slice.num_draft_tokens for sequence, part in scheduled.parts.items()}
     for drafted in drafts:
-        n_ahead = asked.pop(drafted.sequence, 0)
-        if len(drafted.tokens) > n_ahead or not n_ahead:
+        num_draft_tokens = asked.pop(drafted.sequence, 0)
+        if len(drafted.tokens) > num_draft_tokens or not num_draft_tokens:
             raise WrongResult(
-                f"step {scheduled.step_id} asked for {n_ahead} drafts of sequence {drafted.sequence}, "
+                f"step {scheduled.step_id} asked for {num_draft_tokens} drafts of sequence {drafted.sequence}, "
                 f"{len(drafted.tokens)} came"
             )
         if drafted.probabilities and len(drafted.probabilities) != len(drafted.tokens):
@@ -256,7 +255,7 @@ def is_decode(piece: Slice) -> bool:
 
 def is_plain(piece: Slice) -> bool:
     """Whether a slice is a decode without drafts that asks for nothing more."""
-    return piece.sample and len(piece.tokens) == 1 and not piece.n_ahead and not piece.scored
+    return piece.sample and len(piece.tokens) == 1 and not piece.num_draft_tokens and not piece.scored
 
 
 def padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:
@@ -265,4 +264,4 @@ def padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:
         return one
     drafts = drafted.tokens[:width]
     last = drafts[-1] if drafts else one.record.tokens[-1]
-    return replace(one, drafts=drafts + [last] * (width - len(drafts)), n_proposed=len(drafts))
+    return replace(one, drafts=drafts + [last] * (width - len(drafts)), num_real_drafts=len(drafts))

@@ -23,7 +23,7 @@ from lucevisor.kv.validation import (
 from lucevisor.model.values import Space
 
 if TYPE_CHECKING:
-    from lucevisor.engine.scheduling.scheduler import Scheduler
+    from lucevisor.engine.scheduler import Scheduler
 
 VARIABLE = "LUCEVISOR_VALIDATE"
 

@@ -1,4 +1,4 @@
-"""The page table of one sequence: which page holds its positions ``[64 i, 64 i + 64)``, in each paged space.
+"""The page table (block table) of one sequence: its pages in order of position, in each paged space.
 
 ``full`` pages live as long as the sequence, or with KV Flash until they are paged out; ``window`` pages are released
 once no later token can see them.  Knows positions and page ids, not tokens, requests or messages.

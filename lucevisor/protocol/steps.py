@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from lucevisor.model.values import Space
 
 PENDING = -1
-"""Stands for tokens that the supervisor does not know yet.  The only token of a slice: what ``Step.follows``, or in a
-pipeline of one stage the step before, sampled for the sequence.  All drafts of a slice: those that the draft stage in
-the output stage's daemon made for the sequence last, of several stages behind ``Step.drafts_of``."""
+"""Stands for tokens that the supervisor does not know yet.  The only token of a slice: what ``Step.depends_on_step``,
+or in a pipeline of one stage the step before, sampled for the sequence.  All drafts of a slice: those
+that the draft stage in the output stage's daemon made for the sequence last, of several stages behind
+``Step.drafts_of``."""
 
 
 class Dry(msgspec.Struct, frozen=True, array_like=True):
@@ -196,7 +197,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     ``states``: ids of the recurrent states after each of the last ``len(states)`` tokens, all different, behind the
     live one those of drafts if each token has one (see UseState); [] keeps only the state after the last token, in
     place.
-    ``n_ahead``: tokens to draft behind the one sampled last.
+    ``num_draft_tokens``: tokens to draft behind the one sampled last.
     ``p_min``: drafts end before the first that is right, with all before it, with less percent by the drafter's
     probabilities; one is made at least.  Pending drafts of a slice alone in its step are then those that were made.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
@@ -210,7 +211,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     n_drafts: int = 0
     states: list[int] = []
-    n_ahead: int = 0
+    num_draft_tokens: int = 0
     draft_from: int = 0
     masked: bool = False
     scored: list[int] = []
@@ -257,14 +258,14 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     want_logits: bool = False  # payload of the output stage: float32 logits [T, V] of every row
     want_hidden: bool = False  # payload of each stage: float32 residual stream [n_layers (+1 with embedding), T, E]
     rank_pages: list[int] = []
-    follows: int = 0  # the step that samples its pending tokens; 0: none, or there is one stage
+    depends_on_step: int = 0  # the step that samples its pending tokens; 0: none, or there is one stage
     drafts_of: int = 0  # the step behind which its pending drafts are made, likewise
     upkeep: bool = False  # a draft stage beside the output stage of several takes it along: there is no DraftStep
 
     @property
     def waits(self) -> bool:
         """Whether the first of several stages starts it when the output stage's daemon tells it tokens or drafts."""
-        return self.follows > 0 or self.drafts_of > 0
+        return self.depends_on_step > 0 or self.drafts_of > 0
 
     @property
     def n_tokens(self) -> int:
@@ -315,7 +316,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
 
 class DraftStep(msgspec.Struct, frozen=True, array_like=True):
     """A step for the draft stage, after the output stage ran it: operations, then the drafter's state of all slices,
-    then drafts where ``Slice.n_ahead`` asks for them.  Answered by a StepResult of the draft stage.
+    then drafts where ``Slice.num_draft_tokens`` asks for them.  Answered by a StepResult of the draft stage.
 
     ``tokens[i]``: sampled for slice i, [] if it samples none.  None: the output stage of this daemon knows them, and
     the message may be sent before it has answered.

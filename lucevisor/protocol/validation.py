@@ -177,7 +177,7 @@ def _check_result(result: StepResult, daemon: DaemonFacts, asked: AskedStep | No
         _check_finite("drafts", drafted.probabilities)
         _require(all(-0.01 <= p <= 1.01 for p in drafted.probabilities), "drafts: a probability is outside 0 to 1")
         if slices is not None:
-            most = slices[drafted.sequence].n_ahead
+            most = slices[drafted.sequence].num_draft_tokens
             _require(n <= most, f"drafts: {n} of a sequence that asked for {most}")
     if result.segments and asked is not None:
         _check_segments(result.segments, asked.step)

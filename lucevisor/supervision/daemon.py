@@ -226,8 +226,8 @@ class Daemon:
         fault = fault_of(message, frame.payload, self._facts, asked)
         if fault:
             self._distrusted = True
-            self._log.error("daemon sent what cannot be true", message=type(message).__name__, reason=fault)
-            self._emit(ev.Failure(self.number, f"it sent what cannot be true: {fault}"))
+            self._log.error("daemon sent an impossible message", message=type(message).__name__, reason=fault)
+            self._emit(ev.Failure(self.number, f"it sent an impossible message: {fault}"))
         return not fault
 
     def _on_link_frame(self, frame: Frame) -> None:

@@ -15,7 +15,7 @@ from lucevisor.api.server import create_app, listen, serve
 from tests.api.scripted_model import Rig, Script, Seen, tokenizer
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait for something that happens in the server, which shares this loop; TimeoutError when it does not."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the server is not to know that it is watched
@@ -60,7 +60,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
     async def run(rig: Rig | None = None) -> Client:
         rig = rig or Rig()
         runner, url = await serve(create_app(rig.context), listen("127.0.0.1", 0))
-        client = Client(rig, runner, url, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
+        client = Client(rig, runner, url, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)))
         clients.append(client)
         return client
 
@@ -95,7 +95,7 @@ class Live:
         self._wait(begin())
 
     def _wait(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     def do(self, work: Callable[[Rig], Any]) -> Any:
         """Run something in the server's loop."""

@@ -18,7 +18,7 @@ from lucevisor.api.app_context import AppContext, GroupMetrics, ModelCard, NotRe
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.engine.core import Engine
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.model.gguf_files import open_model, part_paths

@@ -37,7 +37,7 @@ OUTPUT_FORMAT = ChatTemplate.from_gguf(metadata()).output_format
 
 @pytest.fixture(scope="module")
 def client(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=20) as one:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as one:
         yield one
 
 
@@ -242,7 +242,7 @@ class TestStream:
         request = urllib.request.Request(
             server.url + "/v1/messages?beta=true", body, {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             parts = reply.read().decode().split("\n\n")
         assert parts[1] == 'event: ping\ndata: {"type":"ping"}'
         assert parts[-2] == 'event: message_stop\ndata: {"type":"message_stop"}'

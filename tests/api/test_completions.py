@@ -108,7 +108,7 @@ class TestWhole:
 
     async def test_a_prompt_that_is_scored_is_never_compressed(self, client):
         class Refusing:
-            settings = SimpleNamespace(least_share=0.5)
+            settings = SimpleNamespace(min_share=0.5)
 
             async def compress(self, *prompt):
                 raise AssertionError("a scored prompt was compressed")

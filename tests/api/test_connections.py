@@ -39,7 +39,7 @@ def dial(server, sent=b"", rcvbuf=0):
     if rcvbuf:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
     host, _, port = server.url.removeprefix("http://").partition(":")
-    sock.settimeout(20)
+    sock.settimeout(120)
     sock.connect((host, int(port)))
     if sent:
         sock.sendall(sent)
@@ -77,7 +77,7 @@ def read_one(sock):
 
 
 def metric(server, line):
-    with urllib.request.urlopen(server.url + "/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=120) as answer:
         for one in answer.read().decode().splitlines():
             if one.startswith(f"lucevisor_{line} "):
                 return float(one.rpartition(" ")[2])
@@ -88,7 +88,7 @@ def dropped(server, reason):
     return metric(server, f'connections_dropped_total{{reason="{reason}"}}')
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

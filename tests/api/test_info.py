@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lucevisor.api.app_context import NotReadyPart
-from lucevisor.engine.drafting.statistics import StepShare
+from lucevisor.engine.spec_decode.statistics import StepShare
 from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, Rig, say
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from lucevisor.api.generation import merged
-from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.request import FinishedEvent, Timings, TokenEvent, Usage
+from lucevisor.engine.request import FinishedEvent, RequestHandle, Timings, TokenEvent, Usage
 
 END = FinishedEvent("stop", Usage(1, 0, 3), Timings(0, 0, 0))
 CANCELLED = FinishedEvent("cancelled", Usage(1, 0, 3), Timings(0, 0, 0))

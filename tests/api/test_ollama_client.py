@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import ollama
@@ -18,6 +19,10 @@ HI = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
+def http(method: str, url: str, **options: Any) -> httpx.Response:
+    return httpx.request(method, url, timeout=120, **options)
+
+
 def add(a: int) -> int:
     """Add.
 
@@ -29,7 +34,7 @@ def add(a: int) -> int:
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[ollama.Client]:
-    with ollama.Client(host=server.url, timeout=20) as one:
+    with ollama.Client(host=server.url, timeout=120) as one:
         yield one
 
 
@@ -57,7 +62,7 @@ def test_chat_streamed(server, client):
 
 def test_a_stream_is_the_default_and_has_a_line_an_object(server):
     script(server, say("one two"))
-    answer = httpx.post(server.url + "/api/chat", json={"model": MODEL, "messages": HI})
+    answer = http("POST", server.url + "/api/chat", json={"model": MODEL, "messages": HI})
     assert answer.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert "".join(line["message"]["content"] for line in lines) == "one two"
@@ -106,17 +111,17 @@ def test_whole_numbers_and_nulls_as_other_languages_write_them(server):
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
     options = {"num_predict": 2.0, "top_k": 3.0, "seed": 7.0, "num_ctx": 4096.0, "stop": None}
     body = {"model": MODEL, "messages": messages, "options": options, "stream": False, "format": None, "tools": None}
-    answer = httpx.post(server.url + "/api/chat", json=body).json()
+    answer = http("POST", server.url + "/api/chat", json=body).json()
     assert (answer["done_reason"], answer["eval_count"]) == ("length", 2)
     assert server.do(lambda rig: rig.stage.opened[-1].sampling.top_k) == 3
-    refused = httpx.post(server.url + "/api/chat", json={**body, "options": {"num_predict": 2.5}})
+    refused = http("POST", server.url + "/api/chat", json={**body, "options": {"num_predict": 2.5}})
     assert (refused.status_code, "options.num_predict" in refused.text) == (400, True)
 
 
 def test_what_has_no_effect_is_named(server):
     script(server, say("x"))
     body = {"model": MODEL, "messages": HI, "keep_alive": "5m", "options": {"num_ctx": 8, "num_predict": -1}}
-    answer = httpx.post(server.url + "/api/chat", json=body)
+    answer = http("POST", server.url + "/api/chat", json=body)
     assert answer.headers["X-Lucevisor-Ignored"] == "keep_alive, options.num_ctx"
 
 
@@ -190,22 +195,22 @@ def test_the_name_in_the_lists_is_one_in_all_apis(client, server):
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize"):
         names = {"prompt"} if path in ("/v1/completions", "/tokenize") else {"messages", "max_tokens"}
         names = {"model", *({"input"} if path == "/v1/responses" else names)}
-        answer = httpx.post(server.url + path, json={name: body[name] for name in names}, timeout=30)
+        answer = http("POST", server.url + path, json={name: body[name] for name in names})
         assert answer.status_code == 200, answer.text
-    assert httpx.get(f"{server.url}/v1/models/{model.model}").json()["id"] == MODEL
-    assert httpx.get(f"{server.url}/v1/models/{MODEL}:other").status_code == 404
+    assert http("GET", f"{server.url}/v1/models/{model.model}").json()["id"] == MODEL
+    assert http("GET", f"{server.url}/v1/models/{MODEL}:other").status_code == 404
 
 
 def test_ollamas_own_clients_find_it_running_and_browsers_the_status_page(server):
     for agent in ("ollama/0.14.0 (amd64 linux) Go/go1.24", "ollama-python/0.6.3"):
-        answer = httpx.get(server.url, headers={"User-Agent": agent})
+        answer = http("GET", server.url, headers={"User-Agent": agent})
         assert (answer.status_code, answer.text) == (200, "Ollama is running")
-        assert httpx.head(server.url, headers={"User-Agent": agent}).status_code == 200
-    assert "<html" in httpx.get(server.url, headers={"User-Agent": "Mozilla/5.0"}).text
+        assert http("HEAD", server.url, headers={"User-Agent": agent}).status_code == 200
+    assert "<html" in http("GET", server.url, headers={"User-Agent": "Mozilla/5.0"}).text
 
 
 def test_version(server):
-    told = httpx.get(server.url + "/api/version").json()["version"]
+    told = http("GET", server.url + "/api/version").json()["version"]
     assert tuple(map(int, told.split("."))) >= (0, 13, 4)  # what codex asks for, and editors less
 
 
@@ -224,7 +229,7 @@ def test_version(server):
 )
 def test_refusals_have_ollamas_shape(server, more, words):
     body = {"model": MODEL, "messages": HI} | more
-    answer = httpx.post(server.url + "/api/chat", json=body)
+    answer = http("POST", server.url + "/api/chat", json=body)
     assert answer.status_code == (404 if "model" in more else 400)
     assert list(answer.json()) == ["error"]
     assert re.search(words, answer.json()["error"])
@@ -233,10 +238,10 @@ def test_refusals_have_ollamas_shape(server, more, words):
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
 def test_curl_needs_no_header_and_a_page_of_another_origin_does(server, kind):
     body = json.dumps({"model": MODEL, "messages": HI, "stream": False})
-    curl = httpx.post(server.url + "/api/chat", content=body, headers={"Content-Type": kind})
+    curl = http("POST", server.url + "/api/chat", content=body, headers={"Content-Type": kind})
     assert curl.json()["done"]
     page = {"Content-Type": kind, "Origin": "https://example.org"}
-    refused = httpx.post(server.url + "/api/chat", content=body, headers=page)
+    refused = http("POST", server.url + "/api/chat", content=body, headers=page)
     assert (refused.status_code, "send the body as application/json" in refused.json()["error"]) == (400, True)
 
 
@@ -257,6 +262,6 @@ def test_keys(live):
 
 def test_a_json_schema_reaches_the_matcher(server):
     body = {"model": MODEL, "messages": HI, "stream": False, "format": {"type": "nonsense"}}
-    answer = httpx.post(server.url + "/api/chat", json=body, timeout=30)
+    answer = http("POST", server.url + "/api/chat", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("format")

@@ -24,7 +24,7 @@ def server(live):
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=20) as one:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as one:
         yield one
 
 

@@ -91,7 +91,7 @@ async def test_one_that_serves_goes_on_when_the_other_one_says_nothing(monkeypat
     with other, capture_logs() as said:
         await taken.announce_serving()
         assert other.recv(16) == b"serving"
-    assert "did not say that it gave up" in said[0]["event"]
+    assert "did not confirm that it gave up" in said[0]["event"]
     taken.decline()
 
 

@@ -139,7 +139,7 @@ def test_damaged_left_overs_are_found_out_and_the_next_start_is_clean(box, conte
         (blobs / name).write_bytes(b"x" * 1000)
         code, _, err = box.run(hub)
         assert code == 2
-        assert "m.gguf was resumed and its bytes are wrong; start again" in err
+        assert "m.gguf was resumed, but its bytes are wrong; start again" in err
         code, _, err = box.run(hub)
         assert code == 0, err
 
@@ -161,7 +161,7 @@ def test_offline_with_and_without_cache(box, content):
         url = hub.url
     code, _, err = box.run(url)  # the hub is gone: what is there is used, and said so
     assert code == 0
-    assert "from the cache, for the hub says" in err
+    assert "taken from the cache, as the hub answered" in err
 
 
 def test_a_hub_that_is_not_there_is_named(box):

@@ -1,15 +1,14 @@
-"""bench/speculation.py: what the policy hears of forced drafts, and when the drafter may rest."""
+"""bench/speculation.py: forced drafts, and a drafter that is never suspended."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from speculation import FixedWidth, Knob
+from speculation import Knob
 
-from lucevisor.engine.drafting.rest import AWAKE_STEPS, MOST_REST_STEPS
+from lucevisor.engine.spec_decode.controller import ACTIVE_STEPS
 from lucevisor.engine.step import ScheduledSlice
-from lucevisor.protocol.steps import Drafted, StepResult
 from tests.engine.test_drafting import Bench, speculating
 from tests.engine.toy_pipeline import VOCABULARY
 
@@ -26,34 +25,23 @@ def knob(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Knob:
     return Knob(SimpleNamespace(engine=SimpleNamespace(_scheduler=bench.scheduler), model=SimpleNamespace(spec=spec)))
 
 
-def test_the_policy_hears_the_probabilities_of_the_drafts_that_are_verified(bench: Bench, knob: Knob) -> None:
-    heard = []
-
-    class Hearing(FixedWidth):
-        width = ahead = 3
-
-        def drafted(self, own, drafted, n_left_out=0):
-            heard.append(drafted.probabilities)
-
-    knob.drafting.speculation, knob.right = Hearing(4), 2
-    bench.submit("a")
-    step = bench.plan()
-    bench.answer(step)
-    sequence = bench.live("a").sequence
-    knob.drafting.answered(StepResult(step.step.step_id, 1, drafts=[Drafted(sequence, [5, 5, 5], [0.5] * 3)]))
-    bench.plan()
-    [record] = bench.scheduler.running
-    assert heard == [record.drafts.probabilities] == [[0.9, 0.9, 0.1]]
+def test_forced_drafts_are_verified_in_place_of_those_that_are_made(bench: Bench, knob: Knob) -> None:
+    with knob.verify(3, 3):
+        bench.submit("a")
+        step = bench.plan()
+        bench.answer(step)
+        bench.draft(step)
+        [piece] = bench.plan().step.slices
+    assert piece.tokens == [7, 8, 9, 11]
 
 
-def test_a_phase_begins_with_a_drafter_that_does_not_rest(knob: Knob) -> None:
-    rest = knob.drafting._rest
-    for _ in range(AWAKE_STEPS - 1):
-        rest.stepped()
+def test_a_phase_begins_with_a_drafter_that_is_not_suspended(knob: Knob) -> None:
+    suspension = knob.drafting._suspension
+    for _ in range(ACTIVE_STEPS - 1):
+        suspension.record_step()
     knob.adapt(1)
-    rest.stepped()
-    assert not rest.due(idle=False)
-    rest.turn()
+    suspension.record_step()
+    assert not suspension.is_due(idle=False)
+    suspension.toggle()
     knob.adapt(1)
-    assert rest._n_steps == MOST_REST_STEPS
-    assert rest.due(idle=False)
+    assert suspension.is_due(idle=False)

@@ -62,7 +62,9 @@ def test_a_file_whose_stem_is_no_name_asks_for_one():
 def test_a_supervisor_whose_socket_was_removed_is_not_gone(tmp_path):
     (tmp_path / "pid").write_text(f"{os.getpid()} {boot_id()} {start_ticks(os.getpid())}\n")
     client = AdminClient(tmp_path / "admin.sock")
-    with pytest.raises(NotRunningError, match=f"was removed; the supervisor runs on: `kill {os.getpid()}` stops it"):
+    with pytest.raises(
+        NotRunningError, match=f"was removed, but the supervisor still runs: `kill {os.getpid()}` stops it"
+    ):
         client.call("GET", "/status")
     (tmp_path / "pid").unlink()
     with pytest.raises(NotRunningError, match="the supervisor is gone"):
@@ -98,8 +100,8 @@ DEMO = str(Path(__file__).parents[2] / "etc" / "demo.toml")
         (["logits", DEMO, "--ids", DEMO, "--out", "x.npz"], "demo.toml: not a JSON list of token ids"),
         (["logits", DEMO, "--ids", "/dev/null", "--out", "x.npz"], "/dev/null: not a JSON list of token ids"),
         (["demo", "--max-tokens", "0"], "--max-tokens"),
-        (["status", "box"], "argument (box); a supervisor is named with --name"),
-        (["stop", "box"], "argument (box); a supervisor is named with --name"),
+        (["status", "box"], "argument (box); use --name to choose a supervisor"),
+        (["stop", "box"], "argument (box); use --name to choose a supervisor"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(command, says):

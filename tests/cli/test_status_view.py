@@ -103,7 +103,7 @@ def test_a_group_that_is_away_says_why_and_how_far_it_is():
         text = printed(view)
         assert "group right is loading for 5.00 s: it was killed" in text
         assert "━" * 8 + "─" * 22 + " read 1.00 GiB of 4.00 GiB" in text
-        assert "likely to serve in 12.00 s" in text
+        assert "expected to serve in 12.00 s" in text
 
 
 def test_what_makes_a_group_slow_is_told_while_it_serves():

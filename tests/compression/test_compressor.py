@@ -154,7 +154,7 @@ async def test_the_curve_decides_by_the_length_of_the_prompt() -> None:
     curve = ((len(ids), 0.5), (len(ids) + 1000, 0.1))
     found = await made(0.9, curve=curve).compress(ids, [], [])
     assert abs(found.n_kept - 0.5 * len(ids)) <= CHUNK_TOKENS
-    assert made(0.9, curve=curve).settings.least_share == pytest.approx(0.1)
+    assert made(0.9, curve=curve).settings.min_share == pytest.approx(0.1)
 
 
 class Letters(Tokenizer):

@@ -59,7 +59,7 @@ def test_without_draft_steps_only_the_newest_steps_are_kept() -> None:
 def test_a_step_that_was_recalled_and_runs_again_is_kept_as_it_ran_last() -> None:
     """One of its sequences ended meanwhile."""
     inputs = DraftInputs(PLAN, [])
-    ahead = Step(3, 0, [], [Slice(0, 3, [PENDING], True), Slice(1, 9, [PENDING], True)], follows=2)
+    ahead = Step(3, 0, [], [Slice(0, 3, [PENDING], True), Slice(1, 9, [PENDING], True)], depends_on_step=2)
     inputs.keep_slices(ahead, [Slice(0, 3, [8], True), Slice(1, 9, [5], True)])
     again = Step(3, 0, [], [Slice(1, 9, [5], True)])
     inputs.keep_slices(again, again.slices)
@@ -80,7 +80,7 @@ class OneDraft:
     def run(
         self, step: Step, captures: list[torch.Tensor], tokens: list[list[int]], *, defer: bool = False
     ) -> list[Drafted]:
-        return [Drafted(s.sequence, [30 + s.sequence] * s.n_ahead) for s in step.slices if s.n_ahead]
+        return [Drafted(s.sequence, [30 + s.sequence] * s.num_draft_tokens) for s in step.slices if s.num_draft_tokens]
 
 
 def test_pending_drafts_are_those_made_last() -> None:
@@ -88,7 +88,7 @@ def test_pending_drafts_are_those_made_last() -> None:
     verify = Step(4, 0, [], [Slice(0, 5, [7, PENDING, PENDING, PENDING], True, 3), Slice(1, 9, [8], True)])
     with pytest.raises(StateError, match="sequence 0 at 5: no drafts were made before it"):
         inputs.with_drafts(verify)
-    asking = Step(3, 0, [], [Slice(0, 4, [6], True, n_ahead=2)])
+    asking = Step(3, 0, [], [Slice(0, 4, [6], True, num_draft_tokens=2)])
     inputs.keep_captures(asking, 0, torch.zeros(1, 2))
     inputs.keep_tokens(asking, [Sampled(0, 7)])
     inputs.feed(cast("DraftStage", OneDraft()), DraftStep(asking))

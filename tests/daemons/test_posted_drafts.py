@@ -51,7 +51,7 @@ class Supervisor:
         self.states = [*range(n_sequences)]
         self.drafts: list[dict[int, list[int]]] = []
         self.reported: list[list[int]] = []  # by the first stage: what it started with
-        prompts = [Slice(s, 0, ids[: 5 + s], True, n_ahead=N, p_min=p_min) for s in self.drawn]
+        prompts = [Slice(s, 0, ids[: 5 + s], True, num_draft_tokens=N, p_min=p_min) for s in self.drawn]
         self.send(Step(1, 1, [one for s in self.drawn for one in opening(both.spec, s, GREEDY)], prompts))
         for _ in range(ROUNDS):
             self.verify(self.answered())
@@ -97,7 +97,7 @@ class Supervisor:
             drafts = [PENDING] * N if self.ahead else self.drafts[-1][s]
             others = [i for i in range(8 * s + 8, 8 * s + 16) if i != self.states[s]][:N]
             tokens, states = [drawn[-1], *drafts], [self.states[s], *others]
-            slices.append(Slice(s, self.at[s], tokens, True, N, states, n_ahead=N, p_min=self.p_min))
+            slices.append(Slice(s, self.at[s], tokens, True, N, states, num_draft_tokens=N, p_min=self.p_min))
         drafts_of = self.step.step_id if self.ahead else 0
         self.send(Step(number, number % N_REGIONS, operations, slices, drafts_of=drafts_of))
 
@@ -172,7 +172,9 @@ def counting(rows: list[int], work: Callable[..., object]) -> Callable[..., obje
 def test_a_step_whose_drafts_have_not_come_is_given_back() -> None:
     golden = opened("qwen35")
     with two_stages(golden.spec, Backend.CPU, 0.0) as both:
-        both.post(Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], True, n_ahead=N)]), 0)
+        both.post(
+            Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], True, num_draft_tokens=N)]), 0
+        )
         assert isinstance(both.answer(0), StepResult)
         states = [0, 8, 9, 10]
         both.post(Step(2, 2, [], [Slice(0, 5, [7, *[PENDING] * N], True, N, states)], drafts_of=1), 0)

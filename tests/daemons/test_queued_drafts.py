@@ -80,7 +80,7 @@ class Verifying:
             others = [i for i in range(8 * s + 8, 8 * s + 16) if i != self.states[s]][:N]
             tokens = [self.daemon.drawn[s][-1], *([] if first else drafts)]
             states = [] if first else [self.states[s], *others]
-            slices.append(Slice(s, self.at[s], tokens, True, 0 if first else N, states, n_ahead=N))
+            slices.append(Slice(s, self.at[s], tokens, True, 0 if first else N, states, num_draft_tokens=N))
         step = Step(100 + number, 0, operations if number else [], slices)
         if self.ahead:
             runner.draft_step = {step.step_id: DraftStep(step)}.get

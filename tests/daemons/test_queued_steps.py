@@ -210,7 +210,7 @@ def run(both: TwoStages, ids: list[int], batches: list[list[int]]) -> dict[int, 
                 else:
                     slices.append(Slice(s, 4 + s + turn, [PENDING], True) if turn else Slice(s, 2, prompt[2:], True))
             number = len(steps) + 1
-            steps.append(Step(number, number % N_REGIONS, operations, slices, follows=last.get(at, 0)))
+            steps.append(Step(number, number % N_REGIONS, operations, slices, depends_on_step=last.get(at, 0)))
             if turn >= 0:
                 last[at] = number
     drawn: dict[int, list[int]] = {}
@@ -268,7 +268,7 @@ def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.M
         wait_until(lambda: event.polled > 100)
         assert not both.arenas[0].bells.rung(1, 1)
         # a loss takes back what waits behind it; the step on the device is answered all the same
-        both.post(Step(2, 2, [], [Slice(0, 5, [PENDING], True)], follows=1), 0)
+        both.post(Step(2, 2, [], [Slice(0, 5, [PENDING], True)], depends_on_step=1), 0)
         wait_until(lambda: ("step", 2) in both.reporters[0].phases)
         both.links[0].send(CancelPending(0))
         n_polled = event.polled

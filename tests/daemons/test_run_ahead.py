@@ -173,8 +173,8 @@ def test_a_drafter_that_is_not_asked_gets_the_rows_of_steps_that_ran_ahead(name:
     for one in (known, ahead):
         one.settle()
         assert not one.drafted
-    ahead.run([Slice(s, at[s], [ahead.drawn[s][-1]], True, n_ahead=3) for s in range(3)])
-    known.run([Slice(s, at[s], [known.drawn[s][-1]], True, n_ahead=3) for s in range(3)])
+    ahead.run([Slice(s, at[s], [ahead.drawn[s][-1]], True, num_draft_tokens=3) for s in range(3)])
+    known.run([Slice(s, at[s], [known.drawn[s][-1]], True, num_draft_tokens=3) for s in range(3)])
     for one in (known, ahead):
         one.settle()
     assert ahead.drawn == known.drawn

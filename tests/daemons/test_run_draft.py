@@ -70,7 +70,9 @@ class Recorder:
         self, step: Step, captures: Sequence[Tensor], tokens: Sequence[Sequence[int]], *, defer: bool = False
     ) -> list[Drafted]:
         self.steps.append((step.step_id, [rows.clone() for rows in captures], [list(t) for t in tokens]))
-        return [Drafted(s.sequence, t[-1:]) for s, t in zip(step.slices, tokens, strict=True) if s.n_ahead and t]
+        return [
+            Drafted(s.sequence, t[-1:]) for s, t in zip(step.slices, tokens, strict=True) if s.num_draft_tokens and t
+        ]
 
     def reset(self) -> None:
         self.steps.append("reset")
@@ -180,7 +182,7 @@ def daemons(request: pytest.FixtureRequest, golden: Golden) -> Iterator[tuple[Mo
 
 def step(number: int, start: int, tokens: list[int], n_drafts: int = 0, **more: object) -> Step:
     states = list(range(n_drafts + 1)) if n_drafts else []
-    slices = [Slice(5, start, tokens, True, n_drafts, states, n_ahead=3)]
+    slices = [Slice(5, start, tokens, True, n_drafts, states, num_draft_tokens=3)]
     return Step(number, number % 4, slices=slices, **more)  # type: ignore[arg-type]
 
 
@@ -313,7 +315,7 @@ def test_only_steps_that_ask_for_drafts_keep_the_next_one_waiting(
     [plan] = [plan for plan in second._plans.values() if plan.output]
     second._queues = True
     asking = step(8, 0, golden.ids[:30])
-    silent = replace(asking, slices=[replace(asking.slices[0], n_ahead=0)])
+    silent = replace(asking, slices=[replace(asking.slices[0], num_draft_tokens=0)])
     assert second._may_queue(plan, asking) == (second is not third)
     assert second._may_queue(plan, silent)
     assert second._may_queue(plan, replace(silent, upkeep=True))

@@ -63,9 +63,9 @@ def tell(end: TokenRing, step: Step, *sampled: Sampled) -> None:
     end.tell(step, StepResult(step.step_id, 1, [*sampled]))
 
 
-def following(step_id: int, follows: int, *sequences: int) -> Step:
+def following(step_id: int, depends_on_step: int, *sequences: int) -> Step:
     slices = [Slice(s, 41, [PENDING], sample=True) for s in sequences]
-    return Step(step_id, step_id % N_REGIONS, [], slices, follows=follows)
+    return Step(step_id, step_id % N_REGIONS, [], slices, depends_on_step=depends_on_step)
 
 
 def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenRing, TokenRing]) -> None:
@@ -130,7 +130,7 @@ def verifying(step_id: int, drafts_of: int, *pieces: tuple[int, int]) -> Step:
 
 def test_a_step_starts_with_the_drafts_behind_the_step_before(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
-    asked = Step(5, 1, [], [Slice(s, 40, [7], sample=True, n_ahead=3) for s in (9, 2, 4)])
+    asked = Step(5, 1, [], [Slice(s, 40, [7], sample=True, num_draft_tokens=3) for s in (9, 2, 4)])
     tell(last, asked, Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
     one = FollowingStep(first, verifying(6, 5, (4, 4), (9, 2)), rung)
     with pytest.raises(AssertionError):  # drafts are made behind these tokens: they are no reason to start

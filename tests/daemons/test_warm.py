@@ -173,18 +173,18 @@ def test_a_warm_drafter_drafts_the_golden_trace(
         steps = watched_steps(patch, DraftStage, "run")
         warm_up_draft(draft)
     seen = [s for step in steps for s in step]
-    assert {s.n_ahead for s in seen} >= set(range(n + 1))
-    verified = [(len(s.tokens), s.n_ahead) for s in seen if s.start > warm.SPLIT_START]
+    assert {s.num_draft_tokens for s in seen} >= set(range(n + 1))
+    verified = [(len(s.tokens), s.num_draft_tokens) for s in seen if s.start > warm.SPLIT_START]
     for k in range(1, n + 1):
         assert verified.count((1 + k, k)) == 2 * CAPTURE_AT, "for the bounds 1024 and 2048"
-    several = [s.sequence for s in seen if s.n_ahead == n and s.start == 0 and len(s.tokens) == 1]
+    several = [s.sequence for s in seen if s.num_draft_tokens == n and s.start == 0 and len(s.tokens) == 1]
     most = draft.sequences.max_sequences
     if draft.sequences.units[Space.RECURRENT]:
         most = min(most, draft.sequences.sizes.device_states)
     assert several.count(1) == sum(size <= most for size in DRAFTING) > 0, "sequences that draft together"
     largest = max(size for size in DRAFTING if size <= most)
     captured = Counter(
-        (len(step[0].tokens), step[0].n_ahead) for step in steps if len(step) == largest and step[0].start
+        (len(step[0].tokens), step[0].num_draft_tokens) for step in steps if len(step) == largest and step[0].start
     )
     assert captured == {(k, k): CAPTURE_AT * len(GRAPH_ENDS) for k in (1, 2, 3)}
     assert not draft.sequences.by_id

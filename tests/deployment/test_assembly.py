@@ -9,7 +9,9 @@ from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import Groups, frame
 from tests.engine.toy_engine import events_of, request, told
 
-STOPPED = RequestError("shutting_down", "the supervisor is stopping; send the request to another one, or again later")
+STOPPED = RequestError(
+    "shutting_down", "the supervisor is stopping; send the request to another server, or again later"
+)
 
 
 def serving(*homes: str) -> Groups:

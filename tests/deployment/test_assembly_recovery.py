@@ -7,8 +7,7 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import GroupMachine, Groups, frame
 from tests.engine.toy_engine import events_of, request, told
@@ -180,4 +179,4 @@ def _unread(handle: RequestHandle) -> list[object]:
 
 
 TestLosses = Losses.TestCase
-TestLosses.settings = settings(max_examples=30, stateful_step_count=40)
+TestLosses.settings = settings(max_examples=12, stateful_step_count=40)

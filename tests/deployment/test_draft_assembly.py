@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import Groups, ServingMachine, frame
 from tests.engine.toy_engine import events_of, request, told
@@ -165,4 +164,4 @@ class World(ServingMachine):
 
 
 TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=120, stateful_step_count=50)
+TestWorld.settings = settings(max_examples=40, stateful_step_count=40)

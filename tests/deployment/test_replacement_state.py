@@ -12,7 +12,7 @@ import pytest
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.deployment.state_memory import ReplacementState
-from lucevisor.engine.recovery.replay import StateReplay
+from lucevisor.engine.recovery import StateReplay
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.loading import Load, PoolSizes, StageReplay
 

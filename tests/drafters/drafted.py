@@ -68,7 +68,7 @@ class DraftedPipeline(Pipeline):
     """A pipeline with a drafter.  Pages for drafts are dealt out before they are asked for."""
 
     def __init__(self, spec: ModelSpec, stages: list[LoadedStage], draft: DraftStage) -> None:
-        self.draft_stage, self.n_ahead = draft, draft.spec.max_drafts
+        self.draft_stage, self.num_draft_tokens = draft, draft.spec.max_drafts
         draft.reset()
         super().__init__(spec, stages)
 
@@ -79,18 +79,18 @@ class DraftedPipeline(Pipeline):
     def _grow(self, sequence: int, text: Text, n: int) -> list[Operation]:
         operations = super()._grow(sequence, text, n)
         pages = text.pages[Space.FULL]
-        while len(pages) * PAGE_TOKENS < text.length + self.n_ahead + 1:
+        while len(pages) * PAGE_TOKENS < text.length + self.num_draft_tokens + 1:
             pages.append(self.free[Space.FULL].pop())
             operations.append(SetPages(sequence, Space.FULL, len(pages) - 1, pages[-1:]))
         return operations
 
     def draft(
-        self, tokens: Sequence[Sequence[int]], n_ahead: int | Sequence[int], draft_from: int = 0
+        self, tokens: Sequence[Sequence[int]], num_draft_tokens: int | Sequence[int], draft_from: int = 0
     ) -> list[Drafted]:
         """Run the draft stage on the last step, of which ``tokens`` were sampled."""
-        ahead = [n_ahead] * len(tokens) if isinstance(n_ahead, int) else n_ahead
+        ahead = [num_draft_tokens] * len(tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
         slices = [
-            msgspec.structs.replace(s, n_ahead=n, draft_from=draft_from)
+            msgspec.structs.replace(s, num_draft_tokens=n, draft_from=draft_from)
             for s, n in zip(self.step.slices, ahead, strict=True)
         ]
         step = msgspec.structs.replace(self.step, slices=slices)
@@ -98,7 +98,9 @@ class DraftedPipeline(Pipeline):
         captures = [rows for rows in self.captures if rows is not None]
         return self.draft_stage.run(step, captures, tokens)
 
-    def trace(self, prompt: Sequence[int], n: int, n_ahead: int, chunk: int = 512) -> list[tuple[int, list[int], int]]:
+    def trace(
+        self, prompt: Sequence[int], n: int, num_draft_tokens: int, chunk: int = 512
+    ) -> list[tuple[int, list[int], int]]:
         """Speculative decoding of ``n`` tokens: of every block its first position, the drafts, and how many were
         right.  The tokens: see ``texts``; sequence 0.
         """
@@ -108,17 +110,17 @@ class DraftedPipeline(Pipeline):
             logits = self.run((0, part))
             last = at + chunk >= len(prompt)
             sampled = [int(logits[-1].argmax())] if last else []
-            drafts = self.draft([sampled], n_ahead)
+            drafts = self.draft([sampled], num_draft_tokens)
         out, blocks = sampled, []
         while len(out) < n:
             [drafted] = drafts
             start = self.texts[0].length
-            found = self.verify((0, [out[-1], *drafted.tokens], n_ahead)).argmax(dim=-1).tolist()
+            found = self.verify((0, [out[-1], *drafted.tokens], num_draft_tokens)).argmax(dim=-1).tolist()
             right = [a == b for a, b in zip(drafted.tokens, found, strict=False)]
             n_accepted = [*right, False].index(False)
             tokens = found[: n_accepted + 1]
-            drafts = self.draft([tokens], n_ahead)
-            self.accept(0, n_ahead, n_accepted)
+            drafts = self.draft([tokens], num_draft_tokens)
+            self.accept(0, num_draft_tokens, n_accepted)
             blocks.append((start, drafted.tokens, n_accepted))
             out += tokens
         self.generated = out[:n]
@@ -161,10 +163,12 @@ def assert_explained(bounds: Sequence[Bound], found: Sequence[Tensor], wanted: S
         assert worst <= 1.0, f"{worst:.2f} times as far apart as rounding explains"
 
 
-def context(stage: DraftStage, features: Tensor, ids: Sequence[int], newest: int, n_ahead: int) -> list[Drafted]:
+def context(
+    stage: DraftStage, features: Tensor, ids: Sequence[int], newest: int, num_draft_tokens: int
+) -> list[Drafted]:
     """Give a new sequence 0 of a stage the features of a whole prompt, and draft behind ``newest``."""
 
     stage.reset()
     stage.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [5, 3])])
-    step = Step(1, 0, [], [Slice(0, 0, list(ids), sample=True, n_ahead=n_ahead)])
+    step = Step(1, 0, [], [Slice(0, 0, list(ids), sample=True, num_draft_tokens=num_draft_tokens)])
     return stage.run(step, [features], [[newest]])

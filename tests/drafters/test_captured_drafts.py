@@ -63,12 +63,16 @@ class Service:
         self.apply(*states, OpenSequence(sequence, sequence * 10, Sampling()), pages)
         self.lengths[sequence] = 0
 
-    def run(self, n_ahead: int, *parts: tuple[int, list[int], int], accepted: int = 0) -> list[Drafted]:
+    def run(self, num_draft_tokens: int, *parts: tuple[int, list[int], int], accepted: int = 0) -> list[Drafted]:
         """A step of (sequence, tokens, drafts among them); of each ``accepted`` drafts are kept, then drafts come."""
         slices, sampled = [], []
         for sequence, tokens, n_drafts in parts:
             states = [sequence * 10 + i for i in range(n_drafts + 1)] if n_drafts else []
-            slices.append(Slice(sequence, self.lengths[sequence], tokens, True, n_drafts, states, n_ahead=n_ahead))
+            slices.append(
+                Slice(
+                    sequence, self.lengths[sequence], tokens, True, n_drafts, states, num_draft_tokens=num_draft_tokens
+                )
+            )
             sampled.append(tokens[: accepted + 1])
             self.lengths[sequence] += len(tokens) - n_drafts + accepted
         step = Step(1, 0, [], slices)

@@ -43,7 +43,7 @@ def block(stage: DraftStage, z: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     assert isinstance(drafter, Dflash)
     newest, n = z["block_ids"].tolist()[0], len(z["block_ids"]) - 1
     context(stage, z["features"][:40], z["input_ids"].tolist()[:40], newest, n)
-    job = DraftJob(Slice(0, 0, [], True, n_ahead=n), 0, newest, 40, 39)
+    job = DraftJob(Slice(0, 0, [], True, num_draft_tokens=n), 0, newest, 40, 39)
     hidden = drafter.hidden(draft_batch(stage, job))
     return hidden[0], drafter.logits(hidden)[0]
 

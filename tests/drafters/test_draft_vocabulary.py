@@ -161,7 +161,7 @@ def drafted(stage: DraftStage, n: int = N_AHEAD, between: Sequence[int] = ()) ->
     assert stage.run(Step(1, 0, [], [Slice(0, 0, IDS[:-1], True)]), [captures[:-1]], [[]]) == []
     if stage.draft_vocabulary is not None:
         stage.draft_vocabulary.seen(between)
-    last = Slice(0, len(IDS) - 1, IDS[-1:], True, n_ahead=n)
+    last = Slice(0, len(IDS) - 1, IDS[-1:], True, num_draft_tokens=n)
     drafts = stage.run(Step(2, 0, [], [last]), [captures[-1:]], [[NEWEST]])
     assert isinstance(drafts, list)
     return drafts[0]
@@ -177,7 +177,7 @@ def needed(stage: DraftStage, found: Drafted) -> list[int]:
     drafter = stage.drafter
     if not isinstance(drafter, Dflash) or drafter.selector is None:
         return found.tokens
-    job = DraftJob(Slice(0, 0, [], True, n_ahead=len(found.tokens)), 0, NEWEST, len(IDS), len(IDS) - 1)
+    job = DraftJob(Slice(0, 0, [], True, num_draft_tokens=len(found.tokens)), 0, NEWEST, len(IDS), len(IDS) - 1)
     hidden = drafter.hidden(draft_batch(stage, job))
     newest = torch.tensor([NEWEST])
     candidates = drafter.selector.candidates(hidden, drafter.logits(hidden), newest)

@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     width = drafter.hidden_size
     hidden = drafter.target_norm.float32(captures[-1:, drafter.hidden_at * width :][:, :width].contiguous())
     step = pipeline.step.slices[0]
-    job = DraftJob(type(step)(0, 0, step.tokens, True, n_ahead=1), 0, ids[39], 39, 38)
+    job = DraftJob(type(step)(0, 0, step.tokens, True, num_draft_tokens=1), 0, ids[39], 39, 38)
     batch = draft_batch(stage, job)
     batch.positions = batch.positions + 1
     found, _ = drafter.row(batch.ids, hidden, batch)

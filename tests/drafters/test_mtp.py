@@ -90,7 +90,7 @@ def chain(pipeline: DraftedPipeline) -> list[Tensor]:
     pipeline.draft([[]], 4)
     stage, head = pipeline.draft_stage, head_of(pipeline)
     hidden = head.target_norm.float32(pipeline.captures[0])[-1:]
-    batch = draft_batch(stage, DraftJob(Slice(0, 0, [], True, n_ahead=4), 0, int(z["first_token"]), 40, 39))
+    batch = draft_batch(stage, DraftJob(Slice(0, 0, [], True, num_draft_tokens=4), 0, int(z["first_token"]), 40, 39))
     ids, found = batch.by_token(head.operations)[0].ids, []
     for row in batch.by_token(head.operations):
         hidden = head.row(ids, hidden, row)

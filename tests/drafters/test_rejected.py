@@ -10,7 +10,7 @@ from lucevisor.protocol.steps import Slice, Step
 
 def verify(sequence: int, n_context: int, n_drafts: int) -> Slice:
     tokens = list(range(10 * sequence, 10 * sequence + n_context + n_drafts))
-    return Slice(sequence, 4, tokens, True, n_drafts, [100 + i for i in range(n_drafts + 1)], n_ahead=3)
+    return Slice(sequence, 4, tokens, True, n_drafts, [100 + i for i in range(n_drafts + 1)], num_draft_tokens=3)
 
 
 def cut(slices: list[Slice], tokens: list[list[int]]) -> tuple[list[Slice], list[float]]:
@@ -22,7 +22,7 @@ def cut(slices: list[Slice], tokens: list[list[int]]) -> tuple[list[Slice], list
 def test_rows_behind_the_accepted_drafts_are_left_out() -> None:
     [found], rows = cut([verify(0, 1, 4)], [[0, 1, 9]])  # two accepted, and a token that is in no slice yet
     assert (found.tokens, found.n_drafts, found.states, rows) == ([0, 1, 2], 2, [100, 101, 102], [0, 1, 2])
-    assert (found.n_context, found.n_ahead) == (1, 3)
+    assert (found.n_context, found.num_draft_tokens) == (1, 3)
 
 
 def test_states_are_those_of_drafts_where_a_slice_begins_with_several_tokens() -> None:

@@ -104,7 +104,12 @@ class Driver:
             end = text.length + n
             slices.append(
                 Slice(
-                    text.sequence, text.length, text.ids[text.length : end], True, n_ahead=ahead, draft_from=draft_from
+                    text.sequence,
+                    text.length,
+                    text.ids[text.length : end],
+                    True,
+                    num_draft_tokens=ahead,
+                    draft_from=draft_from,
                 )
             )
             captures.append(text.captures[text.length : end])
@@ -161,7 +166,7 @@ def test_a_verified_step_is_as_one_that_was_right_from_the_start(stage):
     wrong = [right[0], right[1], 5, 6]
     captures = torch.cat((text.captures[50:52], torch.randn(2, driver.width)))
     states = [0, 9, 8, 7]
-    s = Slice(0, 50, wrong, sample=True, n_drafts=3, states=states, n_ahead=5)
+    s = Slice(0, 50, wrong, sample=True, n_drafts=3, states=states, num_draft_tokens=5)
     stage.apply(operations)
     [found] = stage.run(Step(1, 0, [], [s]), [captures], [right[1:]])
     assert_same(found, alone(load_again(stage), 3, 52, 5))
@@ -259,7 +264,7 @@ def test_captures_of_several_sources_are_one(kind):
     text = driver.open(0, 0, seed=2)
     operations = driver.grow(text, 60)
     split.apply(operations)
-    step = Step(1, 0, [], [Slice(0, 0, text.ids[:50], True, n_ahead=4)])
+    step = Step(1, 0, [], [Slice(0, 0, text.ids[:50], True, num_draft_tokens=4)])
     parts = [x.contiguous() for x in text.captures[:50].split([64, driver.width - 64], dim=-1)]
     [found] = split.run(step, parts, [[text.ids[50]]])
     assert_same(found, alone(stage, 2, 50, 4))
@@ -363,29 +368,29 @@ def test_what_contradicts_the_plan_is_refused(stage):
     with pytest.raises(StateError, match="draft step 4: sampled tokens of 2 slices, the step has 1"):
         run(stage, Slice(0, 0, [1], True), tokens=[[1], [2]])
     with pytest.raises(StateError, match="slice of sequence 0 at 0: 1 tokens sampled and 16 drafts ahead"):
-        run(stage, Slice(0, 0, [1], True, n_ahead=16))
+        run(stage, Slice(0, 0, [1], True, num_draft_tokens=16))
     with pytest.raises(StateError, match="2 tokens sampled and 1 drafts ahead: 1 are the most"):
-        run(stage, Slice(0, 0, [1], True, n_ahead=1), tokens=[[1, 2]])
+        run(stage, Slice(0, 0, [1], True, num_draft_tokens=1), tokens=[[1, 2]])
     with pytest.raises(StateError, match="sequence 7 is not open"):
         run(stage, Slice(7, 0, [1], True))
     with pytest.raises(StateError, match="token id 288 is outside the vocabulary"):
-        run(stage, Slice(0, 0, [1], True, n_ahead=1), tokens=[[288]])
+        run(stage, Slice(0, 0, [1], True, num_draft_tokens=1), tokens=[[288]])
     with pytest.raises(StateError, match=r"it attends to positions from (99|100) on"):
-        run(stage, Slice(0, 0, [1], True, n_ahead=1, draft_from=99))
+        run(stage, Slice(0, 0, [1], True, num_draft_tokens=1, draft_from=99))
 
 
 def test_drafts_need_their_pages(stage):
     n = stage.spec.max_drafts
     last = 64 - n - (0 if stage.plan.kind is DraftKind.MTP else 1)  # the newest token's position, at the latest
-    assert run(stage, Slice(0, 0, [1] * last, True, n_ahead=n))
+    assert run(stage, Slice(0, 0, [1] * last, True, num_draft_tokens=n))
     with pytest.raises(
         StateError, match=f"slice of sequence 0 at {last + 1}: the full table of 1 entries lacks a page"
     ):
-        run(stage, Slice(0, 0, [1] * (last + 1), True, n_ahead=n))
+        run(stage, Slice(0, 0, [1] * (last + 1), True, num_draft_tokens=n))
 
 
 def test_nothing_is_drafted_where_nothing_was_sampled_or_asked_for(stage):
-    assert run(stage, Slice(0, 0, [1] * 9, False, n_ahead=3), tokens=[[]]) == []
+    assert run(stage, Slice(0, 0, [1] * 9, False, num_draft_tokens=3), tokens=[[]]) == []
     assert run(stage, Slice(0, 0, [1] * 9, True), tokens=[[5]]) == []
     assert stage.run(Step(4, 0, [], []), [], []) == []
 

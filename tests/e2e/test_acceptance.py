@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting.statistics import DraftCounts, PrefixOrigin
+from lucevisor.engine.spec_decode.statistics import DraftCounts, PrefixOrigin
 from tests.e2e.service import generate_all, running
 from tests.e2e.snapshot_service import snapshots_of
 from tests.e2e.test_speculation import CASES, config_of, prompts_of

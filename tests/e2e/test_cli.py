@@ -187,7 +187,7 @@ def test_plan_does_not_say_that_it_fits_when_a_group_cannot_run(cli: Cli) -> Non
 
 def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(user_cli: Cli, tmp_path: Path) -> None:
     done = user_cli.run("doctor", str(DEMO))
-    assert "all groups are fit" in done.stdout
+    assert "all groups can run" in done.stdout
     assert "arena" in done.stdout
     broken = tmp_path / "broken.toml"
     broken.write_text(

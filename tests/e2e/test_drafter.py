@@ -22,8 +22,8 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting import rest
-from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine.spec_decode import controller
+from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
@@ -125,27 +125,27 @@ async def test_sampled_tokens_are_those_of_plain_decoding(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "device", ["", pytest.param('\ndevice = "left:0"', marks=pytest.mark.slow), '\ndevice = "aside:0"']
 )
-async def test_a_drafter_that_rests_and_wakes_beside_streams_changes_no_token(
+async def test_a_drafter_that_is_suspended_and_resumed_beside_streams_changes_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    for name, n in {"AWAKE_STEPS": 5, "REST_STEPS": 7, "MOST_REST_STEPS": 7}.items():
-        monkeypatch.setattr(rest, name, n)
-    monkeypatch.setattr(Speculation, "no_drafts", "says the test")
+    for name, n in {"ACTIVE_STEPS": 5, "MAX_SUSPEND_STEPS": 7}.items():
+        monkeypatch.setattr(controller, name, n)
+    monkeypatch.setattr(SpecDecodeController, "no_drafts", "says the test")
     prompt, wanted = trace("dflash")
     prompts = [prompt[i:] for i in range(4)]
     config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\nwidth = "auto"{device}')
     async with running(config, tmp_path) as service:
         await drafting(service)
         assert service.engine is not None
-        turns, resting = [], service.engine._scheduler.drafting._rest
-        turn = resting.turn
-        monkeypatch.setattr(resting, "turn", lambda: (turns.append(resting.resting), turn()))
+        turns, suspension = [], service.engine._scheduler.drafting._suspension
+        toggle = suspension.toggle
+        monkeypatch.setattr(suspension, "toggle", lambda: (turns.append(suspension.suspended), toggle()))
         alone = [await generate(service, one, N) for one in prompts]
         assert alone[0] == wanted
         first = asyncio.gather(*(generate(service, one, N) for one in prompts[:3]))
         second = generate(service, prompts[3], N)
         assert [*await first, await second] == alone
-        assert turns.count(True) > 3, "it was woken"
+        assert turns.count(True) > 3, "it was resumed"
         assert draft_of(service)["state"] == "attached", "and served each time"
 
 
@@ -248,8 +248,7 @@ async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path
 
 
 async def test_a_drafter_that_does_not_fit_is_left_out_or_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lucevisor.placement.extra_models.too_dear", lambda *_: "host is 1.00 GiB short")
-    monkeypatch.setattr("lucevisor.placement.planner.too_dear", lambda *_: "host is 1.00 GiB short")
+    monkeypatch.setattr("lucevisor.placement.planner.why_left_out", lambda *_: "host is 1.00 GiB short")
     prompt, wanted = trace("dflash")
     config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
     async with running(config, tmp_path) as service:
@@ -302,7 +301,7 @@ async def test_a_snapshot_holds_the_drafters_state_and_moves_with_it(
         n_warm = n_steps(service) - before
         assert service.snapshots is not None
         await service.snapshots.save_all(60.0)
-        entries = service.snapshots.store.store.entries
+        entries = service.snapshots.store.entries
         assert any(entry.snapshot.draft_fingerprint for entry in entries)
 
     for draft, split, expected in (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lucevisor.app.compression import make_page_scorer
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.engine.pipeline.pipeline import Pipeline
+from lucevisor.engine.pipeline import Pipeline
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Step
@@ -105,7 +105,7 @@ async def test_a_paged_conversation_goes_on_after_a_restart(policy: str, pools: 
             if i == 0:
                 prompt += await generate(service, prompt, 70)
                 await snapshots_of(service).save_all(60.0)
-                files = snapshots_of(service).store.store
+                files = snapshots_of(service).store
                 await until(lambda files=files: any(one.n_tokens == 769 for one in files.entries))
                 prompt += tokens_at(3, 20, golden.spec.vocabulary)
             tokens, finished = await generate_all(service, prompt, 70)

@@ -10,14 +10,14 @@ from tests.e2e.process import DEMO, Cli, wait_until
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
-    ("n_clients", "seconds", "max_queue", "most_tokens"),
+    ("n_clients", "seconds", "max_queue", "max_total_tokens"),
     [(40, 2.0, 8, 6), pytest.param(500, 300.0, 256, 40, marks=pytest.mark.slow)],
 )
 async def test_clients_beyond_the_queue_get_429_and_nothing_else(
-    cli: Cli, n_clients: int, seconds: float, max_queue: int, most_tokens: int
+    cli: Cli, n_clients: int, seconds: float, max_queue: int, max_total_tokens: int
 ) -> None:
     status = cli.start(DEMO, "engine.max_sequences=8", f"server.max_queue={max_queue}")
-    found, samples = await overload(status, n_clients, seconds, most_tokens)
+    found, samples = await overload(status, n_clients, seconds, max_total_tokens)
     assert found.failures == {}, found.examples[:3]
     assert found.codes[200] > 8
     assert found.codes[429] > 0

@@ -23,9 +23,9 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine import scheduler
 from lucevisor.engine.request import FinishedEvent, NotReady
-from lucevisor.engine.scheduling import batching
+from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits
 from tests.e2e.service import generate, generate_all
@@ -154,17 +154,17 @@ async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
     tmp_path: Path, name: str, n_groups: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter is asked now and then; in between decodes run ahead of their tokens."""
-    asked, n_ahead = itertools.count(), 0
-    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
-    choose = batching.choose_ahead
+    asked, num_draft_tokens = itertools.count(), 0
+    monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
+    choose = scheduler.choose_ahead
 
     def count(*arguments: Any) -> Any:
-        nonlocal n_ahead
+        nonlocal num_draft_tokens
         chosen = choose(*arguments)
-        n_ahead += len(chosen) * arguments[-1].attached
+        num_draft_tokens += len(chosen) * arguments[-1].attached
         return chosen
 
-    monkeypatch.setattr(batching, "choose_ahead", count)
+    monkeypatch.setattr(scheduler, "choose_ahead", count)
     async with serving(CASES[name], tmp_path, n_groups, place) as service:
         samplings = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11))
         streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=80)
@@ -177,7 +177,7 @@ async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
         assert now.recovery.n_sequences >= 1
         assert now.recovery.n_rebuilt > now.recovery.n_tokens
         assert now.drafts.total.n_accepted
-        assert n_ahead > now.drafts.total.n_verify
+        assert num_draft_tokens > now.drafts.total.n_verify
 
 
 GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")

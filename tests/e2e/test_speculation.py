@@ -27,8 +27,8 @@ import numpy as np
 import pytest
 
 from lucevisor.deployment.service import Service
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
@@ -237,7 +237,7 @@ async def test_a_drafter_that_is_idle_most_of_the_time_changes_nothing(
 ) -> None:
     """In between steps run ahead of their tokens: those of the drafter, too."""
     asked, ahead = itertools.count(), []
-    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: WIDTH if next(asked) % 40 < 10 else 0)
+    monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: WIDTH if next(asked) % 40 < 10 else 0)
     schedule = ScheduledSlice.schedule
     monkeypatch.setattr(
         ScheduledSlice, "schedule", lambda one, *args: ahead.append(one.runs_ahead) or schedule(one, *args)

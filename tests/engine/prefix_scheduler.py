@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import Space

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
 from lucevisor.protocol.steps import (
     Sampled,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.engine import masking
-from lucevisor.engine.constraint import MAX_MASK_BYTES, LeastTokens, MadeMasks, MaskJob, make_masks, within_masks
+from lucevisor.engine.constraint import MAX_MASK_BYTES, MadeMasks, MaskJob, MinTokens, make_masks, within_masks
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
@@ -49,7 +49,7 @@ async def test_nothing_ends_an_output_before_its_least_tokens(least: int) -> Non
         replace(
             request(f"r{i}", range(i, 70), n=30),
             stop_ids=ends,
-            constraint=LeastTokens(least, ends, VOCABULARY, ToyConstraint(i) if i % 2 else None),
+            constraint=MinTokens(least, ends, VOCABULARY, ToyConstraint(i) if i % 2 else None),
         )
         for i in range(20)
     ]
@@ -64,13 +64,13 @@ def test_a_constraint_that_allows_the_end_alone_has_its_way() -> None:
         def allowed(self, output: Sequence[int]) -> list[int]:
             return [2]
 
-    one = LeastTokens(5, [2], VOCABULARY, Over(1))
+    one = MinTokens(5, [2], VOCABULARY, Over(1))
     assert one.masks(0, [], [2]) == Over(1).masks(0, [], [2])
 
 
 @pytest.mark.parametrize(("least", "valid"), [(0, 3), (2, 3), (3, 2), (9, 2)])
 def test_drafts_that_end_too_early_are_no_drafts(least: int, valid: int) -> None:
-    one = LeastTokens(least, [5], VOCABULARY)
+    one = MinTokens(least, [5], VOCABULARY)
     assert one.n_valid(0, [], [1, 2, 5]) == valid
     rows = one.masks(0, [], [1, 2, 5])
     allowed = [rows[i * one.row_bytes] >> 5 & 1 for i in range(4)]
@@ -131,16 +131,16 @@ async def test_drafts_that_the_grammar_forbids_are_not_verified(wrong: int) -> N
     engine.attach()
     engine.attach_drafter(with_output=True, wrong=wrong)
     drafting = engine.engine._scheduler.drafting
-    with_drafts, n_proposed = drafting.with_drafts, 0
+    with_drafts, num_real_drafts = drafting.with_drafts, 0
 
     def checked(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
-        nonlocal n_proposed
+        nonlocal num_real_drafts
         found = with_drafts(decodes)
         for one in found:
             constraint, output = one.record.request.constraint, one.record.tokens[len(one.record.request.prompt) :]
             if isinstance(constraint, ToyConstraint):
-                n_proposed += one.n_proposed
-                for i in range(one.n_proposed):
+                num_real_drafts += one.num_real_drafts
+                for i in range(one.num_real_drafts):
                     assert one.drafts[i] in constraint.allowed([*output, *one.drafts[:i]])
         return found
 
@@ -149,7 +149,7 @@ async def test_drafts_that_the_grammar_forbids_are_not_verified(wrong: int) -> N
     engine.run()
     for one, handle in zip(requests, handles, strict=True):
         assert told(await events_of(handle))[0] == engine.alone(one)
-    assert n_proposed or wrong == 1
+    assert num_real_drafts or wrong == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.booleans()), min_size=1, max_size=400))

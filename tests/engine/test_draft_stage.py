@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult, StepInFlight
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import POSTED
@@ -117,8 +116,8 @@ def test_a_draft_stage_in_another_daemon_gets_the_tokens_of_a_step_that_ran_ahea
     assert drafter.sent == [(1, DraftStep(known, [[11], [43]]))]
 
 
-def ahead(step_id: int, follows: int) -> Step:
-    return Step(step_id, 0, [], [Slice(2, step_id, [PENDING], True)], follows=follows)
+def ahead(step_id: int, depends_on_step: int) -> Step:
+    return Step(step_id, 0, [], [Slice(2, step_id, [PENDING], True)], depends_on_step=depends_on_step)
 
 
 def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
@@ -142,7 +141,7 @@ def test_in_another_daemon_it_gets_steps_of_several_micro_batches_with_the_token
     for step_id, sequence in ((1, 4), (2, 9)):
         bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 1, [7], True)]))
     for step_id, sequence in ((3, 4), (4, 9)):
-        bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 2, [PENDING], True)], follows=step_id - 2))
+        bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 2, [PENDING], True)], depends_on_step=step_id - 2))
     for step_id, sequence in ((1, 4), (2, 9), (3, 4), (4, 9)):
         started = [Sampled(sequence, 38 + step_id)] if step_id > 2 else []
         bench.pipeline.receive(StepResult(step_id, 0, started))
@@ -224,7 +223,7 @@ def test_while_it_rests_a_draft_stage_gets_nothing_but_what_closes_or_opens_its_
     bench = Bench(with_output=with_output)
     bench.attach()
     bench.pipeline.submit(step(1))
-    bench.pipeline.drafts.resting = True
+    bench.pipeline.drafts.suspended = True
     bench.pipeline.submit(step(2), opening=[CloseSequence(5)])
     bench.pipeline.submit(step(3))
     for stage in (0, 1):

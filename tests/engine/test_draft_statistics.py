@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.drafting.statistics import ORIGINS, DraftCounts, DraftStatistics, PrefixOrigin, StepShare
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
+from lucevisor.engine.spec_decode.statistics import ORIGINS, DraftCounts, DraftStatistics, PrefixOrigin, StepShare
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
@@ -93,10 +93,10 @@ def test_no_more_is_accepted_than_verified_and_no_more_verified_than_drafted(
     seen: list[tuple[PrefixOrigin, int, int, bool]],
 ) -> None:
     statistics = DraftStatistics()
-    for origin, n_proposed, n_accepted, looked_up in seen:
-        if not looked_up and n_proposed:
-            statistics.drafted([StepShare(origin, 1, 1)], [n_proposed], 0.1)
-        statistics.decoded(origin, n_proposed, n_accepted, looked_up=looked_up)
+    for origin, num_real_drafts, n_accepted, looked_up in seen:
+        if not looked_up and num_real_drafts:
+            statistics.drafted([StepShare(origin, 1, 1)], [num_real_drafts], 0.1)
+        statistics.decoded(origin, num_real_drafts, n_accepted, looked_up=looked_up)
     for counts in (statistics.total, *statistics.by_origin.values()):
         assert counts.n_accepted <= counts.n_verified <= counts.n_drafted
         assert all(n <= of for n, of in zip(counts.accepted, counts.verified, strict=True))

@@ -9,19 +9,17 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.engine import validation
-from lucevisor.engine.drafting.request import RequestDrafts
-from lucevisor.engine.drafting.rest import (
-    AWAKE_STEPS,
-    PAID_REST_STEPS,
-    PAID_STEPS,
-    REST_STEPS,
-    DrafterRest,
-)
-from lucevisor.engine.drafting.speculation import Speculation
+from lucevisor.engine.drafting import Drafting
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
+from lucevisor.engine.spec_decode.controller import (
+    ACTIVE_STEPS,
+    DrafterSuspension,
+    RequestDrafts,
+    SpecDecodeController,
+)
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import Space
@@ -76,16 +74,17 @@ class Bench:
             sure = len(piece.tokens) - piece.n_drafts
             drawn = [*piece.tokens[sure:][:n_accepted], 7] if piece.sample else []
             sampled += [Sampled(piece.sequence, token) for token in drawn]
-        self.scheduler.timed(plan.step.slices, [StepResult(plan.step.step_id, 0, compute_s=seconds, cold=cold)])
-        self.scheduler.learn()
-        self.scheduler.apply(StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled), 0.0)
+        result = StepResult(plan.step.step_id, self.scheduler.n_stages - 1, sampled, compute_s=seconds, cold=cold)
+        self.scheduler.apply(result, 0.0)
         validation.check(self.scheduler)
 
     def draft(self, plan: StepPlan, token: int = 9, n: int = 99, seconds: float = 0.0, *, cold: bool = False) -> bool:
         """The draft stage's result: the same token again and again; whether a step may have become possible."""
-        drafts = [Drafted(s.sequence, [token] * min(n, s.n_ahead)) for s in plan.step.slices if s.n_ahead]
+        drafts = [
+            Drafted(s.sequence, [token] * min(n, s.num_draft_tokens)) for s in plan.step.slices if s.num_draft_tokens
+        ]
         result = StepResult(plan.step.step_id, self.scheduler.n_stages, drafts=drafts, compute_s=seconds, cold=cold)
-        possible = self.scheduler.drafting.answered(result)
+        possible = self.scheduler.drafting.on_drafts(result)
         validation.check(self.scheduler)
         return possible
 
@@ -102,15 +101,15 @@ def test_a_sequence_waits_for_its_drafts_and_goes_on_without_when_the_drafter_is
     bench = Bench(speculating(), with_output=False)
     bench.submit("a")
     first = bench.plan()
-    assert first.step.slices[0].n_ahead == 4
+    assert first.step.slices[0].num_draft_tokens == 4
     bench.answer(first)
     assert plans(bench.scheduler) == []
     bench.scheduler.detach_drafter()
     assert bench.scheduler.pools[Space.FULL].epoch == 0
     following = bench.plan()
-    assert [(len(s.tokens), s.n_drafts, s.n_ahead) for s in following.step.slices] == [(1, 0, 0)]
+    assert [(len(s.tokens), s.n_drafts, s.num_draft_tokens) for s in following.step.slices] == [(1, 0, 0)]
     bench.answer(following)
-    assert bench.plan().step.slices[0].n_ahead == 0
+    assert bench.plan().step.slices[0].num_draft_tokens == 0
 
 
 def test_drafts_that_came_are_verified_though_the_drafter_is_gone() -> None:
@@ -138,26 +137,6 @@ def test_drafts_of_a_lone_request_whose_step_is_in_flight_make_no_other_possible
         assert bool(plans(bench.scheduler)) is overlaps
 
 
-@pytest.mark.parametrize("n_stages", [1, 2])
-def test_what_a_step_took_is_learned_when_no_stage_waits(n_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several stages the first one is about to start the next step then, and has done it later."""
-    bench, learned = Bench(speculating(), n_stages), list[float]()
-    bench.submit("a")
-    bench.plan()
-    scheduler = bench.scheduler
-    monkeypatch.setattr(scheduler.drafting, "measured", lambda slices, stages_s, **_: learned.append(sum(stages_s)))
-    slices = [Slice(0, 3, [7], sample=True)]
-    for seconds in (1.0, 2.0):
-        scheduler.timed(slices, [StepResult(2, stage, compute_s=seconds / n_stages) for stage in range(n_stages)])
-        assert learned == ([] if seconds == 1.0 else [1.0])  # the one before at the latest
-        scheduler.sent()
-        assert learned == [1.0, 2.0][: int(seconds) if n_stages == 1 else int(seconds) - 1]
-    scheduler.first_stage_done(0.0)
-    assert learned == [1.0, 2.0]
-    scheduler.learn()
-    assert learned == [1.0, 2.0]
-
-
 # ---- drafts that are verified before they are known
 
 
@@ -167,16 +146,16 @@ def test_a_step_verifies_drafts_that_its_daemon_knows_first() -> None:
     first = bench.plan()
     bench.answer(first)
     [verify] = plans(bench.scheduler)
-    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, n_ahead=4)]
+    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, num_draft_tokens=4)]
     bench.draft(first, n=3)  # fewer than asked: the last one is repeated, and is no proposal
     part = bench.scheduler.in_flight[0].parts[0]
-    assert (part.slice.tokens, part.n_proposed) == ([7, 9, 9, 9, 9], 3)
+    assert (part.slice.tokens, part.num_real_drafts) == ([7, 9, 9, 9, 9], 3)
     sampled = [Sampled(0, token) for token in (9, 9, 7)]
     bench.scheduler.apply(StepResult(verify.step.step_id, 0, sampled), 0.0)
     assert (bench.live("a").n_computed, bench.live("a").drafted) == (6, None)
     assert bench.scheduler.drafting.statistics.total.n_accepted == 2
     [following] = plans(bench.scheduler)
-    assert following.step.slices == [Slice(0, 6, [7, *[PENDING] * 4], True, 4, n_ahead=4)]
+    assert following.step.slices == [Slice(0, 6, [7, *[PENDING] * 4], True, 4, num_draft_tokens=4)]
 
 
 def test_of_several_stages_the_first_is_told_drafts_by_the_last() -> None:
@@ -186,8 +165,8 @@ def test_of_several_stages_the_first_is_told_drafts_by_the_last() -> None:
     first = bench.plan()
     bench.answer(first)
     [verify] = plans(bench.scheduler)
-    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, n_ahead=4)]
-    assert (verify.step.drafts_of, verify.step.follows) == (first.step.step_id, 0)
+    assert verify.step.slices == [Slice(0, 3, [7, *[PENDING] * 4], True, 4, num_draft_tokens=4)]
+    assert (verify.step.drafts_of, verify.step.depends_on_step) == (first.step.step_id, 0)
     bench.draft(first)
     bench.answer(verify)
     assert bench.plan().step.drafts_of == verify.step.step_id
@@ -231,12 +210,10 @@ def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() ->
     assert not any(plan.step.drafts_of for plan in following)
 
 
-@pytest.mark.parametrize("why", ["constraint", "probabilities", "bells", "apart"])
-def test_others_wait_for_what_their_drafter_says(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["constraint", "bells", "apart"])
+def test_others_wait_for_what_their_drafter_says(why: str) -> None:
     bench = Bench(speculating(), 1 + (why == "bells"), with_output=why != "apart")
     constraint = ToyConstraint(1) if why == "constraint" else None
-    if why == "probabilities":
-        monkeypatch.setattr(Speculation, "uses_probabilities", True)
     bench.submit("b")
     bench.scheduler.submit(request("a", [1, 2, 3], 50, constraint=constraint), 0.0)
     first = bench.plan()
@@ -286,7 +263,7 @@ def test_a_drafter_attached_later_opens_what_runs_and_has_nothing_of_it() -> Non
         OpenSequence(1, live.state, sampling), ZeroState(live.state), SetPages(1, Space.FULL, 0, pages)
     ]  # fmt: skip
     assert step.opening is None
-    assert [(s.draft_from, s.n_ahead) for s in step.step.slices] == [(64, 0)]  # nothing to attend to
+    assert [(s.draft_from, s.num_draft_tokens) for s in step.step.slices] == [(64, 0)]  # nothing to attend to
 
 
 def test_a_drafter_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> None:
@@ -303,19 +280,19 @@ def test_a_drafter_is_asked_again_once_a_page_of_its_own_epoch_has_tokens() -> N
     for _ in range(6):
         plan = bench.plan()
         [piece] = plan.step.slices
-        asked.append((piece.start, piece.draft_from, piece.n_ahead))
+        asked.append((piece.start, piece.draft_from, piece.num_draft_tokens))
         bench.answer(plan)
         bench.draft(plan, n=0)
     assert asked == [(61, 64, 0), (62, 64, 0), (63, 64, 0), (64, 64, 4), (65, 64, 4), (66, 64, 4)]
 
 
-def test_a_drafter_that_is_not_asked_rests_without_sequences_and_is_woken_like_a_new_one(
+def test_an_unused_drafter_is_suspended_without_sequences_and_resumed_like_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(speculating(max_context=2_048, pools=PoolSizes(40, 0, 0)))
     drafting = bench.scheduler.drafting
-    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: 0)
-    monkeypatch.setattr(Speculation, "no_drafts", "it does not pay")
+    monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: 0)
+    monkeypatch.setattr(SpecDecodeController, "no_drafts", "it does not pay")
     bench.submit("a", n=2_000)
 
     def decode(n: int) -> list[StepPlan]:
@@ -327,102 +304,72 @@ def test_a_drafter_that_is_not_asked_rests_without_sequences_and_is_woken_like_a
                 bench.draft(found[-1])
         return found
 
-    before = decode(AWAKE_STEPS + 1)
+    before = decode(ACTIVE_STEPS + 1)
     assert all(plan.opening is None for plan in before)
     [closing] = decode(1)
     assert (closing.step.slices, closing.opening) == ([], [*closing.step.operations, CloseSequence(0)])
-    assert (drafting.resting, drafting.attached, bench.scheduler.pools[Space.FULL].epoch) == (True, True, 0)
+    assert (drafting.suspended, drafting.attached, bench.scheduler.pools[Space.FULL].epoch) == (True, True, 0)
     assert not drafting.outstanding
-    resting = decode(REST_STEPS)
-    assert all(plan.opening is None and not drafting.outstanding for plan in resting)
+    suspended = decode(2 * ACTIVE_STEPS)
+    assert all(plan.opening is None and not drafting.outstanding for plan in suspended)
     [opening] = decode(1)
     live = bench.live("a")
     assert opening.opening is not None
     assert opening.opening[0] == OpenSequence(0, live.state, request("a").sampling)
-    assert not drafting.resting
+    assert not drafting.suspended
     assert bench.plan().step.slices[0].draft_from > live.n_computed  # of what was computed before it has nothing
 
 
-def test_a_drafter_rests_longer_each_time_that_it_is_woken_in_vain() -> None:
-    rest, stretches, n = DrafterRest(), [], 0
-    while len(stretches) < 10:
-        rest.stepped()
+def test_suspensions_double_while_the_drafter_is_resumed_in_vain() -> None:
+    suspension, stretches, n = DrafterSuspension(), [], 0
+    while len(stretches) < 18:
+        suspension.record_step()
         n += 1
-        if rest.due(idle=False):
-            rest.turn()
+        if suspension.is_due(idle=False):
+            suspension.toggle()
             stretches.append(n)
             n = 0
-    assert stretches[::2] == [AWAKE_STEPS] * 5
-    assert stretches[1::2] == [1024, 2048, 4096, 8192, 8192]
-    rest.asked()
-    assert not rest.due(idle=True)
+    assert stretches[::2] == [ACTIVE_STEPS] * 9
+    assert stretches[1::2] == [256, 512, 1024, 2048, 4096, 8192, 8192, 8192, 8192]
+    suspension.record_use()
+    assert not suspension.is_due(idle=True)
+    for _ in range(ACTIVE_STEPS):
+        suspension.record_step()
+    suspension.toggle()
+    assert not suspension.is_due(idle=False)
+    assert suspension.is_due(idle=True), "it was used, so the next request that comes alone resumes it"
+    suspension.toggle()
+    suspension.toggle()
+    assert not suspension.is_due(idle=True), "the one before resumed it in vain"
 
 
-@pytest.mark.parametrize(
-    ("n_asked", "first"), [(1, REST_STEPS), (PAID_STEPS - 1, REST_STEPS), (PAID_STEPS, PAID_REST_STEPS)]
-)
-def test_a_drafter_that_paid_off_rests_for_a_moment_at_first(n_asked: int, first: int) -> None:
-    rest = DrafterRest()
-
-    def stretch() -> int:
-        n = 0
-        while not rest.due(idle=False):
-            rest.stepped()
-            n += 1
-        rest.turn()
-        return n
-
-    for _ in range(8):
-        stretch()
-    assert not rest.resting
-    for _ in range(n_asked):
-        rest.asked()
-        rest.asked()  # for another sequence of the step
-        rest.stepped()
-    assert [stretch() for _ in range(6)] == [AWAKE_STEPS - 1, first, AWAKE_STEPS, 2 * first, AWAKE_STEPS, 4 * first]
-
-
-@pytest.mark.parametrize("n_asked", [PAID_STEPS - 1, PAID_STEPS])
-def test_a_request_that_comes_alone_wakes_a_drafter_that_paid_off_unless_the_one_before_woke_it_in_vain(
-    n_asked: int,
-) -> None:
-    rest = DrafterRest()
-    for _ in range(n_asked):
-        rest.asked()
-        rest.stepped()
-    assert not rest.due(idle=True)
-    rest.turn()
-    assert not rest.due(idle=False)
-    assert rest.due(idle=True) == (n_asked == PAID_STEPS)
-    rest.turn()
-    assert not rest.resting
-    assert not rest.due(idle=True)
-    rest.turn()
-    assert not rest.due(idle=True)
-
-
-@pytest.mark.parametrize("paid", [True, False])
-def test_a_drafter_that_paid_off_drafts_for_the_next_request_that_comes_alone(
-    paid: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("used", [True, False])
+def test_a_used_drafter_drafts_for_the_next_request_that_comes_alone(
+    used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(speculating())
     drafting = bench.scheduler.drafting
-    monkeypatch.setattr(drafting._rest, "_n_asked", PAID_STEPS if paid else 0)
-    bench.scheduler._operations += drafting.rest([])
-    monkeypatch.setattr(Speculation, "n_ahead", lambda *_: 2)
+    monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: 2)
+    if used:
+        bench.submit("b", n=4)
+        plan = bench.plan()
+        bench.answer(plan)
+        bench.draft(plan)
+        bench.scheduler.cancel("b", 0.0)
+    bench.scheduler._operations += drafting.suspend([])
     bench.submit("a", n=40)
-    plan = bench.plan()
-    assert drafting.resting != paid
-    assert any(piece.n_ahead for piece in plan.step.slices) == paid
+    slices = [piece for plan in plans(bench.scheduler) for piece in plan.step.slices]
+    assert drafting.suspended != used
+    assert any(piece.num_draft_tokens for piece in slices) == used
 
 
-def test_state_of_a_drafter_that_rested_is_not_kept_over_a_restart() -> None:
+def test_state_of_a_suspended_drafter_is_not_kept_over_a_restart() -> None:
     bench = Bench(speculating())
-    bench.scheduler.drafting.rest([])
+    bench.scheduler.drafting.suspend([])
     bench.scheduler.detach_drafter()
     bench.scheduler.attach_drafter(with_output=True, kept=True)
     assert bench.scheduler.pools[Space.FULL].epoch == 2  # another than that before
-    assert not bench.scheduler.drafting.resting
+    assert not bench.scheduler.drafting.suspended
 
 
 def test_without_a_drafter_in_the_limits_none_can_be_attached_and_there_is_one_at_most() -> None:
@@ -454,8 +401,8 @@ def test_wrong_drafts_are_refused_whole(drafts: Sequence[Drafted], words: str) -
     plan = bench.plan()
     bench.answer(plan)
     with pytest.raises(WrongResult, match=words):
-        bench.scheduler.drafting.answered(StepResult(plan.step.step_id, 1, drafts=[*drafts]))
-    assert bench.live("a").awaiting == plan.step.step_id
+        bench.scheduler.drafting.on_drafts(StepResult(plan.step.step_id, 1, drafts=[*drafts]))
+    assert bench.live("a").waiting_for_step == plan.step.step_id
 
 
 def test_drafts_before_the_output_stage_answered_are_wrong() -> None:
@@ -491,11 +438,14 @@ def test_drafts_are_cut_to_the_pages_there_are() -> None:
     bench = Bench(speculating(pools=PoolSizes(3, 0, 0)))
     bench.submit("a", "b", n_prompt=61)
     both = plans(bench.scheduler)
-    assert [plan.step.slices[0].n_ahead for plan in both] == [4, 2]  # the third page is for a's 65th position and on
+    assert [plan.step.slices[0].num_draft_tokens for plan in both] == [
+        4,
+        2,
+    ]  # the third page is for a's 65th position and on
     for plan in both:
         bench.answer(plan)
         bench.draft(plan)
-    assert [(s.n_drafts, s.n_ahead) for s in bench.plan().step.slices] == [(4, 4), (2, 0)]
+    assert [(s.n_drafts, s.num_draft_tokens) for s in bench.plan().step.slices] == [(4, 4), (2, 0)]
     assert bench.scheduler.preemption.n_preempted == 0
 
 
@@ -646,7 +596,7 @@ def test_with_the_output_stage_a_micro_batch_is_drafted_before_the_next_one_is_v
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The daemon does one after the other, so those that are ready wait and go together."""
-    monkeypatch.setattr(Speculation, "uses_probabilities", True)
+    monkeypatch.setattr(Drafting, "verifies_placeholders", False)
     bench = Bench(speculating())
     bench.submit("a")
     first = bench.plan()
@@ -666,24 +616,6 @@ def test_with_the_output_stage_a_micro_batch_is_drafted_before_the_next_one_is_v
     assert plans(bench.scheduler) == []  # a's are being made
     bench.draft(together[0])
     assert bench.plan().request_ids == ("a", "b")
-
-
-@pytest.mark.parametrize(("with_output", "n"), [(True, 1), (False, 2)])
-def test_beside_the_output_stage_a_drafter_gets_a_micro_batch_of_its_own_where_that_pays(
-    *, with_output: bool, n: int
-) -> None:
-    """A step takes 0.5 s for each sequence, and so does drafting."""
-    bench = Bench(speculating(), with_output=with_output)
-    bench.submit("a")
-    for names in ("a", "ab"):
-        bench.submit(*names[1:])
-        for _ in range(16):
-            for plan in plans(bench.scheduler):
-                size = len(plan.step.slices)
-                bench.answer(plan, seconds=0.5 * size)
-                bench.draft(plan, n=4, seconds=0.5)
-    assert bench.scheduler.drafting.n_groups(1) == n
-    assert max(len(plan.step.slices) for plan in plans(bench.scheduler)) == 3 - n
 
 
 def test_drafting_of_one_micro_batch_overlaps_the_verification_of_another() -> None:
@@ -746,82 +678,65 @@ def test_a_flush_waits_for_the_drafter() -> None:
 # ---- what the policy is told
 
 
-class Recorder(Speculation):
-    """Verifies two drafts of every slice, and writes down what it is told."""
+class Recorder(SpecDecodeController):
+    """Asks for and verifies two drafts of every slice, and writes down what is recorded."""
 
     def __init__(self) -> None:
-        super().__init__(4, fixed=True)
+        super().__init__(4)
         self.told: list[tuple[object, ...]] = []
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
-        self.told.append(("verify", [len(drafted.tokens) for _, drafted in drafts], n_decoding))
-        return {own.request_id: 2 for own, _ in drafts}
+    def num_draft_tokens(self, drafts: RequestDrafts, n_decoding: int) -> int:
+        self.told.append(("ask", n_decoding))
+        return 2
 
-    def drafted(self, own: RequestDrafts, drafted: Drafted, n_left_out: int = 0) -> None:
-        self.told.append((own.request_id, len(drafted.tokens)))
+    def num_verify_tokens(self, offers: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+        self.told.append(("verify", [len(drafted.tokens) for _, drafted in offers], n_decoding))
+        return 2
 
-    def verified(self, own: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
-        self.told.append((own.request_id, n_drafts, n_accepted))
+    def record_verdict(self, drafts: RequestDrafts, n_drafts: int, n_accepted: int) -> None:
+        self.told.append(("verdict", n_drafts, n_accepted))
 
-    def measured(self, n_rows: int, n_slices: int, seconds: float, *more: object, **how: object) -> None:
-        self.told.append(("step", n_rows, n_slices, seconds))
-
-    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float, **how: object) -> None:
-        self.told.append(("drafts", n_slices, n_ahead, seconds))
+    def record_round(self, width: int, seconds: float, *, asked: bool, cold: bool = False) -> None:
+        self.told.append(("round", width, seconds, asked, cold))
 
 
-def test_unsure_drafts_are_left_out_of_a_request_that_decodes_alone() -> None:
+def adaptive_bench() -> Bench:
     bounds = speculating()
-    bench = Bench(replace(bounds, speculation=replace(bounds.speculation, p_min=20)))
-    bench.submit("a")
-    first = bench.plan()
-    assert [s.p_min for s in first.step.slices] == [20]
-    bench.answer(first)
-    verify = bench.plan()  # before its drafts are known
-    assert [(s.n_drafts, s.drafts_pend, s.p_min) for s in verify.step.slices] == [(4, True, 20)]
-    bench.draft(first, n=2)
-    bench.answer(verify)
-    bench.submit("b")
-    assert {s.p_min for s in bench.plan().step.slices} == {0}
+    return Bench(replace(bounds, speculation=replace(bounds.speculation, fixed=False)))
 
 
 def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
-    bench = Bench(speculating())
-    policy = bench.scheduler.drafting.speculation = Recorder()
+    bench = adaptive_bench()
+    recorder = bench.scheduler.drafting.speculation = Recorder()
     bench.submit("a", "b")
     first = bench.plan()
     bench.answer(first)
-    sequence = bench.live("a").sequence
-    result = StepResult(first.step.step_id, 1, drafts=[Drafted(sequence, [9])], compute_s=0.5)
-    bench.scheduler.drafting.answered(result)
+    drafts = [Drafted(bench.live("a").sequence, [9])]
+    bench.scheduler.drafting.on_drafts(StepResult(first.step.step_id, 1, drafts=drafts))
     verify = bench.plan()
     assert [s.tokens for s in verify.step.slices] == [[7, 9, 9], [7, 7, 7]]
-    bench.answer(verify, n_accepted=2, seconds=2.0)
-    assert policy.told == [("a", 1), ("verify", [1, 0], 2), ("step", 6, 2, 2.0), ("a", 1, 1)]
-    bench.scheduler.cancel("a", 0.0)
-    bench.draft(verify, seconds=3.0)
-    assert policy.told[4:] == [("b", 4), ("drafts", 2, 4, 3.0)]
+    bench.answer(verify, n_accepted=2)
+    assert [told for told in recorder.told if told[0] == "verdict"] == [("verdict", 1, 1)]
 
 
-def test_what_drafts_took_is_learned_when_the_step_behind_the_one_that_verifies_them_is_sent() -> None:
-    bounds = speculating()
-    bench = Bench(replace(bounds, speculation=replace(bounds.speculation, p_min=20)))
-    policy = bench.scheduler.drafting.speculation = Recorder()
-    bench.submit("a")
-    prompt = bench.plan()
-    bench.answer(prompt)
-    first = bench.plan()
-    bench.draft(prompt)
-    bench.answer(first)
-    second = bench.plan()
-    assert [s.drafts_pend for s in second.step.slices] == [True]
-    before = len(policy.told)
-    bench.draft(first, seconds=0.5)
-    assert policy.told[before:] == [("a", 4)]
-    bench.answer(second, seconds=2.0)
-    assert policy.told[before + 1 :] == [("drafts", 1, 4, 0.5), ("step", 3, 1, 2.0), ("a", 2, 0)]
-    bench.draft(second, seconds=3.0)
-    assert policy.told[-1] == ("drafts", 1, 4, 3.0), "no step is in flight that verifies these"
+def test_the_controller_is_told_verdicts_and_the_times_of_whole_rounds_of_decodes() -> None:
+    bench = adaptive_bench()
+    recorder = bench.scheduler.drafting.speculation = Recorder()
+    bench.submit("a", "b")
+    prompts = bench.plan()
+    assert recorder.told == [("ask", 2)] * 2, "behind prompts all that run count as decoding"
+    bench.answer(prompts)
+    bench.draft(prompts)
+    steps = []
+    for cold in (False, True, False):
+        recorder.told.clear()
+        steps.append(bench.plan())
+        bench.draft(steps[-2]) if len(steps) > 1 else None
+        bench.answer(steps[-1], seconds=2.0, cold=cold)
+    assert [s.n_drafts for s in steps[-1].step.slices] == [2, 2]
+    assert [told for told in recorder.told if told[0] == "verdict"] == [("verdict", 2, 0)] * 2
+    [(_, width, _, asked, cold)] = [told for told in recorder.told if told[0] == "round"]
+    assert (width, asked, cold) == (2, True, False)
 
 
 def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafters_drafts() -> None:
@@ -834,73 +749,17 @@ def test_what_followed_the_same_tokens_before_is_verified_in_place_of_the_drafte
     assert piece.tokens == [7, 5, 6, 8, 1]
 
 
-class Timed(Speculation):
-    """Asks for drafts until it is told of a step, verifies none, and writes down what it is told of times."""
+class TwoEach(SpecDecodeController):
+    """Two drafts for every slice."""
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.told: list[tuple[object, ...]] = []
-        self.n_decoding: list[int] = []
 
-    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
-        self.n_decoding.append(n_decoding)
-        return 0 if self.told else 2
-
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {}
-
-    def measured(self, n_rows: int, n_slices: int, seconds: float, *more: object, **how: bool) -> None:
-        self.told.append(("step", how["cold"], how["waited"]))
-
-    def measured_draft(self, n_slices: int, n_ahead: int, seconds: float, *, cold: bool = False) -> None:
-        self.told.append(("drafts", cold))
-
-
-def adaptive_bench() -> Bench:
-    bounds = speculating()
-    return Bench(replace(bounds, speculation=replace(bounds.speculation, fixed=False)))
-
-
-def test_the_policy_is_told_which_steps_were_cold_and_which_waited_for_drafts() -> None:
-    bench, policy = adaptive_bench(), Timed()
-    bench.scheduler.drafting.speculation = policy
-    bench.submit("a")
-    prompt = bench.plan()
-    bench.answer(prompt)
-    bench.draft(prompt)
-    for cold in (True, False, False):
-        step = bench.plan()
-        bench.answer(step, cold=cold)
-        if step.step.slices[0].n_ahead:
-            bench.draft(step, cold=True)
-        else:
-            bench.scheduler.drafting.answered(StepResult(step.step.step_id, 1))
-    first, drafts, *later = policy.told
-    assert (first, drafts) == (("step", True, True), ("drafts", True)), "behind the prompt, whose drafts came"
-    assert later == [("step", False, True), ("step", False, False)]
-
-
-def test_behind_prompts_all_that_run_count_as_decoding() -> None:
-    """Their own requests decode in the next step, so drafts are asked for as for so many slices."""
-    bench, policy = adaptive_bench(), Timed()
-    bench.scheduler.drafting.speculation = policy
-    bench.submit("a", "b", "c")
-    assert len(bench.plan().step.slices) == 3
-    assert policy.n_decoding == [3, 3, 3]
-
-
-class TwoEach(Speculation):
-    """Two drafts for every slice, where unequal slices take four times as long."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.times._uneven.append(4.0)
-
-    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
+    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
         return 2
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {own.request_id: 2 for own, _ in drafts}
+    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+        return 2
 
 
 def test_a_request_that_ends_does_not_make_the_slices_of_a_step_unequal() -> None:

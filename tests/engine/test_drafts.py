@@ -8,7 +8,7 @@ import pytest
 
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import WrongResult
 from lucevisor.kv.prefix_records import PrefixSettings
@@ -39,7 +39,7 @@ class ScriptedDrafter(ToyDrafter):
     def _draft(self, piece: Slice, new: list[int]) -> list[int]:
         super()._draft(piece, new)
         drafts = self.script[self.sequences[piece.sequence].sampling.seed]
-        return drafts.pop(0)[: piece.n_ahead] if drafts else []
+        return drafts.pop(0)[: piece.num_draft_tokens] if drafts else []
 
 
 class Bench(ToyEngine):
@@ -94,11 +94,11 @@ def test_a_rejected_draft_lowers_what_is_scheduled_and_not_what_is_computed() ->
     wrong = (right[3] + 1) % VOCABULARY
     bench.submit(one, [[right[1], right[2], wrong, 5]])
     bench.target()
-    assert (bench.live.n_computed, bench.live.n_scheduled, bench.live.awaiting) == (10, 10, 1)
+    assert (bench.live.n_computed, bench.live.n_scheduled, bench.live.waiting_for_step) == (10, 10, 1)
     assert not bench.daemons[0].inbox  # it waits for its drafts
     bench.draft()
     assert bench.daemons[0].inbox[0][1].slices == [
-        Slice(0, 10, [right[0], right[1], right[2], wrong, 5], True, 4, n_ahead=3)
+        Slice(0, 10, [right[0], right[1], right[2], wrong, 5], True, 4, num_draft_tokens=3)
     ]
     assert (bench.live.n_computed, bench.live.n_scheduled) == (11, 15)
     bench.target()
@@ -114,7 +114,7 @@ def test_accepted_drafts_save_steps_and_none_is_asked_or_verified_behind_the_las
     bench.submit(one, [right[1:5], [], [], right[7:20]])
     asked = {}
     while any(daemon.inbox for daemon in bench.daemons):
-        asked |= {message.step_id: s.n_ahead for _, message in bench.daemons[0].inbox for s in message.slices}
+        asked |= {message.step_id: s.num_draft_tokens for _, message in bench.daemons[0].inbox for s in message.slices}
         bench.work(0)
     assert bench.slices == [(0, 10, 0), (10, 5, 4), (15, 1, 0), (16, 1, 0), (17, 1, 0)]
     assert [*asked.values()] == [7, 6, 1, 0, 0]
@@ -136,7 +136,7 @@ def test_an_accepted_draft_that_was_not_proposed_is_a_wrong_result(drawn: list[i
     plan = scheduler.next_plan(0.0)
     assert plan is not None
     scheduler.apply(StepResult(plan.step.step_id, 0, [Sampled(0, 4)]), 0.0)
-    scheduler.drafting.answered(StepResult(plan.step.step_id, 1, drafts=[Drafted(0, [5, 9])]))
+    scheduler.drafting.on_drafts(StepResult(plan.step.step_id, 1, drafts=[Drafted(0, [5, 9])]))
     plan = scheduler.next_plan(0.0)
     assert plan is not None
     result = StepResult(plan.step.step_id, 0, [Sampled(0, token) for token in (*drawn, 1)])

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.scheduling.batching import MAX_SKIPPED_STEPS
+from lucevisor.engine.scheduler import MAX_SKIPPED_STEPS, PATIENCE, Scheduler
 from lucevisor.engine.scheduling.chunking import MAX_SLOWDOWN, MAX_WAIT_SHARE, PROMISED_SLOWDOWN
-from lucevisor.engine.scheduling.queue import PATIENCE
-from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from lucevisor.engine.handle import RequestHandle
-from lucevisor.engine.request import FinishedEvent, Timings, TokenEvent, Usage
+from lucevisor.engine.request import FinishedEvent, RequestHandle, Timings, TokenEvent, Usage
 
 END = FinishedEvent("length", Usage(1, 0, 1), Timings(0, 0, 0))
 

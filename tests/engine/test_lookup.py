@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.drafting.lookup import (
+from lucevisor.engine.spec_decode.ngram import (
     INDEX_TOKENS,
     MAX_CANDIDATES,
     MAX_MATCH,

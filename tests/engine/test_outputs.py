@@ -10,11 +10,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine import validation
-from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import (
     ContextOverflow,
     GenerationRequest,
+    RequestHandle,
 )
 from lucevisor.engine.running import RunningRequests
 from lucevisor.model.pages import max_window_pages

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult, StepInFlight
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StepInFlight
 from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Role

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.protocol.codec import decode
 from lucevisor.protocol.frames import HEADER_BYTES, POSTED, parse_header
 from lucevisor.protocol.steps import (
@@ -171,8 +170,8 @@ def test_a_recall_of_what_a_stage_has_not_fails_the_pipeline() -> None:
 # ---- steps that run ahead of their tokens
 
 
-def ahead(step_id: int, follows: int) -> Step:
-    return Step(step_id, step_id % 4, [], [Slice(4, 9 + step_id, [PENDING], True)], follows=follows)
+def ahead(step_id: int, depends_on_step: int) -> Step:
+    return Step(step_id, step_id % 4, [], [Slice(4, 9 + step_id, [PENDING], True)], depends_on_step=depends_on_step)
 
 
 def drawn(bench: Bench, step_id: int, token: int) -> None:
@@ -228,7 +227,7 @@ def test_a_step_that_follows_a_lost_one_waits_for_its_token_and_holds_up_those_b
     drawn(bench, 1, 33)
     assert bench.wires[0].ids[2:] == [(0, 2), (0, 3)]
     assert bench.wires[0].sent[2][1].slices[0].tokens == [33]
-    assert bench.wires[0].sent[2][1].follows == 0
+    assert bench.wires[0].sent[2][1].depends_on_step == 0
     bench.answer(2, 0)
     bench.answer(3, 0)
     assert tail.ids == [(1, 1), (1, 2), (1, 3)]
@@ -238,14 +237,14 @@ def test_a_step_that_follows_a_lost_one_waits_for_its_token_and_holds_up_those_b
 
 
 def verifying(step_id: int, drafts_of: int, drafts: list[int]) -> Step:
-    return Step(step_id, step_id % 4, [], [Slice(4, 9, [7, *drafts], True, 3, n_ahead=3)], drafts_of=drafts_of)
+    return Step(step_id, step_id % 4, [], [Slice(4, 9, [7, *drafts], True, 3, num_draft_tokens=3)], drafts_of=drafts_of)
 
 
 def drafting(n_stages: int) -> Bench:
     """A step behind which drafts are made, in the last stage's daemon, and one that is to verify them."""
     bench = Bench(n_stages)
     bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)  # type: ignore[arg-type]
-    bench.pipeline.submit(replace(step(1), slices=[Slice(4, 0, [7, 8], True, n_ahead=3)]))
+    bench.pipeline.submit(replace(step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
     bench.answer(1, *range(n_stages))
     bench.pipeline.submit(verifying(2, 1, [PENDING] * 3))
     assert bench.wires[0].ids[1:] == [(POSTED, 2)]
@@ -284,7 +283,7 @@ def test_a_step_that_is_given_back_waits_for_its_drafts() -> None:
 def test_drafts_that_are_heard_before_the_end_of_their_step_are_put_into_the_next_one() -> None:
     bench = Bench(2)
     bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)  # type: ignore[arg-type]
-    bench.pipeline.submit(replace(step(1), slices=[Slice(4, 0, [7, 8], True, n_ahead=3)]))
+    bench.pipeline.submit(replace(step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
     bench.answer(1, 1)
     drafted(bench, 11, 12, 13)
     plans = [verifying(2, 1, [PENDING] * 3)]

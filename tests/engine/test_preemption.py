@@ -7,7 +7,7 @@ from lucevisor.engine.request import (
     RequestError,
     TokenEvent,
 )
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_tree import NO_STATE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lucevisor.engine.request import FinishedEvent, Usage
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.kv.page_pool import PageUse
 from lucevisor.kv.prefix_records import PrefixMatch

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lucevisor.engine.checkpoints import find_checkpoints
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.prefix_reuse import find_checkpoints
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.page_pool import PageUse

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import event, given, settings
 
-from lucevisor.engine.recovery.recovery import Pauses
+from lucevisor.engine.recovery import Pauses
 from lucevisor.engine.request import NotReady, RequestError
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import TokenEvent
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Step
 from tests.engine.toy_engine import HYBRID, limits, request

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationRequest
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.errors import ScoringError
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency, remembered, with_neighbours

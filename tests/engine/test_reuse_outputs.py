@@ -9,9 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine import validation
-from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.request import GenerationRequest
+from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.kv.prefix_records import PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.pages import max_window_pages

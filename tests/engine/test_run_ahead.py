@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from lucevisor.engine.drafting.request import RequestDrafts
-from lucevisor.engine.drafting.speculation import Speculation
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -83,7 +82,7 @@ def test_several_stages_run_ahead_where_the_last_one_tells_the_first_the_tokens(
     scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "a", n_stages=2)
     scheduler.attach(2, rings=True)
     running, ahead = plans(scheduler)
-    assert (running.step.follows, ahead.step.follows) == (0, running.step.step_id)
+    assert (running.step.depends_on_step, ahead.step.depends_on_step) == (0, running.step.step_id)
     assert ahead.step.slices[0].tokens == [PENDING]
 
 
@@ -95,11 +94,11 @@ def test_each_micro_batch_has_a_step_under_way_and_one_behind_it(n_stages: int) 
     of = [{s.sequence for s in plan.step.slices} for plan in found]
     assert of[:n_stages] == of[n_stages:]
     assert {len(sequences) for sequences in of} == {6 // n_stages}
-    assert [plan.step.follows for plan in found[n_stages:]] == [plan.step.step_id for plan in found[:n_stages]]
+    assert [plan.step.depends_on_step for plan in found[n_stages:]] == [plan.step.step_id for plan in found[:n_stages]]
     for _ in range(20):
         scheduler.apply(answer(found.pop(0)), 0.0)
         [behind] = plans(scheduler)
-        assert behind.step.follows == found[n_stages - 1].step.step_id
+        assert behind.step.depends_on_step == found[n_stages - 1].step.step_id
         found.append(behind)
 
 
@@ -187,7 +186,7 @@ def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, 
         scheduler.apply(answer(done, 5), 0.0)
         drafting.append(done)
         if len(drafting) > 1 and not drafting[0].step.upkeep:  # the drafter is a step behind
-            scheduler.drafting.answered(StepResult(drafting[0].step.step_id, n_stages))
+            scheduler.drafting.on_drafts(StepResult(drafting[0].step.step_id, n_stages))
         del drafting[: len(drafting) - 1]
         assert done.opening is not None or done.step.upkeep == (with_output and n_stages > 1)
         found = plans(scheduler)
@@ -206,30 +205,33 @@ def test_a_step_ahead_asks_for_drafts_and_is_the_last_of_the_run() -> None:
     scheduler.apply(answer(prompt, 5), 0.0)
     asked.turns = [0, 3]
     running, ahead = plans(scheduler)
-    assert [s.n_ahead for plan in (running, ahead) for s in plan.step.slices] == [0, 2]  # two more, then its last token
+    assert [s.num_draft_tokens for plan in (running, ahead) for s in plan.step.slices] == [
+        0,
+        2,
+    ]  # two more, then its last token
     for plan in (running, ahead):
         assert tokens(scheduler) == []
         scheduler.apply(answer(plan, 5), 0.0)
     assert tokens(scheduler) == [[[5, PENDING, PENDING]]]
     for plan in (prompt, running):
-        scheduler.drafting.answered(StepResult(plan.step.step_id, 1))
-    scheduler.drafting.answered(StepResult(ahead.step.step_id, 1, drafts=[Drafted(0, [8, 9])]))
+        scheduler.drafting.on_drafts(StepResult(plan.step.step_id, 1))
+    scheduler.drafting.on_drafts(StepResult(ahead.step.step_id, 1, drafts=[Drafted(0, [8, 9])]))
     [verify] = scheduler.in_flight
     assert verify.parts[0].slice.tokens == [5, 8, 9]
 
 
-class Asked(Speculation):
+class Asked(SpecDecodeController):
     """Asks for as many drafts as ``turns`` say, then for none, and verifies all."""
 
     def __init__(self, max_drafts: int) -> None:
         super().__init__(max_drafts)
         self.turns: list[int] = []
 
-    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
+    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
         return self.turns.pop(0) if self.turns else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
-        return {own.request_id: len(drafted.tokens) for own, drafted in drafts}
+    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
+        return max(len(drafted.tokens) for _, drafted in drafts)
 
 
 def test_drafts_that_the_text_itself_offers_end_the_run() -> None:

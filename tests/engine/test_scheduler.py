@@ -13,8 +13,8 @@ from lucevisor.engine.request import (
     TokenEvent,
     Usage,
 )
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.scheduling.chunking import RECENT_S
-from lucevisor.engine.scheduling.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.step import WrongResult
 from lucevisor.model.values import Space

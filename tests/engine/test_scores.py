@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lucevisor.engine.request import FinishedEvent, TokenScore
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.protocol.steps import Scored, StepResult
 from tests.engine.scheduler_steps import answer, plans

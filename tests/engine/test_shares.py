@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lucevisor.engine.scheduling.shares import ClientShares
+from lucevisor.engine.scheduler import ClientShares
 
 
 def shares(*keys: str) -> ClientShares:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine import validation
-from lucevisor.engine.drafting.lookup import MAX_MATCH, NgramLookup, NgramMatch
-from lucevisor.engine.drafting.request import RequestDrafts
-from lucevisor.engine.drafting.rest import DrafterRest
-from lucevisor.engine.drafting.speculation import Speculation
-from lucevisor.engine.handle import RequestHandle
+from lucevisor.engine import drafting, validation
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
-from lucevisor.engine.request import GenerationRequest, RequestState
-from lucevisor.engine.scheduling import drafts
+from lucevisor.engine.request import GenerationRequest, RequestHandle, RequestState
+from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
+from lucevisor.engine.spec_decode.ngram import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.model.pages import max_window_pages
@@ -30,7 +26,7 @@ from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint, mix
 
 
-class AnyWidth(Speculation):
+class AnyWidth(SpecDecodeController):
     """Any number of drafts for any step, padding and too many included; now and then none are asked for a while."""
 
     def __init__(self, max_drafts: int, seed: int) -> None:
@@ -45,29 +41,27 @@ class AnyWidth(Speculation):
     def no_drafts(self) -> str:
         return "says the test"
 
-    def n_ahead(self, own: RequestDrafts, n_decoding: int) -> int:
+    def num_draft_tokens(self, own: RequestDrafts, n_decoding: int) -> int:
         found = self._any()
         return found if mix(self.seed, self.n // 16) % 2 else 0
 
-    def n_verify(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> dict[str, int]:
+    def num_verify_tokens(self, drafts: Sequence[tuple[RequestDrafts, Drafted]], n_decoding: int) -> int:
         widths = [len(drafted.tokens) for _, drafted in drafts]
-        chosen = [widths, [max(widths)] * len(widths), [min(widths)] * len(widths), [self._any() for _ in widths]]
-        names = [own.request_id for own, _ in drafts]
-        return dict(zip(names, chosen[self._any() % 4], strict=True))
+        return [max(widths), min(widths), self._any()][self._any() % 3]
 
 
-class AnyRest(DrafterRest):
-    """Rests and wakes after a few decodes."""
+class AnySuspension(DrafterSuspension):
+    """Suspended and resumed after a few decodes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed, self.n = seed, 0
 
-    def due(self, *, idle: bool) -> bool:
-        return self._n_steps > mix(self.seed, self.n) % 7 or (idle and self.resting and self.n % 2 == 0)
+    def is_due(self, *, idle: bool) -> bool:
+        return self._n_steps > mix(self.seed, self.n) % 7 or (idle and self.suspended and self.n % 2 == 0)
 
-    def turn(self) -> None:
-        super().turn()
+    def toggle(self) -> None:
+        super().toggle()
         self.n += 1
 
 
@@ -86,7 +80,7 @@ def lookups(toy: ToyEngine, wrong: int) -> Iterator[None]:
             return [(t + 1) % VOCABULARY if mix(match.start, i) % wrong == 0 else t for i, t in enumerate(found)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafts, "NgramLookup", Ngrams)
+        patch.setattr(drafting, "NgramLookup", Ngrams)
         yield
 
 
@@ -157,8 +151,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     kinds = ["submit", "work", "work", "many", "many", "cancel", "lose", "attach", "detach", "swap"]
     actions = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 11)), min_size=10, max_size=40))
     wrong, n_stages = draw(st.sampled_from([0, 1, 3])), draw(st.integers(1, 3))
-    if n_stages < 3 and draw(st.booleans()):
-        limits = replace(limits, speculation=replace(limits.speculation, p_min=20))
     return Scenario(limits, n_stages, draw(st.booleans()), wrong, tuple(requests), tuple(actions))
 
 
@@ -173,9 +165,9 @@ class Play:
         for one in scenario.requests:
             answer = self.toy.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset(), one.constraint)
             self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]
-        drafting = self.toy.engine._scheduler.drafting
-        drafting.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
-        drafting._rest = self.rest = AnyRest(scenario.wrong + scenario.n_stages)
+        scheduled = self.toy.engine._scheduler.drafting
+        scheduled.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
+        scheduled._suspension = self.suspension = AnySuspension(scenario.wrong + scenario.n_stages)
         self.waiting = list(scenario.requests)
         self.handles: dict[str, RequestHandle] = {}
         self.n_drafted = 0
@@ -259,7 +251,7 @@ class Play:
         assert drafts.n_accepted <= drafts.n_verified <= drafts.n_drafted
         assert all(usage.accepted_tokens <= usage.generated_tokens for usage in usages)
         assert self.toy.drafter is not None
-        event(f"rested: {self.rest.n > 1}")
+        event(f"suspended: {self.suspension.n > 1}")
         event(f"drafted: {self.n_drafted + self.toy.drafter.n_drafted > 0}")
 
 
@@ -289,7 +281,11 @@ def test_who_has_drafts_is_verified_before_others_are_twice(scenario: Scenario) 
         for record in scheduler.running:
             live = record.live
             assert live is not None
-            ready = record.state is RequestState.DECODE and not live.awaiting and live.n_scheduled < len(record.tokens)
+            ready = (
+                record.state is RequestState.DECODE
+                and not live.waiting_for_step
+                and live.n_scheduled < len(record.tokens)
+            )
             if not ready:
                 ready_since.pop(live, None)
             longest = max(longest, n_steps - ready_since.setdefault(live, n_steps) if ready else 0)

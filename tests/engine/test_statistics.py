@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.pipeline.steps import PipelineResult
+from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.engine.statistics import BoundaryTotals, RateWindow, StageTotals, StepTotals
 from lucevisor.protocol.steps import Slice, Step, StepResult
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from lucevisor.engine import validation
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.validation import AccountingError
 from lucevisor.model.values import Space

@@ -17,7 +17,7 @@ from statistics import quantiles
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.engine.scheduling.scheduler import Scheduler
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.prefix_cache import PrefixIndex
@@ -217,7 +217,7 @@ class TimedPipeline:
 
     def _send(self) -> None:
         while (plan := self.scheduler.next_plan(self.now)) is not None:
-            done_at = max(self.now, self._ends_at.get(plan.step.follows, 0.0))  # its tokens are known then
+            done_at = max(self.now, self._ends_at.get(plan.step.depends_on_step, 0.0))  # its tokens are known then
             seconds, slowest_s = self.step_s(plan.step), 0.0
             for stage, free_at in enumerate(self._free_at):
                 share = (self.shares[stage] if self.shares else 1) * (1 + self.jitter * self._rng.uniform(-1, 1))

@@ -77,7 +77,7 @@ class ToyDrafter(ToyStage):
         for piece, new in zip(step.slices, tokens, strict=True):
             self._take(piece, new)
             self.made.pop(piece.sequence, None)
-            if piece.n_ahead:
+            if piece.num_draft_tokens:
                 self.made[piece.sequence] = self._draft(piece, new)
                 drafts.append(Drafted(piece.sequence, self.made[piece.sequence]))
         return StepResult(step.step_id, self.stage, compute_s=0.25, drafts=[d for d in drafts if d.tokens])
@@ -151,10 +151,10 @@ class ToyDrafter(ToyStage):
             held = self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS]
             if held != (position, mix(right[position], position)):
                 raise Violation(f"sequence {piece.sequence}: the drafter has {held} for position {position}")
-        last = piece.start + len(piece.tokens) + piece.n_ahead
+        last = piece.start + len(piece.tokens) + piece.num_draft_tokens
         for position in range(stop, last + 1):  # noise, overwritten by what is kept
             self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (-1, 0)
-        found = right[stop + 1 : stop + 1 + min(piece.n_ahead, self._n_most)]
+        found = right[stop + 1 : stop + 1 + min(piece.num_draft_tokens, self._n_most)]
         if piece.p_min and found:  # unsure of some
             found = found[: 1 + mix(stop, piece.sequence) % len(found)]
         self.n_drafted += len(found)

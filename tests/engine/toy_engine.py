@@ -10,11 +10,9 @@ from msgspec import structs
 
 from lucevisor.engine.core import Engine
 from lucevisor.engine.freezer import FrozenState
-from lucevisor.engine.handle import RequestHandle
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import PipelineFailure, PipelineResult
-from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, TokenEvent
+from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
+from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -156,7 +154,7 @@ class ToyEngine:
                 made, home.drafter = home.drafter.made, None
                 for _, message in home.inbox:
                     if isinstance(message, DraftStep):  # the first stage may wait for them: any will do
-                        asked = {piece.sequence: () for piece in message.step.slices if piece.n_ahead}
+                        asked = {piece.sequence: () for piece in message.step.slices if piece.num_draft_tokens}
                         home.stages[self.model.n_stages - 1].tell_drafts(message.step.step_id, asked)
                 steps = [(flags, message) for flags, message in home.inbox if isinstance(message, Step)]
                 kept = [(flags, _without_drafter(step, made)) for flags, step in steps]

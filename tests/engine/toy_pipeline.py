@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from lucevisor.engine.journal import RowCopy
-from lucevisor.engine.recovery.rebuild import FIRST_STEP
+from lucevisor.engine.rebuild import FIRST_STEP
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.codec import encode, payload_segments
 from lucevisor.protocol.connection import Connection
@@ -292,7 +292,9 @@ class ToyStage:
     def has_rows(self, step: Step) -> bool:
         """Whether the stage before has rung for a step; for the first one, the last has for what that starts from."""
         if self.stage == 0:
-            return ((TOKENS, step.follows) if step.follows else (DRAFTS, step.drafts_of)) in self.regions
+            return (
+                (TOKENS, step.depends_on_step) if step.depends_on_step else (DRAFTS, step.drafts_of)
+            ) in self.regions
         return not step.slices or self.regions.get((self.stage - 1, step.region), (0, []))[0] == step.step_id
 
     def tell_drafts(self, step_id: int, drafts: Mapping[int, Sequence[int]]) -> None:
@@ -305,8 +307,8 @@ class ToyStage:
         """What the last stage told the first one, if a step needs it."""
         if self.stage or not step.waits:
             return None
-        if step.follows:
-            numbers = self.regions[TOKENS, step.follows][1]
+        if step.depends_on_step:
+            numbers = self.regions[TOKENS, step.depends_on_step][1]
             return {sequence: [token] for sequence, token in zip(numbers[::2], numbers[1::2], strict=True)}
         rest, told = [*self.regions[DRAFTS, step.drafts_of][1]], dict[int, list[int]]()
         while rest:
@@ -631,7 +633,7 @@ class ToyDaemon:
             raise Violation(
                 f"step {step.step_id} has {step.n_tokens} tokens, {self.limits.max_step_tokens} were announced"
             )
-        stop = max((piece.start + len(piece.tokens) + piece.n_ahead for piece in step.slices), default=0)
+        stop = max((piece.start + len(piece.tokens) + piece.num_draft_tokens for piece in step.slices), default=0)
         if self.limits.max_context and stop > self.limits.max_context:
             raise Violation(f"step {step.step_id} reaches position {stop}, {self.limits.max_context} were announced")
         if not 0 <= step.region < (self.limits.n_regions or 2 * self.limits.n_stages):
@@ -645,7 +647,7 @@ class ToyDaemon:
             drafted = self.drafter.run_drafts(message, output.sampled.get(step.step_id) if output else None)
             if output is not None:
                 made = {one.sequence: one.tokens for one in drafted.drafts}
-                asked = [piece.sequence for piece in step.slices if piece.n_ahead]
+                asked = [piece.sequence for piece in step.slices if piece.num_draft_tokens]
                 output.tell_drafts(step.step_id, {sequence: made.get(sequence, ()) for sequence in asked})
             return drafted, _NO_PAYLOAD
         if self.drafter is not None and stage == self.limits.n_stages - 1:

@@ -20,7 +20,7 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, chat_output
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import GenerationPlan, ResponseId, make_jobs, respond
+from lucevisor.api.generation import ResponseId, respond
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals
 from lucevisor.api.parameters import budget_of
 from lucevisor.api.prepared import PreparedRequest
@@ -341,7 +341,7 @@ def _function(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if (kind := raw.get("type")) not in (None, "custom"):
         raise bad_parameter(
             f"{where}.type",
-            f"{show(kind)} is not supported: this server runs no tools, and the model knows none by heart; "
+            f"{show(kind)} is not supported: this server runs no tools, and the served model has no built-in tools; "
             "send tools with an input_schema",
             "unsupported_value",
         )
@@ -569,15 +569,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         max_tokens=options.max_tokens,
         show_reasoning=options.show_reasoning,
     )
-    plan = GenerationPlan(
-        jobs=make_jobs(prepared, chat_output(options, ctx), ctx, response),
-        formatter=formatter,
-        stream=options.stream,
-        prompt_param="messages",
-        ignored=options.ignored,
-        compressed=prepared.compressed,
-    )
-    return await respond(request, plan)
+    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "messages")
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:

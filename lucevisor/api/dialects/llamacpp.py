@@ -18,7 +18,7 @@ from lucevisor.api.bodies import prepare
 from lucevisor.api.dialects.openai_chat import read_apply_template
 from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, plain_output, read_completion
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import GenerationPlan, ResponseId, make_jobs, respond
+from lucevisor.api.generation import ResponseId, respond
 from lucevisor.api.output import MIN_LOGPROB, ChoiceDelta, FinishReason, TokenRecord, UsageTotals, token_text
 from lucevisor.api.parameters import check_length, check_model, check_token_ids
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
@@ -335,15 +335,8 @@ async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse
         logprobs=options.logprobs,
         token_ids=options.token_ids,
     )
-    plan = GenerationPlan(
-        jobs=make_jobs(prepared, plain_output(options), ctx, ResponseId.now("cmpl-")),
-        formatter=formatter,
-        stream=options.stream,
-        prompt_param="prompt" if reader is read_llama_completion else "input_suffix",
-        ignored=options.ignored,
-        compressed=prepared.compressed,
-    )
-    return await respond(request, plan)
+    param = "prompt" if reader is read_llama_completion else "input_suffix"
+    return await respond(request, prepared, formatter, plain_output(options), ResponseId.now("cmpl-"), param)
 
 
 def _settings(options: GenerationOptions) -> dict[str, object]:

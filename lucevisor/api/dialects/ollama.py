@@ -22,7 +22,7 @@ from lucevisor.api.bodies import prepare
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, chat_output
 from lucevisor.api.dialects.openai_completions import infill_ids, plain_output, read_completion
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import GenerationPlan, ResponseId, make_jobs, respond
+from lucevisor.api.generation import ResponseId, respond
 from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
@@ -177,7 +177,9 @@ def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
     if body.raw or body.suffix or ctx.template is None:
         for name, given in (("system", body.system), ("context", body.context)):
             if given:
-                raise bad_parameter(name, "has no place in a raw prompt or a gap; leave it out, or raw and suffix")
+                raise bad_parameter(
+                    name, "cannot be used with raw or suffix; leave it out, or leave raw and suffix out"
+                )
         return _named(_read_raw(body, ctx), OllamaGenerateBody, fields, body)
     chat = ChatRequestBuilder(fields=_common(body, ctx))
     if body.system:
@@ -436,14 +438,7 @@ async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse
         context=None if is_chat or options.plain else list(prepared.prompts[0]),
     )
     output = plain_output(options) if options.plain else chat_output(options, ctx)
-    plan = GenerationPlan(
-        jobs=make_jobs(prepared, output, ctx, response),
-        formatter=formatter,
-        stream=options.stream,
-        prompt_param="messages" if is_chat else "prompt",
-        ignored=options.ignored,
-    )
-    return await respond(request, plan)
+    return await respond(request, prepared, formatter, output, response, "messages" if is_chat else "prompt")
 
 
 async def tags(request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import GenerationPlan, ResponseId, make_envelope, make_jobs, respond
+from lucevisor.api.generation import ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
     Envelope,
@@ -470,7 +470,9 @@ def _continues(body: ChatBody, messages: list[dict[str, Any]]) -> bool:
     last = messages[-1]
     if body.continue_final_message:
         if last["role"] != "assistant" or last.get("tool_calls"):
-            raise bad_parameter("continue_final_message", "true needs a last message of the assistant's without calls")
+            raise bad_parameter(
+                "continue_final_message", "true needs a last message of role assistant without tool calls"
+            )
         return True
     asked = body.continue_final_message is None and body.add_generation_prompt is not False
     return asked and last["role"] == "assistant" and not last.get("tool_calls")
@@ -681,12 +683,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handle one chat request."""
     prepared = await prepare(request, read_chat)
     assert isinstance(prepared, PreparedRequest)
-    return await respond(request, plan_chat(prepared, request.app[APP_CONTEXT], ResponseId.now("chatcmpl-")))
-
-
-def plan_chat(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> GenerationPlan:
-    """Return the jobs of a request and the formatter of its response."""
-    options = prepared.options
+    ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("chatcmpl-")
     formatter = ChatFormatter(
         envelope=make_envelope(prepared, ctx, response),
         tokenizer=ctx.tokenizer,
@@ -696,15 +693,7 @@ def plan_chat(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) 
         custom=options.custom,
         reasoning=options.show_reasoning,
     )
-    jobs = make_jobs(prepared, chat_output(options, ctx), ctx, response)
-    return GenerationPlan(
-        jobs=jobs,
-        formatter=formatter,
-        stream=options.stream,
-        prompt_param="messages",
-        ignored=options.ignored,
-        compressed=prepared.compressed,
-    )
+    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "messages")
 
 
 def chat_output(options: GenerationOptions, ctx: AppContext) -> OutputOptions:

@@ -16,7 +16,7 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_form
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import GenerationPlan, ResponseId, make_envelope, make_jobs, respond
+from lucevisor.api.generation import ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
     Envelope,
@@ -161,7 +161,7 @@ def read_prompts(prompt: str | list[str | int | list[int]], ctx: AppContext) -> 
 def _read_gap(body: CompletionBody, ctx: AppContext) -> list[Prompt]:
     """Return the prompt for the gap between `prompt` and `suffix`; an echo is of `prompt` alone."""
     if not isinstance(body.prompt, str):
-        raise bad_parameter("suffix", "is the end of one text; send prompt as one text, or leave suffix out")
+        raise bad_parameter("suffix", "needs one text as prompt; send prompt as one text, or leave suffix out")
     if body.echo and body.logprobs:
         raise bad_parameter("logprobs", "is not available with echo and suffix; leave one of them out")
     ids = infill_ids(body.prompt, body.suffix or "", (), "suffix", ctx)
@@ -299,22 +299,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Handle one completion request."""
     prepared = await prepare(request, read_completion)
     assert isinstance(prepared, PreparedRequest)
-    return await respond(request, plan_completion(prepared, request.app[APP_CONTEXT], ResponseId.now("cmpl-")))
-
-
-def plain_output(options: GenerationOptions) -> OutputOptions:
-    """Return how the output of a plain completion is read: it is text without reasoning or calls."""
-    return OutputOptions(
-        stops=options.stops,
-        include_stop=options.include_stop,
-        min_tokens=options.min_tokens,
-        prompt_only=options.prompt_only,
-    )
-
-
-def plan_completion(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> GenerationPlan:
-    """Return the jobs of a request and the formatter of its response."""
-    options = prepared.options
+    ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("cmpl-")
     formatter = CompletionFormatter(
         envelope=make_envelope(prepared, ctx, response),
         tokenizer=ctx.tokenizer,
@@ -325,12 +310,14 @@ def plan_completion(prepared: PreparedRequest, ctx: AppContext, response: Respon
         prompts=prepared.prompts,
         scored=options.score_prompt,
     )
-    jobs = make_jobs(prepared, plain_output(options), ctx, response)
-    return GenerationPlan(
-        jobs=jobs,
-        formatter=formatter,
-        stream=options.stream,
-        prompt_param="prompt",
-        ignored=options.ignored,
-        compressed=prepared.compressed,
+    return await respond(request, prepared, formatter, plain_output(options), response, "prompt")
+
+
+def plain_output(options: GenerationOptions) -> OutputOptions:
+    """Return how the output of a plain completion is read: it is text without reasoning or calls."""
+    return OutputOptions(
+        stops=options.stops,
+        include_stop=options.include_stop,
+        min_tokens=options.min_tokens,
+        prompt_only=options.prompt_only,
     )

@@ -22,7 +22,7 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import AddToBody, prepare
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, chat_output, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import GenerationPlan, ResponseId, make_jobs, respond
+from lucevisor.api.generation import ResponseId, respond
 from lucevisor.api.output import ChoiceDelta, FinishReason, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
 from lucevisor.api.request_context import APP_CONTEXT, RESPONSE_STORE, context_of
@@ -407,7 +407,7 @@ def previous_not_stored(response_id: str) -> ApiError:
     """Return the 404 for a previous_response_id."""
     return ApiError(
         404,
-        f"previous_response_id: {show(response_id)} is not stored here (never, no longer, or for another key); "
+        f"previous_response_id: {show(response_id)} is not stored here (expired, or made with another API key); "
         "send all items",
         code="previous_response_not_found",
         param="previous_response_id",
@@ -923,15 +923,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         keep=keep,
         clock=time.time,
     )
-    plan = GenerationPlan(
-        jobs=make_jobs(prepared, chat_output(options, ctx), ctx, response),
-        formatter=formatter,
-        stream=options.stream,
-        prompt_param="input",
-        ignored=options.ignored,
-        compressed=prepared.compressed,
-    )
-    return await respond(request, plan)
+    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "input")
 
 
 def _stored_adder(request: web.Request, named: dict[str, StoredResponse]) -> AddToBody:
@@ -1013,6 +1005,6 @@ async def delete_response(request: web.Request) -> web.Response:
 def _not_stored(name: str) -> ApiError:
     return ApiError(
         404,
-        f"the response {show(name)} is not stored here (never, no longer, or for another key)",
+        f"the response {show(name)} is not stored here (expired, or made with another API key)",
         code="response_not_found",
     )

@@ -3,7 +3,7 @@
 Plain callbacks: no task, no queue of its own.  Where doorbells tell the next stage that rows are there, steps are
 posted: sent to all stages at once, so that a hop does not wait for this process (ADR 21).  Else frames for later stages
 are encoded while the first one works.  Knows neither requests nor pages; whoever reads the links calls ``receive``.
-A draft stage behind the last one gets the steps that were submitted since it was attached, unless it rests, in order.
+A draft stage behind the last one gets the steps submitted since it was attached, in order, unless it is suspended.
 Where a daemon is lost, the steps in flight wait for its stages, and go on when others run these.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
 two sides no longer agree on what the shards hold.  Whatever the draft stage does wrong only detaches it.
@@ -14,27 +14,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import MadeMasks
-from lucevisor.engine.pipeline.drafts import DraftRelay
-from lucevisor.engine.pipeline.steps import (
-    Answer,
-    PipelineFailure,
-    PipelineResult,
-    PipelineStep,
-    StageLink,
-    StepInFlight,
-    filled,
-    starts_from,
-)
 from lucevisor.engine.request import ErrorCode
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LocalProtocolError, ProtocolError
+from lucevisor.protocol.frames import POSTED
 from lucevisor.protocol.steps import (
+    PENDING,
     CancelPending,
+    DraftStep,
+    Masks,
     Operation,
     PendingCancelled,
     Sampled,
@@ -42,6 +37,256 @@ from lucevisor.protocol.steps import (
     StepResult,
     tokens_by_sequence,
 )
+
+
+class StageLink(Protocol):
+    """The link to the daemon that runs a stage."""
+
+    def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
+        """Send one encoded frame, or masks with their rows, or a recall, without waiting; never call the pipeline from
+        inside.
+
+        Raises ProtocolError or OSError when the link is dead.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineResult:
+    """A step that the last stage has answered: ``results`` and ``payloads`` of every stage it ran on, in order.
+
+    ``payloads[i]`` holds the arrays that ``results[i].segments`` describe.  ``hops_s[i]``: from the answer of stage
+    ``results[i].stage`` until the step was sent to the next one.  ``seconds``: from submit to the last answer.
+    """
+
+    step: Step
+    results: tuple[StepResult, ...]
+    payloads: tuple[memoryview, ...]
+    hops_s: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFailure:
+    """Why a pipeline cannot go on, and the stage whose daemon is to blame."""
+
+    stage: int
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """The step a stage has worked on for longest.  ``elapsed_s`` counts from when its daemon was free to begin."""
+
+    step_id: int
+    stage: int
+    elapsed_s: float
+
+
+class Answer(NamedTuple):
+    """What a stage answered; ``payload`` holds the arrays that ``result.segments`` describe."""
+
+    result: StepResult
+    payload: memoryview
+
+
+@dataclass(slots=True, eq=False)
+class AttachedDrafter:
+    """The draft stage.  ``with_output``: in the output stage's daemon, which may have a step before it can begin.
+    ``waiting``: (step id, when it was sent) of the steps to answer.  ``early``: answers heard before their steps ended.
+    """
+
+    link: StageLink
+    with_output: bool
+    waiting: deque[tuple[int, float]] = field(default_factory=deque)
+    early: deque[StepResult] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class PipelineStep:
+    """A step on its way.  ``stage``: where it is.  ``frames``: encoded for later stages.  ``draft``: the draft stage
+    that gets it, if it is attached by then, with the operations ``opening`` in place of the step's own.
+    """
+
+    step: Step
+    stage: int
+    started_at: float
+    sent_at: float  # when it came to the stage it is at
+    draft: AttachedDrafter | None = None
+    opening: Sequence[Operation] | None = None
+    frames: dict[int, bytes] = field(default_factory=dict)
+    had: set[int] = field(default_factory=set)  # stages that it was sent to, and that are still there
+    posted: set[int] = field(default_factory=set)  # of these, before the stage ahead had answered
+    done: set[int] = field(default_factory=set)  # stages that have had its operations, and get it without them
+    early: dict[int, Answer] = field(default_factory=dict)  # of stages behind the one it is at
+    answers: list[Answer] = field(default_factory=list)
+    hops_s: list[float] = field(default_factory=list)
+    depends_on_step: int = (
+        0  # the step whose tokens it starts from; ``step.depends_on_step`` is 0 as soon as they are known
+    )
+
+    def __post_init__(self) -> None:
+        self.depends_on_step = self.step.depends_on_step
+
+    @property
+    def may_be_posted(self) -> bool:
+        """Whether all stages may have it at once: each waits for the rows of the one before, and none but the last
+        answers more than times."""
+        return bool(self.step.slices) and not (self.step.want_hidden or self.step.rank_pages)
+
+    def lose(self, stage: int) -> None:
+        """A stage that has not answered it has it no more."""
+        self.had.discard(stage)
+        self.posted.discard(stage)
+
+    def drawn(self) -> list[list[int]]:
+        """Return the tokens that the last stage sampled for each slice."""
+        found = tokens_by_sequence(self.answers[-1].result.sampled)
+        return [found.get(piece.sequence, []) for piece in self.step.slices]
+
+    def frame(self, stage: int, *, posted: bool = False) -> bytes:
+        """Return the frame for a stage."""
+        step = replace(self.step, operations=[]) if stage in self.done else self.step
+        return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
+
+
+def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
+    """Return a step with the tokens and drafts that it was sent without, ``known`` by sequence; of drafts what lacks is
+    made up, as no stage has them.
+    """
+    slices = []
+    for piece in step.slices:
+        if piece.tokens == [PENDING]:
+            piece = replace(piece, tokens=[known[piece.sequence][-1]])
+        elif piece.drafts_pend:
+            piece = piece.with_drafts(known.get(piece.sequence, ()), alone=len(step.slices) == 1)
+        slices.append(piece)
+    return replace(step, slices=slices, depends_on_step=0, drafts_of=0)
+
+
+def starts_from(step: Step, before: Sequence[Sampled]) -> bool:
+    """Whether the decodes of a step start from the tokens that the step ``before`` sampled."""
+    newest = {one.sequence: one.token for one in before}
+    return all(newest.get(piece.sequence, piece.tokens[0]) == piece.tokens[0] for piece in step.slices)
+
+
+class DraftRelay:
+    """Steps to the draft stage, if one is ``attached``, and its answers back.
+
+    ``stage``: its number, behind all stages.  ``in_flight``: the steps that have yet to end.  ``on_drafted`` gets the
+    answers; ``on_lost`` is told why the drafter was detached; ``on_known`` is called when steps that were sent without
+    their drafts have them, or never will.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        clock: Callable[[], float],
+        in_flight: Callable[[], list[PipelineStep]],
+        on_known: Callable[[], None],
+    ) -> None:
+        self._stage, self._clock, self._in_flight, self._on_known = stage, clock, in_flight, on_known
+        self.attached: AttachedDrafter | None = None
+        self._asked: dict[int, PipelineStep] = {}  # the steps that wait, by id
+        self.suspended = False  # it gets no steps but those with an ``opening``
+        self.on_drafted: Callable[[StepResult], None] = lambda _: None
+        self.on_lost: Callable[[PipelineFailure], None] = lambda _: None
+
+    def attach(self, link: StageLink, *, with_output: bool) -> None:
+        """Send the steps submitted from now on to a draft stage, too.
+
+        ``with_output``: its daemon is the last stage's, so it gets a step together with it.  It holds no sequences yet.
+        Raises RuntimeError if there is one.
+        """
+        if self.attached is not None:
+            raise RuntimeError("a drafter is attached already; detach it first")
+        self.attached = AttachedDrafter(link, with_output)
+
+    def detach(self) -> None:
+        """Send the drafter nothing more, and ignore its answers.  Does nothing without one."""
+        if self.attached is not None:
+            self.attached = None
+            self._on_known()
+
+    def lose(self, code: ErrorCode, message: str) -> None:
+        """Detach the drafter and call ``on_lost``.  Does nothing without one."""
+        if self.attached is not None:
+            self.detach()
+            self.on_lost(PipelineFailure(self._stage, code, message))
+
+    def send(
+        self, entry: PipelineStep, *, drawn: list[list[int]] | None = None, before: Sequence[Sampled] = ()
+    ) -> None:
+        """Send a step to the draft stage that was attached when it was submitted, unless that was detached meanwhile.
+
+        ``drawn``: the tokens sampled for its slices, and ``before``: those of the step it may have run ahead of; None
+        if the stage's daemon will know them.
+        """
+        draft, step = entry.draft, entry.step
+        if draft is None or draft is not self.attached:
+            return
+        if entry.opening is not None:
+            step = replace(step, operations=list(entry.opening))
+        if drawn is not None:
+            step = filled(step, tokens_by_sequence(before))
+        try:
+            draft.link.send(encode(DraftStep(step, drawn), request_id=step.step_id, flags=self._stage))
+        except (ProtocolError, OSError) as error:
+            self.lose("shard_lost", f"step {step.step_id} could not be sent to the draft stage: {error}")
+        else:
+            draft.waiting.append((step.step_id, self._clock()))
+            self._asked = {waiting: self._asked[waiting] for waiting, _ in draft.waiting if waiting in self._asked}
+            self._asked[step.step_id] = entry
+
+    def asked(self, step_id: int) -> PipelineStep | None:
+        """Return a step that the drafter has yet to answer."""
+        return self._asked.get(step_id) if self.makes(step_id) else None
+
+    def makes(self, step_id: int) -> bool:
+        """Whether the drafter has yet to answer a step."""
+        return self.attached is not None and any(waiting == step_id for waiting, _ in self.attached.waiting)
+
+    def take_back(self, step_ids: Collection[int]) -> None:
+        """Note that the output stage has given steps back: a draft stage in its daemon drops them, too."""
+        draft = self.attached
+        if draft is not None and draft.with_output:
+            draft.waiting = deque(one for one in draft.waiting if one[0] not in step_ids)
+
+    def receive(self, result: StepResult) -> StageLink | None:
+        """Take an answer, for ``pass_on``; return whose it is, None if it is not the one that was due."""
+        draft = self.attached
+        if draft is None:
+            return None  # it was detached, or the pipeline replaced, before it answered
+        due, _ = draft.waiting[0] if draft.waiting else (None, 0.0)
+        if due != result.step_id:
+            expected = "no step" if due is None else f"step {due}"
+            self.lose("protocol_error", f"the draft stage answered step {result.step_id} while {expected} was due")
+            return None
+        draft.waiting.popleft()
+        draft.early.append(result)
+        return draft.link
+
+    def _put(self, made: StepResult) -> None:
+        """Give drafts to the steps that were sent without them: in case that they are sent again."""
+        known = {one.sequence: one.tokens for one in made.drafts}
+        for entry in [entry for entry in self._in_flight() if entry.step.drafts_of == made.step_id]:
+            entry.step = filled(entry.step, known)
+        self._on_known()
+
+    def pass_on(self) -> None:
+        """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it.
+
+        Steps that verify others have them already, also one that was planned since they were heard.
+        """
+        while (draft := self.attached) is not None and draft.early:
+            if any(entry.step.step_id == draft.early[0].step_id for entry in self._in_flight()):
+                for result in draft.early:
+                    self._put(result)
+                return
+            result = draft.early.popleft()
+            self._put(result)
+            self.on_drafted(result)
+
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -97,15 +342,15 @@ class Pipeline:
 
     def submit(self, step: Step, *, first_stage: int = 0, opening: Sequence[Operation] | None = None) -> None:
         """Send a step to ``first_stage``, from where it goes on to the last one, and to the draft stage if it passes
-        all stages; that gets ``opening`` in place of the step's operations, while it rests nothing else.  The boundary
-        rows that a later ``first_stage`` reads must be in the arena already.  Raises ValueError when there is no such
-        stage; a dead link calls ``on_failed`` before this returns.
+        all stages; that gets ``opening`` in place of the step's operations, while it is suspended nothing else.  The
+        boundary rows that a later ``first_stage`` reads must be in the arena already.  Raises ValueError when there is
+        no such stage; a dead link calls ``on_failed`` before this returns.
         """
         if not 0 <= first_stage < self.n_stages:
             raise ValueError(f"there is no stage {first_stage}: the pipeline has {self.n_stages}")
         if not self._open:
             return
-        draft = None if first_stage or (self.drafts.resting and opening is None) else self.drafts.attached
+        draft = None if first_stage or (self.drafts.suspended and opening is None) else self.drafts.attached
         now = self._clock()
         entry = PipelineStep(step, first_stage, started_at=now, sent_at=now, draft=draft, opening=opening)
         self._at_stage[first_stage].append(entry)
@@ -214,8 +459,8 @@ class Pipeline:
     def _tell(self, done: PipelineStep) -> None:
         """Give the tokens of a step to the steps that follow it and wait here for them."""
         sampled = done.answers[-1].result.sampled
-        for later in [later for later in self.in_flight if later.follows == done.step.step_id]:
-            if later.step.follows:
+        for later in [later for later in self.in_flight if later.depends_on_step == done.step.step_id]:
+            if later.step.depends_on_step:
                 later.step = filled(later.step, tokens_by_sequence(sampled))
             elif not starts_from(later.step, sampled):  # the output stage was lost since, and drew others again
                 text = f"step {later.step.step_id} went on with other tokens than those of step {done.step.step_id}"
@@ -259,7 +504,7 @@ class Pipeline:
         first = [
             (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
-            if waiting and stage not in self.lost and not waiting[0].step.follows
+            if waiting and stage not in self.lost and not waiting[0].step.depends_on_step
             if not self.drafts.makes(waiting[0].step.drafts_of)
         ]
         if (draft := self.drafts.attached) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):

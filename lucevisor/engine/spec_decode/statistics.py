@@ -137,13 +137,13 @@ class DraftStatistics:
         for share, part_s in _shared_out(shares, seconds):
             self.by_origin[share.origin].verify_s += part_s
 
-    def decoded(self, origin: PrefixOrigin, n_proposed: int, n_accepted: int, *, looked_up: bool) -> None:
+    def decoded(self, origin: PrefixOrigin, num_real_drafts: int, n_accepted: int, *, looked_up: bool) -> None:
         """Count a verdict.  ``n_accepted``: drafts among the tokens that were kept; a padding token that is right by
         chance counts as a draft.
         """
-        counts, n_drafts = self.by_origin[origin], max(n_proposed, n_accepted)
+        counts, n_drafts = self.by_origin[origin], max(num_real_drafts, n_accepted)
         counts.decoded(n_drafts, n_accepted)
-        counts.n_drafted += n_drafts if looked_up else n_drafts - n_proposed
+        counts.n_drafted += n_drafts if looked_up else n_drafts - num_real_drafts
         if looked_up and n_drafts:
             self.lookups.n_verify += 1
             self.lookups.n_verified += n_drafts

@@ -7,13 +7,34 @@ Invariant: a sequence that waits for a ranking continues after it, or has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
 
 from lucevisor.engine.sequence import LiveSequence
-from lucevisor.engine.step import ScheduledStep
+from lucevisor.engine.step import ScheduledStep, WrongResult
 from lucevisor.errors import ScoringError
+from lucevisor.protocol.steps import StepResult
+
+
+def note_rankings(scheduled: ScheduledStep, asked: Collection[int], results: Sequence[StepResult]) -> None:
+    """Sum the scores of all stages for each sequence ``asked`` about, and resume those that waited for them.  Raises
+    WrongResult if a stage scored other pages than the others did.
+    """
+    waiting = {sequence: part for sequence, part in scheduled.parts.items() if part.live.ranking == scheduled.step_id}
+    wanted = {sequence: waiting[sequence] for sequence in asked if sequence in waiting}
+    sums: dict[int, list[float]] = {}
+    for result in results:
+        for one in result.page_scores:
+            before = sums.setdefault(one.sequence, [0.0] * len(one.scores))
+            if one.sequence not in wanted or len(before) != len(one.scores):
+                n = f"{len(one.scores)} pages of sequence {one.sequence}"
+                raise WrongResult(f"step {result.step_id}: stage {result.stage} ranked {n}, which fits no other answer")
+            sums[one.sequence] = [a + b for a, b in zip(before, one.scores, strict=True)]
+    for sequence, part in wanted.items():
+        part.live.ranking = 0
+        part.live.table.rank(sums.get(sequence, []))
+
 
 PageScorer = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
 """The relevance of each whole page of a text to its end; raises ScoringError."""

@@ -1,10 +1,11 @@
-"""The scheduler's side of speculative decoding: drafts to ask for, drafts to verify, and the drafter they come from.
+"""The scheduler's part of speculative decoding: drafts to ask for, drafts to verify, and the attached drafter.
 
-Pure.  A drafter is asked with the slice behind whose token it drafts; the sequence then waits for the drafts
-(``LiveSequence.awaiting``) and its next slice verifies them.  Drafts take only what nobody else needs: pages and states
-that are free, or that prefix slots can give; drafting/speculation.py says how many.  docs/scheduling.md has the rules.
+A drafter is asked with the slice behind whose token it drafts.  The sequence then waits for the drafts
+(``LiveSequence.waiting_for_step``), and its next slice verifies them.  Drafts take only pages and states that are free
+or that prefix slots can give.  docs/scheduling.md has the rules.
 
-A drafter that does not pay rests: it gets no steps at all, until it is woken and gets the sequences as a new one does.
+Where the output stage's daemon makes the drafts, a slice may verify them before the supervisor knows them: it carries
+``PENDING`` until they are filled in (ADR 16).
 
 Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never reach behind a
 request's last token, nor behind the pages of its sequence.
@@ -13,23 +14,18 @@ request's last token, nor behind the pages of its sequence.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import within_masks
-from lucevisor.engine.drafting.lookup import INDEX_TOKENS, NgramLookup
-from lucevisor.engine.drafting.request import RequestDrafts
-from lucevisor.engine.drafting.rest import DrafterRest
-from lucevisor.engine.drafting.speculation import Speculation
-from lucevisor.engine.drafting.statistics import DraftStatistics, StepShare
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.running import RunningRequests
-from lucevisor.engine.scheduling.draft_notes import DraftNotes
-from lucevisor.engine.scheduling.round_gaps import RoundGaps
-from lucevisor.engine.scheduling.unseen import fill_in, unseen_drafts
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
+from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
+from lucevisor.engine.spec_decode.ngram import INDEX_TOKENS, NgramLookup
+from lucevisor.engine.spec_decode.statistics import DraftStatistics, StepShare
 from lucevisor.engine.step import (
     ScheduledSequence,
     ScheduledSlice,
@@ -39,12 +35,44 @@ from lucevisor.engine.step import (
     check_drafts,
     is_decode,
     padded,
-    unseen,
+    untaken_tokens,
 )
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import CloseSequence, Drafted, Operation, Sampled, Slice, StepResult
+from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, Operation, Sampled, Slice, StepResult
+
+
+def placeholder_drafts(outstanding: Iterable[ScheduledStep], live: LiveSequence) -> Drafted:
+    """Return the drafts that are being made for a sequence, as far as they are known; ``outstanding``: the steps that
+    the draft stage has yet to answer.
+    """
+    asked = next((step for step in outstanding if step.step_id == live.waiting_for_step), None)
+    n = asked.parts[live.sequence].slice.num_draft_tokens if asked is not None else 0
+    return Drafted(live.sequence, [PENDING] * n)
+
+
+def with_same_draft_step(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
+    """Return those decodes whose drafts, as far as they are being made, the first step of these asked for: the first of
+    several stages waits for one step's.
+    """
+    asked = next((one.live.waiting_for_step for one in decodes if one.live.waiting_for_step), 0)
+    return [one for one in decodes if one.live.waiting_for_step in (0, asked)]
+
+
+def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: Mapping[int, Drafted]) -> bool:
+    """Put the ``drafts`` that a step asked for into the slices behind it that verify them; return whether any do."""
+    found = False
+    for step in outstanding:
+        for sequence, part in step.parts.items():
+            before = asked.parts.get(sequence) if part.slice.drafts_pend else None
+            if before is None or before.live is not part.live or not before.slice.num_draft_tokens:
+                continue
+            drafted = drafts.get(sequence, Drafted(sequence, []))
+            slice_, n = part.slice.with_drafts(drafted.tokens), min(part.num_real_drafts, len(drafted.tokens))
+            step.parts[sequence] = replace(part, slice=slice_, num_real_drafts=n)
+            found = True
+    return found
 
 
 class Drafting:
@@ -55,21 +83,21 @@ class Drafting:
         self._max_context = limits.max_context
         self._pools = pools
         self._running = running
-        self.speculation = Speculation(s.max_drafts, s.kind, fixed=s.fixed, ends_early=s.p_min > 0)
+        self.speculation = SpecDecodeController(s.max_drafts, s.kind, fixed=s.fixed)
         self.statistics = DraftStatistics()
-        self._notes = DraftNotes(self.statistics)
-        self._rest = DrafterRest()
+        self._suspension = DrafterSuspension()
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
         self._opens_kept = False  # which has their states
-        self._rested = False  # the last drafter did when it was detached
+        self._was_suspended = False  # the last drafter did when it was detached
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
         self.n_stages, self.tells_first = n_stages, n_stages == 1  # the last one tells the first one what it makes
         self._n_decoding = 0  # when the next step was begun
-        self._gaps, self._step_s = RoundGaps(lambda: self.tells_first), 0.0  # of the step whose result is applied
-        self._promised: dict[str, int] = {}  # drafts that the next step verifies, by request id, as decided before
+        self._last_results: dict[frozenset[int], tuple[ScheduledStep, float]] = {}  # by the sequences of a micro-batch
+        self._cold_drafts = 0  # the last step behind which drafts were compiled or captured
+        self._promised = 0  # drafts of a slice that the next step verifies, as decided before
 
     # ---- the drafter
 
@@ -77,7 +105,7 @@ class Drafting:
         """Ask a drafter from the next step on, which runs in the output stage's daemon (``with_output``) or beside it.
 
         ``opening``: sequences are open in the shards, which it has to open, too.  ``kept``: it has the state of the
-        last one, and nothing was computed in between; that of one that was resting is not worth keeping.
+        last one, and nothing was computed in between; that of a suspended one is not worth keeping.
 
         Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
@@ -85,23 +113,24 @@ class Drafting:
             raise ValueError("no drafter can be attached: the arenas have no region for it (speculation.drafter)")
         if self.attached:
             raise RuntimeError("a drafter is attached already; detach it first")
-        kept = kept and not self._rested
+        kept = kept and not self._was_suspended
         self.attached, self.opening, self._overlaps = True, opening, not with_output
-        self._opens_kept, self._rested = kept, False
+        self._opens_kept, self._was_suspended = kept, False
         self._pools.resume_draft_epoch() if kept else self._pools.begin_draft_epoch()
 
     def detach(self) -> None:
         """Expect no drafts any more; the sequences that wait for some go on without."""
         if self.attached:
-            self._rested = self.resting
-            self._rest.end()
+            self._was_suspended = self.suspended
+            self._suspension.reset()
             self.attached = self.opening = False
             self.outstanding.clear()
+            self._last_results.clear()
             self._n_sampled = 0
             self._pools.end_draft_epoch()
             for record in self._running:
                 if record.live is not None:
-                    record.live.awaiting = 0
+                    record.live.waiting_for_step = 0
 
     def open_running(self) -> list[Operation]:
         """Return the operations that open all running sequences at a drafter without any."""
@@ -109,51 +138,45 @@ class Drafting:
         return self._running.opening(kept=self._opens_kept)
 
     @property
-    def resting(self) -> bool:
+    def suspended(self) -> bool:
         """Whether the drafter gets no steps, and has no sequences."""
-        return self._rest.resting
+        return self._suspension.suspended
 
     @property
     def active(self) -> bool:
         """Whether steps go to a drafter."""
-        return self.attached and not self.resting
+        return self.attached and not self.suspended
 
-    def turns(self) -> bool:
-        """Whether the drafter should be let rest, or be woken, before the next step."""
-        if not self._rest.due(idle=not self._running) or not self.attached or self.opening:
+    def toggle_due(self) -> bool:
+        """Whether to suspend or resume the drafter before the next step."""
+        if not self._suspension.is_due(idle=not self._running) or not self.attached or self.opening:
             return False  # at nearly every step
-        asked = any(step.n_ahead for step in self.outstanding)
-        return not asked and (self.resting or bool(self.speculation.no_drafts))
+        asked = any(step.num_draft_tokens for step in self.outstanding)
+        return not asked and (self.suspended or bool(self.speculation.no_drafts))
 
-    def rest(self, waiting: Sequence[Operation]) -> list[Operation]:
+    def suspend(self, waiting: Sequence[Operation]) -> list[Operation]:
         """Send the drafter nothing more; return the operations that leave it without sequences.
 
         ``waiting``: those of the next step, which are to be part of it.
         """
-        self._rest.turn()
+        self._suspension.toggle()
         self._pools.end_draft_epoch()
         lives = [record.live for record in self._running if record.live is not None]
         return [*waiting, *(CloseSequence(live.sequence) for live in lives)]
 
-    def wake(self, *, opening: bool) -> None:
+    def resume(self, *, opening: bool) -> None:
         """Ask the drafter again, as one that was just attached; ``opening`` as there."""
-        self._rest.turn()
+        self._suspension.toggle()
         self.opening, self._opens_kept = opening, False
         self._pools.begin_draft_epoch()
 
     @property
-    def p_min(self) -> int:
-        """``Slice.p_min`` of a slice that is alone in its step."""
-        return self._settings.p_min if len(self._running) == 1 else 0
-
-    @property
-    def verifies_unseen(self) -> bool:
+    def verifies_placeholders(self) -> bool:
         """Whether the next step may verify drafts before they are known here: the output stage's daemon makes them, and
-        neither the masks of a constraint nor its width depend on them.  Of several stages the first would keep a prompt
+        the masks of a constraint do not depend on them.  Of several stages the first would keep a prompt
         waiting meanwhile.
         """
-        looks = self.speculation.uses_probabilities and not self.p_min
-        if not self.attached or self._overlaps or not self.tells_first or looks:
+        if not self.attached or self._overlaps or not self.tells_first:
             return False
         alone = self.n_stages == 1
         return all(
@@ -164,9 +187,9 @@ class Drafting:
     @property
     def n_drafting(self) -> int:
         """Micro-batches of decodes whose drafts are being made, and waited for."""
-        if self.verifies_unseen:
+        if self.verifies_placeholders:
             return 0
-        return sum(bool(step.decodes and step.n_ahead) for step in list(self.outstanding)[: self._n_sampled])
+        return sum(bool(step.decodes and step.num_draft_tokens) for step in list(self.outstanding)[: self._n_sampled])
 
     def n_groups(self, n_stages: int) -> int:
         """Return into how many groups decoding sequences are dealt; a group is verified, then drafted."""
@@ -177,26 +200,26 @@ class Drafting:
 
     def with_drafts(self, decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:
         """Add drafts to decodes that share a step, before their pages are secured."""
-        promised, self._promised = self._promised, {}
+        promised, self._promised = self._promised, 0
         records = self._offered(decodes)
         if not any(drafted.tokens for _, drafted in records):
             return [*decodes]
-        wanted = promised or self.speculation.n_verify(records, self._n_decoding)
+        wanted = promised or self.speculation.num_verify_tokens(records, self._n_decoding)
         widths, most = [], self._settings.max_drafts
         for one in decodes:
             n_left = one.record.max_tokens - one.record.n_generated - 1
-            widths.append(max(0, min(wanted.get(one.record.request.request_id, 0), most, n_left)))
+            widths.append(max(0, min(wanted, most, n_left)))
         widths = within_masks(self._within_states(widths), [one.record.request.constraint for one in decodes])
-        widths = self.speculation.evened(widths, wanted.values())
+        if len(widths) > 2 and min(widths):  # a GPU's graphs are of equal slices
+            widths = [min(widths)] * len(widths)
         return [padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
 
     def would_draft(self, ahead: Sequence[ScheduledSlice]) -> bool:
         """Whether decodes should wait for the tokens they start from, because drafts are likely to follow these."""
         records = self._offered(ahead)
         offered = any(drafted.tokens for _, drafted in records)
-        wanted = self.speculation.n_verify(records, self._n_decoding) if offered else {}
-        self._promised = wanted if any(wanted.values()) else {}
-        return bool(self._promised)
+        self._promised = self.speculation.num_verify_tokens(records, self._n_decoding) if offered else 0
+        return self._promised > 0
 
     def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
         """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
@@ -216,19 +239,18 @@ class Drafting:
             taken = self._pools.draft_states.allocate(n_drafts) or []
             n_drafts = len(taken)
             states = [live.state, *taken] if taken else []
-        stop, n_ahead = one.stop + n_drafts, self._n_ahead(one, n_drafts)
-        if not one.drafts and not n_ahead:
+        stop, num_draft_tokens = one.stop + n_drafts, self._num_draft_tokens(one, n_drafts)
+        if not one.drafts and not num_draft_tokens:
             return one, operations  # as most are
-        if n_ahead and not covered:
-            operations += self._running.extend(live, stop, n_ahead + 1)
-            while n_ahead and table.missing(stop, n_ahead + 1):
-                n_ahead -= 1
-        n_proposed = min(one.n_proposed, n_drafts)
-        drafts = one.drafts[:n_drafts]
-        return replace(one, drafts=drafts, n_proposed=n_proposed, states=states, n_ahead=n_ahead), operations
+        if num_draft_tokens and not covered:
+            operations += self._running.extend(live, stop, num_draft_tokens + 1)
+            while num_draft_tokens and table.missing(stop, num_draft_tokens + 1):
+                num_draft_tokens -= 1
+        one = replace(one, drafts=one.drafts[:n_drafts], num_real_drafts=min(one.num_real_drafts, n_drafts))
+        return replace(one, states=states, num_draft_tokens=num_draft_tokens), operations
 
     def draft_from(self, live: LiveSequence) -> int:
-        """Return the first position of a sequence whose state the drafter has; 0 without one, or while it rests."""
+        """Return the first position of a sequence whose state the drafter has; 0 without an active one."""
         if not self.active:
             return 0
         epoch, position = live.draft_from
@@ -242,11 +264,10 @@ class Drafting:
         in the output stage's daemon, which does one step after the other where there are several stages."""
         if not self.active or self._overlaps or n_stages == 1:
             return False
-        return all_decodes(slices) and not any(piece.n_ahead or piece.drafts_pend for piece in slices)
+        return all_decodes(slices) and not any(piece.num_draft_tokens or piece.drafts_pend for piece in slices)
 
-    def planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
+    def on_step_planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
         """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
-        self._gaps.planned(step)
         if self.active and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
@@ -255,22 +276,54 @@ class Drafting:
 
     # ---- results
 
-    def applied(self, scheduled: ScheduledStep, now: float, upkeep_s: float = 0.0) -> None:
+    def on_step_applied(
+        self, scheduled: ScheduledStep, now: float, stages_s: float, upkeep_s: float, *, cold: bool
+    ) -> None:
         """Let the sequences of a step wait for their drafts, now that the output stage has answered it.
 
-        ``upkeep_s``: what the drafter took for decodes since the result before.
+        ``stages_s``: seconds of all stages, ``upkeep_s``: those of the drafter for decodes since the result before;
+        ``cold`` as in StepResult.
         """
-        self.statistics.upkeep_s += upkeep_s  # while another stage computes, so what it delays is in the gaps
-        if self._settings.max_drafts and (gap := self._gaps.applied(scheduled, self._step_s, now)) is not None:
-            self.speculation.times.add_gap(*gap)
+        self.statistics.upkeep_s += upkeep_s
+        if scheduled.has_drafts:
+            rows = [(part.origin, len(part.slice.tokens), part.slice.n_drafts) for part in scheduled.parts.values()]
+            self.statistics.stepped([StepShare(origin, n, n if drafts else 0) for origin, n, drafts in rows], stages_s)
+        if self._settings.max_drafts:
+            self._record_round(scheduled, now, cold=cold)
         if all(step.step_id != scheduled.step_id for step in self.outstanding):
             return  # planned before the drafter was attached, or it does not answer
         self._n_sampled += 1
         for part in scheduled.parts.values():
-            if part.slice.n_ahead:
-                part.live.awaiting = scheduled.step_id
+            if part.slice.num_draft_tokens:
+                part.live.waiting_for_step = scheduled.step_id
 
-    def answered(self, result: StepResult) -> bool:
+    def _record_round(self, step: ScheduledStep, now: float, *, cold: bool) -> None:
+        """Tell the controller how long a round took: from the result before of the same micro-batch, if nothing but
+        decodes was computed in between.
+        """
+        if not step.only_decodes:
+            self._last_results.clear()
+            return
+        self._suspension.record_step()
+        self.speculation.record_step()
+        batch = frozenset(step.parts)
+        last = self._last_results.pop(batch, None)
+        self._last_results = {other: r for other, r in self._last_results.items() if other.isdisjoint(batch)}
+        self._last_results[batch] = step, now
+        widths = {part.slice.n_drafts for part in step.parts.values()}
+        if last is None or len(widths) > 1:
+            return
+        before, then = last
+        width, asked = widths.pop(), {part.slice.num_draft_tokens for part in before.parts.values()}
+        looked_up = any(part.record.drafts.looked_up for part in step.parts.values())
+        # Of plain rounds only those behind a plain step: the first one after drafts does not run ahead.
+        if asked == {0} and (before.plain or width):
+            self.speculation.record_round(width, now - then, asked=False, cold=cold)
+        elif asked == {width} and not looked_up:
+            cold = cold or self._cold_drafts == before.step_id
+            self.speculation.record_round(width, now - then, asked=True, cold=cold)
+
+    def on_drafts(self, result: StepResult) -> bool:
         """Take the drafts of a step, so that its sequences go on; return whether a step may have become possible.
 
         Raises WrongResult, changing nothing, if they do not answer the oldest step that the drafter has yet to answer.
@@ -287,54 +340,35 @@ class Drafting:
             if part.record.live is not part.live:
                 continue
             drafted = by_sequence.get(sequence)
-            if drafted is not None and part.slice.n_ahead:
-                self.speculation.drafted(part.record.drafts, drafted, part.slice.n_ahead - len(drafted.tokens))
-            if part.live.awaiting == expected.step_id:
-                part.live.awaiting, part.live.drafted = 0, drafted
-        self._gaps.drafted(expected, result.compute_s)
-        self._notes.learn(self.speculation)
-        self._notes.note(expected, by_sequence, result)
+            if part.live.waiting_for_step == expected.step_id:
+                part.live.waiting_for_step, part.live.drafted = 0, drafted
+        self._cold_drafts = result.step_id if result.cold else self._cold_drafts
+        shares, n_drafted = [], []
+        for sequence, part in expected.parts.items():
+            n_rows = len(part.slice.tokens) + part.slice.num_draft_tokens
+            shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.num_draft_tokens else 0))
+            n_drafted.append(len(by_sequence[sequence].tokens) if sequence in by_sequence else 0)
+        self.statistics.drafted(shares, n_drafted, result.compute_s)
         verified = fill_in(self.outstanding, expected, by_sequence)
-        if not verified:
-            self._notes.learn(self.speculation)  # else a step is in flight whose successor is sent first
         return not verified or len(self._running) > 1
 
-    def drawn(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
+    def on_tokens(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
         """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
         record, n_accepted = part.record, len(drawn) - 1
-        if part.n_proposed:
-            self.speculation.verified(record.drafts, part.n_proposed, min(n_accepted, part.n_proposed))
+        if part.num_real_drafts:
+            self.speculation.record_verdict(record.drafts, part.num_real_drafts, min(n_accepted, part.num_real_drafts))
         if record.ended or record.first_token_at is None or not is_decode(part.slice):
             return
-        if not n_accepted and not part.n_proposed:
+        if not n_accepted and not part.num_real_drafts:
             self.statistics.by_origin[part.origin].n_plain += 1
             return
         ends = [i for i, one in enumerate(drawn) if one.token in record.request.stop_ids]
         if ends:  # the request ends there
             n_accepted = min(n_accepted, ends[0] + 1)
         looked_up = record.drafts.looked_up
-        self.statistics.decoded(part.origin, part.n_proposed, n_accepted, looked_up=looked_up)
-        record.drafts.n_verified += max(part.n_proposed, n_accepted)
+        self.statistics.decoded(part.origin, part.num_real_drafts, n_accepted, looked_up=looked_up)
+        record.drafts.n_verified += max(part.num_real_drafts, n_accepted)
         record.drafts.n_accepted += n_accepted
-
-    def stepped(self, step: ScheduledStep, seconds: float) -> None:
-        """Note how long the stages took for a step, one after the other."""
-        self._step_s = seconds
-        if not step.has_drafts:
-            return
-        shares = []
-        for part in step.parts.values():
-            n_rows = len(part.slice.tokens)
-            shares.append(StepShare(part.origin, n_rows, n_rows if part.slice.n_drafts else 0))
-        self.statistics.stepped(shares, seconds)
-
-    def measured(self, slices: Sequence[Slice], stages_s: Sequence[float], *, cold: bool, waited: bool) -> None:
-        """Note how long each stage took for a step of decodes; ``cold``: StepResult, ``waited``: ScheduledStep."""
-        self._notes.learn(self.speculation)
-        if self._settings.max_drafts and slices:
-            self._rest.stepped()
-            n_rows = sum(len(piece.tokens) for piece in slices)
-            self.speculation.measured(n_rows, len(slices), sum(stages_s), max(stages_s), cold=cold, waited=waited)
 
     # ---- inside
 
@@ -357,7 +391,7 @@ class Drafting:
             most -= 1
         return [min(width, most) for width in widths]
 
-    def _n_ahead(self, one: ScheduledSlice, n_drafts: int) -> int:
+    def _num_draft_tokens(self, one: ScheduledSlice, n_drafts: int) -> int:
         """Return how many drafts to ask for behind the token that a slice samples."""
         record = one.record
         if not self.active or not one.samples or record.uncached or self.draft_from(one.live) >= one.stop:
@@ -368,19 +402,21 @@ class Drafting:
             self._max_context - (one.stop + n_drafts) - 1,
         )
         n_decoding = self._n_decoding if record.state is RequestState.DECODE else len(self._running)  # prompts end
-        wanted = min(most, self.speculation.n_ahead(record.drafts, n_decoding)) if most > 0 else 0
-        if wanted and self.speculation.probes.running is None:
-            self._rest.asked()
+        wanted = min(most, self.speculation.num_draft_tokens(record.drafts, n_decoding)) if most > 0 else 0
+        if wanted and not self.speculation.trying:
+            self._suspension.record_use()
         return wanted
 
     def _candidates(self, one: ScheduledSlice) -> Drafted:
         """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
         live = one.live
-        found = self.speculation.candidates(one.record.drafts, live.drafted or unseen_drafts(self.outstanding, live))
+        found = self.speculation.candidates(
+            one.record.drafts, live.drafted or placeholder_drafts(self.outstanding, live)
+        )
         constraint = one.record.request.constraint
         if constraint is None or not found.tokens:
             return found
-        n = constraint.n_valid(*unseen(one.record, constraint), found.tokens)
+        n = constraint.n_valid(*untaken_tokens(one.record, constraint), found.tokens)
         return Drafted(found.sequence, found.tokens[:n], found.probabilities[:n])
 
     @staticmethod

@@ -22,9 +22,7 @@ MAX_CANDIDATES: Final = 16
 """Occurrences tried: a match takes microseconds, however often a text repeats itself."""
 INDEX_TOKENS: Final = 2048
 """Tokens indexed per call, about half a millisecond."""
-LOOKUP_FIRST_CHANCE: Final = 0.6
-"""Chance of a first looked-up draft before any was verified."""
-LOOKUP_PROBABILITIES: Final = {3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.75, 8: 0.85}
+MATCH_CHANCES: Final = {3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.75, 8: 0.85}
 """By matching tokens: what a looked-up draft reports as its probability; verdicts calibrate it."""
 
 _N_BUCKETS: Final = 1 << 16

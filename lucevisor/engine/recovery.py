@@ -1,40 +1,146 @@
-"""Brings lost stages of a pipeline back while all others keep what they have.
+"""What lost stages have computed, for their new daemons to compute again while they load their weights.
 
-Steps on their way wait for the lost stages; when new daemons run these, each is rebuilt (recovery/rebuild.py), and the
-steps go on.  Where state was frozen before the loss and the new daemons have it, they only open the sequences as of
-then.  To the scheduler that is one long step.  Knows no sockets; the owner says which stages are lost and who
-runs them now.
-Invariant: nothing is planned from a loss until all lost stages are rebuilt.
+Knows plans of a rebuild and where their rows lie; the caller hands both to the daemons.
+Invariant: a replay is the rebuild that ``StageRecovery.restore`` would begin, or there is none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
 
 from msgspec.structs import replace
 
+from lucevisor.engine.changes import Changes
 from lucevisor.engine.journal import Journal
-from lucevisor.engine.pipeline.pipeline import Pipeline
-from lucevisor.engine.pipeline.steps import StageLink
-from lucevisor.engine.recovery.rebuild import (
-    FIRST_STEP,
-    CannotRebuild,
-    Rebuilder,
-    RebuildPlan,
-    RebuildStep,
-    WaitingSteps,
-)
-from lucevisor.engine.scheduling.scheduler import Scheduler
-from lucevisor.engine.sequence import LiveSequence
+from lucevisor.engine.pipeline import Pipeline, StageLink
+from lucevisor.engine.rebuild import FIRST_STEP, CannotRebuild, Rebuilder, RebuildPlan, RebuildStep, WaitingSteps
+from lucevisor.engine.scheduler import Scheduler
+from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.step import ScheduledSequence, StepPlan, mask_jobs
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.errors import ProtocolError
+from lucevisor.protocol.loading import StageReplay
 from lucevisor.protocol.steps import Operation, Step
+
+PauseReason = Literal["loss", "restart", "reload"]
+"""Why requests paused: a daemon was lost, an operator restarted it, or moved layers to other daemons."""
+
+PAUSE_REASONS: tuple[PauseReason, ...] = get_args(PauseReason)
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Pauses of one reason, and their seconds in all."""
+
+    n: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryStatistics:
+    """Since the start.  ``held``: requests that wait for a daemon now, ``held_s``: for how long.
+
+    A pause lasts from a loss, or the last step before a restart, until steps are planned again.  ``longest_pause_s`` is
+    what a client saw: from the loss to the next token of its request, also when more losses came between.
+    ``n_sequences``:
+    requests that were running then and went on, once for each pause.  ``n_tokens``: their tokens that all stages
+    computed again; ``n_rebuilt``: lost stages alone, prefix slots included; ``n_kept``: those whose state was handed to
+    a new daemon.  ``rebuilding``: tokens done in the present rebuild, and of how many.
+    """
+
+    held: int = 0
+    held_s: float = 0.0
+    pauses: Mapping[PauseReason, Pauses] = field(default_factory=lambda: dict.fromkeys(PAUSE_REASONS, Pauses()))
+    longest_pause_s: float = 0.0
+    n_sequences: int = 0
+    n_tokens: int = 0
+    n_rebuilt: int = 0
+    n_kept: int = 0
+    rebuilding: tuple[int, int] = (0, 0)
+
+
+class Recovery:
+    """The hold of an engine.  ``hold_s`` 0: requests are never held."""
+
+    def __init__(self, hold_s: float, max_losses: int) -> None:
+        self.hold_s, self._max_losses = hold_s, max_losses
+        self.changed = asyncio.Event()  # set when a hold begins or ends
+        self.since: float | None = None  # the present hold's begin
+        self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)  # tokens of the present rebuild: done, in all
+        self._reason: PauseReason = "loss"
+        self._n_begun = 0  # losses and restarts
+        self._totals = RecoveryStatistics()
+
+    @property
+    def holding(self) -> bool:
+        """Whether requests wait for a daemon."""
+        return self.since is not None
+
+    def begin(self, now: float, reason: PauseReason = "loss") -> None:
+        """Begin to hold: the pipeline or a stage of it is lost, or it is paused to restart one."""
+        self._n_begun += 1
+        if self.hold_s > 0 and self.since is None:
+            self.since, self._reason = now, reason
+            self.changed.set()
+
+    def end(self, now: float) -> None:
+        """End the hold: there is a pipeline again.  Does nothing without a hold."""
+        if self.since is not None:
+            seconds, totals, before = now - self.since, self._totals, self._totals.pauses[self._reason]
+            pauses = {**totals.pauses, self._reason: Pauses(before.n + 1, before.seconds + seconds)}
+            self._totals = dataclasses.replace(
+                totals, pauses=pauses, longest_pause_s=max(totals.longest_pause_s, seconds)
+            )
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Stop holding requests.  Does nothing without a hold."""
+        if self.since is not None:
+            self.since = None
+            self.changed.set()
+
+    def survives(self, record: RequestRecord) -> bool:
+        """Count the last loss or restart under a running request, once; return whether it is held."""
+        if record.loss != self._n_begun:
+            n_known, lost = len(record.tokens), self._reason == "loss"
+            counts = lost and record.n_in_flight > 0  # what only waited for its next chunk killed nobody
+            record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
+            record.recovered = record.recovered or lost
+            record.loss, record.lost_at = self._n_begun, n_known
+            record.paused_at = self.since if record.paused_at is None else record.paused_at
+            self._totals = dataclasses.replace(self._totals, n_sequences=self._totals.n_sequences + 1)
+        return record.n_losses < self._max_losses
+
+    def keep(self, record: RequestRecord) -> bool:
+        """Whether a running request whose sequence all shards have lost is held."""
+        if not self.holding or record.probe is not None or not self.survives(record):
+            return False
+        if record.live is not None:
+            self._totals = dataclasses.replace(self._totals, n_tokens=self._totals.n_tokens + record.live.n_computed)
+        return True
+
+    def rebuilt(self, n_tokens: int, n_kept: int) -> None:
+        """Count what lost stages computed again, and the tokens whose state new daemons took over."""
+        totals = self._totals
+        self._totals = dataclasses.replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
+
+    def statistics(self, n_unfinished: int, now: float, longest_pause_s: float = 0.0) -> RecoveryStatistics:
+        """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``longest_pause_s``: from a loss to
+        the next token of a request.
+        """
+        totals = dataclasses.replace(self._totals, longest_pause_s=max(self._totals.longest_pause_s, longest_pause_s))
+        if self.since is None:
+            return totals
+        return dataclasses.replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())
+
 
 _IN_FLIGHT: Final = 2
 """Steps that a stage under rebuild has at once: one runs, one waits."""
@@ -362,3 +468,53 @@ def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> boo
     """Whether the first ``n_tokens`` tokens, which others computed, may include some of a slice."""
     start = part.slice.start
     return n_tokens > start and tokens.n_common(part.record.tokens, n_tokens) > start
+
+
+MAX_REPLAY_TOKENS: Final = 1 << 17
+"""Longer replays wait until the weights are loaded: the message and the rows would be too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateReplay:
+    """The steps of each lost stage, and the ``file`` of their boundary rows, a descriptor.  Rows are still being
+    written to it; it is sealed behind the last one.
+    """
+
+    stages: Sequence[StageReplay]
+    file: int
+
+
+class StageReplays:
+    """Replays of the stages that ``recovery`` is to bring back."""
+
+    def __init__(self, recovery: StageRecovery, changes: Changes, clock: Callable[[], float]) -> None:
+        self._recovery, self._changes, self._clock = recovery, changes, clock
+
+    async def make(self, stages: Collection[int], timeout_s: float) -> StateReplay | None:
+        """Return what lost stages have computed; None if steps are on their way to other stages for longer, it is too
+        much, or impossible: then ``restore`` does that.
+
+        The caller closes the file.  It holds until another stage is lost.
+        """
+        plans: dict[int, RebuildPlan] = {}
+
+        def prepared() -> bool:
+            found = self._recovery.prepare(stages, self._clock())
+            plans.update(found or {})
+            return found is not None
+
+        try:
+            if not await self._changes.holds_within(prepared, timeout_s):
+                return None
+        except CannotRebuild:
+            return None
+        if not 0 < sum(plan.n_tokens for plan in plans.values()) <= MAX_REPLAY_TOKENS:
+            return None
+        replays, n_rows = [], 0
+        for stage, plan in plans.items():
+            replays.append(StageReplay(stage, [one.step for one in plan.steps], n_rows))
+            n_rows += sum(copy.n for one in plan.steps for copy in one.rows)
+        try:
+            return StateReplay(replays, self._recovery.gather(plans.values()))
+        except OSError:
+            return None

@@ -1,1 +1,0 @@
-"""The way of a step through the stages of the daemons, and of its drafts."""

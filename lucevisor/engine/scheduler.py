@@ -1,0 +1,1085 @@
+"""Decides what the pipeline computes next: admission, chunked prefill, continuous batching, preemption.
+
+Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.  Knows no
+sockets, clocks or text.  The rules, and what they promise: docs/scheduling.md.
+
+Ids may be reused while steps are in flight, because every stage runs its steps in order: what is planned later is
+written later.  Operations that no step carries yet wait in one ordered list for the next plan.
+Invariants: only running requests, prefix slots and reservations own ids; a sequence has at most one undrawn token in
+flight; a finished request is in no list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from operator import attrgetter
+from typing import Final, Protocol
+
+from lucevisor.engine.drafting import Drafting, with_same_draft_step
+from lucevisor.engine.limits import EngineLimits
+from lucevisor.engine.prefix_reuse import NO_MATCH, PrefixReuse
+from lucevisor.engine.request import (
+    Event,
+    GenerationRequest,
+    InvalidRequest,
+    Reason,
+    RequestError,
+    RequestState,
+    TokenEvent,
+    invalid_logits,
+    no_host_memory,
+)
+from lucevisor.engine.running import RunningRequests
+from lucevisor.engine.scheduling.backlog import Backlog
+from lucevisor.engine.scheduling.chunking import SharedChunks
+from lucevisor.engine.scheduling.waits import WaitEstimate
+from lucevisor.engine.sequence import RequestRecord, SwappedPrefix, WantedRows
+from lucevisor.engine.step import (
+    ScheduledSequence,
+    ScheduledSlice,
+    ScheduledStep,
+    StepPlan,
+    drawn_tokens,
+    is_plain,
+    mask_jobs,
+)
+from lucevisor.kv.page_table import HostMemoryFull
+from lucevisor.kv.prefix_records import PrefixMatch, Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
+from lucevisor.model.values import PAGE_TOKENS
+from lucevisor.protocol.loading import arena_regions
+from lucevisor.protocol.steps import Operation, Sampled, Step, StepResult
+
+
+class ClientShares:
+    """Tokens charged to each client that has unfinished requests, or owes some."""
+
+    def __init__(self, credit: int) -> None:
+        self._credit = credit
+        self._served: dict[str, int] = {}
+        self._requests: Counter[str] = Counter()
+        self._least = 0  # of those with requests
+
+    @property
+    def contested(self) -> bool:
+        """Whether more than one client has unfinished requests."""
+        return len(self._requests) > 1
+
+    def enter(self, client: str) -> None:
+        """Count a new request of ``client``."""
+        if client not in self._requests:
+            self._served[client] = max(self._served.get(client, 0), self._least)
+            owing = self._served.items()
+            self._served = {name: n for name, n in owing if n > self._least or name in self._requests or name == client}
+        self._requests[client] += 1
+        self._update()
+
+    def leave(self, client: str) -> None:
+        """Count a finished request of ``client``."""
+        self._requests[client] -= 1
+        if not self._requests[client]:
+            del self._requests[client]
+        if not self._requests:
+            self._served.clear()
+        self._update()
+
+    def charge(self, tokens: Iterable[tuple[str, int]]) -> None:
+        """Charge tokens to their clients."""
+        if not self.contested:
+            return  # only differences matter
+        for client, n in tokens:
+            self._served[client] += n
+        least = max(self._served[client] for client in self._requests) - self._credit
+        for client in self._requests:
+            self._served[client] = max(self._served[client], least)
+        self._update()
+
+    def lead(self, client: str) -> int:
+        """Return how many more tokens ``client`` was served than the least served busy client."""
+        return self._served[client] - self._least if self.contested else 0
+
+    def _update(self) -> None:
+        self._least = min((self._served[client] for client in self._requests), default=0)
+
+
+PATIENCE: Final = 2
+"""Later requests overtake a request until they took so many times its own size."""
+
+
+class RequestQueue:
+    """Waiting requests; iteration has no particular order, ``in_order`` has."""
+
+    def __init__(self, shares: ClientShares) -> None:
+        self._shares = shares
+        self._waiting: dict[RequestRecord, None] = {}
+        self._order: list[RequestRecord] | None = None  # as long as it holds
+        self._n_waiting: Counter[str] = Counter()  # by client, without preempted requests
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._waiting)
+
+    def add(self, record: RequestRecord) -> None:
+        """Add a request."""
+        self._waiting[record] = None
+        self._order = None
+        if record.started_at is None and record.probe is None:
+            self._n_waiting[record.request.client_id] += 1
+
+    def remove(self, record: RequestRecord) -> None:
+        """Remove a request."""
+        del self._waiting[record]
+        self._order = None
+        client = record.request.client_id
+        if record.started_at is None and record.probe is None:
+            self._n_waiting[client] -= 1
+            if not self._n_waiting[client]:
+                del self._n_waiting[client]
+
+    def start(self, record: RequestRecord) -> None:
+        """Remove a request that starts, and age those it overtakes."""
+        self.remove(record)
+        if record.probe is None and record.started_at is None and not record.goes_next:
+            size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a place
+            for other in self._waiting:
+                if other.arrival < record.arrival and other.request.client_id == record.request.client_id:
+                    other.n_passed += size
+
+    def reordered(self) -> None:
+        """Note that the size or the turn of a waiting request changed."""
+        self._order = None
+
+    def n_waiting(self, client: str) -> int:
+        """Return how many requests of a client wait for their first start."""
+        return self._n_waiting[client]
+
+    def n_clients(self, client: str) -> int:
+        """Return how many clients have such requests, ``client`` included."""
+        return len(self._n_waiting) + (client not in self._n_waiting)
+
+    def rivals(self, client: str, live: Collection[RequestRecord]) -> list[RequestRecord]:
+        """Return the requests that start before a further one of ``client``, next first: its own, and as many of each
+        other client.
+        """
+        n_own, taken = self._n_waiting[client], Counter[str]()
+        rivals = []
+        for record in self.in_order(live):
+            taken[record.request.client_id] += 1
+            if taken[record.request.client_id] <= n_own:
+                rivals.append(record)
+        return rivals
+
+    def in_order(self, live: Collection[RequestRecord]) -> list[RequestRecord]:
+        """Return the waiting requests, next first.  ``live``: the running ones, whose prompts count for their
+        clients."""
+        if self._order is None or self._shares.contested:
+            self._order = self.sorted(self._waiting, live)
+        return self._order
+
+    def sorted(self, records: Collection[RequestRecord], live: Collection[RequestRecord]) -> list[RequestRecord]:
+        """Return some of the waiting requests, next first, as of now."""
+        promised: Counter[str] = Counter()
+        if self._shares.contested:
+            for record in live:
+                if record.live is not None and record.state is RequestState.PREFILL:
+                    promised[record.request.client_id] += len(record.tokens) - record.live.n_scheduled
+
+        def turn(record: RequestRecord) -> tuple[int, int, int, int, int]:
+            if record.probe is not None or record.goes_next:
+                return record.probe is None, 0, 0, 0, record.arrival
+            client, new = record.request.client_id, record.started_at is None
+            aged = max(0, PATIENCE * record.size - record.n_passed) if new else 0
+            return 2, self._shares.lead(client) + promised[client], new, aged, record.arrival
+
+        return sorted(records, key=turn)
+
+
+class SwapSpace(Protocol):
+    """Host memory for what preempted requests have computed.  Nothing here waits."""
+
+    @property
+    def n_writing(self) -> int:
+        """Slots that are being written: their pages are free soon."""
+
+    def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
+        """Begin to copy a pinned slot, to be released when its bytes are there; None: no room, it is released now."""
+
+    def read(self, record: RequestRecord, swapped: SwappedPrefix, reservation: Reservation) -> None:
+        """Begin to copy it back into reserved ids; then they are adopted, and the request resumed."""
+
+    def drop(self, swapped: SwappedPrefix) -> None:
+        """Free the copy: nobody needs it any more."""
+
+
+class Places:
+    """The sequences that running requests hold, as of now.  ``chunk``: tokens of a prompt that a step computes.
+    ``swaps``: what they computed goes to host memory.
+    """
+
+    def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, chunk: int, *, swaps: bool) -> None:
+        self._shares, self._chunk, self._swaps = shares, chunk, swaps
+        self._held: Counter[str] = Counter()
+        self._by_service: list[RequestRecord] = []  # the longest served first
+        for record in running:
+            self._held[record.request.client_id] += 1
+            if not record.uncached:
+                self._by_service.append(record)
+        self._by_service.sort(key=lambda record: (-record.stint(chunk), record.arrival))
+        self._most = max(self._held.values(), default=0)
+        self._by_share: dict[str, RequestRecord | None] = {}  # by client, what _richer found
+        self._longest = self._by_service[0].stint(chunk) if self._by_service else 0
+
+    def victim(self, record: RequestRecord) -> RequestRecord | None:
+        """Return the running request that gives way to a waiting one; None if it has to wait."""
+        client = record.request.client_id
+        if client not in self._by_share:
+            self._by_share[client] = self._richer(client)
+        if (found := self._by_share[client]) is not None:
+            return found
+        if record.started_at is not None:
+            return None
+        return next(self.shorter(record.request, record.size), None)
+
+    def _richer(self, client: str) -> RequestRecord | None:
+        """Return the running request that gives way to any request of a client, as its own client has two more."""
+        if self._most < self._held[client] + 2:
+            return None
+        richest = (one for one in self._by_service if self._held[one.request.client_id] == self._most)
+        found = next(richest, None)
+        if found is None or self._shares.lead(client) > self._shares.lead(found.request.client_id):
+            return None
+        return found
+
+    def shorter(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
+        """Return the running requests that give way to one with so many tokens to prefill, as it is shorter than their
+        service.
+
+        Each has its client's own sequence, or that of a client with more sequences.
+        """
+        n_steps = -(-n_prompt // self._chunk) + request.max_tokens
+        if n_steps > self._longest:  # nearly all of a long queue
+            return
+        own = self._held[request.client_id]
+        for record in self._by_service:
+            served = record.stint(self._chunk)
+            if served < n_steps:
+                return
+            again = 0 if self._swaps or record.live is None else record.live.n_computed / self._chunk
+            may = record.request.client_id == request.client_id or self._held[record.request.client_id] > own
+            if may and served >= again:
+                yield record
+
+
+class Preemption:
+    """Preempts running requests and starts them again.  ``swap`` None: all is computed again."""
+
+    def __init__(
+        self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, shares: ClientShares, chunk: int
+    ) -> None:
+        self._running, self._queue, self._reuse, self._shares = running, queue, reuse, shares
+        self._chunk = chunk
+        self.swap: SwapSpace | None = None
+        self.n_preempted = 0
+        self.n_swapped = 0  # of them, those whose bytes went to host memory
+
+    @property
+    def pages_come(self) -> bool:
+        """Whether pages of preempted requests are free soon, so that no other one is to give its own."""
+        return self.swap is not None and self.swap.n_writing > 0
+
+    def places(self) -> Places:
+        """Return who holds a sequence now."""
+        return Places(self._running, self._shares, self._chunk, swaps=self.swap is not None)
+
+    def next_place(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
+        """Return the first waiting request that may start in the place of a running one, and that one."""
+        places = self.places()
+        for record in waiting:
+            if record.goes_next and self.pages_come:
+                return None
+            victim = None if record.probe is not None or record.n_in_flight else places.victim(record)
+            if victim is not None and not self._reuse.must_wait(record, self._running):
+                return record, victim
+            if record.goes_next:
+                return None
+        return None
+
+    def preempt(self, record: RequestRecord, now: float) -> list[Operation]:
+        """Take a running request's pages, now or as soon as they are copied."""
+        operations = self._swap_out(record, now)
+        if record.live is not None:
+            record.n_served = max(record.n_served, record.live.n_computed)
+        self.n_preempted += 1
+        return operations + self.requeue(record)
+
+    def requeue(self, record: RequestRecord) -> list[Operation]:
+        """Let a running request wait again, without what it holds in the shards."""
+        operations = self._running.close(record)
+        record.move(RequestState.QUEUED)
+        self._queue.add(record)
+        return operations
+
+    def swap_in(self, record: RequestRecord, match: PrefixMatch) -> bool:
+        """Begin to bring a waiting request's bytes back if there is room for it; whether it waits for them."""
+        swapped = record.prefix.swapped
+        if swapped is None or self.swap is None or match.position >= swapped.n_tokens:
+            return False
+        reservation = self._reuse.reserve(swapped.n_tokens, swapped.paged_out) if swapped.whole else None
+        if reservation is None:
+            self.forget(record)
+            return False
+        record.prefix.held, reservation.origin = True, "preempted"
+        self.swap.read(record, swapped, reservation)
+        return True
+
+    def forget(self, record: RequestRecord) -> None:
+        """Give back what a request has in host memory, if anything."""
+        swapped, record.prefix.swapped = record.prefix.swapped, None
+        if swapped is not None and self.swap is not None:
+            self.swap.drop(swapped)
+
+    def _swap_out(self, record: RequestRecord, now: float) -> list[Operation]:
+        self.forget(record)
+        if self.swap is None:
+            return []
+        slot, operations = self._reuse.set_aside(record, now)
+        if slot is not None:
+            record.prefix.swapped = self.swap.write(slot)
+            self.n_swapped += record.prefix.swapped is not None
+        return operations
+
+
+class Admission:
+    """Starts requests of the queue."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        running: RunningRequests,
+        reuse: PrefixReuse,
+        shares: ClientShares,
+        preemption: Preemption,
+    ) -> None:
+        self.open = True  # False: only probes start; the others wait
+        self._preemption = preemption
+        self._queue = queue
+        self._running = running
+        self._reuse = reuse
+        self._shares = shares
+
+    def admit(self, now: float, last_step: int, chunks: SharedChunks) -> list[Operation]:
+        """Start all requests there is room for, and those for which others give way; return the operations that close
+        and open their sequences."""
+        operations = self._admit(now, last_step, chunks)
+        while self.open and len(self._queue):
+            place = self._preemption.next_place(self._queue.in_order(self._running))
+            if place is None:
+                break
+            record, victim = place
+            operations += self._preemption.preempt(victim, now)
+            record.goes_next = True
+            self._queue.reordered()
+            operations += self._admit(now, last_step, chunks)
+        return operations
+
+    def _admit(self, now: float, last_step: int, chunks: SharedChunks) -> list[Operation]:
+        operations: list[Operation] = []
+        waiting = deque(() if self._running.full else self._queue.in_order(self._running))
+        while waiting:
+            record = waiting.popleft()
+            # A preempted request waits for its token in flight, which must not be drawn twice.
+            admitting = (self.open or record.probe is not None) and not record.n_in_flight
+            if not admitting or self._running.full:
+                break
+            if self._reuse.must_wait(record, self._running):
+                continue
+            match = self._reuse.match(record)
+            if record.prefix.swapped is not None and not self._running.fits(record, match):
+                break
+            if self._preemption.swap_in(record, match):
+                continue
+            opened = self._start(record, match, now, last_step, chunks)
+            if opened is None and record.probe is None and match.position:
+                # The slot it would share may be the only one to evict for the rest of it: then start without.
+                opened = self._start(record, NO_MATCH, now, last_step, chunks)
+            if opened is None:
+                break
+            operations += opened
+            if self._shares.contested:  # its prompt now counts for its client
+                waiting = deque(self._queue.sorted(waiting, self._running))
+        return operations
+
+    def _start(
+        self, record: RequestRecord, match: PrefixMatch, now: float, last_step: int, chunks: SharedChunks
+    ) -> list[Operation] | None:
+        """Start a queued request with what is cached of it; None while there is no room for it."""
+        operations = self._running.open(record, match)
+        if operations is None or record.live is None:
+            return None
+        self._queue.start(record)
+        record.goes_next = False
+        self._preemption.forget(record)
+        record.move(RequestState.PREFILL)
+        if record.started_at is None:
+            record.started_at = now
+        record.live.n_prefill = len(record.tokens) - record.live.n_computed
+        record.live.last_step = last_step
+        if record.probe is None:
+            chunks.started(record.live.n_prefill, now, beside_long=has_long(self._running, chunks))
+        self._reuse.started(record, match, now)
+        return operations
+
+
+def choose_ahead(
+    records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
+) -> list[ScheduledSlice]:
+    """Choose the decodes behind the oldest step in flight that none follows; none unless all ``records`` can run ahead
+    or end with what is in flight.
+    """
+    if any(step.num_draft_tokens for step in in_flight):
+        return []
+    if not _may_run_ahead(records):
+        return []
+    followed = {step.depends_on_step for step in in_flight}
+    for step in in_flight:
+        chosen = [] if step.step_id in followed else _behind(step)
+        if chosen:
+            if len(chosen) > -(-len(records) // n_stages):  # others have ended: deal them into equal parts again
+                return []
+            return [] if drafting.would_draft(chosen) else chosen
+    return []
+
+
+def _behind(step: ScheduledStep) -> list[ScheduledSlice]:
+    """Return the decodes that follow a step, in its order: by arrival."""
+    chosen = []
+    for part in step.parts.values():
+        record, live = part.record, part.live
+        if (
+            record.live is live
+            and live.n_scheduled == record.n_tokens
+            and record.n_tokens + 1 < record.max_total_tokens
+        ):
+            chosen.append(ScheduledSlice(record, live, live.n_scheduled + 1))
+    return chosen
+
+
+def n_microbatches(in_flight: Collection[ScheduledStep]) -> int:
+    """Return how many micro-batches of decodes are under way: a step that follows another one is of the same."""
+    ids = {step.step_id for step in in_flight}
+    return sum(step.decodes and step.depends_on_step not in ids for step in in_flight)
+
+
+def _may_run_ahead(records: Iterable[RequestRecord]) -> bool:
+    """Whether all requests decode with a step in flight, and the next ones may follow these, or nothing has to."""
+    for record in records:  # one loop for all: it runs for every step
+        live = record.live
+        if live is None or not record.may_run_ahead or record.state is not RequestState.DECODE:
+            return False
+        if live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
+            return False
+        if not live.n_computed == live.n_scheduled >= record.n_tokens:
+            return False
+    return True
+
+
+MAX_SKIPPED_STEPS: Final = 4
+"""Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """What prompts may take of the next step.
+
+    ``shared``: others wait or decode beside long prompts or are expected, so ``chunks`` limits what a step carries of
+    one, by ``others``: whether they are there now.  ``may_follow`` says whether its chunk from a position may be sent
+    now.  ``level``: how far ahead of the other clients one is, in coarse units.  ``runs_ahead``: whether decodes may be
+    planned before their tokens are known.
+    """
+
+    step_id: int
+    n_stages: int
+    chunks: SharedChunks
+    shared: bool
+    others: bool
+    may_follow: Callable[[int], bool]
+    level: Callable[[str], int]
+    runs_ahead: bool = True
+
+    def should_wait(self, record: RequestRecord) -> bool:
+        """Whether a long prompt lets others go first now."""
+        live = record.live
+        if live is None or not self.is_long(record) or self.n_skipped(record) >= 2 * MAX_SKIPPED_STEPS:
+            return False
+        return not self.may_follow(live.n_scheduled)
+
+    def n_skipped(self, record: RequestRecord) -> int:
+        """Return how many steps skipped a prompt since its last slice."""
+        return self.step_id - record.live.last_step - 1 if record.live is not None else 0
+
+    def is_long(self, record: RequestRecord) -> bool:
+        """Whether a prompt is long, so that it leaves room for others."""
+        if not self.shared or record.live is None or record.wanted is not None:
+            return False
+        return record.live.n_prefill > self.chunks.max_short_tokens
+
+
+def step_budget(
+    step_id: int,
+    n_stages: int,
+    chunks: SharedChunks,
+    backlog: Backlog,
+    shares: ClientShares,
+    now: float,
+    running: Collection[RequestRecord],
+    *,
+    runs_ahead: bool,
+) -> StepBudget:
+    """Return the budget of a step from what runs, is under way and was measured."""
+    any_prompts = any(record.state is RequestState.PREFILL for record in running)  # without, nothing is to be shared
+    others = any_prompts and (chunks.came_beside_long(now) or has_others(running, chunks.max_short_tokens))
+    shared = others or (any_prompts and chunks.expects_short(now))
+    follow = partial(chunks.may_follow, backlog, now, others=others)
+
+    def level(client: str) -> int:
+        # Clients closer together than a chunk count as equal: the shortest prompt goes first.
+        return shares.lead(client) // chunks.full
+
+    return StepBudget(step_id, n_stages, chunks, shared, others, follow, level, runs_ahead)
+
+
+def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
+    """Return whether a decode runs, or a prompt that fits into a chunk."""
+    return any(
+        record.state is RequestState.DECODE or (record.live is not None and record.live.n_prefill <= chunk)
+        for record in live
+    )
+
+
+def has_long(live: Iterable[RequestRecord], chunks: SharedChunks) -> bool:
+    """Return whether a long prompt is computed."""
+    return any(
+        record.state is RequestState.PREFILL
+        and record.live is not None
+        and record.live.n_prefill > chunks.max_short_tokens
+        for record in live
+    )
+
+
+def choose_slices(
+    records: Collection[RequestRecord],
+    in_flight: Collection[ScheduledStep],
+    limits: EngineLimits,
+    budget: StepBudget,
+    drafting: Drafting,
+) -> list[ScheduledSlice]:
+    """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
+    if any(step.num_draft_tokens for step in in_flight) and not any(_has_rows(record) for record in records):
+        return []  # all wait for results, and drafts are never run ahead of
+    if len(in_flight) > budget.n_stages:
+        return choose_ahead(records, in_flight, budget.n_stages, drafting) if budget.runs_ahead else []
+    decodes, prompts, unseen = [], [], drafting.verifies_placeholders
+    for record in records:
+        if record.live is not None and _has_rows(record) and not record.live.ranking:
+            if record.state is RequestState.PREFILL:
+                prompts.append(record)
+            elif unseen or not record.live.waiting_for_step:
+                decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
+    waiting = [record for record in prompts if budget.should_wait(record)]
+    if waiting:
+        prompts = [record for record in prompts if record not in waiting]
+        decodes.clear()  # they go with its next chunk: a step of their own would delay it
+    decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
+    if budget.n_stages > 1:
+        decodes = with_same_draft_step(decodes)
+    chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
+    n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
+    chosen += _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
+    if chosen or not budget.runs_ahead:
+        return chosen
+    return choose_ahead(records, in_flight, budget.n_stages, drafting)
+
+
+def _has_rows(record: RequestRecord) -> bool:
+    """Whether a request has tokens that no step computes yet."""
+    return record.live is not None and record.live.n_scheduled < record.n_tokens
+
+
+def _choose_prompts(
+    prompts: Iterable[RequestRecord], limits: EngineLimits, budget: StepBudget, n_left: int, *, alone: bool
+) -> list[ScheduledSlice]:
+    """Choose slices of prompts, ``n_left`` tokens at most; ``alone``: the step has no decode."""
+    chosen: list[ScheduledSlice] = []
+    n_short = n_long = 0  # tokens
+    max_short = budget.chunks.max_short_tokens if budget.shared else n_left
+    for record in sorted(prompts, key=lambda record: _turn(record, budget)):
+        live, long = record.live, budget.is_long(record)
+        if live is None or (record.wanted is not None and (chosen or not alone)):
+            continue
+        most = max_short - n_short
+        if long:
+            chunk = budget.chunks.chunk(live.n_scheduled, others=budget.others)
+            most = (budget.chunks.beside_short - n_short if n_short else chunk) - n_long
+        found = _chunk(record, limits, min(most, n_left))
+        if found is None:
+            continue
+        chosen.append(found)
+        n_tokens = found.stop - live.n_scheduled
+        n_left -= n_tokens
+        n_short, n_long = (n_short, n_long + n_tokens) if long else (n_short + n_tokens, n_long)
+        if record.wanted is not None:
+            break  # its rows are the step's payload, so no other request may be in it
+    return chosen
+
+
+def _chunk(record: RequestRecord, limits: EngineLimits, n_left: int) -> ScheduledSlice | None:
+    """Return the next slice of a prompt, cut at a page if it has more than ``n_left`` tokens."""
+    assert record.live is not None
+    start = record.live.n_scheduled
+    stop = record.next_stop(start, limits.prefill_chunk)
+    if limits.ranks_prompt(len(record.tokens)) and start < len(record.tokens) - 1:
+        stop = min(stop, len(record.tokens) - 1)  # the last token sees what those before it chose
+    if stop - start > n_left and record.wanted is None:  # its slices are limited by rows
+        stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
+    return ScheduledSlice(record, record.live, stop) if stop > start else None
+
+
+def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, int, int]:
+    live = record.live
+    assert live is not None
+    overdue = budget.n_skipped(record) >= MAX_SKIPPED_STEPS
+    n_left = len(record.tokens) - live.n_scheduled
+    return not overdue, live.last_step if overdue else 0, budget.level(record.request.client_id), n_left, record.arrival
+
+
+def _n_decodes(
+    records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
+) -> int:
+    """Return the size of a micro-batch of decodes; 0 while all of them are under way.
+
+    A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
+    """
+    n_groups = drafting.n_groups(n_stages)
+    if n_microbatches(in_flight) + drafting.n_drafting >= n_groups:
+        return 0
+    n_decoding = [record.state for record in records].count(RequestState.DECODE)
+    return -(-n_decoding // n_groups)
+
+
+Events = list[tuple[str, Event]]
+"""(request id, event) pairs, in order."""
+
+
+class Scheduler:
+    """Requests in, step plans out.  ``n_stages``: of the pipeline, until ``attach`` gives another number."""
+
+    def __init__(self, limits: EngineLimits, n_stages: int = 1) -> None:
+        self.limits = limits
+        self.n_stages = n_stages
+        self.runs_ahead = n_stages == 1  # decodes may be planned before their tokens are known
+        self.starving = False  # the only running request needs pages that pins or reservations hold
+        self.failed: Events = []  # events of requests that ended while a step was planned
+        self.n_generated_tokens = 0
+        self.longest_pause_s = 0.0  # from a loss to the next token of a request
+        self.last_applied = 0  # the last step whose result was applied
+        self.pools = limits.make_pools()
+        self.reuse = PrefixReuse(limits, self.pools)
+        self.running = RunningRequests(limits, self.pools, self.reuse)
+        self.drafting = Drafting(limits, self.pools, self.running, n_stages)
+        self._records: dict[str, RequestRecord] = {}
+        self._shares = ClientShares(credit=4 * limits.prefill_chunk)
+        self._queue = RequestQueue(self._shares)
+        self.preemption = Preemption(self.running, self._queue, self.reuse, self._shares, limits.prefill_chunk)
+        self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption)
+        self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
+        self._waits = WaitEstimate()
+        self._operations: list[Operation] = []
+        self._flushing = False  # send waiting operations with a step of their own if need be
+        self.in_flight: deque[ScheduledStep] = deque()
+        self._backlog = Backlog(n_stages)
+        self._n_arrivals = 0
+        self._last_step = 0
+
+    # ---- requests
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        now: float,
+        wanted: WantedRows | None = None,
+        *,
+        hold: bool = False,
+        probe: PrefixMatch | None = None,
+    ) -> None:
+        """Queue a request.  Raises InvalidRequest or ContextOverflow if it can never be served.
+
+        ``hold``: do not start it before ``resume``; others pass it.  ``probe``: start it first, from this match, whose
+        pages the caller keeps until it is over.
+        """
+        if request.request_id in self._records:
+            raise InvalidRequest(
+                "request_id", f"{request.request_id!r} is in use by an unfinished request; choose another"
+            )
+        if wanted is not None and wanted.rows < 1:
+            raise InvalidRequest("rows", f"is {wanted.rows}; a step needs at least 1")
+        record = RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted, probe)
+        self._n_arrivals += 1
+        self.reuse.submitted(record)
+        record.prefix.held = hold
+        self._records[request.request_id] = record
+        self._shares.enter(request.client_id)
+        self._queue.add(record)
+
+    def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
+        """Whether a request may wait: clients share the queue equally.
+
+        Beyond that one is accepted for each running request in whose place it may start, so that a full queue refuses
+        no short request for the sake of long ones.
+        """
+        n_over = self._queue.n_waiting(request.client_id) - self.queue_share(request.client_id, max_queue)
+        if n_over < 0:
+            return True
+        found = self.preemption.places().shorter(request, len(request.prompt))
+        return len([*islice(found, n_over + 1)]) > n_over
+
+    def queue_share(self, client: str, max_queue: int) -> int:
+        """Return how many requests of a client may wait."""
+        return max(1, max_queue // self._queue.n_clients(client))
+
+    def resume(self, request_id: str) -> None:
+        """Let a held request start.  Does nothing if it is over already."""
+        record = self._records.get(request_id)
+        if record is not None:
+            record.prefix.held = False
+            self.reuse.resize(record)
+            self._queue.reordered()
+
+    def cancel(self, request_id: str, now: float, error: RequestError | None = None) -> Events:
+        """End a request, as failed if there is an ``error``, and free its ids.  Does nothing if it is over already."""
+        record = self._records.get(request_id)
+        return [] if record is None else [self._finish(record, "error" if error else "cancelled", now, error=error)]
+
+    def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
+        """The shards lost all sequences: requeue the running requests to ``keep``, end the others with ``error``."""
+        self.reuse.index.clear()
+        for record in [record for record in self.running if keep(record)]:
+            record.goes_next = True
+            self._operations += self.preemption.requeue(record)
+        events = self.fail([*self.running, *(one for one in self._queue if one.probe is not None)], error, now)
+        self.drafting.detach()  # it goes with the pipeline
+        self.in_flight.clear()
+        self._backlog.clear()
+        self._waits.stopped()
+        self.last_applied = self._last_step  # what was in flight is never answered
+        self._operations.clear()  # the shards start empty
+        self._flushing = False
+        for record in self._queue:
+            record.n_in_flight = 0
+        return events
+
+    def fail(self, records: Iterable[RequestRecord], error: RequestError, now: float) -> Events:
+        """End unfinished requests with ``error``."""
+        return [self._finish(record, "error", now, error=error) for record in [*records]]
+
+    def end_probes(self, now: float) -> Events:
+        """End the waiting probes, whose pages the only running request needs."""
+        self.starving = False
+        return [self._finish(one, "cancelled", now) for one in [*self._queue] if one.probe is not None]
+
+    # ---- steps
+
+    def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, rings: bool = False) -> None:
+        """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all.
+
+        ``rings``: of several stages the last one tells the first one tokens and drafts.
+        """
+        self._operations[:0] = opening
+        self.runs_ahead = rings or n_stages == 1
+        self.drafting.n_stages, self.drafting.tells_first = n_stages, self.runs_ahead
+        if n_stages != self.n_stages:
+            self.n_stages = n_stages
+            self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)
+            self._backlog = Backlog(n_stages)
+        self.admission.open = True
+
+    def attach_drafter(self, *, with_output: bool, kept: bool = False) -> None:
+        """Ask a drafter from the next step on, a fresh one or with state that was ``kept``; ``with_output``: it runs
+        in the output stage's daemon.
+
+        Raises ValueError if the limits have no room for one, RuntimeError if there is one.
+        """
+        opening = bool(self.running or self._operations)
+        self.drafting.attach(with_output=with_output, opening=opening, kept=kept)
+
+    def detach_drafter(self) -> None:
+        """Go on without drafts.  Does nothing without a drafter."""
+        self.drafting.detach()
+
+    def next_plan(self, now: float) -> StepPlan | None:
+        """Return the next step for the pipeline, or None if there is none until a result or a request comes."""
+        n_unfinished = self._last_step - self.last_finished
+        if len(self.in_flight) >= arena_regions(self.n_stages) or n_unfinished >= self.limits.n_regions(self.n_stages):
+            return None
+        if len(self.in_flight) > self.n_stages and not self.runs_ahead:
+            return None
+        if self.drafting.toggle_due() and (plan := self._toggle_drafter(now)) is not None:
+            return plan
+        if self.drafting.opening:
+            return self.cut(now)
+        self._operations += self.admission.admit(now, self._last_step, self.chunks)  # nobody runs ahead beside a prompt
+        step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
+        budget = step_budget(step_id, self.n_stages, *measured, now, self.running, runs_ahead=self.runs_ahead)
+        while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
+            n_stopped = self._n_stopped
+            if secured := self._secure(chosen, now):
+                drafts = self.limits.speculation.max_drafts > 0
+                return self._plan([self._fit(one) for one in secured] if drafts else secured, now)
+            if self._n_stopped == n_stopped:  # else all that were chosen are gone: choose again
+                break
+        return self.cut(now) if self._flushing else None
+
+    @property
+    def _n_stopped(self) -> int:
+        """Requests that a lack of pages preempted or ended."""
+        return self.preemption.n_preempted + len(self.failed)
+
+    def _toggle_drafter(self, now: float) -> StepPlan | None:
+        """Suspend the drafter, with a step that closes its sequences, or resume it."""
+        if self.drafting.suspended:
+            self.drafting.resume(opening=bool(self.running or self._operations))
+            return None
+        plan = self._plan([], now)  # planned before it is suspended: the drafter answers it
+        return replace(plan, opening=self.drafting.suspend(plan.step.operations))
+
+    def cut(self, now: float) -> StepPlan | None:
+        """Return a step without slices that carries all waiting operations, or None if there are none."""
+        if self.drafting.opening:  # what waits for a step was planned before; the drafter gets its outcome
+            return replace(self._plan([], now), opening=self.drafting.open_running())
+        return self._plan([], now) if self._operations else None
+
+    def flush(self) -> int:
+        """Send waiting operations with the next plan, even without a slice, and return the step after which
+        (``last_finished``) every stage has done all that was decided up to now."""
+        self._flushing = bool(self._operations)
+        return self._last_step + self._flushing
+
+    def first_stage_done(self, now: float) -> bool:
+        """The first stage finished its oldest step; return whether prompts may have waited for that."""
+        self._backlog.first_stage_done(now)
+        return RequestState.PREFILL in self.running.states
+
+    def apply(
+        self, result: StepResult, now: float, blamed: str = "the output stage", results: Sequence[StepResult] = ()
+    ) -> Events:
+        """Apply the last stage's result of the oldest step in flight.  ``blamed``: the stage whose numbers are invalid,
+        if some are.  ``results``: the answers of all stages, for their times.
+
+        Raises WrongResult, changing nothing, if it does not answer that step.  Each sampling slice has one token, and
+        one more for each accepted draft; tokens after the end of a request are dropped.
+        """
+        drawn = drawn_tokens(self.in_flight[0] if self.in_flight else None, result)
+        self.in_flight[0].take_scores(result.scored)
+        stages_s = [stage.compute_s for stage in results or [result]]
+        cold = any(stage.cold for stage in results or [result])
+        slices = [part.slice for part in self.in_flight[0].parts.values()]
+        if not self.in_flight[0].only_decodes:
+            self.chunks.measured(slices, max(stages_s), cold=cold)
+        scheduled = self.in_flight.popleft()
+        self._backlog.answered(now)
+        self._waits.applied(scheduled, drawn, self.running.states, now, idle=not self.in_flight)
+        self.last_applied = scheduled.step_id
+        events: Events = []
+        for sequence, part in scheduled.parts.items():
+            part.record.n_in_flight -= 1
+            if sequence in result.invalid:
+                if not part.record.ended:
+                    self.reuse.discard(part.record)
+                    events.append(self._finish(part.record, "error", now, error=invalid_logits(blamed)))
+            elif tokens := drawn.get(sequence):
+                self._take(events, part, tokens, now)
+        self.drafting.on_step_applied(scheduled, now, sum(stages_s), result.upkeep_s, cold=cold)
+        return events
+
+    # ---- inside: choice, pages, plans
+
+    def _secure(self, chosen: list[ScheduledSlice], now: float) -> list[ScheduledSlice]:
+        """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
+        too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
+        secured = []
+        for one in sorted(chosen, key=attrgetter("record.arrival")):
+            if one.record.live is one.live and one.live.table.covers(one.stop):
+                secured.append(one)
+                continue
+            while one.record.live is one.live:  # not preempted for an older one, nor for itself
+                try:
+                    operations = self.running.grow(one)
+                except HostMemoryFull as full:
+                    self.failed.append(self._finish(one.record, "error", now, error=no_host_memory(str(full))))
+                    break
+                if operations is not None:
+                    self._operations += operations
+                    secured.append(one)
+                if operations is not None or one.runs_ahead:  # which is not worth another request's pages
+                    break
+                if self.reuse.index.evictor.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
+                    continue
+                if self.preemption.pages_come:
+                    break
+                if len(self.running) == 1 and self.reuse.index.pinning:
+                    self.starving = True
+                    break  # a snapshot is being written or read: its pages come back by themselves
+                self._operations += self.preemption.preempt(self.running.youngest, now)
+        return secured
+
+    def _fit(self, one: ScheduledSlice) -> ScheduledSlice:
+        one, operations = self.drafting.fit(one)
+        self._operations += operations
+        return one
+
+    def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
+        self._last_step += 1
+        depends_on_step = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
+        waiting = [one.live.waiting_for_step for one in chosen if one.drafts_pend] if self.n_stages > 1 else []
+        drafts_of = max(waiting, default=0)
+        slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live)) for one in chosen]
+        self._shares.charge(
+            (one.record.request.client_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
+        )
+        n_decoding = sum([one.record.state is RequestState.DECODE for one in chosen])
+        plain = all([is_plain(piece) for piece in slices])  # noqa: C419 - a list is quicker
+        if n_decoding < len(chosen):
+            self.chunks.charge((one.n_prefill, s) for one, s in zip(chosen, slices, strict=True))
+        wanted = chosen[0].record.wanted if chosen else None
+        step = Step(
+            step_id=self._last_step,
+            region=self._last_step % self.limits.n_regions(self.n_stages),
+            operations=self._operations,
+            slices=slices,
+            want_logits=wanted is not None,
+            want_hidden=wanted is not None and wanted.hidden,
+            rank_pages=[one.live.sequence for one in chosen if one.live.ranking] if self.limits.stages_rank else [],
+            depends_on_step=depends_on_step if self.n_stages > 1 else 0,
+            drafts_of=drafts_of,
+            upkeep=bool(chosen) and self.drafting.keeps_up(slices, self.n_stages),
+        )
+        self._operations = []
+        self._flushing = False
+        for one in chosen:  # with the next step: the states are those at the end of this one's slices
+            self._operations += self.reuse.advanced(one.record, now)
+        parts = {
+            s.sequence: ScheduledSequence(one.record, one.live, s, one.num_real_drafts)
+            for one, s in zip(chosen, slices, strict=True)
+        }
+        self._waits.planned(now)
+        self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, depends_on_step, plain))
+        self.drafting.on_step_planned(self.in_flight[-1], upkeep=step.upkeep)
+        self._backlog.sent(self.chunks.step_s(slices), now)
+        return StepPlan(step, tuple([one.record.request.request_id for one in chosen]), mask_jobs(parts.values()))
+
+    # ---- inside: results and ends
+
+    def _take(self, events: Events, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> None:
+        """Append the tokens drawn for a slice; all but the last are accepted drafts, which are computed already."""
+        record, live = part.record, part.live
+        self.drafting.on_tokens(part, drawn)
+        for i, sampled in enumerate(drawn):
+            if record.ended:
+                break
+            drafted = i + 1 < len(drawn)
+            if drafted and record.live is live:
+                live.accept(i)
+            self._accept(events, record, sampled, now, drafted=drafted)
+        if part.slice.n_drafts and record.live is live:
+            self._shares.charge([(record.request.client_id, len(drawn) - 1)])
+            self._operations += self.running.settle(live)
+
+    def _accept(self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> None:
+        request = record.request
+        record.append(sampled)
+        self.n_generated_tokens += not record.uncached
+        if record.first_token_at is None:
+            record.first_token_at = now
+        if record.paused_at is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now - record.paused_at)
+            record.paused_at = None
+        if record.state is RequestState.PREFILL:
+            record.move(RequestState.DECODE)
+        if sampled.token in request.stop_ids:
+            events.append(self._finish(record, "stop", now, stop_id=sampled.token))
+            return
+        events.append((request.request_id, TokenEvent(sampled.token, sampled.logprob, tuple(sampled.top), drafted)))
+        if record.n_tokens >= record.max_total_tokens:
+            events.append(self._finish(record, "length", now))
+
+    def _finish(
+        self, record: RequestRecord, reason: Reason, now: float, *, error: RequestError | None = None,
+        stop_id: int | None = None,
+    ) -> tuple[str, Event]:  # fmt: skip
+        if record.live is not None:
+            self._operations += self.running.settle(record.live)
+            if error is None:
+                self._operations += self.reuse.ending(record, now)
+            self._operations += self.running.close(record)
+        elif record.state is RequestState.QUEUED:
+            self._queue.remove(record)
+        ends = {"cancelled": RequestState.CANCELLED, "error": RequestState.FAILED}
+        record.move(ends.get(reason, RequestState.FINISHED))
+        self.reuse.ended(record)
+        self._waits.finished(record, reason)
+        self.preemption.forget(record)
+        self._shares.leave(record.request.client_id)
+        del self._records[record.request.request_id]
+        return record.request.request_id, record.finished_event(reason, now, error, stop_id)
+
+    # ---- what there is
+
+    @property
+    def n_queued(self) -> int:
+        """Requests that have no sequence in the shards, or lost it to preemption."""
+        return len(self._queue)
+
+    @property
+    def n_running(self) -> int:
+        """Requests that have a sequence in the shards."""
+        return len(self.running)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Steps planned whose result was not applied yet."""
+        return len(self.in_flight)
+
+    @property
+    def queued(self) -> Iterable[RequestRecord]:
+        """Requests that wait, in no order that matters."""
+        return self._queue
+
+    @property
+    def unfinished(self) -> Collection[str]:
+        """Ids of all requests that run or wait."""
+        return self._records.keys()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left and no step is in flight."""
+        return not self._records and not self.in_flight
+
+    @property
+    def last_finished(self) -> int:
+        """The last step that every stage has done, the draft stage included."""
+        waiting = self.drafting.outstanding
+        return min(self.last_applied, waiting[0].step_id - 1) if waiting else self.last_applied
+
+    @property
+    def queue(self) -> RequestQueue:
+        """The requests that wait."""
+        return self._queue
+
+    def wait_s(self, client: str = "") -> float | None:
+        """Return the seconds until a further request of a client would start; None before enough was measured."""
+        return self._waits.wait_s(self.running, self._queue.rivals(client, self.running))
