@@ -25,7 +25,7 @@ from lucevisor.text.grammar.matcher import GrammarError
 
 MODES = ("strict", "lenient")
 COLUMNS = ("schemas", "refused", "none fits", "valid", "valid refused", "invalid", "invalid accepted")
-MOST_TRIES = 300
+MOST_TRIES = 200
 KEYWORDS = frozenset(jsonschema.Draft202012Validator.VALIDATORS) | {"additionalItems", "dependencies", "$recursiveRef"}
 VALUES = ("enum", "const", "default", "examples")
 

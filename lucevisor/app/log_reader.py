@@ -1,7 +1,8 @@
-"""Reads the log file of a supervisor across rotations, and renders its lines for a terminal."""
+"""Reads the log file of a supervisor across rotations.  Every line comes whole and once, oldest first."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -44,7 +45,7 @@ class LogReader:
     """Call `lines` repeatedly, then `close`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._paths = [path.with_name(f"{path.name}.{n}") for n in range(N_OLD_FILES, 0, -1)] + [path]
         self._file: BinaryIO | None = None
         self._offset = 0  # of the first line that was not returned
 
@@ -56,22 +57,22 @@ class LogReader:
     def lines(self) -> list[str]:
         """Return some of the next lines; an empty list when there are none yet."""
         while True:
-            if self._file is None and not self._open_next(-1):
+            files = self._files()  # before the read: no line is added to an old file after it
+            later = list(files)
+            if self._file is not None:
+                if lines := self._read(self._file):
+                    return lines
+                inode = os.fstat(self._file.fileno()).st_ino
+                later = later[later.index(inode) + 1 :] if inode in files else later
+            if not later:
                 return []
-            assert self._file is not None
-            inode = os.fstat(self._file.fileno()).st_ino
-            newest = self._files()[-1:] == [inode]  # before the read: no line is added to an old file after it
-            if lines := self._read():
-                return lines
-            if newest or not self._open_next(inode):
-                return []
+            self._open(files[later[0]], later[0])  # if it was rotated meanwhile, look again
 
-    def _read(self) -> list[str]:
+    def _read(self, file: BinaryIO) -> list[str]:
         """Return the whole lines of one block.  The rest is read again: the writer may take it back."""
-        assert self._file is not None
         n_bytes = _READ_BYTES
         while True:
-            data = os.pread(self._file.fileno(), n_bytes, self._offset)
+            data = os.pread(file.fileno(), n_bytes, self._offset)
             end = data.rfind(b"\n") + 1
             if not end and len(data) >= _LINE_BYTES:  # not ours: skip it
                 self._offset += len(data)
@@ -82,36 +83,22 @@ class LogReader:
         self._offset += end
         return [line.decode("utf-8", "replace") + "\n" for line in data[:end].split(b"\n")[:-1]]
 
-    def _open_next(self, inode: int) -> bool:
-        """Open the file after the one with this inode, or the oldest; False when there is none."""
-        inodes = self._files()
-        following = inodes.index(inode) + 1 if inode in inodes else 0
-        if following >= len(inodes):
-            return False
-        for path in self._paths():
-            try:
-                file = path.open("rb")
-            except FileNotFoundError:
-                continue
-            if os.fstat(file.fileno()).st_ino == inodes[following]:
+    def _open(self, path: Path, inode: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            file = path.open("rb")
+            if os.fstat(file.fileno()).st_ino == inode:
                 self.close()
                 self._file, self._offset = file, 0
-                return True
-            file.close()
-        return False  # rotated meanwhile: the next call looks again
+            else:
+                file.close()
 
-    def _paths(self) -> list[Path]:
-        """Return all possible paths, oldest first."""
-        return [self._path.with_name(f"{self._path.name}.{n}") for n in range(N_OLD_FILES, 0, -1)] + [self._path]
-
-    def _files(self) -> list[int]:
-        inodes = []
-        for path in self._paths():
-            try:
-                inodes.append(path.stat().st_ino)
-            except OSError:
-                continue
-        return inodes
+    def _files(self) -> dict[int, Path]:
+        """Return the paths of the files that exist by inode, oldest first."""
+        files = {}
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                files[path.stat().st_ino] = path
+        return files
 
 
 _SEVERITY: Final = logging.getLevelNamesMapping()
