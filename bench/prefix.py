@@ -81,7 +81,7 @@ async def first_token(service, prompt, n_cached, n_more=0):
 
 async def saved(service, beginning):
     """Wait until a prompt's file is written; complains when it is not."""
-    store, end = service.snapshots.store.store, time.monotonic() + SAVED_S
+    store, end = service.snapshots.store, time.monotonic() + SAVED_S
     while (match := store.find(beginning, len(beginning))) is None or match.n_tokens < len(beginning):
         if time.monotonic() > end:
             raise SystemExit(
@@ -133,7 +133,7 @@ async def measure(options):
                     for arm, seconds in zip(ARMS, found, strict=True):
                         if turn:
                             times.setdefault((n, arm), []).append(seconds)
-            now = cached.snapshots.store.store.statistics
+            now = cached.snapshots.store.statistics
             seen = {
                 "saved": now.n_saved, "saved_bytes": now.saved_bytes, "save_s": now.save_s, "restored": now.n_restored,
                 "restored_bytes": now.restored_bytes, "restore_s": now.restore_s, "failures": dict(now.failures),

@@ -37,7 +37,7 @@ from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Spac
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
-from lucevisor.snapshots.layout import SlotRecord, StateModel
+from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
 SHAPES = {  # layers, kv heads, head dim, delta heads, delta dim, channels

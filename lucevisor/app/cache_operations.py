@@ -18,19 +18,17 @@ from lucevisor.errors import LucevisorError
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import Space
-from lucevisor.snapshots import operations
-from lucevisor.snapshots.async_store import AsyncSnapshotStore
-from lucevisor.snapshots.layout import Fault
-from lucevisor.snapshots.operations import JsonObject
-from lucevisor.snapshots.store import NOT_RESTORED
-from lucevisor.snapshots.writer import FAILED_SAVES
+from lucevisor.snapshots import maintenance
+from lucevisor.snapshots.file_format import Fault
+from lucevisor.snapshots.maintenance import JsonObject
+from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotStore
 
 _REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)
 
 
-def figures(store: AsyncSnapshotStore) -> SnapshotMetrics:
+def figures(store: SnapshotStore) -> SnapshotMetrics:
     """Return the store's totals and current size; every failure reason is present, with 0 if need be."""
-    seen, entries = store.store.statistics, store.store.entries
+    seen, entries = store.statistics, store.entries
     return SnapshotMetrics(
         n_files=len(entries),
         file_bytes=sum(entry.n_bytes for entry in entries),
@@ -57,10 +55,10 @@ class CacheOperations:
         """
         engine, store = self._service.engine, self._open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
-        files = await asyncio.to_thread(operations.files, store.store.directory) if store is not None else []
+        files = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
         return {
-            "dir": str(store.store.directory.absolute()) if store is not None else "",
-            "disk": store.store.budget if store is not None else self._service.config.cache.disk,
+            "dir": str(store.directory.absolute()) if store is not None else "",
+            "disk": store.budget if store is not None else self._service.config.cache.disk,
             "slots": [_slot(engine, slot) for slot in slots] if engine is not None else [],
             "files": files,
         }
@@ -68,11 +66,11 @@ class CacheOperations:
     async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[JsonObject]:
         """Compare all checksums of ``files``, or of all snapshots, one file after the other."""
         store = self._store()
-        directory = store.store.directory
+        directory = store.directory
         checked, n_aside = [], 0
         try:
-            for file in await asyncio.to_thread(operations.to_verify, directory, files):
-                result = await asyncio.to_thread(operations.verify, directory, file, set_aside=set_aside)
+            for file in await asyncio.to_thread(maintenance.to_verify, directory, files):
+                result = await asyncio.to_thread(maintenance.verify, directory, file, set_aside=set_aside)
                 checked.append(result)
                 n_aside += bool(result["set_aside"])
         finally:
@@ -83,8 +81,8 @@ class CacheOperations:
     async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[JsonObject]:
         """Remove leftovers and files beyond ``disk_bytes`` (None: the configured budget)."""
         store = self._store()
-        most = store.store.disk_bytes if disk_bytes is None else disk_bytes
-        gone = await asyncio.to_thread(operations.prune, store.store.directory, most, refused=refused)
+        most = store.disk_bytes if disk_bytes is None else disk_bytes
+        gone = await asyncio.to_thread(maintenance.prune, store.directory, most, refused=refused)
         await self._scan(store)
         return gone
 
@@ -92,18 +90,18 @@ class CacheOperations:
         """Remove files by name, or all."""
         store = self._store()
         try:
-            return await asyncio.to_thread(operations.remove, store.store.directory, files, everything=everything)
+            return await asyncio.to_thread(maintenance.remove, store.directory, files, everything=everything)
         finally:  # some may be removed before one fails
             await self._scan(store)
 
-    async def _scan(self, store: AsyncSnapshotStore) -> None:
+    async def _scan(self, store: SnapshotStore) -> None:
         if self._service.state != "draining":  # or the store may be closed already
-            await store.scan()
+            await asyncio.to_thread(store.scan)
 
-    def _open_store(self) -> AsyncSnapshotStore | None:
+    def _open_store(self) -> SnapshotStore | None:
         return self._service.snapshots.store if self._service.snapshots is not None else None
 
-    def _store(self) -> AsyncSnapshotStore:
+    def _store(self) -> SnapshotStore:
         store = self._open_store()
         if self._service.state == "draining":
             raise LucevisorError("the supervisor is stopping: use --dir when it has stopped")

@@ -286,7 +286,7 @@ class Handover:
         """Use what the other supervisor saves while it ends."""
         async for _ in taken.wait_for_saves():
             if self._service.snapshots is not None:
-                await self._service.snapshots.store.scan()
+                await asyncio.to_thread(self._service.snapshots.store.scan)
         log.info("the other supervisor has ended", pid=taken.offer.pid)
 
     # ---- the one that runs (lucevisor.app.handover.HandoverSource)

@@ -54,7 +54,7 @@ from lucevisor.engine.core import Engine
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, unusable
 from lucevisor.model.values import dtype_bytes
 from lucevisor.protocol import fault_hooks
-from lucevisor.snapshots.tools import check_directory
+from lucevisor.snapshots.maintenance import check_directory
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from lucevisor.text.template import TEMPLATE_KEY, ChatTemplate

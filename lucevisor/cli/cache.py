@@ -42,26 +42,26 @@ class _Directory:
     """``disk_bytes``: the budget from CONFIG, if given."""
 
     def __init__(self, directory: Path, disk_bytes: int | None) -> None:
-        from lucevisor.snapshots import operations
+        from lucevisor.snapshots import maintenance
 
-        self._operations, self._directory, self._disk_bytes = operations, directory, disk_bytes
+        self._maintenance, self._directory, self._disk_bytes = maintenance, directory, disk_bytes
 
     def show(self) -> JsonObject:
-        files = self._operations.files(self._directory)
+        files = self._maintenance.files(self._directory)
         return {"dir": str(self._directory), "disk": self._disk_bytes, "slots": [], "files": files}
 
     def verify(self, files: Sequence[str], *, set_aside: bool) -> Iterator[JsonObject]:
-        for file in self._operations.to_verify(self._directory, files):
-            yield self._operations.verify(self._directory, file, set_aside=set_aside)
+        for file in self._maintenance.to_verify(self._directory, files):
+            yield self._maintenance.verify(self._directory, file, set_aside=set_aside)
 
     def prune(self, to: int | None, *, refused: bool) -> list[JsonObject]:
         budget = to if to is not None else self._disk_bytes
         if budget is None:
             raise click.UsageError("say how much to keep: --to SIZE, or --config CONFIG to use its cache.disk")
-        return self._operations.prune(self._directory, budget, refused=refused)
+        return self._maintenance.prune(self._directory, budget, refused=refused)
 
     def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
-        return self._operations.remove(self._directory, files, everything=everything)
+        return self._maintenance.remove(self._directory, files, everything=everything)
 
 
 class _Supervisor:

@@ -24,6 +24,7 @@ MAX_ITEMS = 1024
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?", re.ASCII)
 _BOUND = re.compile(r"Expected `\w+` (<=|>=|<|>) (\S+)")
+_INTEGERS = re.compile(r"integer (\S+?\.\.\d+)")
 _MISMATCH = re.compile(r"Expected `(.+)`, got `")
 _WANTED = {
     "int": "an integer",
@@ -153,6 +154,8 @@ def _convert(value: object, type_: Any, *, is_text: bool) -> Any:
     if match := _BOUND.search(message):
         bound = float(match[2])
         why = f"is not {match[1]} {bound:g}" if bound < 1e6 else f"is not {match[1]} {match[2]}"
+        if isinstance(offender, int) and (integers := _INTEGERS.search(_allowed(type_))):
+            why = f"is not in {integers[1]}"
         hint = f"nearest: {match[2]}" if "=" in match[1] and isinstance(offender, int) else ""
     elif message.startswith("Invalid enum value"):
         words = _words(type_)

@@ -1,6 +1,6 @@
-"""What an operator may ask of a running service: another process for a group, another configuration.
+"""Operations of an administrator on a running service: restart a group, reload the configuration.
 
-Invariant: one order is carried out at a time, and none once the stop has begun.
+Invariant: one operation runs at a time, and none once the stop has begun.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.supervision.states import State
 
 FREEZE_S: Final = 15.0
-"""How long steps in flight may take until the state moves."""
+"""Time for steps in flight until the state moves."""
 
 RELOADED: Final = ("placement.", "groups.", "draft.device", "recovery.journal", "recovery.spares",
                    "recovery.restart_limit")  # fmt: skip
@@ -56,7 +56,7 @@ def _value(tree: Mapping[str, Any], key: str) -> object:
 
 
 async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> StateMemory:
-    """Bring requests to rest, and copy all state of the daemons to host memory.
+    """Suspend requests, and copy all state of the daemons to host memory.
 
     Raises LucevisorError, after which requests go on.
     """
@@ -96,7 +96,7 @@ async def give_state(memory: StateMemory, later: Deployment) -> RestoredState:
 
 
 PREPARE_S: Final = 15.0
-"""How long an orderly restart waits for a warm successor, while requests run."""
+"""Time that an orderly restart waits for a warm spare, while requests run."""
 
 log = structlog.get_logger("service")
 

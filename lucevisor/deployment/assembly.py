@@ -48,7 +48,7 @@ class DraftAssembly:
 
     @property
     def resetting(self) -> bool:
-        """Whether its daemon has yet to answer a Reset."""
+        """True while its daemon has a Reset to answer."""
         return self._token > 0
 
     def ready(self, link: Link) -> None:
@@ -144,7 +144,7 @@ class PipelineAssembly:
 
     @property
     def complete(self) -> bool:
-        """Whether requests are being served."""
+        """True while requests are served."""
         return self._pipeline is not None and not self._lost
 
     @property
@@ -154,12 +154,12 @@ class PipelineAssembly:
 
     @property
     def holding(self) -> bool:
-        """Whether requests wait for daemons."""
+        """True while requests wait for daemons."""
         return self._engine.holding
 
     @property
     def drafting(self) -> bool:
-        """Whether a drafter is attached."""
+        """True while a drafter is attached."""
         return self._draft is not None and self._draft.attached
 
     @property

@@ -46,7 +46,7 @@ from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.protocol.steps import Step
 from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import AskedStep
-from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.snapshots.transfers import ShardTransfers
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import Launcher
@@ -55,7 +55,7 @@ from lucevisor.supervision.states import State
 from lucevisor.suspend_clock import SuspendAwareClock
 
 PATIENCE_S = 5.0
-"""How long to wait for optional groups, once all others have said hello."""
+"""Time to wait for optional groups, once all others have said hello."""
 
 
 class PlacementBarrier:
@@ -169,7 +169,7 @@ WATCH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a group's daemon works on. `what` is shown to people and identifies the work."""
+    """Work of a group's daemon. `what` identifies it, also in messages."""
 
     group: str
     what: str
@@ -318,7 +318,7 @@ class Deployment:
 
     @property
     def loaded(self) -> bool:
-        """Whether every group with layers is READY."""
+        """True while every group with layers is READY."""
         return self._links.keys() >= set(self.needed)
 
     @property
@@ -348,12 +348,12 @@ class Deployment:
 
     @property
     def complete(self) -> bool:
-        """Whether the engine runs steps on this deployment."""
+        """True while the engine runs steps on this deployment."""
         return self._assembly is not None and self._assembly.complete
 
     @property
     def drafting(self) -> bool:
-        """Whether a drafter is attached to the engine."""
+        """True while a drafter is attached to the engine."""
         return self._assembly is not None and self._assembly.drafting
 
     @property

@@ -1,4 +1,4 @@
-"""What the configuration says about groups: which hold layers, their devices and threads.
+"""Groups of a configuration: those with layers, their devices and threads.
 
 Pure, but for the cores of this process.
 """
@@ -11,7 +11,7 @@ from typing import Final
 from lucevisor.config import Config, DeviceRef
 
 SPIN_S: Final = 0.02
-"""How long a daemon polls for the rows of a step where a core is free: longer than most stages take for a decode."""
+"""Time that a daemon polls for the rows of a step, where a core is free: longer than most stages take for a decode."""
 
 
 def usable_cores() -> list[int]:
@@ -41,7 +41,7 @@ def group_threads(config: Config, name: str) -> int:
 
 
 def spin_s(config: Config) -> float:
-    """How long a daemon polls for rows: not at all unless every compute thread and the supervisor have a core."""
+    """Return how long daemons poll for rows: 0 unless every compute thread and the supervisor have a core."""
     n_cores = len(usable_cores())
     n_busy = 1 + sum(max(1, group_threads(config, name)) for name in config.groups)
     return SPIN_S if n_busy <= n_cores else 0.0

@@ -1,4 +1,4 @@
-"""What a Python environment has: packages, and what torch in it was built for.  Imports none of them.
+"""Packages of a Python environment, and the builds that its torch is for.  Imports none of them.
 
 Runs as a script in the groups' interpreters, so it imports nothing but the standard library, also of an old Python.
 """

@@ -1,4 +1,4 @@
-"""What can be refused before any daemon is started: interpreters, their torch, cores, and what no plan can be made of.
+"""Checks before any daemon is started: interpreters, their torch, cores, and settings that no plan can be made of.
 
 Loads nothing and imports no torch: an interpreter is asked what it finds, not to import it.
 Invariant: what passes here may still fail at the hello, which knows versions, builds and devices.
@@ -36,7 +36,7 @@ _ASK_S: Final = 30.0
 
 
 class Installed(msgspec.Struct, frozen=True):
-    """What an interpreter has; see installed.py."""
+    """Contents of an interpreter's environment; see installed.py."""
 
     python: str
     missing: list[str]
@@ -51,7 +51,7 @@ def check_before_start(config: Config, model: ServedModel) -> None:
 
 
 def _check_plan(config: Config, model: ServedModel) -> Iterator[ConfigError]:
-    """What memory the devices have is not known yet; what the plan refuses without knowing it, it always refuses."""
+    """Yield what the plan refuses whatever memory the devices have, which is not known yet."""
     try:
         plan(model.spec, with_target_devices(config, {}), {}, None, model.draft_spec, model.score_spec)
     except ConfigError as error:

@@ -39,7 +39,7 @@ class ScoringStage:
 
     @property
     def attached(self) -> bool:
-        """Whether windows can be scored."""
+        """True while windows can be scored."""
         return self._link is not None
 
     @property
@@ -49,7 +49,7 @@ class ScoringStage:
 
     @property
     def in_hand(self) -> str:
-        """What its daemon works on, for messages; empty: nothing."""
+        """Work of its daemon, for messages; empty: none."""
         return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
 
     def ready(self, group: str, link: Link, problem: str) -> None:

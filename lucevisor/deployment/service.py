@@ -57,7 +57,7 @@ MIN_WAIT_S = 1.0
 
 
 class Readiness:
-    """How long the groups' starts take."""
+    """Durations of the groups' starts."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
@@ -170,11 +170,11 @@ def _prefix_settings(
 ServiceState = Literal["ready", "starting", "degraded", "failed", "draining"]
 
 SAVE_S: Final = 10.0
-"""How long prefix slots may take to be saved at a stop or a restart."""
+"""Time to save prefix slots at a stop or a restart."""
 STOP_S: Final = 2.0
-"""How long daemons have to exit before SIGKILL."""
+"""Time that daemons have to exit before SIGKILL."""
 RESTART_S: Final = 30.0
-"""How long an orderly restart may take before the daemon is killed; requests have half of it to come to rest."""
+"""Time of an orderly restart before the daemon is killed; requests are suspended within half of it."""
 
 _MOVING: Final = RequestError("shard_lost", "layers are moving to other daemons; send the request again later")
 
@@ -364,7 +364,7 @@ class Service:
 
     @property
     def stopping(self) -> bool:
-        """Whether the stop has begun."""
+        """True once the stop has begun."""
         return self._stopping is not None
 
     @property

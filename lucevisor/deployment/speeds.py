@@ -1,4 +1,4 @@
-"""How fast the devices run the model's layers: measured once by probes, then kept in the user's cache directory.
+"""Speeds of the devices with the model's layers: measured once by probes, then kept in the user's cache directory.
 
 One JSON file for each model, set of devices and pair of formats.  Invariant: a file that cannot be read, is of another
 version or does not match the request is ignored with a warning, and a start goes on without speeds whatever fails here.

@@ -27,9 +27,8 @@ from lucevisor.placement.result import Placement
 from lucevisor.protocol.loading import Load
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.protocol.transport import Link
-from lucevisor.snapshots.layout import unit_tensors
-from lucevisor.snapshots.shard_transfers import ShardTransfers
-from lucevisor.snapshots.transfers import Transfer
+from lucevisor.snapshots.file_format import unit_tensors
+from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 from lucevisor.supervision.daemon import LoadOrder
 
 log = structlog.get_logger("deployment")
@@ -178,7 +177,7 @@ def _places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
 
 
 _SETTLE_S: Final = 1.0
-"""How long a load waits for steps in flight to other stages, so that it may carry what is to be replayed."""
+"""Time that a load waits for steps in flight to other stages, so that it may carry the steps to replay."""
 
 
 class ReplacementState:

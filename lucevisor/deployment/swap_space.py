@@ -25,8 +25,8 @@ from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
-from lucevisor.snapshots.layout import slot_tensors
-from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.snapshots.file_format import slot_tensors
+from lucevisor.snapshots.transfers import ShardTransfers
 
 log = structlog.get_logger("deployment")
 

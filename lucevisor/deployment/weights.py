@@ -30,7 +30,7 @@ from lucevisor.model.gguf_files import GgufFiles, identity_of, open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.values import FileIdentity
 from lucevisor.placement.stages import LoadFiles
-from lucevisor.snapshots.layout import DraftModel
+from lucevisor.snapshots.file_format import DraftModel
 
 TICK_S = 0.1
 """Kernels stamp file times with a clock that moves every 1 to 10 ms; only times older than that prove that nothing was
@@ -83,7 +83,7 @@ class ModelWeights:
             raise WeightsChangedError(reason)
 
     def fits_memory(self) -> bool:
-        """Whether the page cache can hold the files, so that hashing beside loading reads each byte only once."""
+        """Return whether the page cache can hold the files, so that hashing beside loading reads each byte once."""
         return 2 * self._files.total_bytes <= int(psutil.virtual_memory().available)
 
     def begin(self) -> None:
@@ -123,7 +123,7 @@ class ModelWeights:
     # ---- files that daemons load
 
     def admitted(self, identities: Sequence[FileIdentity]) -> bool:
-        """Whether files in this state hold the running plan's bytes."""
+        """Return whether files in this state hold the running plan's bytes."""
         return tuple(identities) in self._admitted
 
     async def admit(self) -> tuple[FileIdentity, ...]:
@@ -277,7 +277,7 @@ class ServedWeights:
         return DraftModel(mark, drafter.spec.model.layers)
 
     def admitted(self, identities: Sequence[FileIdentity]) -> bool:
-        """Whether files that a daemon read, first the model's and then the drafter's if any, hold the right bytes."""
+        """Return whether files that a daemon read, first the model's, then the drafter's, hold the right bytes."""
         n = len(self._served.files)
         of_model, of_draft = identities[:n], identities[n:]
         return self.model.admitted(of_model) and (

@@ -27,7 +27,7 @@ DEVICE_RESERVE = 0.01
 """Kept free on a GPU for fragmentation of the allocator: a constant, and a share of the device's memory."""
 SPARE_DEVICE_BYTES = 800 << 20
 SPARE_HOST_BYTES = 300 << 20
-"""What a spare takes: a context on each GPU of its group, and host memory."""
+"""Memory of a spare: a context on each GPU of its group, and host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What shards may use; None if unknown."""
+        """Bytes that shards may use; None if unknown."""
         return None if self.free_bytes is None else max(0, self.free_bytes - self.reserve_bytes)
 
 
@@ -144,7 +144,7 @@ def _reserve(target: TargetDevice, free_bytes: int) -> int:
 
 
 def _spare_bytes(target: TargetDevice, targets: Sequence[TargetDevice]) -> int:
-    """What spares take of a target's memory: on a GPU those of its group, in the host those of all cpu groups."""
+    """Return the bytes of spares in a memory: on a GPU those of its group, in the host those of all cpu groups."""
     if target.backend is not Backend.CPU:
         return target.n_spares * SPARE_DEVICE_BYTES
     return target.n_spares * SPARE_HOST_BYTES * len({other.device.group for other in targets if other.memory == HOST})

@@ -77,7 +77,7 @@ def _target(config: Config, key: str, device: DeviceRef | None, inventory: Inven
 
 
 def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
-    """Whether two devices are one to a daemon: all indices of a cpu group are."""
+    """Return whether two devices are one to a daemon, as all indices of a cpu group are."""
     return a.device == b.device or (a.device.group == b.device.group and a.backend is Backend.CPU)
 
 

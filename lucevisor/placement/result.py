@@ -122,7 +122,7 @@ class DevicePlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory has room for all its shards; None if unknown."""
+        """True if the memory has room for all its shards; None if unknown."""
         return None if self.free_bytes is None else self.short_bytes == 0
 
 

@@ -302,7 +302,7 @@ class Sizer:
 
     @property
     def all_known(self) -> bool:
-        """Whether the free memory of every device with layers is known."""
+        """True if the free memory of every device with layers is known."""
         return all(self.memories[target.memory].usable_bytes is not None for target in self.inputs.targets)
 
 

@@ -45,7 +45,7 @@ class MeasurementConditions(msgspec.Struct, frozen=True):
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """What was measured.  ``targets[i]``: kind of unit -> its Timing on device i, for every kind that can lie there.
+    """Measured times.  ``targets[i]``: kind of unit -> its Timing on device i, for every kind that can lie there.
 
     The ``end_`` times of a target's Timings, of the head on the first and of the tail on the last, are the same in all
     of them.  ``measured``: when, such as "2026-11-21 12:00 UTC".
@@ -63,7 +63,7 @@ class Speeds(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MeasurementRequest:
-    """What to measure: ``spans[i]`` maps each kind of unit to the layers to time on target i."""
+    """Layers to time: ``spans[i]`` maps each kind of unit to the layers to time on target i."""
 
     conditions: MeasurementConditions
     spans: tuple[Mapping[str, Span], ...]

@@ -251,7 +251,7 @@ def fastest_partition(problem: PartitionProblem, slack: float = SLACK) -> Partit
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """What is minimised: the time, or with a limit on the time how full the fullest shard is."""
+    """Quantity to minimise: the time, or with a limit on the time the fill of the fullest shard."""
 
     limit_s: float | None = None
 

@@ -21,8 +21,7 @@ import xxhash
 
 from lucevisor.errors import ConfigError
 from lucevisor.protocol.messages import SnapshotTensor
-from lucevisor.snapshots.file_format import LENGTH_BYTES, header_bytes, parse
-from lucevisor.snapshots.layout import Fault, SnapshotError, SnapshotHeader
+from lucevisor.snapshots.file_format import LENGTH_BYTES, Fault, SnapshotError, SnapshotHeader, header_bytes, parse
 from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, read_name, victims
 
 CHUNK_BYTES = 1 << 20

@@ -1,64 +1,217 @@
-"""The snapshot file: a header followed by the tensors of one prefix slot, as safetensors.
+"""The snapshot file: the records of a prefix slot, and the one safetensors file that holds the tensors of all shards.
 
-docs/snapshot-format.md is the specification.  Pure: numbers and bytes, no files, no clock; tensor checksums are opaque
-text.  Invariant: :func:`parse` accepts only headers that :func:`pack` wrote, with every bit intact, and whose tensors
-fill the file to its last byte without gaps.
+docs/snapshot-format.md is the specification.  Numbers and bytes only: no files, no clock.  Invariants: the tensors of a
+slot follow from layer table, length and kv dtype alone, so a file written under one layer split is readable under any
+other; :func:`parse` accepts only bytes that :func:`pack` made.
 """
 
 from __future__ import annotations
 
-import base64
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from hashlib import sha256
-from itertools import pairwise
-from math import isfinite
-from typing import Any
+from math import prod
 
 import msgspec
 
 from lucevisor.kv.residency import PagedOut
-from lucevisor.model.values import PAGE_TOKENS, Dtype
+from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
+from lucevisor.model.spec import LayerSpec
+from lucevisor.model.values import PAGE_TOKENS, SCALE, Dtype, LayerRange, Space
 from lucevisor.protocol.messages import SnapshotTensor
-from lucevisor.snapshots.layout import (
-    DRAFT,
-    ITEM_BYTES,
-    TARGET,
-    Fault,
-    NextToken,
-    SlotRecord,
-    SnapshotError,
-    SnapshotHeader,
-    StateModel,
-    pack_tokens,
-    slot_tensors,
-    tensor_bytes,
-)
 
 FORMAT = "lucevisor-snapshot"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 LENGTH_BYTES = 8
 DATA_ALIGNMENT = 4096
 """Tensors start at a multiple of it, so that mapping the file gives whole memory pages."""
-MAX_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 128 << 20
 MAX_TOKENS = 1 << 24
-"""More than any context; bounds the size of an unpacked header."""
-NO_CHECKSUM = "0" * 16
+"""More than any context."""
 HEADER_BYTES_PER_TOKEN = 7
-"""At most: four bytes that may not compress (zlib then adds 5 in 16,383), as base64, and a page's record."""
+"""At most: four bytes as base64, and the record of a page."""
 
-_MAX_RECORD_BYTES = 4096
-"""At most, of a record of the next token, the time and the number of tokens."""
+Q8_GROUP = 32
+TARGET, DRAFT = "layers", "draft"
+"""First part of a tensor's name: it is of a layer of the model, or of its drafter."""
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
+"""The number formats of the file, as safetensors writes them."""
 
-_CHECK_DIGITS = 64
-_START = b'{"__metadata__":{"header_check":"'
-_CHECK_AT = LENGTH_BYTES + len(_START)
-MIN_HEADER_BYTES = len(_START) + _CHECK_DIGITS + 4
+_STORED = {Dtype.FLOAT32: "F32", Dtype.BFLOAT16: "BF16", Dtype.FLOAT16: "F16"}
+_NO_CHECKSUM = "0" * 16
 
 
-# ---- layout
+class Fault(StrEnum):
+    """Why a file is refused: a metric label."""
+
+    TRUNCATED = "truncated"
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"
+    OLDER = "older"
+    NEWER = "newer"
+    OTHER_MODEL = "other_model"
+    MISFIT = "misfit"  # of this model, but with other state tensors
+    GONE = "gone"
+    UNREADABLE = "unreadable"
+
+
+class SnapshotError(Exception):
+    """A file is not a usable snapshot; ``where`` and ``reason`` say why."""
+
+    def __init__(self, fault: Fault, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.fault, self.where, self.reason = fault, where, reason
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """What defines the state of a drafter."""
+
+    fingerprint: str
+    layers: tuple[LayerSpec, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StateModel:
+    """What defines the state of a loaded model and its drafter."""
+
+    fingerprint: str
+    architecture: str
+    name: str
+    dtype: Dtype  # of activations: it decides the last bits of states
+    kv_dtype: Dtype
+    layers: tuple[LayerSpec, ...] = field(repr=False)
+    draft: DraftModel | None = None
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether a slot is usable at its full length only: a recurrent state or window belongs to one position."""
+        return whole_only(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """A prefix slot to write."""
+
+    tokens: Sequence[int]
+    created_s: float  # Unix time
+    with_draft: bool = False  # the drafter's state is there too
+    paged_out: PagedOut | None = None  # which pages were in host memory, with KV Flash
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotHeader:
+    """A header, read or to be written: in the file it is the JSON ``slot``.  ``packed_tokens``: little-endian uint32.
+
+    ``tensors`` are in the order of the file, and their offsets follow from it; in the JSON they are 0, as is
+    ``data_start``.  ``draft_fingerprint``: of the drafter whose state it holds too, or empty.
+    """
+
+    fingerprint: str
+    architecture: str
+    model: str
+    dtype: Dtype
+    kv_dtype: Dtype
+    packed_tokens: bytes = field(repr=False)
+    created_s: float
+    tensors: tuple[SnapshotTensor, ...] = field(repr=False)
+    checksums: dict[str, str] = field(repr=False)  # tensor name -> xxh3_64, 16 hex digits
+    data_start: int
+    draft_fingerprint: str = ""
+    paged_out: PagedOut | None = field(default=None, repr=False)
+    page_tokens: int = PAGE_TOKENS
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.packed_tokens) // TOKEN_BYTES
+
+    @property
+    def tokens(self) -> TokenBuffer:
+        return TokenBuffer.from_packed(self.packed_tokens)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_start + sum(t.n_bytes for t in self.tensors)
+
+    def of_layers(self, layers: LayerRange) -> list[SnapshotTensor]:
+        """Return the tensors that a daemon with these layers writes and reads."""
+        return [t for t in self.tensors if t.layer in layers and not t.draft]
+
+    def of_draft(self) -> list[SnapshotTensor]:
+        """Return the tensors that the daemon of the draft stage writes and reads."""
+        return [t for t in self.tensors if t.draft]
+
+
+# ---- tensors
+
+
+def whole_only(layers: Sequence[LayerSpec]) -> bool:
+    """Return whether state of these layers is usable at its full length only."""
+    return any(layer.space is not Space.FULL for layer in layers)
+
+
+def first_visible(layer: LayerSpec, n_tokens: int) -> int:
+    """Return the oldest position of a slot that the next token sees in this layer."""
+    return max(0, n_tokens - layer.window + 1) if layer.space is Space.WINDOW and layer.window else 0
+
+
+def slot_tensors(
+    layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype, *, draft: bool = False
+) -> list[SnapshotTensor]:
+    """Return the tensors of a slot of ``n_tokens``, with offsets 0, sorted by item size, layer and kind.
+
+    In this order each tensor starts at a multiple of its item size, whatever the lengths.  ``draft``: the layers are
+    a drafter's.
+    """
+    tensors: list[SnapshotTensor] = []
+    for layer in layers:
+        first = first_visible(layer, n_tokens)
+        tensors += _layer_tensors(layer, n_tokens - first, kv_dtype, first, draft=draft)
+    return sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.layer, t.kind))
+
+
+def unit_tensors(
+    layers: Sequence[LayerSpec], n_tokens: int, kv_dtype: Dtype, *, draft: bool = False
+) -> list[SnapshotTensor]:
+    """Return the tensors, with offsets 0, of pages that hold ``n_tokens`` positions, or of one recurrent state; the
+    ``layers`` are of one space, with ``draft`` of a drafter.
+    """
+    return [t for layer in layers for t in _layer_tensors(layer, n_tokens, kv_dtype, 0, draft=draft)]
+
+
+def _layer_tensors(
+    layer: LayerSpec, n_rows: int, kv_dtype: Dtype, first: int, *, draft: bool
+) -> Iterable[SnapshotTensor]:
+    for state in layer.state:
+        shape = state.shape if layer.space is Space.RECURRENT else (n_rows, *state.shape[1:])
+        for kind, dtype, extents in _stored(state.name, state.dtype or kv_dtype, shape):
+            name = f"{DRAFT if draft else TARGET}.{layer.index}.{kind}"
+            yield SnapshotTensor(name, layer.index, kind, dtype, extents, 0, tensor_bytes(dtype, extents), first, draft)
+
+
+def _stored(kind: str, dtype: Dtype, shape: tuple[int, ...]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return (kind, dtype, shape) as stored: q8_0 as int8 codes plus a float16 scale per group of 32."""
+    if dtype is not Dtype.Q8_0:
+        return [(kind, _STORED[dtype], shape)]
+    n_groups = -(-shape[-1] // Q8_GROUP)
+    return [(kind, "I8", (*shape[:-1], n_groups * Q8_GROUP)), (kind + SCALE, "F16", (*shape[:-1], n_groups))]
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Pack token ids as little-endian uint32.  Raises ValueError for an id that does not fit into 32 bits."""
+    try:
+        return TokenBuffer.of(tokens).packed()
+    except OverflowError as error:
+        raise ValueError(f"a token id is not in 0 to 4294967295: {error}") from error
+
+
+# ---- the header
 
 
 def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
@@ -71,23 +224,22 @@ def lay_out(model: StateModel, slot: SlotRecord) -> SnapshotHeader:
     if draft is not None:
         tensors += slot_tensors(draft.layers, n, model.kv_dtype, draft=True)
         tensors.sort(key=lambda t: -ITEM_BYTES[t.dtype])  # stable: those of a drafter come last of their size
-    snapshot = SnapshotHeader(
-        fingerprint=model.fingerprint,
-        architecture=model.architecture,
-        model=model.name,
-        dtype=model.dtype,
-        kv_dtype=model.kv_dtype,
-        packed_tokens=pack_tokens(slot.tokens),
-        created_s=slot.created_s,
-        next_token=slot.next_token,
-        tensors=_placed(tensors, 0),
-        checksums={t.name: NO_CHECKSUM for t in tensors},
-        data_start=0,
-        draft_fingerprint=draft.fingerprint if draft is not None else "",
-        paged_out=slot.paged_out,
+    return _placed(
+        SnapshotHeader(
+            fingerprint=model.fingerprint,
+            architecture=model.architecture,
+            model=model.name,
+            dtype=model.dtype,
+            kv_dtype=model.kv_dtype,
+            packed_tokens=pack_tokens(slot.tokens),
+            created_s=float(slot.created_s),
+            tensors=tuple(tensors),
+            checksums={t.name: _NO_CHECKSUM for t in tensors},
+            data_start=0,
+            draft_fingerprint=draft.fingerprint if draft is not None else "",
+            paged_out=slot.paged_out,
+        )
     )
-    start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
-    return replace(snapshot, tensors=_placed(tensors, start), data_start=start)
 
 
 def max_header_bytes(model: StateModel) -> int:
@@ -96,79 +248,43 @@ def max_header_bytes(model: StateModel) -> int:
     tensors = slot_tensors(model.layers, MAX_TOKENS, model.kv_dtype)  # with the longest numbers
     if model.draft is not None:
         tensors += slot_tensors(model.draft.layers, MAX_TOKENS, model.kv_dtype, draft=True)
-    header = replace(longest, tensors=_placed(tensors, 0), data_start=0)
-    return LENGTH_BYTES + len(_json(header)) + _MAX_RECORD_BYTES + DATA_ALIGNMENT
+    return _placed(replace(longest, tensors=tuple(tensors))).data_start + DATA_ALIGNMENT
 
 
-def _placed(tensors: Sequence[SnapshotTensor], start: int) -> tuple[SnapshotTensor, ...]:
-    placed, at = [], start
-    for t in tensors:
-        placed.append(msgspec.structs.replace(t, offset=at))
-        at += t.n_bytes
-    return tuple(placed)
-
-
-# ---- header to bytes
+def _placed(snapshot: SnapshotHeader, data_start: int | None = None) -> SnapshotHeader:
+    """Return the header with its tensors one behind the other from ``data_start`` on, or as early as they can be."""
+    if data_start is None:
+        data_start = -(-(LENGTH_BYTES + len(_json(snapshot))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    tensors, at = [], data_start
+    for tensor in snapshot.tensors:
+        tensors.append(msgspec.structs.replace(tensor, offset=at))
+        at += tensor.n_bytes
+    return replace(snapshot, tensors=tuple(tensors), data_start=data_start)
 
 
 def pack(snapshot: SnapshotHeader) -> bytes:
-    """Return the first ``data_start`` bytes of the file: length, JSON with its ``header_check``, padding."""
+    """Return the first ``data_start`` bytes of the file: length, JSON, padding."""
     text = _json(snapshot).ljust(snapshot.data_start - LENGTH_BYTES)
-    whole = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-    if len(whole) != snapshot.data_start:
-        raise ValueError(f"the header takes {len(whole)} bytes instead of {snapshot.data_start}")
-    whole[_CHECK_AT : _CHECK_AT + _CHECK_DIGITS] = header_check(whole).encode("ascii")
-    return bytes(whole)
+    if LENGTH_BYTES + len(text) != snapshot.data_start:
+        raise ValueError(f"the header takes {LENGTH_BYTES + len(text)} bytes instead of {snapshot.data_start}")
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def header_check(header: bytes | bytearray) -> str:
-    """Return the sha256 of length field, JSON and padding, with zeros for the digits of the check itself."""
-    digest = sha256(header[:_CHECK_AT])
-    digest.update(b"0" * _CHECK_DIGITS)
-    digest.update(header[_CHECK_AT + _CHECK_DIGITS :])
-    return digest.hexdigest()
-
-
-def _json(s: SnapshotHeader) -> bytes:
+def _json(snapshot: SnapshotHeader) -> bytes:
+    tensors = tuple(msgspec.structs.replace(t, offset=0) for t in snapshot.tensors)
+    slot = msgspec.json.encode(replace(snapshot, tensors=tensors, data_start=0))
     metadata = {
-        "header_check": "0" * _CHECK_DIGITS,  # first, so that its offset is fixed
         "format": FORMAT,
         "format_version": str(FORMAT_VERSION),
-        "model_fingerprint": s.fingerprint,
-        "model_architecture": s.architecture,
-        "model_name": s.model,
-        "draft_fingerprint": s.draft_fingerprint,
-        "page_tokens": str(PAGE_TOKENS),
-        "dtype": s.dtype.value,
-        "kv_dtype": s.kv_dtype.value,
-        "n_tokens": str(s.n_tokens),
-        "tokens": base64.b64encode(zlib.compress(s.packed_tokens, 6)).decode("ascii"),
-        "created_s": repr(float(s.created_s)),
-        "next_token": _text(s.next_token) if s.next_token is not None else "",
-        "first_positions": _text({t.name: t.first for t in s.tensors if t.first}),
-        "checksums": _text({t.name: s.checksums[t.name] for t in s.tensors}),
-        "paged_out": _text(s.paged_out) if s.paged_out is not None else "",
+        "slot_check": sha256(slot).hexdigest(),
+        "slot": slot.decode("utf-8"),
     }
-    rows: dict[str, Any] = {"__metadata__": metadata}
-    for t in s.tensors:
-        at = t.offset - s.data_start
+    rows: dict[str, object] = {"__metadata__": metadata}
+    at = 0
+    for t in snapshot.tensors:
         rows[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (at, at + t.n_bytes)}
-    text = msgspec.json.encode(rows)
-    assert text.startswith(_START)
-    return text
-
-
-def _text(value: object) -> str:
-    return msgspec.json.encode(value).decode("utf-8")
-
-
-# ---- bytes to header
-
-
-class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+        at += t.n_bytes
+    return msgspec.json.encode(rows)
 
 
 def header_bytes(length: bytes, file_bytes: int) -> int:
@@ -176,165 +292,98 @@ def header_bytes(length: bytes, file_bytes: int) -> int:
 
     Raises SnapshotError if a file of ``file_bytes`` cannot have such a header.
     """
-    if len(length) < LENGTH_BYTES or file_bytes < LENGTH_BYTES + MIN_HEADER_BYTES:
-        raise SnapshotError(Fault.TRUNCATED, "header length", f"the file has {file_bytes} bytes, fewer than any header")
     n = int.from_bytes(length, "little")
-    if not MIN_HEADER_BYTES <= n <= MAX_HEADER_BYTES:
-        raise SnapshotError(Fault.DAMAGED, "header length", f"{n} bytes is not the length of a header")
-    if LENGTH_BYTES + n > file_bytes:
+    if len(length) < LENGTH_BYTES or LENGTH_BYTES + n > file_bytes:
         raise SnapshotError(Fault.TRUNCATED, "header length", f"{n} bytes, the file has {file_bytes}")
+    if n > MAX_HEADER_BYTES:
+        raise SnapshotError(Fault.DAMAGED, "header length", f"{n} bytes is not the length of a header")
     return LENGTH_BYTES + n
 
 
 def parse(header: bytes, file_bytes: int) -> SnapshotHeader:
-    """Parse as many bytes as :func:`header_bytes` said.  Raises SnapshotError naming the field."""
-    if not header.startswith(_START, LENGTH_BYTES):
-        raise SnapshotError(Fault.FOREIGN, "start of the header", "does not start a snapshot: foreign or damaged")
-    if header[_CHECK_AT : _CHECK_AT + _CHECK_DIGITS] != header_check(header).encode("ascii"):
-        raise SnapshotError(Fault.DAMAGED, "header_check", "does not match the header")
+    """Parse as many bytes as :func:`header_bytes` said.  Raises SnapshotError."""
     try:
         rows = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(rows.pop("__metadata__"), type=dict[str, str])
-        tensors = {name: msgspec.json.decode(row, type=_Row) for name, row in rows.items()}
+        metadata = msgspec.json.decode(rows.get("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
     except (ValueError, RecursionError) as error:
-        raise SnapshotError(Fault.FOREIGN, "header", f"is not a snapshot header: {error}") from error
-    return _Parser(metadata, tensors, len(header), file_bytes).snapshot()
+        raise SnapshotError(Fault.FOREIGN, "header", f"is not that of a safetensors file: {error}") from error
+    _check_version(metadata)
+    text = metadata.get("slot", "")
+    if sha256(text.encode()).hexdigest() != metadata.get("slot_check"):
+        raise SnapshotError(Fault.DAMAGED, "slot", "does not match its checksum")
+    try:
+        slot = msgspec.json.decode(text, type=SnapshotHeader)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(Fault.FOREIGN, "slot", f"is not a record of a slot: {error}") from error
+    if slot.page_tokens != PAGE_TOKENS:
+        raise SnapshotError(Fault.MISFIT, "page_tokens", f"is {slot.page_tokens}, ours is {PAGE_TOKENS}")
+    if not 0 < len(slot.packed_tokens) <= TOKEN_BYTES * MAX_TOKENS or len(slot.packed_tokens) % TOKEN_BYTES:
+        raise SnapshotError(Fault.FOREIGN, "tokens", f"take {len(slot.packed_tokens)} bytes")
+    if any(t.dtype not in ITEM_BYTES or t.n_bytes != tensor_bytes(t.dtype, t.shape) for t in slot.tensors):
+        raise SnapshotError(Fault.FOREIGN, "tensors", "do not have the bytes of their shape")
+    if any(min(t.shape, default=0) < 0 for t in slot.tensors) or {t.name for t in slot.tensors} != set(slot.checksums):
+        raise SnapshotError(Fault.FOREIGN, "checksums", "do not name the file's tensors")
+    snapshot = _placed(slot, len(header))
+    if file_bytes != snapshot.file_bytes:
+        fault = Fault.TRUNCATED if file_bytes < snapshot.file_bytes else Fault.DAMAGED
+        raise SnapshotError(fault, "file length", f"{file_bytes} bytes, the header says {snapshot.file_bytes}")
+    n_bytes = len(header) - LENGTH_BYTES
+    if n_bytes.to_bytes(LENGTH_BYTES, "little") + _json(snapshot).ljust(n_bytes) != header:
+        raise SnapshotError(Fault.DAMAGED, "header", "differs from what its slot says")
+    return snapshot
 
 
-class _Parser:
-    def __init__(self, metadata: Mapping[str, str], rows: Mapping[str, _Row], data_start: int, file_bytes: int) -> None:
-        self.metadata, self.rows, self.data_start, self.file_bytes = metadata, rows, data_start, file_bytes
+def _check_version(metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise SnapshotError(Fault.FOREIGN, "format", f"is {metadata.get('format', '')[:40]!r}, not {FORMAT!r}")
+    text = metadata.get("format_version", "")
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise SnapshotError(Fault.FOREIGN, "format_version", f"is {text[:40]!r}")
+    if int(text) < FORMAT_VERSION:
+        reason = f"is {text}: made by an earlier version of lucevisor, this one reads {FORMAT_VERSION}"
+        raise SnapshotError(Fault.OLDER, "format_version", reason)
+    if int(text) > FORMAT_VERSION:
+        raise SnapshotError(Fault.NEWER, "format_version", f"is {text}, this lucevisor reads {FORMAT_VERSION}")
 
-    def snapshot(self) -> SnapshotHeader:
-        self._check_version()
-        firsts = self._mapping("first_positions", int)
-        checksums = self._mapping("checksums", str)
-        if set(checksums) != set(self.rows):
-            raise self._foreign("checksums", "do not name the file's tensors")
-        tensors = self._tensors(firsts)
-        end = self.data_start + sum(t.n_bytes for t in tensors)
-        if self.file_bytes != end:
-            fault = Fault.TRUNCATED if self.file_bytes < end else Fault.DAMAGED
-            raise SnapshotError(fault, "file length", f"{self.file_bytes} bytes, the header says {end}")
-        return SnapshotHeader(
-            fingerprint=self._get("model_fingerprint"),
-            architecture=self._get("model_architecture"),
-            model=self._get("model_name"),
-            dtype=self._dtype("dtype"),
-            kv_dtype=self._dtype("kv_dtype"),
-            packed_tokens=self._tokens(),
-            created_s=self._created(),
-            next_token=self._next_token(),
-            tensors=tensors,
-            checksums=checksums,
-            data_start=self.data_start,
-            draft_fingerprint=self.metadata.get("draft_fingerprint", ""),
-            paged_out=self._paged_out(),
+
+# ---- compatibility
+
+
+def check_fits(snapshot: SnapshotHeader, model: StateModel) -> None:
+    """Raise SnapshotError unless the file holds exactly the state of this model's layers.
+
+    Another kv dtype is accepted: the daemons convert.  The state of another drafter is not looked at.
+    """
+    if snapshot.fingerprint != model.fingerprint:
+        raise SnapshotError(
+            Fault.OTHER_MODEL,
+            "model_fingerprint",
+            f"is that of {snapshot.model!r} ({snapshot.fingerprint[:16]}), running is {model.name!r} "
+            f"({model.fingerprint[:16]})",
         )
+    n, kv_dtype = snapshot.n_tokens, snapshot.kv_dtype
+    _check_tensors([t for t in snapshot.tensors if not t.draft], slot_tensors(model.layers, n, kv_dtype))
+    if model.draft is not None and holds_draft(snapshot, model, n):
+        _check_tensors(snapshot.of_draft(), slot_tensors(model.draft.layers, n, kv_dtype, draft=True))
 
-    def _foreign(self, key: str, reason: str) -> SnapshotError:
-        return SnapshotError(Fault.FOREIGN, key, reason)
 
-    def _get(self, key: str) -> str:
-        try:
-            return self.metadata[key]
-        except KeyError:
-            raise self._foreign(key, "is missing") from None
+def holds_draft(snapshot: SnapshotHeader, model: StateModel, n_tokens: int) -> bool:
+    """Return whether the file holds the state of the drafter that runs, for its first ``n_tokens``."""
+    if model.draft is None or snapshot.draft_fingerprint != model.draft.fingerprint:
+        return False
+    return n_tokens == snapshot.n_tokens or not whole_only(model.draft.layers)
 
-    def _number(self, key: str, most: int) -> int:
-        text = self._get(key)
-        if not (text.isascii() and text.isdigit() and len(text) <= 12 and 0 < int(text) <= most):
-            raise self._foreign(key, f"is {text[:40]!r}, expected 1 to {most}")
-        return int(text)
 
-    def _check_version(self) -> None:
-        if self._get("format") != FORMAT:
-            raise self._foreign("format", f"is {self._get('format')[:40]!r}, not {FORMAT!r}")
-        version = self._number("format_version", 1 << 31)
-        if version < FORMAT_VERSION:
-            reason = (
-                f"is {version}: made by an earlier version of lucevisor, whose fingerprint did not cover all weights"
+def _check_tensors(tensors: Sequence[SnapshotTensor], expected: Sequence[SnapshotTensor]) -> None:
+    wanted, held = ({t.name: t for t in of} for of in (expected, tensors))
+    for name in wanted.keys() ^ held.keys():
+        reason = "is missing" if name in wanted else "is not one of this model"
+        raise SnapshotError(Fault.MISFIT, f"tensor {name}", reason)
+    for name, tensor in held.items():
+        if msgspec.structs.replace(tensor, offset=0) != wanted[name]:
+            raise SnapshotError(
+                Fault.MISFIT,
+                f"tensor {name}",
+                f"{tensor.dtype} {list(tensor.shape)} from position {tensor.first}, this model has "
+                f"{wanted[name].dtype} {list(wanted[name].shape)} from {wanted[name].first}",
             )
-            raise SnapshotError(Fault.OLDER, "format_version", reason)
-        if version > FORMAT_VERSION:
-            raise SnapshotError(Fault.NEWER, "format_version", f"is {version}, this lucevisor reads {FORMAT_VERSION}")
-        if self._number("page_tokens", 1 << 20) != PAGE_TOKENS:
-            raise SnapshotError(Fault.MISFIT, "page_tokens", f"is {self._get('page_tokens')}, ours is {PAGE_TOKENS}")
-
-    def _mapping(self, key: str, kind: type) -> dict[str, Any]:
-        try:
-            return msgspec.json.decode(self._get(key), type=dict[str, kind])  # type: ignore[valid-type]
-        except ValueError as error:
-            raise self._foreign(key, f"is not a JSON object: {error}") from error
-
-    def _dtype(self, key: str) -> Dtype:
-        try:
-            return Dtype(self._get(key))
-        except ValueError:
-            raise self._foreign(key, f"is {self._get(key)[:40]!r}, an unknown number format") from None
-
-    def _tokens(self) -> bytes:
-        n = self._number("n_tokens", MAX_TOKENS)
-        try:
-            unpacker = zlib.decompressobj()
-            packed = unpacker.decompress(base64.b64decode(self._get("tokens"), validate=True), 4 * n + 1)
-        except (ValueError, zlib.error) as error:
-            raise self._foreign("tokens", f"cannot be unpacked: {error}") from error
-        if len(packed) != 4 * n:
-            raise self._foreign("tokens", f"are not {n}, as n_tokens says")
-        return packed
-
-    def _created(self) -> float:
-        try:
-            created = float(self._get("created_s"))
-        except ValueError:
-            raise self._foreign("created_s", "is not a number") from None
-        if not isfinite(created):
-            raise self._foreign("created_s", "is not a time")
-        return created
-
-    def _next_token(self) -> NextToken | None:
-        text = self._get("next_token")
-        try:
-            return msgspec.json.decode(text, type=NextToken) if text else None
-        except (ValueError, RecursionError) as error:
-            raise self._foreign("next_token", f"is not a token record: {error}") from error
-
-    def _paged_out(self) -> PagedOut | None:
-        text = self.metadata.get("paged_out", "")
-        try:
-            found = msgspec.json.decode(text, type=PagedOut) if text else None
-        except (ValueError, RecursionError) as error:
-            raise self._foreign("paged_out", f"is not a record of pages: {error}") from error
-        if found is None:
-            return None
-        if not found.entries:
-            raise self._foreign("paged_out", "names no pages")
-        n_pages = self._number("n_tokens", MAX_TOKENS) // PAGE_TOKENS
-        ascending = all(a < b for a, b in pairwise(found.entries))
-        if not ascending or not all(0 < entry < n_pages for entry in found.entries) or len(found.scores) > n_pages:
-            raise self._foreign("paged_out", f"names pages that are not among the {n_pages} there are")
-        return found
-
-    def _tensors(self, firsts: Mapping[str, int]) -> tuple[SnapshotTensor, ...]:
-        found, at = [], 0
-        for name, row in sorted(self.rows.items(), key=lambda item: item[1].data_offsets):
-            start, stop = row.data_offsets
-            if row.dtype not in ITEM_BYTES or min(row.shape, default=0) < 0 or len(row.shape) > 8:
-                raise self._foreign(f"tensor {name}", f"dtype {row.dtype[:20]!r}, shape {list(row.shape)[:8]}")
-            if start != at or stop - start != tensor_bytes(row.dtype, row.shape):
-                raise self._foreign(f"tensor {name}", f"bytes {start} to {stop} do not follow {at} or fit its shape")
-            layer, kind, draft = _layer_and_kind(name)
-            first, offset = firsts.get(name, 0), self.data_start + at
-            found.append(SnapshotTensor(name, layer, kind, row.dtype, row.shape, offset, stop - start, first, draft))
-            at = stop
-        return tuple(found)
-
-
-def _layer_and_kind(name: str) -> tuple[int, str, bool]:
-    """Return layer, kind and whether it is the drafter's: ``layers.12.k`` -> (12, "k", False)."""
-    head, _, rest = name.partition(".")
-    number, _, kind = rest.partition(".")
-    if head not in (TARGET, DRAFT) or not (number.isascii() and number.isdigit() and len(number) < 6) or not kind:
-        raise SnapshotError(Fault.FOREIGN, f"tensor {name[:80]}", "is not a tensor of any layer")
-    return int(number), kind, head == DRAFT

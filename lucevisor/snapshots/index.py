@@ -9,15 +9,10 @@ Pure.  Knows neither the directory nor what a restore costs.  Invariants: a matc
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
-from lucevisor.snapshots.policy import CacheFile, SnapshotEntry, SnapshotMatch
-
-N_REMOVED = 1024
-"""Removed files that are remembered."""
+from lucevisor.snapshots.policy import SnapshotEntry, SnapshotMatch
 
 _LAST = "\U0010ffff"
 """Sorts after every file name."""
@@ -122,34 +117,3 @@ def common_tokens(a: bytes, b: bytes) -> int:
             else:
                 high, step = at - 1, max(1, (at - low) // 2)
     return low
-
-
-class RemovedFiles:
-    """When files that were removed for others were wanted last.
-
-    Prompts that come round in turns would push each other out before any is used again.  So a slot that begins with a
-    removed file comes back only if the time since that was wanted is shorter than that of what it would push out.
-    """
-
-    def __init__(self) -> None:
-        self._index = SnapshotIndex()
-        self._files: deque[str] = deque()  # removed longest ago first
-
-    def removed(self, entry: SnapshotEntry) -> None:
-        """Record a file that is removed to make room."""
-        if entry.file not in self._index:
-            self._files.append(entry.file)
-        self._index.put(entry)
-        if len(self._files) > N_REMOVED:
-            self._index.remove(self._files.popleft())
-
-    def keep_out(self, tokens: TokenBuffer, victims: Collection[CacheFile], now: float) -> str:
-        """Return why a slot must not replace ``victims``, and note that it was wanted; empty if it may."""
-        match = self._index.find(tokens, len(tokens), whole_only=True)
-        if match is None or not victims:
-            return ""
-        wanted_s, newest_s = match.entry.used_s, max(victim.used_s for victim in victims)
-        if wanted_s >= newest_s:
-            return ""
-        self._index.put(replace(match.entry, used_s=now))
-        return f"it was not wanted for {now - wanted_s:.0f} s, what it would push out for {now - newest_s:.0f} s"

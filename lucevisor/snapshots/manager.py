@@ -1,11 +1,10 @@
 """Saves prefix slots to disk and restores them: when, and in which order.
 
 Joins engine, store and daemons; ``policy`` decides by numbers, the daemons and the store move the bytes.  A request
-whose prompt is better known on disk than in memory is held while the file is read into reserved pages, checksummed, and
-verified by its recorded next token; then the slot is published and the request resumes.  After any failure the request
-resumes without it.
-Invariant: a slot is published only if every daemon restored its part, all checksums match and the next token is the
-recorded one; pages and descriptors are kept until every daemon is done with them.
+whose prompt is better known on disk than in memory is held while the file is read into reserved pages and checksummed;
+then the slot is published and the request resumes.  After any failure the request resumes without it.
+Invariant: a slot is published only if every daemon restored its part and all checksums match; pages and descriptors are
+kept until every daemon is done with them.
 """
 
 from __future__ import annotations
@@ -13,54 +12,55 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
 from lucevisor import suspend_clock
 from lucevisor.config import CacheConfig
 from lucevisor.engine.core import Engine
-from lucevisor.engine.request import GenerationRequest, TokenEvent
+from lucevisor.engine.request import GenerationRequest
 from lucevisor.errors import ConfigError
 from lucevisor.kv.prefix_records import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import Dtype, Space
+from lucevisor.model.values import Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace
-from lucevisor.snapshots.async_store import AsyncSnapshotStore
-from lucevisor.snapshots.layout import DraftModel, Fault, NextToken, SlotRecord, StateModel
+from lucevisor.snapshots.file_format import DraftModel, SlotRecord, StateModel
 from lucevisor.snapshots.policy import (
     Backoff,
     Candidate,
+    FileSizes,
     SavePolicy,
     SaveTrigger,
     SnapshotMatch,
     SnapshotSpeeds,
+    SpeedMeter,
     plan_shutdown_saves,
     reject_restore_reason,
     reject_save_reason,
 )
-from lucevisor.snapshots.shard_transfers import ShardTransfers
-from lucevisor.snapshots.sizes import FileSizes
-from lucevisor.snapshots.speeds import SpeedMeter
-from lucevisor.snapshots.store import OpenSnapshot, SnapshotRefused, SnapshotStore
-from lucevisor.snapshots.transfers import Transfer
-from lucevisor.snapshots.writer import DISK_FAILURES, PendingSnapshot, SaveFailed
+from lucevisor.snapshots.store import (
+    DISK_FAILURES,
+    OpenSnapshot,
+    PendingSnapshot,
+    SaveFailed,
+    SnapshotRefused,
+    SnapshotStore,
+)
+from lucevisor.snapshots.transfers import ShardTransfers, Transfer
 
 TRANSFER_S = 60.0
 """Timeout of a save or restore: its disk hangs."""
 
-N_TOP = 4
-"""Alternatives recorded with the best next token: another backend may decide a near tie differently."""
-
-NEAR_TIE = {True: 1e-3, False: 0.25}
-"""How many nats less likely than the recorded token the restored model's may be, by whether states are float32 in equal
-formats: sums over other batches differ in their last bits."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = structlog.get_logger("snapshots")
 
@@ -78,8 +78,8 @@ async def open_snapshots(
     placed.  Raises ConfigError."""
     mark = await asyncio.to_thread(fingerprint, spec, digests, placement.options)
     model = StateModel(mark, spec.architecture, spec.name, placement.dtype, placement.kv_dtype, spec.layers, draft)
-    store = AsyncSnapshotStore(SnapshotStore(Path(cache.dir), model, cache.disk))
-    await store.scan()
+    store = SnapshotStore(Path(cache.dir), model, cache.disk)
+    await asyncio.to_thread(store.scan)
     return SnapshotManager(engine, store, shards, SavePolicy(cache.min_tokens, cache.disk))
 
 
@@ -95,15 +95,15 @@ class _Restoring:
 class SnapshotManager:
     """Created with the engine; ``start`` installs its hooks, ``close`` ends it."""
 
-    def __init__(self, engine: Engine, store: AsyncSnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
+    def __init__(self, engine: Engine, store: SnapshotStore, shards: ShardTransfers, policy: SavePolicy) -> None:
         self.store, self.shards = store, shards
         self.meter = SpeedMeter()
         self._engine, self._limits = engine, policy
         self._backoff = Backoff()
-        self._sizes = FileSizes(store.store.model)
+        self._sizes = FileSizes(store.model)
         self._restoring: dict[tuple[str, int], _Restoring] = {}
         self._candidates: dict[int, PrefixSlot] = {}
-        self._kept_out: set[int] = set()  # slots not worth the files that theirs would push out
+        self._disk = ThreadPoolExecutor(3, thread_name_prefix="snapshots")  # a save, a restore, and the rest
         self._wake = asyncio.Event()
         self._saving = asyncio.Lock()  # one file at a time
         self._tasks: set[asyncio.Task[object]] = set()
@@ -135,7 +135,7 @@ class SnapshotManager:
                 log.warning("snapshots not saved in time", deadline_s=deadline_s, n_saved=n_saved)
                 break
             if slot.alive and not reject_save_reason(self._candidate(slot), SaveTrigger.SHUTDOWN, self._policy, speeds):
-                n_saved += await self._save(slot, SaveTrigger.SHUTDOWN, left)
+                n_saved += await self._save(slot, left)
             if self._backoff.left_s(time.monotonic()):  # others would fail as well
                 break
         return n_saved
@@ -148,7 +148,8 @@ class SnapshotManager:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # _done has logged what failed
-        await asyncio.get_running_loop().run_in_executor(None, self.store.close)
+        await asyncio.to_thread(self._disk.shutdown)  # as long as the disk takes
+        await asyncio.to_thread(self.store.close)
 
     # ---- restore
 
@@ -168,10 +169,10 @@ class SnapshotManager:
 
     def _better(self, request: GenerationRequest) -> SnapshotMatch | None:
         prefixes = self._engine.prefixes
-        if not prefixes.enabled or not self.store.store.n_files:
+        if not prefixes.enabled or not self.store.n_files:
             return None  # the usual case: nothing is packed for it
         prompt = TokenBuffer.of(request.prompt)
-        match = self.store.store.find(prompt, len(prompt) - 1)
+        match = self.store.find(prompt, len(prompt) - 1)
         if match is None:
             return None
         if not self._engine.slots.can_restore(match.n_tokens, match.entry.n_tokens, match.entry.snapshot.paged_out):
@@ -207,13 +208,12 @@ class SnapshotManager:
             return None
         slot = None
         try:
-            opened = await self.store.open_for_restore(match.entry, match.n_tokens)
+            opened = await self._on_disk(self.store.open_for_restore, match.entry, match.n_tokens)
             opened.with_draft = opened.with_draft and reservation.drafted
             try:
                 problem = await self._fill(match, opened, reservation, lambda: self._resume(under_way))
-                problem = problem or await self._judge(opened, reservation)
             finally:
-                self.store.store.close_snapshot(opened)
+                self.store.close_snapshot(opened)
             drafted = opened.with_draft
             if not problem and (slot := self._engine.slots.adopt(opened.tokens, reservation, drafted=drafted)) is None:
                 problem = "a daemon was lost in the meantime"
@@ -223,9 +223,9 @@ class SnapshotManager:
             self._engine.slots.cancel_reservation(reservation)
         seconds = time.monotonic() - started
         if problem:
-            self.store.store.not_restored(match.entry, problem)
+            self.store.not_restored(match.entry, problem)
             return None
-        self.store.store.restored(opened, seconds)
+        self.store.restored(opened, seconds)
         log.info("snapshot restored", file=match.entry.file, n_tokens=match.n_tokens, seconds=round(seconds, 4),
                  converted=opened.converted, with_draft=drafted)  # fmt: skip
         return slot
@@ -244,35 +244,18 @@ class SnapshotManager:
             reservation.state,
         )  # fmt: skip
         started = time.monotonic()
-        check = asyncio.create_task(self.store.check(opened))
-        transfer, overdue = await self._await(self.shards.restore(opened, place), TRANSFER_S, late)
-        await check
+        check = asyncio.create_task(self._on_disk(self.store.check, opened))
+        try:
+            transfer, overdue = await self._await(self.shards.restore(opened, place), TRANSFER_S, late)
+        finally:
+            await asyncio.wait({check})  # it reads the descriptor that the caller closes
+        check.result()
         for group, reason in transfer.without.items():
             opened.with_draft = False
             log.warning("snapshot restored without the drafter's state", file=opened.file, group=group, reason=reason)
         if not transfer.problem:
             self.meter.add_read(match.n_bytes, time.monotonic() - started)
         return overdue or transfer.problem
-
-    async def _judge(self, opened: OpenSnapshot, reservation: Reservation) -> str:
-        """Verify the recorded next token; return the problem, empty on success.
-
-        Raises SnapshotRefused, after setting the file aside, if the model predicts another one.
-        """
-        record = opened.next_token
-        if record is None or record.input is None:
-            return ""
-        predicted = await self._engine.slots.next_token(reservation, opened.tokens, record.input, N_TOP)
-        if predicted is None:
-            return "its next token could not be computed"
-        if not record.agrees(predicted.token, self._tolerance(opened)):
-            reason = f"the next token is {predicted.token}, recorded is {record.token}: the restored state is wrong"
-            await self.store.discard(opened.entry, reason)
-            raise SnapshotRefused(Fault.MISFIT, opened.file, reason)
-        return ""
-
-    def _tolerance(self, opened: OpenSnapshot) -> float:
-        return NEAR_TIE[not opened.converted and self.store.store.model.dtype is Dtype.FLOAT32]
 
     # ---- save
 
@@ -286,9 +269,6 @@ class SnapshotManager:
     def _on_evict(self, slot: PrefixSlot) -> None:
         """Delay an eviction to save the slot, if it is worth a file and no other save is running.  Of a preempted
         request memory is needed at once, and its answer is not at an end."""
-        if slot.number in self._kept_out:  # asked again it would look as if it were wanted again
-            self._kept_out.discard(slot.number)
-            return
         if slot.origin == "preempted" or self._saving.locked() or self._reject_reason(slot, SaveTrigger.EVICTION):
             return
         self._engine.prefixes.pin(slot)
@@ -296,7 +276,7 @@ class SnapshotManager:
 
     async def _save_evicted(self, slot: PrefixSlot) -> None:
         try:
-            await self._save(slot, SaveTrigger.EVICTION, TRANSFER_S)
+            await self._save(slot, TRANSFER_S)
         finally:
             self._engine.slots.release(slot)
 
@@ -314,24 +294,24 @@ class SnapshotManager:
                 slot = max(self._candidates.values(), key=lambda slot: slot.n_tokens)
                 del self._candidates[slot.number]
                 if slot.alive and not self._reject_reason(slot, SaveTrigger.TURN):
-                    saving = self._spawn(self._save(slot, SaveTrigger.TURN, TRANSFER_S), "save a turn")
+                    saving = self._spawn(self._save(slot, TRANSFER_S), "save a turn")
                     await asyncio.wait({saving})  # an exception is logged and does not end this loop
 
     async def _renew(self) -> None:
         """Make the directory again if it was removed."""
         try:
-            await self.store.renew()
+            await self._on_disk(self.store.renew)
         except ConfigError as error:
             log.warning("snapshot directory cannot be used", reason=str(error))
             self._backoff.failed(time.monotonic())
 
     @property
     def _policy(self) -> SavePolicy:
-        return replace(self._limits, disk_bytes=self.store.store.budget)
+        return replace(self._limits, disk_bytes=self.store.budget)
 
     def _candidate(self, slot: PrefixSlot) -> Candidate:
         tokens = slot.tokens
-        known = self.store.store.find(tokens, len(tokens))
+        known = self.store.find(tokens, len(tokens))
         n_bytes = self._sizes.max_bytes(len(tokens))
         return Candidate(slot.number, len(tokens), n_bytes, known.n_tokens if known is not None else 0, slot.n_uses)
 
@@ -344,61 +324,56 @@ class SnapshotManager:
         return reason
 
     def _speeds(self) -> SnapshotSpeeds:
-        return self.meter.speeds(self.store.store.statistics)
+        return self.meter.speeds(self.store.statistics)
 
-    async def _save(self, slot: PrefixSlot, trigger: SaveTrigger, deadline_s: float) -> bool:
+    async def _save(self, slot: PrefixSlot, deadline_s: float) -> bool:
         """Write a slot's file; False if that failed, which is logged."""
         async with self._saving:
-            record = await self._record(slot) if trigger is not SaveTrigger.EVICTION else None
             place = await self._engine.slots.export(slot)
             if place is None:
                 return False
             unsealed: PendingSnapshot | None = None
             try:
                 drafted = self._engine.prefixes.drafted(slot)
-                slot_record = SlotRecord(slot.tokens, time.time(), record, drafted, slot.paged_out)
-                pending = unsealed = await self.store.begin(slot_record)
+                slot_record = SlotRecord(slot.tokens, time.time(), drafted, slot.paged_out)
+                pending = unsealed = await self._on_disk(self.store.begin, slot_record)
                 late = "the daemons or the disk took too long"
                 transfer, overdue = await self._await(
                     self.shards.save(pending, place), deadline_s,
-                    lambda: self._spawn(self.store.abort(pending, late), "abort a snapshot"),
+                    lambda: self._spawn(self._on_disk(self.store.abort, pending, late), "abort a snapshot"),
                 )  # fmt: skip
                 if overdue or transfer.problem:
-                    await self.store.abort(pending, overdue or transfer.problem)
+                    await self._on_disk(self.store.abort, pending, overdue or transfer.problem)
                     return False
                 unsealed = None  # finish completes even if this task is cancelled
-                await self.store.finish(pending, transfer.n_bytes)
+                await self._on_disk(self.store.finish, pending, transfer.n_bytes)
                 self._backoff.succeeded()
             except SaveFailed as failed:  # logged and counted by the store
                 if failed.label in DISK_FAILURES:
                     self._backoff.failed(time.monotonic())
-                elif failed.label == "keep_out":
-                    self._kept_out.add(slot.number)
                 return False
             except asyncio.CancelledError:
                 if unsealed is not None:  # daemons may still write into the unlinked file
-                    self.store.store.abort(unsealed, "the stop was cut short")
+                    self.store.abort(unsealed, "the stop was cut short")
                 raise
             finally:
                 self._engine.slots.release(slot)
             return True
 
-    async def _record(self, slot: PrefixSlot) -> NextToken | None:
-        """Predict what follows a slot and one more token, to verify the restored state by the same question."""
-        tokens = slot.tokens
-        prefixes = self._engine.prefixes
-        prefixes.pin(slot)
-        try:
-            predicted: TokenEvent | None = None
-            if slot.alive:
-                predicted = await self._engine.slots.next_token(slot, tokens, tokens[0], N_TOP)
-        finally:
-            self._engine.slots.release(slot)
-        if predicted is None:
-            return None
-        return NextToken(predicted.token, predicted.logprob, list(predicted.top), tokens[0])
-
     # ---- inside
+
+    async def _on_disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run blocking work in a thread, to its end: a cancellation takes effect at the caller's next await, when what
+        the work opened can be closed.
+        """
+        call = asyncio.ensure_future(asyncio.wrap_future(self._disk.submit(work, *args, **kwargs)))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait({call})
+            if (task := asyncio.current_task()) is not None:
+                task.cancel()
+            return call.result()
 
     async def _await(
         self, end: asyncio.Future[Transfer], seconds: float, late: Callable[[], object]

@@ -1,18 +1,27 @@
-"""Snapshot policy: what to save, what to restore, and disk eviction.  Decides about files without touching them.
+"""Snapshot policy: what to save, what to restore, and disk eviction, by sizes and measured speeds.
 
-Pure: sizes, times and names in, decisions out.  Knows neither directories nor pages.  Invariant: victims are the least
-recently used files, and no more than the budget requires.
+Decides about files without touching them.  Invariant: victims are the least recently used files, and no more than the
+budget requires.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 
-from lucevisor.snapshots.layout import SnapshotHeader
+from lucevisor.engine.pipeline import PipelineResult
+from lucevisor.model.values import Space
+from lucevisor.snapshots.file_format import (
+    HEADER_BYTES_PER_TOKEN,
+    SnapshotHeader,
+    StateModel,
+    max_header_bytes,
+    slot_tensors,
+)
 
 LOCK_FILE = "lucevisor.lock"
 PARTIAL = ".partial"
@@ -106,7 +115,6 @@ class SnapshotSpeeds:
     prefill_tokens_per_s: float
     read_bytes_per_s: float = 1e9
     write_bytes_per_s: float = 1e9
-    step_s: float = 0.0  # of the one-token step that verifies a restored state
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,7 @@ def reject_save_reason(candidate: Candidate, trigger: SaveTrigger, policy: SaveP
     if c.gain_tokens < needed:
         return f"{c.n_saved_tokens} of its {c.n_tokens} tokens are on disk; a file needs {needed} new ones"
     compute_s = c.gain_tokens / speeds.prefill_tokens_per_s
-    read_s = speeds.step_s + c.n_bytes / speeds.read_bytes_per_s
+    read_s = c.n_bytes / speeds.read_bytes_per_s
     if compute_s <= read_s:
         return f"computing {c.gain_tokens} tokens takes {compute_s:.3f} s, reading them {read_s:.3f} s"
     return ""
@@ -164,7 +172,7 @@ def reject_restore_reason(
     """
     if n_tokens < policy.min_tokens:
         return f"{n_tokens} tokens are fewer than cache.min_tokens = {policy.min_tokens}"
-    compute_s, read_s = gain_tokens / speeds.prefill_tokens_per_s, speeds.step_s + n_bytes / speeds.read_bytes_per_s
+    compute_s, read_s = gain_tokens / speeds.prefill_tokens_per_s, n_bytes / speeds.read_bytes_per_s
     if compute_s <= read_s:
         return f"computing {gain_tokens} tokens takes {compute_s:.3f} s, reading them {read_s:.3f} s"
     return ""
@@ -183,6 +191,81 @@ def plan_shutdown_saves(
             chosen.append(c)
             left -= c.n_bytes
     return chosen
+
+
+# ---- sizes and speeds
+
+
+class FileSizes:
+    """Largest sizes of one model's files, the drafter's tensors included, from the length of a slot alone."""
+
+    def __init__(self, model: StateModel) -> None:
+        self._fixed_bytes = max_header_bytes(model)
+        self._token_bytes = HEADER_BYTES_PER_TOKEN
+        self._window_bytes: Counter[int] = Counter()  # by window: bytes of one position
+        for layer in (*model.layers, *(model.draft.layers if model.draft is not None else ())):
+            n_bytes = sum(tensor.n_bytes for tensor in slot_tensors([layer], 1, model.kv_dtype))
+            if layer.space is Space.RECURRENT:
+                self._fixed_bytes += n_bytes
+            elif layer.space is Space.WINDOW and layer.window:
+                self._window_bytes[layer.window] += n_bytes
+            else:
+                self._token_bytes += n_bytes
+
+    def max_bytes(self, n_tokens: int) -> int:
+        """Return the most bytes that the file of a slot takes."""
+        windows = sum(n_bytes * min(n_tokens, window - 1) for window, n_bytes in self._window_bytes.items())
+        return self._fixed_bytes + n_tokens * self._token_bytes + windows
+
+
+@dataclass(slots=True)
+class StoreStatistics:
+    """Totals since start, for metrics."""
+
+    n_saved: int = 0
+    saved_bytes: int = 0
+    save_s: float = 0.0
+    n_restored: int = 0
+    restored_bytes: int = 0
+    restore_s: float = 0.0  # from the decision until the slot is usable
+    failures: Counter[str] = field(default_factory=Counter)  # labels of SaveFailed, faults of SnapshotRefused
+
+
+class SpeedMeter:
+    """Speeds of prefill and of reads from disk, measured while serving."""
+
+    def __init__(self) -> None:
+        self._n_tokens, self._prefill_s = 0, 0.0
+        self.read_bytes, self._read_s = 0, 0.0
+
+    def add(self, result: PipelineResult) -> None:
+        """Count a step.  Long ones measure prefill by their slowest stage."""
+        if result.step.n_tokens >= 32:
+            self._n_tokens += result.step.n_tokens
+            self._prefill_s += max(answer.compute_s for answer in result.results)
+
+    def add_read(self, n_bytes: int, seconds: float) -> None:
+        """Count a restore, up to the last shard and checksum."""
+        self.read_bytes += n_bytes
+        self._read_s += seconds
+
+    def speeds(self, seen: StoreStatistics) -> SnapshotSpeeds:
+        """Return current speeds, with guesses for what was not measured yet.
+
+        Reads count as fast until measured, since what is never saved is never measured.  Before the first restore a
+        slow disk shows in the speed of writes; reads need no fsync and hit the page cache in part.
+        """
+
+        def per_s(n: int, seconds: float, guess: float) -> float:
+            return n / seconds if n and seconds > 0 else guess
+
+        written = per_s(seen.saved_bytes, seen.save_s, 1e9)
+        likely = min(4e9, 2 * written) if seen.n_saved else 4e9
+        return SnapshotSpeeds(
+            prefill_tokens_per_s=per_s(self._n_tokens, self._prefill_s, 500.0),
+            read_bytes_per_s=per_s(self.read_bytes, self._read_s, likely),
+            write_bytes_per_s=written,
+        )
 
 
 # ---- what to remove

@@ -1,23 +1,25 @@
-"""The snapshot directory: scan, save, restore, prune.  A thin shell around ``policy`` (what to do), ``writer`` (the
-write protocol) and ``disk`` (system calls).
+"""The snapshot directory: scan, save, restore, prune.
 
-Every method blocks on the disk and may be called from any thread; in an event loop use ``AsyncSnapshotStore``.  Knows
-no daemons: it hands out descriptors and tensor offsets.  Invariants: a file whose header does not fit the model is
+Every method blocks on the disk and may be called from any thread.  A save allocates a partial file, lets the daemons
+write their tensors, computes checksums, writes the header, syncs and renames.  Invariants: a file with a final name is
+complete; a save that fails at any step removes its partial file and leaves all others alone; a failed fsync is never
+retried, since the kernel may have dropped the pages it could not write; a file whose header does not fit the model is
 never handed out for a restore; a refused file is never used again; every refusal and failure is logged once, with its
 reason.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 
 import structlog
 
@@ -27,30 +29,40 @@ from lucevisor.model.values import LayerRange
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots import disk
 from lucevisor.snapshots.disk import describe_error
-from lucevisor.snapshots.index import RemovedFiles, SnapshotIndex
-from lucevisor.snapshots.layout import (
+from lucevisor.snapshots.file_format import (
     Fault,
-    NextToken,
     SlotRecord,
     SnapshotError,
     SnapshotHeader,
     StateModel,
     check_fits,
     holds_draft,
+    lay_out,
+    pack,
 )
+from lucevisor.snapshots.index import SnapshotIndex
 from lucevisor.snapshots.policy import (
     LOCK_FILE,
+    PARTIAL,
     CacheFile,
     FileKind,
     SnapshotEntry,
     SnapshotMatch,
+    StoreStatistics,
+    file_name,
     read_name,
-    victims,
 )
-from lucevisor.snapshots.writer import PendingSnapshot, SnapshotWriter
 
 log = structlog.get_logger("snapshots")
 
+STEPS = ("create", "allocate", "data", "size", "checksum", "header", "sync", "rename", "sync_directory", "prune")
+"""Names of the write protocol's steps, in order, as passed to ``at``; ``data`` is between ``begin`` and ``finish``."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
+"""The labels of saves that failed; Fault has those of refused files."""
+DISK_FAILURES = ("disk_full", "io", "locked")
+"""Those after which another save would most likely fail as well."""
 
 NOT_RESTORED = "not_restored"
 """Label of a restore that failed in a daemon or timed out; the file stays."""
@@ -64,19 +76,53 @@ class SnapshotRefused(LucevisorError):
         self.fault, self.file, self.reason = fault, file, reason
 
 
+class SaveFailed(LucevisorError):
+    """A slot could not be saved.  ``label``: one of FAILED_SAVES."""
+
+    def __init__(self, label: str, file: str, reason: str) -> None:
+        super().__init__(f"snapshot {file} was not saved: {reason}; earlier snapshots are unchanged")
+        self.label, self.file, self.reason = label, file, reason
+
+
+@dataclass(slots=True)
+class PendingSnapshot:
+    """A file being written.  Pass ``fd`` and ``tensors(...)`` to each daemon; it stays open until finish or abort."""
+
+    file: str  # its final name
+    path: Path  # its partial one
+    fd: int
+    snapshot: SnapshotHeader
+    started_s: float
+    done: bool = False
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes that all daemons together must write."""
+        return self.snapshot.file_bytes - self.snapshot.data_start
+
+    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
+        return self.snapshot.of_layers(layers)
+
+    def draft_tensors(self) -> list[SnapshotTensor]:
+        return self.snapshot.of_draft()
+
+    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+        """Bytes that a daemon writes of ``tensors``."""
+        return sum(t.n_bytes for t in tensors)
+
+
 @dataclass(slots=True)
 class OpenSnapshot:
     """A matching file, open to restore its first ``n_tokens``.  ``check`` verifies its tensors.
 
-    ``converted``: empty if states are restored bit for bit, else what differs.  ``next_token`` is None without a
-    record, or if only part of the slot is used.  ``with_draft``: the drafter's state is in it and usable.
+    ``converted``: empty if states are restored bit for bit, else what differs.  ``with_draft``: the drafter's state is
+    in it and usable.
     """
 
     entry: SnapshotEntry
     fd: int
     snapshot: SnapshotHeader
     n_tokens: int
-    next_token: NextToken | None
     converted: str
     with_draft: bool = False
     closed: bool = False
@@ -100,19 +146,6 @@ class OpenSnapshot:
         return sum(t.n_bytes for t in tensors) * self.n_tokens // self.snapshot.n_tokens
 
 
-@dataclass(slots=True)
-class StoreStatistics:
-    """Totals since start, for metrics."""
-
-    n_saved: int = 0
-    saved_bytes: int = 0
-    save_s: float = 0.0
-    n_restored: int = 0
-    restored_bytes: int = 0
-    restore_s: float = 0.0  # from the decision until the slot is usable
-    failures: Counter[str] = field(default_factory=Counter)  # labels of SaveFailed, faults of SnapshotRefused
-
-
 class SnapshotStore:
     """The snapshots of ``model`` in ``directory``; those of other models only count towards the disk budget.
 
@@ -133,18 +166,18 @@ class SnapshotStore:
         self.statistics = StoreStatistics()
         self._clock, self._at = clock, at
         self._index = SnapshotIndex()
-        self._history = RemovedFiles()
-        self._guard = Lock()  # for index and statistics; never held during I/O
+        self._guard = threading.Lock()  # for index and statistics; never held during I/O
         n_threads = min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="snapshot check")
-        self._writer = SnapshotWriter(directory, model, at, self.statistics.failures)
+        n_sealing = 1 + min(2, os.cpu_count() or 1)  # one for fsync
+        self._seal_pool = ThreadPoolExecutor(n_sealing, thread_name_prefix="snapshot seal", initializer=_be_nice)
         self.budget = disk_bytes
         self._scanned = False
         disk.make_directory(directory)
 
     def close(self) -> None:
         """End the threads; the caller closes open files."""
-        self._writer.close()
+        self._seal_pool.shutdown()
         self._pool.shutdown()
 
     def renew(self) -> None:
@@ -169,7 +202,7 @@ class SnapshotStore:
         """
         started, began_s = time.monotonic(), self._clock()
         with self._directory_lock():
-            files, _ = self.look()
+            files, _ = self._list_files()
             for one in files:
                 if one.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / one.file):
                     log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
@@ -191,9 +224,10 @@ class SnapshotStore:
         n_older = sum(map(self._is_older, others))
         if n_older:
             log.warning(
-                "snapshots of an earlier version are not used", n=n_older, reason="their fingerprint did not cover all "
-                "weights; `lucevisor cache ls` shows them, `cache rm` removes them",
-            )  # fmt: skip
+                "snapshots of an earlier version are not used",
+                n=n_older,
+                reason="`lucevisor cache ls` shows them, `cache rm` removes them",
+            )
         log.info(
             "snapshots scanned", directory=str(self.directory), n_usable=len(found), n_others=len(others),
             n_bytes=sum(f.n_bytes for f in files), seconds=round(time.monotonic() - started, 3),
@@ -230,14 +264,30 @@ class SnapshotStore:
         """Lay out and allocate a file.  Raises SaveFailed, leaving nothing behind."""
         with suppress(ConfigError):  # the save fails, and says why
             self.renew()
-        return self._writer.begin(slot, self.disk_bytes, self)
+        snapshot = lay_out(self.model, slot)
+        file = file_name(snapshot)
+        if snapshot.file_bytes > self.disk_bytes:
+            reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {self.disk_bytes}"
+            raise self._save_failed("too_large", file, reason)
+        path = self.directory / f"{file.removesuffix('.safetensors')}.{secrets.token_hex(8)}{PARTIAL}"
+        pending = PendingSnapshot(file, path, -1, snapshot, time.monotonic())
+        with self._saving(pending):
+            self._at("create")
+            with disk.locked(self.directory):  # or another scan could remove the file before it is locked
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                pending.fd = os.open(path, flags, 0o600)
+                disk.try_lock(pending.fd)
+            self._at("allocate")
+            self._allocate(pending)
+            self._at("data")
+        return pending
 
     def finish(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
         """Seal and publish a file after the daemons wrote ``n_bytes``, then prune.
 
         Raises SaveFailed, leaving nothing behind.
         """
-        entry = self._writer.seal(pending, n_bytes)
+        entry = self._seal(pending, n_bytes)
         seconds = time.monotonic() - pending.started_s
         with self._guard:
             self._index.put(entry)
@@ -256,7 +306,78 @@ class SnapshotStore:
 
     def abort(self, pending: PendingSnapshot, reason: str) -> None:
         """Abandon a file and remove it.  Idempotent."""
-        self._writer.abort(pending, reason)
+        if not pending.done:
+            self._remove_partial(pending)
+            self._save_failed("aborted", pending.file, reason)
+
+    def _seal(self, pending: PendingSnapshot, n_bytes: int) -> SnapshotEntry:
+        """Check, seal and rename a file.  Raises SaveFailed, leaving nothing behind."""
+        with self._saving(pending):
+            self._at("size")
+            _check_size(pending, n_bytes)
+            flushed = self._seal_pool.submit(os.fsync, pending.fd)  # beside the checksums, which read the page cache
+            try:
+                self._at("checksum")
+                sums = disk.checksums(pending.fd, pending.snapshot.tensors, self._seal_pool)
+            finally:
+                flushed.exception()  # never leave a thread behind that uses the descriptor
+            flushed.result()
+            self._at("header")
+            pending.snapshot = replace(pending.snapshot, checksums=sums)
+            disk.write_all(pending.fd, pack(pending.snapshot), 0)
+            self._at("sync")
+            os.fsync(pending.fd)
+            status = os.fstat(pending.fd)
+            self._at("rename")
+            with disk.locked(self.directory):
+                pending.path.rename(self.directory / pending.file)
+        try:
+            self._at("sync_directory")
+            disk.sync_directory(self.directory)
+        except OSError as error:  # the file is complete, but its name may not survive a power cut
+            log.warning("snapshot directory not synced", file=pending.file, reason=describe_error(error))
+        _close(pending)
+        return SnapshotEntry(pending.file, pending.snapshot, status.st_size, status.st_mtime)
+
+    def _allocate(self, pending: PendingSnapshot) -> None:
+        """Take the file's bytes on the disk, removing others if need be.  Raises OSError."""
+        n_bytes = pending.snapshot.file_bytes
+        if not self._make_room(n_bytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        while True:
+            try:
+                os.posix_fallocate(pending.fd, 0, n_bytes)
+                return
+            except OSError as error:
+                taken = os.fstat(pending.fd).st_blocks * 512
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room(n_bytes - taken, full=True):
+                    raise
+
+    @contextmanager
+    def _saving(self, pending: PendingSnapshot) -> Iterator[None]:
+        """Turn errors inside into SaveFailed, after logging them and removing the partial file."""
+        try:
+            yield
+        except BaseException as error:
+            self._remove_partial(pending)
+            if isinstance(error, SaveFailed):
+                raise self._save_failed(error.label, error.file, error.reason) from error
+            if isinstance(error, OSError | SnapshotError):
+                raise self._save_failed(_label(error), pending.file, describe_error(error)) from error
+            raise
+
+    def _save_failed(self, label: str, file: str, reason: str) -> SaveFailed:
+        self.statistics.failures[label] += 1
+        log.warning("snapshot not saved", file=file, label=label, reason=reason)
+        return SaveFailed(label, file, reason)
+
+    def _remove_partial(self, pending: PendingSnapshot) -> None:
+        if pending.fd >= 0 and not pending.done:
+            try:
+                pending.path.unlink(missing_ok=True)
+            except OSError as error:  # a later scan removes it
+                log.warning("partial snapshot not removed", file=pending.path.name, reason=describe_error(error))
+        _close(pending)
 
     # ---- read
 
@@ -283,9 +404,8 @@ class SnapshotStore:
         with self._guard:
             if (known := self._index.get(entry.file)) is not None:
                 self._index.put(replace(known, used_s=self._clock()))
-        record = snapshot.next_token if n == snapshot.n_tokens else None
         with_draft = holds_draft(snapshot, self.model, n)
-        return OpenSnapshot(entry, fd, snapshot, n, record, self._converted(snapshot), with_draft)
+        return OpenSnapshot(entry, fd, snapshot, n, self._converted(snapshot), with_draft)
 
     def _converted(self, snapshot: SnapshotHeader) -> str:
         pairs = [
@@ -326,10 +446,6 @@ class SnapshotStore:
             opened.closed = True
             os.close(opened.fd)
 
-    def discard(self, entry: SnapshotEntry, reason: str) -> None:
-        """Set aside a file that restored a wrong state."""
-        self._refuse(entry.file, SnapshotError(Fault.MISFIT, "restored state", reason))
-
     @contextmanager
     def _refusing(self, file: str, fd: int = -1) -> Iterator[None]:
         """Turn a SnapshotError inside into SnapshotRefused, after refusing the file."""
@@ -366,52 +482,36 @@ class SnapshotStore:
         budget = self.disk_bytes if disk_bytes is None else disk_bytes
         with disk.locked(self.directory):
             gone = disk.prune_directory(self.directory, budget, keep)
-        self.forget(gone)
+        self._forget(gone)
         return gone
 
-    def forget(self, gone: Sequence[CacheFile]) -> None:
+    def _forget(self, gone: Sequence[CacheFile]) -> None:
         """Take files that were removed to make room out of the index."""
         for one in gone:
             log.info("snapshot pruned", file=one.file, n_bytes=one.n_bytes)
         with self._guard:
             for one in gone:
-                if (entry := self._index.get(one.file)) is not None:
-                    self._history.removed(entry)
-                    self._index.remove(one.file)
+                self._index.remove(one.file)
 
-    def look(self) -> tuple[list[CacheFile], int]:
+    def _list_files(self) -> tuple[list[CacheFile], int]:
         """Return all our files and the bytes that the disk has left; sets ``budget``.  Hold the directory's lock."""
         files, free = disk.list_files(self.directory), disk.free_bytes(self.directory)
         self.budget = min(self.disk_bytes, sum(f.n_bytes for f in files) + free)
         return files, free
 
-    def keep_out(self, file: str, snapshot: SnapshotHeader) -> str:
-        """Return why ``file`` is not worth those that it would push out; empty if it is."""
-        try:
-            with disk.locked(self.directory):
-                files, free = self.look()
-        except OSError:  # the save fails, and says why
-            return ""
-        own = sum(f.n_bytes for f in files if f.file == file)  # it replaces this one
-        n_used = sum(f.n_bytes for f in files)
-        excess = snapshot.file_bytes - min(free, self.disk_bytes - n_used + own)
-        with self._guard:
-            tokens = TokenBuffer.from_packed(snapshot.packed_tokens)
-            return self._history.keep_out(tokens, victims(files, n_used - excess), self._clock())
-
-    def make_room(self, n_bytes: int, *, full: bool = False) -> bool:
+    def _make_room(self, n_bytes: int, *, full: bool = False) -> bool:
         """Remove the least recently used snapshots if ``n_bytes`` have no room on the disk, at least one if it is
         ``full``; False, removing none, if all are not enough.
         """
         with disk.locked(self.directory):
-            files, free = self.look()
+            files, free = self._list_files()
             lacking = max(n_bytes - free, 1 if full else 0)
             if lacking <= 0:
                 return True
             if sum(f.n_bytes for f in files if f.kind is FileKind.SNAPSHOT) < lacking:
                 return False
             gone = disk.prune_directory(self.directory, sum(f.n_bytes for f in files) - lacking)
-        self.forget(gone)
+        self._forget(gone)
         return True
 
     @contextmanager
@@ -422,3 +522,31 @@ class SnapshotStore:
         except OSError as error:
             hint = "name a writable directory"
             raise ConfigError("cache.dir", str(self.directory), describe_error(error), hint) from error
+
+
+def _label(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "locked"
+    return "disk_full" if isinstance(error, OSError) and error.errno in _FULL else "io"
+
+
+def _be_nice() -> None:
+    """Let decodes go first where cores are few: no request waits for a save."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone
+
+
+def _check_size(pending: PendingSnapshot, n_bytes: int) -> None:
+    size = os.fstat(pending.fd).st_size
+    if n_bytes != pending.data_bytes or size != pending.snapshot.file_bytes:
+        raise SaveFailed(
+            "size",
+            pending.file,
+            f"the daemons wrote {n_bytes} bytes of {pending.data_bytes}, the file has {size} of "
+            f"{pending.snapshot.file_bytes}",
+        )
+
+
+def _close(pending: PendingSnapshot) -> None:
+    if not pending.done and pending.fd >= 0:
+        os.close(pending.fd)
+    pending.done = True

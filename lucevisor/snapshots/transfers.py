@@ -1,96 +1,167 @@
-"""Tracks which daemons still have to answer a Save or Restore: several work on one file, with one outcome.
+"""Saves and restores over the links of all groups: one file, a message to every daemon, one outcome.
 
-Pure: answers in, outcomes out; knows no links and no files.  Invariant: a transfer ends once every daemon has answered
-or is lost, never earlier, even after a failure: until then it owns its pages and descriptors.
+Decides nothing about slots.  Invariant: every transfer that was started ends, once each daemon has answered or is lost,
+never earlier, even after a failure; until then it owns its pages and descriptor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from itertools import count
+from typing import Protocol
+
+from lucevisor.model.values import LayerRange
+from lucevisor.protocol.errors import ProtocolError
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, SnapshotTensor, TransferFailed
+from lucevisor.protocol.transport import Link
 
 
-class TransferKind(StrEnum):
-    SAVE = "save"
-    RESTORE = "restore"
+class TransferFile(Protocol):
+    """A file that daemons write (:class:`PendingSnapshot`) or read (:class:`OpenSnapshot`)."""
+
+    fd: int
+
+    @property
+    def file(self) -> str: ...
+
+    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]: ...
+
+    def draft_tensors(self) -> list[SnapshotTensor]: ...
+
+    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int: ...
 
 
 @dataclass(slots=True)
 class Transfer:
-    """``expected_bytes``: by group.  ``problem``: why it failed; empty so far or on success.
+    """``expected_bytes``: by group that has not answered.  ``problem``: why it failed; empty so far or on success.
 
     ``optional``: groups whose failure does not fail the transfer; ``without``: those of them that failed, and why.
     """
 
     id: int
-    kind: TransferKind
-    expected_bytes: Mapping[str, int]
-    waiting: set[str] = field(default_factory=set)
+    expected_bytes: dict[str, int] = field(default_factory=dict)
     n_bytes: int = 0
     converted: str = ""
     problem: str = ""
-    optional: frozenset[str] = frozenset()
+    optional: Collection[str] = ()
     without: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def ended(self) -> bool:
-        return not self.waiting
+    end: asyncio.Future[Transfer] | None = None
 
 
-class TransferTable:
-    """All transfers in progress.  Methods that end one return it; check its ``problem``."""
+class ShardTransfers:
+    """``layers[g]``: the layer ranges of group g.  ``draft_group``: the group that runs the draft stage, or empty."""
 
-    def __init__(self) -> None:
-        self._next = 0
-        self._open: dict[int, Transfer] = {}
+    def __init__(self, layers: Mapping[str, Sequence[LayerRange]], draft_group: str = "") -> None:
+        self._layers = {group: tuple(ranges) for group, ranges in layers.items()}
+        self._draft_group = draft_group
+        self._links: dict[str, Link] = {}
+        self._transfers: dict[int, Transfer] = {}
+        self._ids = count(1)
+        self._refusing = ""  # why no snapshot is saved or restored
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def ready(self, group: str, link: Link) -> None:
+        """A daemon finished loading."""
+        self._links[group] = link
+        self._refusing = ""
 
-    def start(
-        self, kind: TransferKind, expected_bytes: Mapping[str, int], optional: Set[str] = frozenset()
-    ) -> Transfer:
-        """Start a transfer that waits for every group named.  Raises ValueError without groups."""
-        if not expected_bytes:
-            raise ValueError(f"a {kind.value} without groups; name at least one")
-        self._next += 1
-        transfer = Transfer(self._next, kind, dict(expected_bytes), set(expected_bytes), optional=frozenset(optional))
-        self._open[transfer.id] = transfer
-        return transfer
+    async def quiesce(self, reason: str) -> None:
+        """Refuse snapshots until ``resume`` or a daemon is ready, and wait for those in progress: their daemons write
+        pages."""
+        self._refusing = reason
+        while ends := [transfer.end for transfer in self._transfers.values() if transfer.end is not None]:
+            await asyncio.wait(ends)
 
-    def answered(self, group: str, transfer_id: int, n_bytes: int, converted: str = "") -> Transfer | None:
-        """Handle Saved or Restored.  Returns the transfer if this was the last answer."""
-        transfer = self._waiting_for(group, transfer_id)
-        if transfer is None:
-            return None
+    def resume(self) -> None:
+        """Take snapshots again."""
+        self._refusing = ""
+
+    def lost(self, group: str, reason: str) -> None:
+        """A daemon is lost, or about to be: it will not answer."""
+        self._links.pop(group, None)
+        for transfer in [*self._transfers.values()]:
+            self._answered(group, transfer.id, problem=f"group {group} was lost: {reason}")
+
+    def frame(self, group: str, frame: Frame) -> bool:
+        """Handle a daemon's answer; False if the frame does not belong to a transfer."""
+        match frame.message:
+            case Saved() as saved:
+                self._answered(group, saved.transfer, saved.n_bytes)
+            case Restored() as restored:
+                self._answered(group, restored.transfer, restored.n_bytes, restored.converted)
+            case TransferFailed() as failed:
+                self._answered(group, failed.transfer, problem=f"group {group}, {failed.where}: {failed.reason}")
+            case _:
+                return False
+        return True
+
+    def save(
+        self, file: TransferFile, place: SlotPlace, groups: Collection[str] | None = None
+    ) -> asyncio.Future[Transfer]:
+        """Let every daemon, or those of ``groups``, write its tensors; the future completes when all are done with the
+        file.
+        """
+        return self._begin(Save, file, place, groups)
+
+    def restore(
+        self, file: TransferFile, place: SlotPlace, groups: Collection[str] | None = None
+    ) -> asyncio.Future[Transfer]:
+        """Let every daemon, or those of ``groups``, read its tensors; the future completes when all are done with the
+        file.
+
+        A daemon that runs the drafter alone may fail or be away: ``Transfer.without`` then names its group.
+        """
+        return self._begin(Restore, file, place, groups)
+
+    def _begin(
+        self, message: type[Save | Restore], file: TransferFile, place: SlotPlace, groups: Collection[str] | None
+    ) -> asyncio.Future[Transfer]:
+        tensors = {group: own for group, own in self._tensors(file).items() if groups is None or group in groups}
+        if not tensors:
+            raise ValueError("a transfer without groups; name at least one")
+        transfer = Transfer(next(self._ids), {group: file.n_bytes(own) for group, own in tensors.items()})
+        if message is Restore:
+            transfer.optional = {self._draft_group} - self._layers.keys()
+        end = transfer.end = asyncio.get_running_loop().create_future()
+        self._transfers[transfer.id] = transfer
+        for group, own in tensors.items():
+            link = self._links.get(group)
+            problem = "it is away" if link is None else self._refusing if groups is None else ""
+            if link is not None and not problem:
+                try:
+                    link.send(message(transfer.id, file.file, place, own), request_id=transfer.id, fds=[file.fd])
+                except (ProtocolError, OSError) as error:
+                    problem = str(error)
+            if problem:
+                self._answered(group, transfer.id, problem=f"group {group} could not be asked: {problem}")
+        return end
+
+    def _tensors(self, file: TransferFile) -> dict[str, list[SnapshotTensor]]:
+        """Return what each group writes or reads."""
+        tensors = {group: [t for r in ranges for t in file.tensors(r)] for group, ranges in self._layers.items()}
+        if drafts := file.draft_tensors():
+            tensors[self._draft_group] = tensors.get(self._draft_group, []) + drafts
+        return tensors
+
+    def _answered(
+        self, group: str, transfer_id: int, n_bytes: int = 0, converted: str = "", *, problem: str = ""
+    ) -> None:
+        """Handle the answer of a group, or its loss; late and repeated answers count for nothing."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or group not in transfer.expected_bytes:
+            return
+        expected = transfer.expected_bytes.pop(group)
         transfer.n_bytes += n_bytes
         transfer.converted = transfer.converted or converted
-        wanted = transfer.expected_bytes[group]
-        problem = "" if n_bytes == wanted else f"group {group} moved {n_bytes} bytes of {wanted}"
-        return self._strike(transfer, group, problem)
-
-    def failed(self, group: str, transfer_id: int, reason: str) -> Transfer | None:
-        """Handle TransferFailed, or a failed send.  Returns the transfer if this was the last answer."""
-        transfer = self._waiting_for(group, transfer_id)
-        return None if transfer is None else self._strike(transfer, group, reason)
-
-    def lost(self, group: str, reason: str) -> list[Transfer]:
-        """A daemon is lost and will not answer.  Returns the transfers that end with it."""
-        mine = [t for t in self._open.values() if group in t.waiting]
-        return [t for t in mine if self._strike(t, group, f"group {group} was lost: {reason}") is not None]
-
-    def _waiting_for(self, group: str, transfer_id: int) -> Transfer | None:
-        transfer = self._open.get(transfer_id)
-        return transfer if transfer is not None and group in transfer.waiting else None
-
-    def _strike(self, transfer: Transfer, group: str, problem: str) -> Transfer | None:
-        transfer.waiting.discard(group)
+        if not problem and n_bytes != expected:
+            problem = f"group {group} moved {n_bytes} bytes of {expected}"
         if problem and group in transfer.optional:
             transfer.without[group] = problem
         else:
             transfer.problem = transfer.problem or problem
-        if not transfer.ended:
-            return None
-        del self._open[transfer.id]
-        return transfer
+        if not transfer.expected_bytes:
+            del self._transfers[transfer_id]
+            if transfer.end is not None and not transfer.end.done():
+                transfer.end.set_result(transfer)

@@ -307,7 +307,7 @@ class SpawnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended. Both None: something else in this process reaped it. `hint`: the cause, as its stderr or
+    """End of a process. Both None: something else in this process reaped it. `hint`: the cause, as its stderr or
     the kernel gives it.
     """
 
@@ -351,7 +351,7 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is reaped."""
+        """True once the process is reaped."""
         return self._pidfd < 0
 
     def open_link(

@@ -92,12 +92,12 @@ class GroupSupervisor:
 
     @property
     def quarantined(self) -> bool:
-        """Whether a process that SIGKILL does not end still holds the group's devices."""
+        """True while a process that SIGKILL does not end holds the group's devices."""
         return self._machine.quarantined
 
     @property
     def lacking(self) -> bool:
-        """Whether BACKOFF waits for descriptors, memory or processes, which is not a failure of the group."""
+        """True while BACKOFF waits for descriptors, memory or processes, which is not a failure of the group."""
         return self._machine.lacking
 
     @property
@@ -112,7 +112,7 @@ class GroupSupervisor:
 
     @property
     def restarts(self) -> int:
-        """How often a process was replaced since the supervisor started."""
+        """Number of processes replaced since the supervisor started."""
         return self._machine.restarts
 
     @property
@@ -122,7 +122,7 @@ class GroupSupervisor:
 
     @property
     def loaded(self) -> Loaded | None:
-        """What the present process loaded."""
+        """The answer of the present process to its load."""
         return self._living.loaded if self._living else None
 
     @property

@@ -1,4 +1,4 @@
-"""How a group's daemon comes to run, and the two channels to it.
+"""Launchers of daemons, and the two channels to a daemon.
 
 A :class:`Launcher` is all that supervision knows of where daemons run: `LocalLauncher` makes child processes of this
 host and speaks over socketpairs. Knows no states and no messages. Invariant: a launched process reports its exit once,
@@ -114,7 +114,7 @@ class Launcher(Protocol):
 
     @property
     def source_hash(self) -> str:
-        """What a daemon must report in its hello."""
+        """Hash that a daemon must report in its hello."""
 
     def launch(
         self,

@@ -1,4 +1,4 @@
-"""How long to wait, how often to retry, when to give up.
+"""Deadlines, restarts and their limits.
 
 Knows no states and no processes; `now` is any clock that only goes forward, in seconds, and randomness is an
 argument. Invariant: between two calls of `reset`, no window of `SupervisionLimits.window_s` seconds holds more than

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """What a backend group is doing. Only in the states of `WITH_CHILD`, and in FAILED when quarantined, is there a
+    """State of a backend group. Only in the states of `WITH_CHILD`, and in FAILED when quarantined, is there a
     process.
     """
 

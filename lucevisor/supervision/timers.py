@@ -25,7 +25,7 @@ class Timers:
         return self._due.get(timer)
 
     def due_after(self, timer: Timer, at: float) -> bool:
-        """Whether `timer` runs, and longer than until `at`."""
+        """Return whether `timer` runs, and longer than until `at`."""
         return timer in self._due and at < self._due[timer]
 
     def arm(self, timer: Timer, now: float, after_s: float) -> StartTimer:

@@ -21,10 +21,8 @@ from lucevisor.app.cache_operations import CacheOperations, figures
 from lucevisor.cli import cli
 from lucevisor.config.sections import CacheConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.snapshots.async_store import AsyncSnapshotStore
-from lucevisor.snapshots.layout import Fault
-from lucevisor.snapshots.store import NOT_RESTORED, SnapshotRefused
-from lucevisor.snapshots.writer import FAILED_SAVES
+from lucevisor.snapshots.file_format import Fault
+from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotRefused
 from tests.another_user import connect_as_nobody, needs_root, open_directory
 from tests.api.scripted_model import Rig
 from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, restore, save
@@ -44,7 +42,7 @@ class Desk:
         return self.shown
 
     def __init__(self, directory, disk_bytes=1 << 24):
-        self.store = AsyncSnapshotStore(made_store(directory, disk_bytes=disk_bytes))
+        self.store = made_store(directory, disk_bytes=disk_bytes)
         self.service = SimpleNamespace(
             engine=None,
             state="ready",
@@ -77,10 +75,10 @@ def damage(path):
 
 
 async def test_cache_shows_files_and_slots(desk):
-    old, new = (save(desk.store.store, made_slot(n)) for n in (40, 50))
+    old, new = (save(desk.store, made_slot(n)) for n in (40, 50))
     status, told = await desk.ask("GET", "/cache")
     assert (status, told["slots"], told["disk"]) == (200, [], 1 << 24)
-    assert told["dir"] == str(desk.store.store.directory)
+    assert told["dir"] == str(desk.store.directory)
     facts = {one["file"]: one for one in told["files"]}
     assert set(facts) == {old.file, new.file}
     assert facts[old.file]["n_tokens"] == 40
@@ -89,37 +87,37 @@ async def test_cache_shows_files_and_slots(desk):
 
 
 async def test_verify_says_what_is_damaged_and_the_store_forgets_what_is_set_aside(desk):
-    good, bad = (save(desk.store.store, made_slot(n)) for n in (40, 50))
-    damage(desk.store.store.directory / bad.file)
+    good, bad = (save(desk.store, made_slot(n)) for n in (40, 50))
+    damage(desk.store.directory / bad.file)
     status, told = await desk.ask("POST", "/cache/verify")
     problems = {one["file"]: one["problem"] for one in told["checked"]}
     assert status == 200
     assert problems[good.file] == ""
     assert problems[bad.file].startswith("tensor layers.2.v")
-    assert len(desk.store.store.entries) == 2  # told, not touched
+    assert len(desk.store.entries) == 2  # told, not touched
     _, told = await desk.ask("POST", "/cache/verify", {"files": [bad.file], "set_aside": True})
     assert [one["set_aside"] for one in told["checked"]] == [bad.file + ".refused"]
-    assert [entry.file for entry in desk.store.store.entries] == [good.file]
-    assert restore(desk.store.store, good)
+    assert [entry.file for entry in desk.store.entries] == [good.file]
+    assert restore(desk.store, good)
     status, told = await desk.ask("POST", "/cache/verify", {"files": [bad.file]})
     assert (status, bad.file in told["error"]) == (409, True)
 
 
 async def test_prune_goes_by_the_budget_or_by_what_is_said(desk):
-    old, new = (save(desk.store.store, made_slot(n)) for n in (40, 50))
-    os.utime(desk.store.store.directory / old.file, (1000, 1000))
+    old, new = (save(desk.store, made_slot(n)) for n in (40, 50))
+    os.utime(desk.store.directory / old.file, (1000, 1000))
     assert await desk.ask("POST", "/cache/prune") == (200, {"removed": []})
     status, told = await desk.ask("POST", "/cache/prune", {"to": new.n_bytes})
     assert (status, [one["file"] for one in told["removed"]]) == (200, [old.file])
-    assert [entry.file for entry in desk.store.store.entries] == [new.file]
+    assert [entry.file for entry in desk.store.entries] == [new.file]
     await desk.ask("POST", "/cache/prune", {"to": 0})
-    assert desk.store.store.entries == []
-    assert names(desk.store.store.directory) == []
+    assert desk.store.entries == []
+    assert names(desk.store.directory) == []
 
 
 async def test_rm_of_files_and_of_all_leaves_strangers(desk):
-    directory = desk.store.store.directory
-    first, second = (save(desk.store.store, made_slot(n)) for n in (40, 50))
+    directory = desk.store.directory
+    first, second = (save(desk.store, made_slot(n)) for n in (40, 50))
     other = made_store(directory, made_model("Other", "cd"))
     save(other, made_slot(40))
     other.close()
@@ -129,11 +127,11 @@ async def test_rm_of_files_and_of_all_leaves_strangers(desk):
     assert len(names(directory)) == 4
     status, told = await desk.ask("POST", "/cache/rm", {"files": [first.file]})
     assert (status, [one["n_bytes"] for one in told["removed"]]) == (200, [first.n_bytes])
-    assert [entry.file for entry in desk.store.store.entries] == [second.file]
+    assert [entry.file for entry in desk.store.entries] == [second.file]
     _, told = await desk.ask("POST", "/cache/rm", {"all": True})
     assert len(told["removed"]) == 2
     assert names(directory) == ["notes.txt"]
-    assert desk.store.store.entries == []
+    assert desk.store.entries == []
 
 
 @pytest.mark.parametrize(
@@ -242,8 +240,8 @@ def command(*arguments):
 
 
 async def test_the_commands_print_the_same_for_a_directory_and_a_supervisor(desk, tmp_path):
-    directory = desk.store.store.directory
-    good, bad = (save(desk.store.store, made_slot(n)) for n in (40, 50))
+    directory = desk.store.directory
+    good, bad = (save(desk.store, made_slot(n)) for n in (40, 50))
     damage(directory / bad.file)
 
     async def both(*arguments):
@@ -288,7 +286,7 @@ def test_every_reason_of_a_failure_is_described():
 
 
 async def test_metrics_of_snapshots(start, desk):
-    store = desk.store.store
+    store = desk.store
     client = await start(Rig(snapshots=lambda: figures(desk.store)))
     zeros = await snapshot_metrics(client)
     assert set(zeros.values()) == {0}

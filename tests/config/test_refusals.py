@@ -40,7 +40,7 @@ def assert_told(error, key: str, why: str, hint: str) -> None:
             "is not a section",
             "nearest: groups",
         ),
-        ("[server]\nport = 65536", "server.port", 65536, "is not <= 65535", "nearest: 65535"),
+        ("[server]\nport = 65536", "server.port", 65536, "is not in 0..65535", "nearest: 65535"),
         ("[server]\nport = 2020-01-01", "server.port", None, "is a date, not an integer", "integer 0..65535"),
         ("[server]\nhost = '[::1]'", "server.host", "[::1]", "is neither an IP address", "nearest: ::1"),
         (

@@ -20,7 +20,7 @@ from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Spac
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
 from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
-from lucevisor.snapshots.layout import SlotRecord, StateModel
+from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -138,9 +138,9 @@ class SlotPipeline:
         window = [self.free[Space.WINDOW].pop() for _ in range(n - first)] if Space.WINDOW in has else []
         return SlotPlace(n_tokens, full, window, first, state)
 
-    def save(self, store: SnapshotStore, tokens, place, next_token=None, *, with_draft=False):
+    def save(self, store: SnapshotStore, tokens, place, *, with_draft=False):
         """Save a slot; returns the entry."""
-        writing = store.begin(SlotRecord(list(tokens), 100.0, next_token, with_draft))
+        writing = store.begin(SlotRecord(list(tokens), 100.0, with_draft))
         answers = self.transfer(Save, writing, place)
         return store.finish(writing, sum(a.n_bytes for a in answers))
 

@@ -17,7 +17,7 @@ from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import SlotPlace
-from lucevisor.snapshots.layout import slot_tensors
+from lucevisor.snapshots.file_format import slot_tensors
 
 LAYERS = tuple(LayerSpec(i, Space.FULL, {}, attention_state(2, 32, 32)) for i in range(2))
 SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)

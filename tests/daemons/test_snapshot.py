@@ -16,7 +16,6 @@ from daemons.snapshots import streams
 from daemons.snapshots.state_map import StateMap, split_ranges
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.messages import Restore, Restored, Save, SlotPlace, TransferFailed
-from lucevisor.snapshots.layout import NextToken
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 
@@ -46,7 +45,7 @@ def test_saved_under_one_split_restored_under_others(name, tmp_path):
     place = checkpoint(saving, 0, 5)
     wanted = saving.greedy(0, [3, 1], 16)  # the sequence goes on; the slot stays
     store = opened(tmp_path, state_model(spec))
-    entry = saving.save(store, ids, place, NextToken(wanted[0]))
+    entry = saving.save(store, ids, place)
     store.close()
 
     splits = [[[]], [legal[-1:], []], [legal[:1], legal[1:2], []], [legal[1:3], []]]

@@ -15,7 +15,7 @@ from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Restored
-from lucevisor.snapshots.layout import DraftModel
+from lucevisor.snapshots.file_format import DraftModel
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model
 

@@ -25,7 +25,7 @@ from lucevisor.protocol.steps import (
     ZeroState,
 )
 from lucevisor.protocol.transport import BlockingLink
-from lucevisor.snapshots.layout import NextToken, SlotRecord
+from lucevisor.snapshots.file_format import SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import GOLDEN, golden_spec, ids_of, state_model
 
@@ -117,16 +117,16 @@ def start():
 def prefill(daemon):
     """Sequence 0 of N tokens in pages 3, 1, 2, its checkpoint in state 5."""
     operations = [OpenSequence(0, 0, GREEDY), ZeroState(0), SetPages(0, Space.FULL, 0, [3, 1, 2])]
-    token = daemon.step(operations, 0, ids_of(SPEC, N))
+    daemon.step(operations, 0, ids_of(SPEC, N))
     daemon.ask(Step(2, 0, [CopyState(0, 5)]))
-    return SlotPlace(N, [3, 1, 2], state=5), token
+    return SlotPlace(N, [3, 1, 2], state=5)
 
 
 def test_a_slot_survives_its_daemon(start, tmp_path):
     store = SnapshotStore(tmp_path, state_model(SPEC), 1 << 30)
     one = start()
-    place, token = prefill(one)
-    writing = store.begin(SlotRecord(ids_of(SPEC, N), time.time(), NextToken(token)))
+    place = prefill(one)
+    writing = store.begin(SlotRecord(ids_of(SPEC, N), time.time()))
     saved = one.ask(Save(11, writing.file, place, writing.tensors(ALL)), [writing.fd])
     assert isinstance(saved, Saved)
     assert saved.n_bytes == writing.data_bytes
@@ -156,7 +156,7 @@ def test_a_slot_survives_its_daemon(start, tmp_path):
 def test_a_failed_transfer_leaves_the_daemon_working(start, tmp_path):
     store = SnapshotStore(tmp_path, state_model(SPEC), 1 << 30)
     daemon = start()
-    place, _ = prefill(daemon)
+    place = prefill(daemon)
     writing = store.begin(SlotRecord(ids_of(SPEC, N), time.time()))
     tensors = writing.tensors(ALL)
     full, memory = os.open("/dev/full", os.O_RDWR), os.open("/proc/self/mem", os.O_RDONLY)

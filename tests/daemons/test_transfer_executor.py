@@ -12,7 +12,7 @@ from daemons.snapshots.state_map import StateMap
 from daemons.snapshots.transfers import MAX_PENDING, TransferExecutor
 from lucevisor.model.values import LayerRange, Space
 from lucevisor.protocol.messages import Restore, Restored, Save, Saved, SlotPlace, TransferFailed
-from lucevisor.snapshots.layout import SlotRecord
+from lucevisor.snapshots.file_format import SlotRecord
 from tests.daemons.snapshot_pipeline import SlotPipeline, golden_spec, ids_of
 from tests.daemons.test_snapshot import N, saved
 

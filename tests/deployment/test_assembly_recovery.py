@@ -179,4 +179,4 @@ def _unread(handle: RequestHandle) -> list[object]:
 
 
 TestLosses = Losses.TestCase
-TestLosses.settings = settings(max_examples=30, stateful_step_count=40)
+TestLosses.settings = settings(max_examples=12, stateful_step_count=40)

@@ -164,4 +164,4 @@ class World(ServingMachine):
 
 
 TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=120, stateful_step_count=50)
+TestWorld.settings = settings(max_examples=40, stateful_step_count=40)

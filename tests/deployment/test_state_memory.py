@@ -16,7 +16,7 @@ from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.steps import Sampling
-from lucevisor.snapshots.shard_transfers import ShardTransfers
+from lucevisor.snapshots.transfers import ShardTransfers
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
 
 PROMPT = list(range(1, 100))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from lucevisor.snapshots.policy import SnapshotSpeeds
-from lucevisor.snapshots.speeds import SpeedMeter
+from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO, Cli
 

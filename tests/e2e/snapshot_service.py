@@ -58,7 +58,7 @@ def snapshots_of(service: Service) -> SnapshotManager:
 
 def told_of(service: Service) -> Counter[str]:
     """What the store counted."""
-    now = snapshots_of(service).store.store.statistics
+    now = snapshots_of(service).store.statistics
     return Counter(saved=now.n_saved, restored=now.n_restored, failed=sum(now.failures.values()))
 
 

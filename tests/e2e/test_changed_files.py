@@ -18,8 +18,7 @@ from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
-from lucevisor.snapshots.policy import SnapshotSpeeds
-from lucevisor.snapshots.speeds import SpeedMeter
+from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
 from lucevisor.supervision.states import State
 from tests.e2e.process import Cli
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
@@ -139,7 +138,7 @@ async def test_a_snapshot_of_other_weights_is_not_used(
             n_restored = 0
             if service.snapshots is not None:
                 await service.snapshots.save_all(60.0)
-                n_restored = service.snapshots.store.store.statistics.n_restored
+                n_restored = service.snapshots.store.statistics.n_restored
             return tokens, finished.usage.cached_tokens, n_restored
 
     first = await ask(kept)

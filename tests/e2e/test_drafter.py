@@ -248,8 +248,7 @@ async def test_a_changed_drafter_file_is_not_loaded_and_serving_goes_on(tmp_path
 
 
 async def test_a_drafter_that_does_not_fit_is_left_out_or_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lucevisor.placement.extra_models.too_dear", lambda *_: "host is 1.00 GiB short")
-    monkeypatch.setattr("lucevisor.placement.planner.too_dear", lambda *_: "host is 1.00 GiB short")
+    monkeypatch.setattr("lucevisor.placement.planner.why_left_out", lambda *_: "host is 1.00 GiB short")
     prompt, wanted = trace("dflash")
     config = two_groups(tmp_path, TARGET, f'path = "{DFLASH}"\ndevice = "aside:0"')
     async with running(config, tmp_path) as service:
@@ -302,7 +301,7 @@ async def test_a_snapshot_holds_the_drafters_state_and_moves_with_it(
         n_warm = n_steps(service) - before
         assert service.snapshots is not None
         await service.snapshots.save_all(60.0)
-        entries = service.snapshots.store.store.entries
+        entries = service.snapshots.store.entries
         assert any(entry.snapshot.draft_fingerprint for entry in entries)
 
     for draft, split, expected in (

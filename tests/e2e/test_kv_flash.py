@@ -105,7 +105,7 @@ async def test_a_paged_conversation_goes_on_after_a_restart(policy: str, pools: 
             if i == 0:
                 prompt += await generate(service, prompt, 70)
                 await snapshots_of(service).save_all(60.0)
-                files = snapshots_of(service).store.store
+                files = snapshots_of(service).store
                 await until(lambda files=files: any(one.n_tokens == 769 for one in files.entries))
                 prompt += tokens_at(3, 20, golden.spec.vocabulary)
             tokens, finished = await generate_all(service, prompt, 70)

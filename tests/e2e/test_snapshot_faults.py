@@ -7,15 +7,12 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lucevisor.deployment.service import Service
 from lucevisor.snapshots import disk
-from lucevisor.snapshots.file_format import pack
 from tests.e2e.conversations import MODELS, ask
 from tests.e2e.service import running
 from tests.e2e.snapshot_service import PROMPT, Place, snapshots_of, told_of, until
@@ -32,22 +29,6 @@ async def saved_prompt(place: Place) -> list[int]:
     return expected
 
 
-def change_states(file: Path) -> None:
-    """Write other numbers into every tensor, with checksums that fit: nothing but the model can tell."""
-    fd, snapshot, _ = disk.open_snapshot(file)
-    os.close(fd)
-    data = bytearray(file.read_bytes())
-    size = len(data) - snapshot.data_start
-    half = size // 8 * 4
-    body = data[snapshot.data_start :]
-    data[snapshot.data_start :] = body[half:] + body[:half]
-    file.write_bytes(data)
-    with file.open("r+b") as opened:
-        with ThreadPoolExecutor(1) as pool:
-            sums = disk.checksums(opened.fileno(), snapshot.tensors, pool)
-        opened.write(pack(replace(snapshot, checksums=sums)))
-
-
 def flip_a_bit(file: Path) -> None:
     flip(file, -5)
 
@@ -58,7 +39,7 @@ def flip_in_the_length(file: Path) -> None:
 
 def flip_in_the_json(file: Path) -> None:
     data = file.read_bytes()
-    flip(file, data.index(b'"checksums":') + 40)
+    flip(file, data.index(b"checksums") + 40)
 
 
 def flip_in_each_tensor(file: Path) -> None:
@@ -79,7 +60,7 @@ def cut(file: Path) -> None:
         opened.truncate(file.stat().st_size - 1)
 
 
-@pytest.mark.parametrize("damage", [change_states, flip_in_the_length, flip_in_the_json, flip_a_bit, cut])
+@pytest.mark.parametrize("damage", [flip_in_the_length, flip_in_the_json, flip_a_bit, cut])
 async def test_a_file_that_is_not_what_was_saved_is_set_aside_and_the_prompt_computed(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -106,7 +87,7 @@ async def test_a_file_that_is_damaged_while_a_supervisor_knows_it_is_set_aside_a
     place = Place(MODELS["qwen35"], tmp_path)
     expected = await saved_prompt(place)
     async with running(place.config(), place.directory) as service:
-        await until(lambda: len(snapshots_of(service).store.store.entries) == len(place.files()))
+        await until(lambda: len(snapshots_of(service).store.entries) == len(place.files()))
         for file in place.files():
             damage(file)
         pids = {name: group.pid for name, group in service.groups.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
-from lucevisor.snapshots.transfers import Transfer, TransferKind
+from lucevisor.snapshots.transfers import Transfer
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import ToyEngine
 from tests.engine.toy_pipeline import ToyDaemon, ToyStage, Violation
@@ -31,7 +31,7 @@ class _Held:
 
 @dataclass
 class _Pending:
-    kind: TransferKind
+    saves: bool
     fd: int
     with_draft: bool
     place: SlotPlace
@@ -50,15 +50,15 @@ class ToyTransfers:
         self.n_saved = self.n_restored = 0
 
     def save(self, file: object, place: SlotPlace) -> asyncio.Future[Transfer]:
-        return self._begin(TransferKind.SAVE, file, place)
+        return self._begin(file, place, saves=True)
 
     def restore(self, file: object, place: SlotPlace) -> asyncio.Future[Transfer]:
-        return self._begin(TransferKind.RESTORE, file, place)
+        return self._begin(file, place, saves=False)
 
     def do(self, index: int, problem: str = "") -> None:
         """Let one transfer end, as failed if there is a ``problem``."""
         one = self.pending.pop(index % len(self.pending))
-        done = Transfer(0, one.kind, {})
+        done = Transfer(0)
         alive = all(link in self._toy.daemons for link in one.links) and bool(one.links)
         done.problem = problem or ("" if alive else "group left was lost")
         if not done.problem:
@@ -66,28 +66,28 @@ class ToyTransfers:
         if not one.end.done():
             one.end.set_result(done)
 
-    def _begin(self, kind: TransferKind, file: object, place: SlotPlace) -> asyncio.Future[Transfer]:
+    def _begin(self, file: object, place: SlotPlace, *, saves: bool) -> asyncio.Future[Transfer]:
         end = asyncio.get_running_loop().create_future()
         drafts: Sequence[SnapshotTensor] = file.draft_tensors()  # type: ignore[attr-defined]
         fd: int = file.fd  # type: ignore[attr-defined]
         links, drafter = list(self._toy.links), self._toy.drafter
-        self.pending.append(_Pending(kind, fd, bool(drafts), place, end, links, drafter))
+        self.pending.append(_Pending(saves, fd, bool(drafts), place, end, links, drafter))
         return end
 
     def _move(self, one: _Pending, done: Transfer) -> None:
         stages = [link.stages[at] for at, link in enumerate(one.links)]
         if one.with_draft and one.drafter is not None and one.drafter is self._toy.drafter:
             stages.append(one.drafter)
-        elif one.with_draft and one.kind is TransferKind.SAVE:
+        elif one.with_draft and one.saves:
             done.problem = "the drafter was lost"
             return
         elif one.with_draft:
             done.without["drafter"] = "it is away"
-        self.n_saved += one.kind is TransferKind.SAVE
-        self.n_restored += one.kind is TransferKind.RESTORE
+        self.n_saved += one.saves
+        self.n_restored += not one.saves
         for stage in stages:
             key = one.fd, stage.stage
-            if one.kind is TransferKind.SAVE:
+            if one.saves:
                 self._held[key] = self._read(stage, one.place)
             elif key not in self._held:
                 raise Violation(f"stage {stage.stage} reads a file that it has not written")

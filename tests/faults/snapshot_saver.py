@@ -21,7 +21,7 @@ from daemons.snapshots import state_map
 from daemons.snapshots.transfers import TransferExecutor
 from lucevisor.model.values import LayerRange
 from lucevisor.protocol.messages import Save, Saved
-from lucevisor.snapshots.layout import SlotRecord
+from lucevisor.snapshots.file_format import SlotRecord
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, StateMap, checkpoint, golden_spec, ids_of, state_model
 

@@ -7,16 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.snapshots.layout import Fault
-from lucevisor.snapshots.store import SnapshotRefused
-from lucevisor.snapshots.writer import STEPS, SaveFailed
+from lucevisor.snapshots.file_format import Fault
+from lucevisor.snapshots.store import STEPS, SaveFailed, SnapshotRefused
 from tests.daemons.snapshot_pipeline import SlotPipeline, golden_spec, ids_of, state_model
 from tests.faults.snapshot_saver import NEW, OLD, N
 from tests.snapshots.snapshot_parts import made_slot, made_store, must_fail, names, restore, save, saved_before
@@ -210,37 +209,6 @@ def test_a_full_disk_makes_room_of_the_oldest_snapshots(tmp_path):
         assert store.budget < 1 << 20
         must_fail(store, made_slot(12_000, start=999), "disk_full", "ENOSPC 28: No space left on device")
         assert len(store.scan()) == len(kept)  # none was removed for what has no room at all
-        store.close()
-
-
-def test_files_that_take_turns_on_a_full_disk_do_not_push_each_other_out(tmp_path):
-    with small_disk(tmp_path / "disk", 1 << 20) as directory:
-        now = [0.0]
-        store = made_store(directory, clock=lambda: now[0])
-        store.scan()
-
-        def ask(n: int) -> bool:
-            """Use the file of a prompt, or compute it and save that if it is worth it."""
-            now[0] += 1.0
-            slot = made_slot(1000, start=n)
-            found = store.find(slot.tokens, len(slot.tokens))
-            if found is not None:
-                store.close_snapshot(store.open_for_restore(found.entry))
-                return True
-            with suppress(SaveFailed):
-                entry = save(store, slot)
-                os.utime(directory / entry.file, (now[0], now[0]))
-                store.scan()
-            return False
-
-        for _ in range(2):
-            hits = [ask(n) for n in range(30)]
-        n_room = len(store.entries)
-        assert sum(hits) == n_room > 4
-        assert sum(ask(n) for n in reversed(range(30))) == n_room
-        assert not ask(0)  # wanted again within a second: it comes back for the oldest
-        assert ask(0)
-        assert store.statistics.failures == {}
         store.close()
 
 

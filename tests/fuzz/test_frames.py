@@ -100,10 +100,10 @@ def corpus():
         start = state = rng.choice(list(LinkState)) if channel is Channel.LINK else LinkState.READY
         frames, n_fds = [], 0
         for _ in range(rng.randint(1, 6)):
-            kinds = list(legal(channel, sender)[state])
-            if not kinds:
+            choices = list(legal(channel, sender)[state])
+            if not choices:
                 break
-            kind = rng.choice(kinds)
+            kind = rng.choice(choices)
             data, n = frame(rng, kind)
             frames.append(data)
             kinds.add(kind)

@@ -1,22 +1,21 @@
-"""Snapshot headers that a program, not a disk, made wrong: changed, with a check that matches again."""
+"""Snapshot headers that a program, not a disk, made wrong: changed, with a checksum that matches again."""
 
 import json
-
-from lucevisor.snapshots.file_format import header_check
-
-CHECK_AT = 8 + len('{"__metadata__":{"header_check":"')
+from hashlib import sha256
 
 
-def rewritten(header, **metadata):
-    """The header with other metadata; None takes a key away."""
+def rewritten(header, **changes):
+    """The header with other metadata, or with other fields of its slot; None takes one away."""
     rows = json.loads(header[8:])
-    for key, value in metadata.items():
-        if value is None:
-            del rows["__metadata__"][key]
-        else:
-            rows["__metadata__"][key] = value
-    text = json.dumps(rows, separators=(",", ":")).encode()
+    metadata = rows["__metadata__"]
+    of_slot = {key: value for key, value in changes.items() if key not in metadata}
+    if of_slot:
+        record = json.loads(metadata["slot"]) | of_slot
+        record = {key: value for key, value in record.items() if value is not None or key not in changes}
+        metadata["slot"] = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+    metadata |= {key: value for key, value in changes.items() if key in metadata}
+    if "slot_check" not in changes:
+        metadata["slot_check"] = sha256(metadata["slot"].encode()).hexdigest()
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     size = max(len(header) - 8, len(text))
-    whole = bytearray(size.to_bytes(8, "little") + text.ljust(size))
-    whole[CHECK_AT : CHECK_AT + 64] = header_check(whole).encode()
-    return bytes(whole)
+    return size.to_bytes(8, "little") + text.ljust(size)

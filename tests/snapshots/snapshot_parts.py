@@ -10,9 +10,8 @@ from structlog.testing import capture_logs
 
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.snapshots.layout import NextToken, SlotRecord, StateModel
-from lucevisor.snapshots.store import SnapshotStore
-from lucevisor.snapshots.writer import SaveFailed
+from lucevisor.snapshots.file_format import SlotRecord, StateModel
+from lucevisor.snapshots.store import SaveFailed, SnapshotStore
 
 RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
 LAYERS = (
@@ -34,7 +33,7 @@ def made_store(directory, model=None, **more):
 
 
 def made_slot(n=40, start=0, created_s=100.0, **more):
-    return SlotRecord([(7919 * i + start) % 248320 for i in range(n)], created_s, NextToken(5, -0.25), **more)
+    return SlotRecord([(7919 * i + start) % 248320 for i in range(n)], created_s, **more)
 
 
 def fill(writing, seed=0):

@@ -15,9 +15,10 @@ from click.testing import CliRunner
 
 from lucevisor.cli import cli
 from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotRunningError
-from lucevisor.snapshots import disk, operations
+from lucevisor.snapshots import disk
+from lucevisor.snapshots import maintenance as operations
+from lucevisor.snapshots.maintenance import check_directory
 from lucevisor.snapshots.policy import LOCK_FILE
-from lucevisor.snapshots.tools import check_directory
 from tests.snapshots.snapshot_bytes import rewritten
 from tests.snapshots.snapshot_parts import made_model, made_slot, made_store, names, restore, save
 

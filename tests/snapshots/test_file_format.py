@@ -1,9 +1,7 @@
 """Snapshot headers: they round-trip, safetensors reads them, and every changed bit is found."""
 
-import base64
 import json
 import struct
-import zlib
 from dataclasses import replace
 from math import prod
 
@@ -19,24 +17,20 @@ from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.snapshots.file_format import (
     DATA_ALIGNMENT,
     FORMAT_VERSION,
-    header_bytes,
-    header_check,
-    lay_out,
-    pack,
-    parse,
-)
-from lucevisor.snapshots.layout import (
     DraftModel,
     Fault,
-    NextToken,
     SlotRecord,
     SnapshotError,
     StateModel,
     check_fits,
+    header_bytes,
     holds_draft,
+    lay_out,
+    pack,
+    parse,
     slot_tensors,
 )
-from tests.snapshots.snapshot_bytes import CHECK_AT, rewritten
+from tests.snapshots.snapshot_bytes import rewritten
 
 FINGERPRINT = "ab" * 32
 RECURRENT = (StateTensor("conv", (3, 10), Dtype.FLOAT32), StateTensor("delta", (2, 4, 4), Dtype.FLOAT32))
@@ -46,9 +40,6 @@ LAYERS = (
     LayerSpec(2, Space.WINDOW, {}, attention_state(1, 8, 8), window=16),
     LayerSpec(3, Space.FULL, {}, (), shares_with=1),
 )
-
-
-NESTED = '{"x":' * 5000 + "1" + "}" * 5000
 
 
 def model(kv_dtype=Dtype.FLOAT32, layers=LAYERS, dtype=Dtype.FLOAT32, draft=None):
@@ -116,33 +107,25 @@ def test_tensors_are_contiguous_and_aligned_to_their_items(n, kv_dtype, heads, d
 
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300)
-NEXT = st.none() | st.builds(
-    NextToken,
-    st.integers(0, 300000),
-    st.none() | st.floats(-50, 0),
-    st.lists(st.tuples(st.integers(0, 300000), st.floats(-50, 0)), max_size=4),
-    st.none() | st.integers(0, 300000),
-)
 
 
-@given(tokens=TOKENS, created=st.floats(0, 1e11), record=NEXT, name=st.text(max_size=30), data=st.data())
-def test_what_is_packed_is_parsed(tokens, created, record, name, data):
+@given(tokens=TOKENS, created=st.floats(0, 1e11), name=st.text(max_size=30), data=st.data())
+def test_what_is_packed_is_parsed(tokens, created, name, data):
     made = StateModel(FINGERPRINT, "made", name, Dtype.BFLOAT16, Dtype.Q8_0, LAYERS)
     n_pages = len(tokens) // PAGE_TOKENS
     out = tuple(sorted(data.draw(st.sets(st.integers(1, max(1, n_pages - 1))))) if n_pages > 1 else ())
     scores = tuple(data.draw(st.lists(st.floats(0, 1), max_size=n_pages)))
     paged_out = PagedOut(data.draw(st.sampled_from(["exact", "qk"])), 8, out, scores) if out else None
-    snapshot = lay_out(made, SlotRecord(tokens, created, record, paged_out=paged_out))
+    snapshot = lay_out(made, SlotRecord(tokens, created, paged_out=paged_out))
     found = parse(pack(snapshot), snapshot.file_bytes)
     assert found == snapshot
     assert list(found.tokens) == tokens
-    assert found.next_token == record
     assert found.paged_out == paged_out
     check_fits(found, made)
 
 
 def test_safetensors_reads_it(tmp_path):
-    snapshot = lay_out(model(), slot(70, next_token=NextToken(5, -0.25, [(5, -0.25)])))
+    snapshot = lay_out(model(), slot(70))
     data = np.random.default_rng(0).bytes(snapshot.file_bytes - snapshot.data_start)
     path = tmp_path / "made.safetensors"
     path.write_bytes(pack(snapshot) + data)
@@ -154,14 +137,13 @@ def test_safetensors_reads_it(tmp_path):
             start = t.offset - snapshot.data_start
             assert found.tobytes() == data[start : start + t.n_bytes]
         metadata = file.metadata()
-    assert metadata["n_tokens"] == "70"
-    assert metadata["model_fingerprint"] == FINGERPRINT
-    assert json.loads(metadata["next_token"])["token"] == 5
-    assert json.loads(metadata["first_positions"]) == {"layers.2.k": 55, "layers.2.v": 55}
+    slot_record = json.loads(metadata["slot"])
+    assert slot_record["fingerprint"] == FINGERPRINT
+    assert {row[0]: row[7] for row in slot_record["tensors"]}["layers.2.k"] == 55  # the position of its row 0
 
 
 def test_every_flipped_bit_of_the_header_is_found():
-    snapshot = lay_out(model(), slot(3, next_token=NextToken(5)))
+    snapshot = lay_out(model(), slot(3))
     header = pack(snapshot)
     data = bytes(snapshot.file_bytes - snapshot.data_start)
     used = len(header.rstrip()) + 3  # and some of the spaces behind it
@@ -171,7 +153,7 @@ def test_every_flipped_bit_of_the_header_is_found():
             hurt[at] ^= 1 << bit
             with pytest.raises(SnapshotError) as caught:
                 read(hurt + data, snapshot.file_bytes)
-            assert caught.value.fault in (Fault.DAMAGED, Fault.FOREIGN, Fault.TRUNCATED), (at, bit)
+            assert caught.value.fault is not Fault.MISFIT, (at, bit)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 50, 100])
@@ -192,31 +174,20 @@ def test_a_file_of_another_length_than_the_header_says(change):
 @pytest.mark.parametrize(
     ("change", "fault", "text"),
     [
-        ({"format_version": str(FORMAT_VERSION + 1)}, Fault.NEWER, "format_version: is 3, this lucevisor reads 2"),
-        ({"format_version": "1"}, Fault.OLDER, "format_version: is 1: made by an earlier version of lucevisor"),
+        ({"format_version": str(FORMAT_VERSION + 1)}, Fault.NEWER, f"is {FORMAT_VERSION + 1}, this lucevisor reads"),
+        ({"format_version": "2"}, Fault.OLDER, "format_version: is 2: made by an earlier version of lucevisor"),
         ({"format_version": "x"}, Fault.FOREIGN, "format_version: is 'x'"),
         ({"format": "pt"}, Fault.FOREIGN, "format: is 'pt'"),
-        ({"page_tokens": "32"}, Fault.MISFIT, f"page_tokens: is 32, ours is {PAGE_TOKENS}"),
-        ({"tokens": None}, Fault.FOREIGN, "tokens: is missing"),
-        ({"tokens": "!!!"}, Fault.FOREIGN, "tokens: cannot be unpacked"),
-        ({"n_tokens": "99"}, Fault.FOREIGN, "tokens: are not 99"),
-        ({"n_tokens": "0"}, Fault.FOREIGN, "n_tokens: is '0'"),
-        ({"n_tokens": str(1 << 40)}, Fault.FOREIGN, "n_tokens: is '1099511627776'"),
-        ({"dtype": "int3"}, Fault.FOREIGN, "dtype: is 'int3'"),
-        ({"created_s": "nan"}, Fault.FOREIGN, "created_s: is not a time"),
-        ({"next_token": "{}"}, Fault.FOREIGN, "next_token: is not a token record"),
-        ({"paged_out": "{}"}, Fault.FOREIGN, "paged_out: is not a record of pages"),
-        ({"paged_out": '{"policy":"qk","pool_pages":8,"entries":[]}'}, Fault.FOREIGN, "paged_out: names no pages"),
-        (
-            {"paged_out": '{"policy":"qk","pool_pages":8,"entries":[1,99]}'},
-            Fault.FOREIGN,
-            "paged_out: names pages that are not among the 1 there are",
-        ),
-        ({"next_token": NESTED}, Fault.FOREIGN, "next_token: is not a token record"),
-        ({"paged_out": NESTED}, Fault.FOREIGN, "paged_out: is not a record of pages"),
-        ({"checksums": "{}"}, Fault.FOREIGN, "checksums: do not name"),
-        ({"checksums": "["}, Fault.FOREIGN, "checksums: is not a JSON object"),
-        ({"first_positions": '{"layers.2.k":"a"}'}, Fault.FOREIGN, "first_positions: is not a JSON object"),
+        ({"slot_check": "0" * 64}, Fault.DAMAGED, "slot: does not match its checksum"),
+        ({"page_tokens": 32}, Fault.MISFIT, f"page_tokens: is 32, ours is {PAGE_TOKENS}"),
+        ({"packed_tokens": None}, Fault.FOREIGN, "missing required field `packed_tokens`"),
+        ({"packed_tokens": "!!!"}, Fault.FOREIGN, "slot: is not a record of a slot"),
+        ({"packed_tokens": "QQ=="}, Fault.FOREIGN, "tokens: take 1 bytes"),
+        ({"dtype": "int3"}, Fault.FOREIGN, "Invalid enum value 'int3'"),
+        ({"paged_out": {}}, Fault.FOREIGN, "slot: is not a record of a slot"),
+        ({"checksums": {}}, Fault.FOREIGN, "checksums: do not name"),
+        ({"tensors": []}, Fault.FOREIGN, "checksums: do not name"),
+        ({"unknown": 1}, Fault.DAMAGED, "header: differs from what its slot says"),
     ],
 )
 def test_invalid_metadata_names_its_key(change, fault, text):
@@ -228,35 +199,23 @@ def test_invalid_metadata_names_its_key(change, fault, text):
     assert text in str(caught.value)
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(data=st.data())
-def test_a_header_that_a_program_made_wrong_is_refused_or_holds_what_it_says(data):
-    """Bytes changed anywhere behind the check, which is made to fit again: a SnapshotError, never another one."""
-    out = PagedOut("qk", 8, (1, 2), (0.5,))
-    snapshot = lay_out(model(), slot(200, next_token=NextToken(5, -0.25, [(5, -0.25)]), paged_out=out))
-    header = bytearray(pack(snapshot))
-    text = header.rstrip()
+def test_a_slot_that_a_program_made_wrong_is_refused_or_holds_what_it_says(data):
+    """Bytes of the record changed anywhere, with a checksum that fits: a SnapshotError, never another one."""
+    snapshot = lay_out(model(), slot(200, paged_out=PagedOut("qk", 8, (1, 2), (0.5,))))
+    record = bytearray(json.loads(pack(snapshot)[8:])["__metadata__"]["slot"].encode())
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(CHECK_AT + 65, len(text) - 1))
-        header[at] = data.draw(st.sampled_from([header[at] ^ 1, *b'0123456789-eE."{}[],:\\ ']) | st.integers(0, 255))
-    header[CHECK_AT : CHECK_AT + 64] = header_check(header).encode()
+        at = data.draw(st.integers(0, len(record) - 1))
+        record[at] = data.draw(st.sampled_from([record[at] ^ 1, *b'0123456789-eE."{}[],:\\ ']) | st.integers(0, 127))
+    header = rewritten(pack(snapshot), slot=record.decode())
     try:
-        found = read(header, snapshot.file_bytes)
+        found = parse(header, snapshot.file_bytes + len(header) - snapshot.data_start)
         check_fits(found, model())
     except SnapshotError:
         return
-    assert [(t.name, t.offset, t.shape) for t in found.tensors] == [
-        (t.name, t.offset, t.shape) for t in snapshot.tensors
-    ]
+    assert [(t.name, t.shape) for t in found.tensors] == [(t.name, t.shape) for t in snapshot.tensors]
     assert found.n_tokens == 200
-
-
-def test_a_decompression_bomb_is_refused():
-    bomb = base64.b64encode(zlib.compress(bytes(100 << 20))).decode()
-    snapshot = lay_out(model(), slot())
-    header = rewritten(pack(snapshot), tokens=bomb)
-    with pytest.raises(SnapshotError, match="tokens: are not 100"):
-        parse(header, snapshot.file_bytes + len(header) - snapshot.data_start)
 
 
 def raw(rows):
@@ -268,7 +227,12 @@ def raw(rows):
     "header",
     [
         raw({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
-        raw({"__metadata__": {"format": "pt"}, "w" * 100: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
+        raw(
+            {
+                "__metadata__": {"format": "lucevisor", "format_version": "3"},
+                "w" * 100: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            }
+        ),
         struct.pack("<Q", 200) + b"x" * 200,
     ],
 )
@@ -376,17 +340,3 @@ def test_a_missing_tensor_of_the_drafter_is_named():
 def test_whole_only():
     assert model().whole_only
     assert not model(layers=LAYERS[1:2]).whole_only
-
-
-# ---- the record by which a restored state is judged
-
-
-def test_the_next_token_must_be_the_same_or_as_good():
-    record = NextToken(5, -0.5, [(5, -0.5), (9, -0.52), (7, -3.0)])
-    assert record.agrees(5)
-    assert not record.agrees(9)
-    assert record.agrees(9, tolerance=0.05)
-    assert not record.agrees(7, tolerance=0.05)
-    assert not record.agrees(8, tolerance=100.0)
-    assert NextToken(5).agrees(5)
-    assert not NextToken(5).agrees(6, tolerance=1.0)

@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Dtype
-from lucevisor.snapshots.file_format import lay_out
-from lucevisor.snapshots.index import N_REMOVED, RemovedFiles, SnapshotIndex, common_tokens
-from lucevisor.snapshots.layout import NextToken, SlotRecord, pack_tokens
-from lucevisor.snapshots.policy import CacheFile, SnapshotEntry
-from lucevisor.snapshots.sizes import FileSizes
+from lucevisor.snapshots.file_format import SlotRecord, lay_out, pack_tokens
+from lucevisor.snapshots.index import SnapshotIndex, common_tokens
+from lucevisor.snapshots.policy import FileSizes, SnapshotEntry
 from tests.snapshots.snapshot_parts import FULL_ONLY, LAYERS, made_model
 
 MODEL = made_model(layers=FULL_ONLY)
@@ -66,24 +64,7 @@ def test_longest_match(texts, gone, prompt, most, whole_only):
 def test_a_size_is_never_too_small_and_tensors_are_counted_exactly(layers, kv_dtype):
     model = made_model(layers=layers, kv_dtype=kv_dtype)
     sizes = FileSizes(model)
-    record = NextToken(248319, -0.123456789012345, [(248319, -12.123456789012345)] * 4, 248319)
     slack = sizes.max_bytes(0)
     for n in (1, 14, 15, 16, 17, 100, 4097, 50_000):
-        header = lay_out(model, SlotRecord([(7919 * i * i) % 248320 for i in range(n)], 1763800000.123456, record))
+        header = lay_out(model, SlotRecord([(7919 * i * i) % 248320 for i in range(n)], 1763800000.123456))
         assert header.file_bytes <= sizes.max_bytes(n) <= header.file_bytes + slack + 6 * n
-
-
-def test_a_removed_slot_comes_back_when_it_is_wanted_sooner_than_what_it_would_push_out():
-    removed, oldest = RemovedFiles(), [CacheFile("b", 10, used_s=50.0)]
-    turn, longer = TokenBuffer([1, 2]), TokenBuffer([1, 2, 3])
-    assert removed.keep_out(longer, oldest, 100.0) == ""  # a new one: the oldest goes
-    removed.removed(entry([1, 2], 20.0, "a"))
-    assert removed.keep_out(longer, [], 100.0) == ""  # there is room
-    assert removed.keep_out(TokenBuffer([1, 3]), oldest, 100.0) == ""
-    assert removed.keep_out(longer, oldest, 100.0) == "it was not wanted for 80 s, what it would push out for 50 s"
-    assert removed.keep_out(turn, oldest, 110.0) == ""  # 10 s after it was wanted last
-    for i in range(N_REMOVED):
-        removed.removed(entry([4, i], 20.0, f"{i}"))
-    assert removed.keep_out(TokenBuffer([4, 0]), oldest, 100.0) != ""
-    removed.removed(entry([5], 20.0, "c"))
-    assert removed.keep_out(TokenBuffer([4, 0]), oldest, 100.0) == ""  # forgotten

@@ -29,12 +29,11 @@ from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Sampled, Sampling, StepResult
-from lucevisor.snapshots.async_store import AsyncSnapshotStore
-from lucevisor.snapshots.layout import SlotRecord, StateModel
+from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.manager import SnapshotManager
 from lucevisor.snapshots.policy import SavePolicy
-from lucevisor.snapshots.shard_transfers import ShardTransfers
 from lucevisor.snapshots.store import SnapshotStore
+from lucevisor.snapshots.transfers import ShardTransfers
 from tests.costs import lines_of, loop_s
 from tests.engine.toy_pipeline import ToyDaemon, ToyLimits
 from tests.snapshots.snapshot_parts import save
@@ -144,7 +143,7 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
     )
     rig = Rig(limits)
     shards = ShardTransfers({"g": [LayerRange(0, 2)]})  # no daemon is ready: files are opened, checked and given up
-    manager = SnapshotManager(rig.engine, AsyncSnapshotStore(store), shards, SavePolicy(256, 1 << 30))
+    manager = SnapshotManager(rig.engine, store, shards, SavePolicy(256, 1 << 30))
     manager.start()
     more, longer = TokenBuffer(cold), TokenBuffer(on_disk)
     longer.append(5)

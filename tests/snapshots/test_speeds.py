@@ -6,9 +6,14 @@ import pytest
 
 from lucevisor.engine.pipeline import PipelineResult
 from lucevisor.protocol.steps import Slice, Step, StepResult
-from lucevisor.snapshots.policy import Candidate, SavePolicy, SaveTrigger, reject_save_reason
-from lucevisor.snapshots.speeds import SpeedMeter
-from lucevisor.snapshots.store import StoreStatistics
+from lucevisor.snapshots.policy import (
+    Candidate,
+    SavePolicy,
+    SaveTrigger,
+    SpeedMeter,
+    StoreStatistics,
+    reject_save_reason,
+)
 
 
 def result(n_tokens: int, compute_s: list[float], seconds: float) -> PipelineResult:
@@ -23,16 +28,14 @@ def test_guesses_before_the_first_measurement() -> None:
     speeds = SpeedMeter().speeds(StoreStatistics())
     assert speeds.prefill_tokens_per_s > 0
     assert speeds.write_bytes_per_s > 0
-    assert 0 < speeds.step_s < 1
 
 
-def test_long_steps_measure_prefill_and_short_ones_a_decode() -> None:
+def test_long_steps_measure_prefill() -> None:
     meter = SpeedMeter()
     meter.add(result(512, [0.2, 0.4], 0.6))  # stages work at the same time on different chunks
     meter.add(result(2, [0.01, 0.02], 0.65))  # it waited behind the long one
     speeds = meter.speeds(StoreStatistics(saved_bytes=10**9, save_s=0.5))
     assert speeds.prefill_tokens_per_s == pytest.approx(512 / 0.4)
-    assert speeds.step_s == pytest.approx(0.03)
     assert speeds.write_bytes_per_s == pytest.approx(2e9)
 
 

@@ -1,80 +1,127 @@
 """A transfer of several daemons ends with the last answer, whatever came first."""
 
+import asyncio
+from dataclasses import dataclass, field
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lucevisor.snapshots.transfers import TransferKind, TransferTable
+from lucevisor.model.values import LayerRange
+from lucevisor.protocol.frames import Frame
+from lucevisor.protocol.messages import KIND_OF, Restored, Saved, SlotPlace, SnapshotTensor, TransferFailed
+from lucevisor.snapshots.transfers import ShardTransfers
 
-
-def start(transfers, *groups):
-    return transfers.start(TransferKind.SAVE, dict.fromkeys(groups, 10))
-
-
-def test_the_last_answer_ends_it():
-    transfers = TransferTable()
-    one = start(transfers, "left", "right")
-    assert transfers.answered("left", one.id, 10) is None
-    assert transfers.answered("left", one.id, 10) is None  # twice counts once
-    assert transfers.answered("right", one.id, 10) is one
-    assert (one.ended, one.problem, one.n_bytes, len(transfers)) == (True, "", 20, 0)
-    assert transfers.answered("right", one.id, 10) is None
+PLACE = SlotPlace(1)
 
 
-def test_a_failure_waits_for_the_others():
-    transfers = TransferTable()
-    one = start(transfers, "left", "right")
-    assert transfers.failed("left", one.id, "disk full") is None
-    assert not one.ended
-    assert transfers.answered("right", one.id, 10) is one
-    assert one.problem == "disk full"
+@dataclass
+class File:
+    """Ten bytes of each layer, and five of the drafter."""
+
+    fd: int = 0
+    file: str = "made"
+    draft: bool = False
+
+    def tensors(self, layers):
+        return [SnapshotTensor(f"layers.{layers.start}.k", layers.start, "k", "I8", (10,), 0, 10)]
+
+    def draft_tensors(self):
+        return [SnapshotTensor("draft.0.k", 0, "k", "I8", (5,), 0, 5, draft=True)] if self.draft else []
+
+    def n_bytes(self, tensors):
+        return sum(t.n_bytes for t in tensors)
 
 
-def test_a_group_that_may_fail_does_not_fail_the_transfer():
-    transfers = TransferTable()
-    one = transfers.start(TransferKind.RESTORE, {"left": 10, "draft": 5}, {"draft"})
-    assert transfers.answered("left", one.id, 10) is None
-    assert transfers.lost("draft", "killed") == [one]
-    assert (one.problem, one.without) == ("", {"draft": "group draft was lost: killed"})
+@dataclass
+class SentTo:
+    """A link that is always up."""
+
+    orders: list = field(default_factory=list)
+
+    def send(self, message, *, request_id, fds):
+        self.orders.append(message)
 
 
-def test_a_lost_daemon_ends_its_transfers():
-    transfers = TransferTable()
-    one, two = start(transfers, "left", "right"), start(transfers, "left")
-    assert transfers.lost("left", "killed") == [two]
-    assert two.problem == "group left was lost: killed"
-    assert transfers.lost("right", "killed too") == [one]
-    assert one.problem == "group left was lost: killed"
+def shards(*groups, draft=""):
+    made = ShardTransfers({group: [LayerRange(i, i + 1)] for i, group in enumerate(groups)}, draft)
+    links = {group: SentTo() for group in (*groups, *([draft] if draft else []))}
+    for group, link in links.items():
+        made.ready(group, link)
+    return made, links
 
 
-def test_too_few_bytes_are_a_failure():
-    transfers = TransferTable()
-    one = start(transfers, "left")
-    assert transfers.answered("left", one.id, 9) is one
-    assert one.problem == "group left moved 9 bytes of 10"
+def say(made, group, message):
+    assert made.frame(group, Frame(KIND_OF[type(message)], 1, 0, message, memoryview(b"")))
 
 
-def test_unexpected_answers_change_nothing():
-    transfers = TransferTable()
-    one = start(transfers, "left")
-    assert transfers.answered("left", 17, 10) is None
-    assert transfers.failed("right", one.id, "no") is None
-    assert not one.problem
+async def test_the_last_answer_ends_it():
+    made, links = shards("left", "right")
+    end = made.save(File(), PLACE)
+    assert [len(link.orders) for link in links.values()] == [1, 1]
+    for _ in range(2):  # twice counts once
+        say(made, "left", Saved(1, 10, 0.1))
+        assert not end.done()
+    say(made, "right", Saved(1, 10, 0.1))
+    transfer = await end
+    assert (transfer.problem, transfer.n_bytes) == ("", 20)
+    say(made, "right", Saved(1, 10, 0.1))
+    say(made, "right", Saved(99, 10, 0.1))
+
+
+async def test_a_failure_waits_for_the_others():
+    made, _ = shards("left", "right")
+    end = made.save(File(), PLACE)
+    say(made, "left", TransferFailed(1, "tensor layers.0.k", "disk full", ""))
+    assert not end.done()
+    say(made, "right", Saved(1, 10, 0.1))
+    assert (await end).problem == "group left, tensor layers.0.k: disk full"
+
+
+async def test_a_drafter_that_fails_does_not_fail_a_restore():
+    made, _ = shards("left", draft="draft")
+    end = made.restore(File(draft=True), PLACE)
+    say(made, "left", Restored(1, 10, 0.1, "BF16 to float32"))
+    made.lost("draft", "killed")
+    transfer = await end
+    assert (transfer.problem, transfer.without) == ("", {"draft": "group draft was lost: killed"})
+    assert transfer.converted == "BF16 to float32"
+
+
+async def test_a_lost_daemon_ends_its_transfers():
+    made, _ = shards("left", "right")
+    both, one = made.save(File(), PLACE), made.save(File(), PLACE, ["left"])
+    made.lost("left", "killed")
+    assert (await one).problem == "group left was lost: killed"
+    assert not both.done()
+    say(made, "right", Saved(1, 10, 0.1))
+    assert (await both).problem == "group left was lost: killed"
+    assert (await made.save(File(), PLACE, ["left"])).problem == "group left could not be asked: it is away"
+
+
+async def test_another_number_of_bytes_is_a_failure():
+    made, _ = shards("left")
+    end = made.save(File(), PLACE)
+    say(made, "left", Saved(1, 9, 0.1))
+    assert (await end).problem == "group left moved 9 bytes of 10"
+
+
+async def test_snapshots_are_refused_while_state_is_moved():
+    made, _ = shards("left")
+    end = made.save(File(), PLACE)
+    quiesced = asyncio.create_task(made.quiesce("its state is moved"))
+    await asyncio.sleep(0)
+    assert not quiesced.done()
+    say(made, "left", Saved(1, 10, 0.1))
+    await quiesced
+    assert (await end).problem == ""
+    assert "its state is moved" in (await made.save(File(), PLACE)).problem
+    own = made.save(File(), PLACE, ["left"])  # what moves the state names its groups
+    say(made, "left", Saved(3, 10, 0.1))
+    assert (await own).problem == ""
+    made.resume()
+    assert not made.save(File(), PLACE).done()
+
+
+async def test_a_transfer_names_a_group():
+    made, _ = shards("left")
     with pytest.raises(ValueError, match="name at least one"):
-        transfers.start(TransferKind.RESTORE, {})
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["good", "bad", "lost"])), max_size=20), st.data())
-def test_every_transfer_ends_exactly_once(events, data):
-    transfers = TransferTable()
-    open_, ended = [start(transfers, *data.draw(st.sets(st.sampled_from("abc"), min_size=1))) for _ in range(3)], []
-    for group, what in events:
-        one = data.draw(st.sampled_from(open_))
-        if what == "lost":
-            ended += transfers.lost(group, "gone")
-        else:
-            done = transfers.answered(group, one.id, 10) if what == "good" else transfers.failed(group, one.id, "bad")
-            ended += [done] if done else []
-    assert len(ended) == len({t.id for t in ended}) == 3 - len(transfers)
-    assert all(t.ended for t in ended)
-    assert all(t.ended == (t in ended) for t in open_)
+        made.save(File(), PLACE, [])

@@ -26,7 +26,7 @@ FAST = SupervisionLimits(
     backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, second_look_s=0.1, n_restarts=3
 )
 REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 
 
 def brisk(**changes) -> SupervisionLimits:

@@ -57,7 +57,7 @@ async def test_an_ordered_stop_needs_no_signal(tmp_path):
         async with tiny_group(tmp_path) as (group, _):
             await group.start()
             await ready(group)
-            await group.stop()
+            await group.stop(60.0)
     assert not [entry for entry in logs if entry["event"] == "signal"]
 
 
@@ -67,7 +67,7 @@ def test_a_killed_daemon_is_replaced_on_uvloop(tmp_path):
             await group.start()
             await ready(group)
             os.kill(group.pid, signal.SIGKILL)
-            await group.wait(State.BACKOFF, timeout_s=60)
+            await group.wait(State.BACKOFF, timeout_s=100)
             assert "signal 9 (SIGKILL)" in group.reason
             await ready(group)
             assert await group.stop() is State.STOPPED
@@ -84,7 +84,7 @@ async def test_output_and_log_lines_become_fields(tmp_path):
             await ready(group)
             pid = group.pid
             group.link.send(Step(5, 0))
-            await group.wait(State.BACKOFF, timeout_s=60)
+            await group.wait(State.BACKOFF, timeout_s=100)
             assert group.reason.startswith(
                 "step failed at left: RuntimeError: tiny raises at step (at daemons/worker.py:"
             )
@@ -101,7 +101,7 @@ async def test_output_and_log_lines_become_fields(tmp_path):
 async def test_other_code_is_refused_with_the_line_that_fixes_it(tmp_path):
     async with tiny_group(tmp_path, "other code") as (group, owner):
         await group.start()
-        await group.wait(State.FAILED, timeout_s=20)
+        await group.wait(State.FAILED, timeout_s=100)
         assert "other code (hash 0123456789abcdef)" in group.reason
         assert "restart the supervisor" in group.reason
     assert owner.states.count(State.STARTING) == 1  # a configuration error is not retried
@@ -114,7 +114,7 @@ async def test_code_that_changes_between_two_starts_is_refused(tmp_path):
         await ready(group)
         (staging.directory / "daemons" / "new.py").write_text("# an upgrade under a running supervisor\n")
         await group.restart(now=True)
-        await group.wait(State.FAILED, timeout_s=20)
+        await group.wait(State.FAILED, timeout_s=100)
         assert "other code" in group.reason
 
 
@@ -139,7 +139,7 @@ async def test_a_load_that_cannot_be_made_fails_the_group(tmp_path):
     owner.load_error = LucevisorError("left:0 lacks 3 GiB")
     async with tiny_group(tmp_path, owner=owner) as (group, _):
         await group.start()
-        await group.wait(State.FAILED, timeout_s=20)
+        await group.wait(State.FAILED, timeout_s=100)
         assert group.reason == "left:0 lacks 3 GiB"
 
 
@@ -148,7 +148,7 @@ async def test_a_failed_load_gives_the_daemons_words(tmp_path, how):
     """Also when the pulse is seen to end before the link says why."""
     async with tiny_group(tmp_path, how) as (group, owner):
         await group.start()
-        await group.wait(State.FAILED, timeout_s=20)
+        await group.wait(State.FAILED, timeout_s=100)
         assert group.reason == "load failed at blk.0: tensor is missing; get the whole file"
     assert State.BACKOFF not in owner.states
 
@@ -215,6 +215,6 @@ async def test_a_daemon_told_to_terminate_by_an_operator_ends_in_order_and_is_re
         await ready(group)
         await asyncio.sleep(0.1)  # the tiny daemon reports idle a moment after it sent Loaded
         os.kill(group.pid, signal.SIGTERM)
-        await group.wait(State.BACKOFF, timeout_s=60)
+        await group.wait(State.BACKOFF, timeout_s=100)
         assert "exited with code 0" in group.reason
         await ready(group)

@@ -109,7 +109,7 @@ async def test_a_crashed_daemon_is_told_by_its_fatal_line(tmp_path, how, reason)
         await group.start()
         await ready(group)
         group.link.send(Step(5, 0))
-        await group.wait(State.BACKOFF, timeout_s=20)
+        await group.wait(State.BACKOFF, timeout_s=100)
         assert re.fullmatch(rf"process \d+ (was killed by )?{reason}", group.reason)
 
 
@@ -118,7 +118,7 @@ async def test_a_sigkill_of_somebody_else_is_told_as_such(tmp_path):
         await group.start()
         await ready(group)
         os.kill(group.pid, signal.SIGKILL)
-        await group.wait(State.BACKOFF, timeout_s=20)
+        await group.wait(State.BACKOFF, timeout_s=100)
         assert "(SIGKILL): the supervisor did not send it" in group.reason
 
 

@@ -50,11 +50,11 @@ async def test_callbacks_that_raise_lose_no_news_and_no_child(tmp_path):
     async with tiny_group(tmp_path, owner=Faulty()) as (group, owner):
         unhandled = watch_the_loop()
         await group.start()
-        await group.wait(State.READY, timeout_s=20)
+        await group.wait(State.READY, timeout_s=100)
         pid = group.pid
         os.kill(pid, signal.SIGKILL)
-        await group.wait(State.BACKOFF, timeout_s=20)
-        await group.wait(State.READY, timeout_s=20)
+        await group.wait(State.BACKOFF, timeout_s=100)
+        await group.wait(State.READY, timeout_s=100)
         assert await group.stop() is State.STOPPED
         assert not exists(pid)
     assert owner.news == ["ready", "lost", "ready", "lost"]
@@ -83,12 +83,12 @@ async def test_the_end_of_an_earlier_drain_does_not_end_a_later_one(tmp_path):
 async def test_a_stop_in_backoff_and_a_restart_of_what_is_stopped(tmp_path):
     async with tiny_group(tmp_path, "exit at load", limits=brisk(backoff_first_s=30.0)) as (group, owner):
         await group.start()
-        await group.wait(State.BACKOFF, timeout_s=20)
+        await group.wait(State.BACKOFF, timeout_s=100)
         assert await group.stop() is State.STOPPED
         await group.restart()
-        await group.wait(State.BACKOFF, timeout_s=20)
+        await group.wait(State.BACKOFF, timeout_s=100)
         await group.restart()  # does not wait for the pause
-        await group.wait(State.BACKOFF, timeout_s=20)
+        await group.wait(State.BACKOFF, timeout_s=100)
     assert owner.states.count(State.STARTING) == 3
 
 

@@ -27,7 +27,7 @@ async def test_the_real_daemon_says_hello_and_what_it_cannot_load_is_told(tmp_pa
         config, 1, LocalLauncher(stage_packages(tmp_path)), owner.callbacks(), limits=brisk(hello_s=60.0)
     )
     await group.start()
-    await group.wait(State.FAILED, timeout_s=60)
+    await group.wait(State.FAILED, timeout_s=100)
     assert group.reason == "this test loads nothing"
     assert owner.hellos[0].backend is Backend.CPU
     assert owner.hellos[0].torch
@@ -65,6 +65,6 @@ async def test_an_interpreter_that_lacks_packages_is_refused_with_what_to_instal
         config, 1, LocalLauncher(stage_packages(tmp_path)), Owner().callbacks(), limits=brisk(hello_s=60.0)
     )
     await group.start()
-    await group.wait(State.FAILED, timeout_s=20)
+    await group.wait(State.FAILED, timeout_s=100)
     assert group.reason.endswith(f"No module named 'msgspec': install torch, numpy, gguf and msgspec for {bare_python}")
     assert group.restarts == 0
