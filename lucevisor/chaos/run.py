@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import psutil
 
-from lucevisor.chaos.faults import FAULTS, HEARTBEAT_S, Target
+from lucevisor.chaos.faults import FAULTS, HEARTBEAT_S, READY_S, Target
 from lucevisor.chaos.traffic import Counts, Traffic
 from lucevisor.config import merge_overrides
 from lucevisor.errors import LucevisorError
@@ -129,6 +129,7 @@ class Chaos:
 
     def _start(self, directory: Path, *more: str) -> subprocess.Popen[bytes]:
         limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_most_s": 0.5}
+        limits["hello_s"] = READY_S  # a start took more than a minute where 40 processes shared two cores
         command = [*module_command(), "start", str(self._config), "--name", NAME, "--detached", *more]
         command += ["--starter", str(os.getpid())]
         command += ["--allow-faults", ",".join(f"{name}={value}" for name, value in limits.items())]

@@ -1,4 +1,4 @@
-"""The engine: joins scheduler and pipeline, and hands events to the readers of requests.  READ FIRST.
+"""The engine core: joins scheduler and pipeline, and hands events to the readers of requests.
 
 One thread, no task of its own: every entry (a request, a cancellation, a result, a pipeline that comes or goes) changes
 the scheduler, sends all steps that have become possible, then delivers events.  Knows ids only: no text, no sockets, no

@@ -362,7 +362,7 @@ class StageRecovery:
     def _without_ended(self, pipeline: Pipeline, journal: Journal) -> dict[int, Step]:
         """Take the slices of requests that have ended out of the steps in flight; return these by id."""
         if any(one.stage and one.step.drafts_of for one in pipeline.in_flight):
-            raise CannotRebuild("nobody knows the drafts that a lost stage began with")
+            raise CannotRebuild("the drafts that a lost stage began with are unknown")
         self._drop_ended()
         ended: dict[int, set[int]] = {}
         for step_id, part in self._ended:
@@ -439,7 +439,7 @@ class StageRecovery:
         if step.step_id not in ended:
             return step
         if step.want_logits:
-            raise CannotRebuild("a step returns rows of a sequence that was closed since")
+            raise CannotRebuild("a step returns rows of a sequence that has been closed")
         if any(piece.masked for piece in step.slices) and not self._output_lost:
             raise CannotRebuild("the output stage has masks of a sequence that was closed since")
         kept = [piece for piece in step.slices if piece.sequence not in ended[step.step_id]]

@@ -25,6 +25,8 @@ _TOKEN: Final = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _KNOWN_ESCAPES: Final = frozenset("dDwWsSbBnrtfvpPkxu123456789")
+_CLASS: Final = re.compile(r"(?:\\.|[^\]\\])*", re.DOTALL)  # to its end
+_QUOTED: Final = re.compile(r'"|\\\\|\\x(?:22|5[cC])|\\u00(?:22|5[cC])')
 _CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 262
 
 
@@ -136,8 +138,12 @@ def translated(pattern: str) -> str:
                 pieces.append(r"[^\s\S]")
                 in_class, at = False, at + 1
             else:
-                pieces.append("[^" if pattern.startswith("^", at) else "[")
-                at += pattern.startswith("^", at)
+                negated = pattern.startswith("^", at)
+                pieces.append("[^" if negated else "[")
+                at += negated
+                # A class with control characters takes both of what JSON escapes, even if it excludes them.
+                if negated and _QUOTED.search(_CLASS.match(pattern, at).group()):  # type: ignore[union-attr]  # any text
+                    pieces.append(r"\x00-\x1f")
         elif token == "{" and not _QUANTIFIER.match(pattern, match.start()):
             pieces.append(r"\{")
         elif token == "}" and "{" not in pattern[max(0, at - 24) : at]:

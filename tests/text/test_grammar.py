@@ -279,6 +279,14 @@ def test_an_unknown_keyword_is_left_out_only_where_asked() -> None:
     matcher(forms.json_schema(schema, lenient=True))
 
 
+@pytest.mark.parametrize("kind", ['[^"]', "[^\\\\]", "[^,\\x22a-c\\\\]", r"[^\u005c]", '[^-"]', '[^"-]', '[^"\\-x]'])
+def test_a_negated_class_excludes_what_json_escapes(kind: str) -> None:
+    part = forms.json_schema({"type": "string", "pattern": f"^x{kind}y$"})
+    for char in ('"', "\\", "z", "é", "/", "-", "x", "!"):
+        ids = tokenizer().encode(json.dumps(f"x{char}y", ensure_ascii=False))
+        assert (matcher(part).n_valid(0, [], ids) == len(ids)) == bool(re.fullmatch(kind, char)), char
+
+
 def test_blanks_are_bounded() -> None:
     one = matcher(forms.json_schema({"type": "array"}))
     assert tokenizer().encode(" ")[0] in first(one, tokenizer().encode("["))
