@@ -45,7 +45,6 @@ from lucevisor.engine.slot_access import SlotAccess
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
 from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import PrefixMatch
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Sampling
 from lucevisor.protocol.validation import AskedStep
@@ -79,7 +78,6 @@ class Engine:
             self._changes,
             pipeline=lambda: self._pipeline,
             proceed=lambda: self._proceed([]),
-            probe=lambda request, match: self._submit(request, None, probe=match),
         )
         self.drafter = DrafterAttachment(
             self._scheduler,
@@ -387,11 +385,8 @@ class Engine:
             queue = self._scheduler.queue
             raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
 
-    def _submit(
-        self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False,
-        probe: PrefixMatch | None = None,
-    ) -> RequestHandle:  # fmt: skip
-        self._scheduler.submit(request, self._clock(), wanted, hold=hold, probe=probe)
+    def _submit(self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False) -> RequestHandle:
+        self._scheduler.submit(request, self._clock(), wanted, hold=hold)
         handle = self._handles[request.request_id] = RequestHandle(request.request_id, self._cancel)
         self._proceed([])
         return handle
@@ -418,8 +413,6 @@ class Engine:
             self._stages.planned(plan, lives)  # the shards work already
         self._outbox += self._scheduler.failed
         self._scheduler.failed.clear()
-        if self._scheduler.starving:
-            self._outbox += self._scheduler.end_probes(self._clock())
         # A dead link reenters here through on_failed; the outbox keeps events in order.
         while self._outbox:
             request_id, event = self._outbox.popleft()

@@ -94,8 +94,6 @@ class PrefixReuse:
 
     def match(self, record: RequestRecord) -> PrefixMatch:
         """Return the cached prefix of a request; none if all its rows are wanted."""
-        if record.probe is not None:
-            return record.probe
         if record.computes_prompt or not self.index.enabled:
             return NO_MATCH
         use = record.prefix
@@ -186,8 +184,6 @@ class PrefixReuse:
 
     def started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
         """Note where a request starts."""
-        if record.probe is not None:
-            return
         use = record.prefix
         n_cached = min(match.position, len(record.request.prompt))
         if use.cached is None:

@@ -121,7 +121,7 @@ class Recovery:
 
     def keep(self, record: RequestRecord) -> bool:
         """Whether a running request whose sequence all shards have lost is held."""
-        if not self.holding or record.probe is not None or not self.survives(record):
+        if not self.holding or not self.survives(record):
             return False
         if record.live is not None:
             self._totals = dataclasses.replace(self._totals, n_tokens=self._totals.n_tokens + record.live.n_computed)

@@ -129,7 +129,7 @@ class RequestQueue:
         """Add a request."""
         self._waiting[record] = None
         self._order = None
-        if record.started_at is None and record.probe is None:
+        if record.started_at is None:
             self._n_waiting[record.request.client_id] += 1
 
     def remove(self, record: RequestRecord) -> None:
@@ -137,7 +137,7 @@ class RequestQueue:
         del self._waiting[record]
         self._order = None
         client = record.request.client_id
-        if record.started_at is None and record.probe is None:
+        if record.started_at is None:
             self._n_waiting[client] -= 1
             if not self._n_waiting[client]:
                 del self._n_waiting[client]
@@ -145,7 +145,7 @@ class RequestQueue:
     def start(self, record: RequestRecord) -> None:
         """Remove a request that starts, and age those it overtakes."""
         self.remove(record)
-        if record.probe is None and record.started_at is None and not record.goes_next:
+        if record.started_at is None and not record.goes_next:
             size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a place
             for other in self._waiting:
                 if other.arrival < record.arrival and other.request.client_id == record.request.client_id:
@@ -191,8 +191,8 @@ class RequestQueue:
                     promised[record.request.client_id] += len(record.tokens) - record.live.n_scheduled
 
         def turn(record: RequestRecord) -> tuple[int, int, int, int, int]:
-            if record.probe is not None or record.goes_next:
-                return record.probe is None, 0, 0, 0, record.arrival
+            if record.goes_next:
+                return 1, 0, 0, 0, record.arrival
             client, new = record.request.client_id, record.started_at is None
             aged = max(0, PATIENCE * record.size - record.n_passed) if new else 0
             return 2, self._shares.lead(client) + promised[client], new, aged, record.arrival
@@ -303,7 +303,7 @@ class Preemption:
         for record in waiting:
             if record.goes_next and self.pages_come:
                 return None
-            victim = None if record.probe is not None or record.n_in_flight else places.victim(record)
+            victim = None if record.n_in_flight else places.victim(record)
             if victim is not None and not self._reuse.must_wait(record, self._running):
                 return record, victim
             if record.goes_next:
@@ -366,7 +366,7 @@ class Admission:
         shares: ClientShares,
         preemption: Preemption,
     ) -> None:
-        self.open = True  # False: only probes start; the others wait
+        self.open = True  # False: no request starts
         self._preemption = preemption
         self._queue = queue
         self._running = running
@@ -394,8 +394,7 @@ class Admission:
         while waiting:
             record = waiting.popleft()
             # A preempted request waits for its token in flight, which must not be drawn twice.
-            admitting = (self.open or record.probe is not None) and not record.n_in_flight
-            if not admitting or self._running.full:
+            if not self.open or record.n_in_flight or self._running.full:
                 break
             if self._reuse.must_wait(record, self._running):
                 continue
@@ -405,7 +404,7 @@ class Admission:
             if self._preemption.swap_in(record, match):
                 continue
             opened = self._start(record, match, now, last_step, chunks)
-            if opened is None and record.probe is None and match.position:
+            if opened is None and match.position:
                 # The slot it would share may be the only one to evict for the rest of it: then start without.
                 opened = self._start(record, NO_MATCH, now, last_step, chunks)
             if opened is None:
@@ -430,8 +429,7 @@ class Admission:
             record.started_at = now
         record.live.n_prefill = len(record.tokens) - record.live.n_computed
         record.live.last_step = last_step
-        if record.probe is None:
-            chunks.started(record.live.n_prefill, now, beside_long=has_long(self._running, chunks))
+        chunks.started(record.live.n_prefill, now, beside_long=has_long(self._running, chunks))
         self._reuse.started(record, match, now)
         return operations
 
@@ -683,7 +681,6 @@ class Scheduler:
         self.limits = limits
         self.n_stages = n_stages
         self.runs_ahead = n_stages == 1  # decodes may be planned before their tokens are known
-        self.starving = False  # the only running request needs pages that pins or reservations hold
         self.failed: Events = []  # events of requests that ended while a step was planned
         self.n_generated_tokens = 0
         self.longest_pause_s = 0.0  # from a loss to the next token of a request
@@ -715,12 +712,10 @@ class Scheduler:
         wanted: WantedRows | None = None,
         *,
         hold: bool = False,
-        probe: PrefixMatch | None = None,
     ) -> None:
         """Queue a request.  Raises InvalidRequest or ContextOverflow if it can never be served.
 
-        ``hold``: do not start it before ``resume``; others pass it.  ``probe``: start it first, from this match, whose
-        pages the caller keeps until it is over.
+        ``hold``: do not start it before ``resume``; others pass it.
         """
         if request.request_id in self._records:
             raise InvalidRequest(
@@ -728,7 +723,7 @@ class Scheduler:
             )
         if wanted is not None and wanted.rows < 1:
             raise InvalidRequest("rows", f"is {wanted.rows}; a step needs at least 1")
-        record = RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted, probe)
+        record = RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted)
         self._n_arrivals += 1
         self.reuse.submitted(record)
         record.prefix.held = hold
@@ -771,7 +766,7 @@ class Scheduler:
         for record in [record for record in self.running if keep(record)]:
             record.goes_next = True
             self._operations += self.preemption.requeue(record)
-        events = self.fail([*self.running, *(one for one in self._queue if one.probe is not None)], error, now)
+        events = self.fail(self.running, error, now)
         self.drafting.detach()  # it goes with the pipeline
         self.in_flight.clear()
         self._backlog.clear()
@@ -786,11 +781,6 @@ class Scheduler:
     def fail(self, records: Iterable[RequestRecord], error: RequestError, now: float) -> Events:
         """End unfinished requests with ``error``."""
         return [self._finish(record, "error", now, error=error) for record in [*records]]
-
-    def end_probes(self, now: float) -> Events:
-        """End the waiting probes, whose pages the only running request needs."""
-        self.starving = False
-        return [self._finish(one, "cancelled", now) for one in [*self._queue] if one.probe is not None]
 
     # ---- steps
 
@@ -932,7 +922,6 @@ class Scheduler:
                 if self.preemption.pages_come:
                     break
                 if len(self.running) == 1 and self.reuse.index.pinning:
-                    self.starving = True
                     break  # a snapshot is being written or read: its pages come back by themselves
                 self._operations += self.preemption.preempt(self.running.youngest, now)
         return secured

@@ -159,7 +159,6 @@ class RequestRecord:
     max_tokens: int  # lowered to what context and pages allow
     submitted_at: float
     wanted: WantedRows | None = None
-    probe: PrefixMatch | None = None  # of an internal request: its prefix; it starts before others and is not counted
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
     mu: float | None = None  # where mirostat stands after the last token
     scores: dict[int, TokenScore] = field(default_factory=dict)  # log-probabilities of the prompt's tokens, by position
@@ -191,7 +190,7 @@ class RequestRecord:
         self.drafts = RequestDrafts()
         self.n_tokens = len(self.tokens)
         self.max_total_tokens = self.n_tokens + self.max_tokens
-        self.uncached = self.wanted is not None or self.probe is not None
+        self.uncached = self.wanted is not None
         stateless = self.request.constraint is None and self.request.sampling.stateless
         self.may_run_ahead = stateless and not self.uncached
 

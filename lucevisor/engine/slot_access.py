@@ -6,27 +6,22 @@ Invariant: nothing writes to a place that was handed out until it is released, a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 from lucevisor.engine.changes import Changes
 from lucevisor.engine.pipeline import Pipeline
-from lucevisor.engine.request import ContextOverflow, GenerationRequest, RequestHandle, TokenEvent
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.kv.prefix_records import PrefixMatch, Reservation
+from lucevisor.kv.prefix_records import Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.residency import PagedOut
-from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace
-from lucevisor.protocol.steps import Sampling
 
 
 class SlotAccess:
     """Prefix slots of an engine, for those who copy their bytes.
 
-    ``pipeline``: the one attached now.  ``proceed`` sends the steps that have become possible.  ``probe`` starts a
-    request from a match, whose pages the caller keeps.
+    ``pipeline``: the one attached now.  ``proceed`` sends the steps that have become possible.
     """
 
     def __init__(
@@ -37,12 +32,10 @@ class SlotAccess:
         *,
         pipeline: Callable[[], Pipeline | None],
         proceed: Callable[[], None],
-        probe: Callable[[GenerationRequest, PrefixMatch], RequestHandle],
     ) -> None:
         self._scheduler, self._clock, self._changes = scheduler, clock, changes
-        self._pipeline, self._proceed, self._probe = pipeline, proceed, probe
+        self._pipeline, self._proceed = pipeline, proceed
         self._index = scheduler.reuse.index
-        self._n_probes = 0
 
     async def synchronize(self) -> bool:
         """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
@@ -110,31 +103,6 @@ class SlotAccess:
         """Free reserved pages.  Does nothing if they are freed or adopted already."""
         self._index.cancel(reservation)
         self._proceed()
-
-    async def next_token(
-        self, place: PrefixSlot | Reservation, tokens: Sequence[int], token: int, n_top: int
-    ) -> TokenEvent | None:
-        """Return the greedy token after ``tokens``, which lie at ``place``, and ``token``, with ``n_top`` logprobs.
-
-        For snapshot files.  The caller keeps the place pinned or reserved.  None if the pipeline fails, the context is
-        too short, or the only running request needs the pages.
-        """
-        if isinstance(place, PrefixSlot) and not place.alive:
-            return None
-        match = self._index.match_of(place) if isinstance(place, PrefixSlot) else place.match
-        sampling = Sampling(temperature=0.0, n_top_logprobs=n_top)
-        prompt = TokenBuffer(tokens)
-        prompt.append(token)
-        self._n_probes += 1
-        request_id = f"probe-{self._n_probes}"
-        request = GenerationRequest(request_id=request_id, prompt=prompt, max_tokens=1, sampling=sampling)
-        if self._pipeline() is None:
-            return None
-        answer = None
-        with contextlib.suppress(ContextOverflow), self._probe(request, match) as handle:
-            async for event in handle:
-                answer = event if isinstance(event, TokenEvent) else answer
-        return answer
 
     async def wait_for_capacity(self) -> None:
         """Wait until the queue is empty and another sequence could start."""

@@ -17,7 +17,7 @@ from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_eviction import PrefixEvictor
 from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_slots import PrefixSlots
-from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path, path_to
+from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path
 from lucevisor.kv.residency import PagedOut, Residency
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.pages import pages_of
@@ -102,10 +102,6 @@ class PrefixIndex:
         if slot is not None and slot.n_tokens and slot.n_tokens >= n_usable:
             return self._match(walk.nodes, slot.n_tokens, n_known, slot)
         return self._match(walk.nodes, n_usable, n_known, None) if n_usable else PrefixMatch(0, n_known)
-
-    def match_of(self, slot: PrefixSlot) -> PrefixMatch:
-        """Return a match that uses all of a slot."""
-        return self._match(path_to(slot.node), slot.n_tokens, slot.n_tokens, slot)
 
     def use(self, match: PrefixMatch, now: float) -> None:
         """Count the use of a match.  Call once per prompt, with or without a hit."""

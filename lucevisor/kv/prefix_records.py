@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lucevisor.kv.page_table import PAGED
 from lucevisor.kv.prefix_tree import NO_STATE, Origin, PrefixSlot
 from lucevisor.kv.residency import PagedOut
-from lucevisor.model.values import PAGE_TOKENS, Space
+from lucevisor.model.values import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,23 +71,6 @@ class Reservation:
     def state(self) -> int:
         """The state to restore into, or NO_STATE."""
         return self.ids[Space.RECURRENT][0] if Space.RECURRENT in self.ids else NO_STATE
-
-    @property
-    def match(self) -> PrefixMatch:
-        """A match on the prefix, which is not published yet."""
-        n_pages = self.n_tokens // PAGE_TOKENS
-        n_whole = {Space.FULL: n_pages, Space.WINDOW: max(0, n_pages - self.first_window)}
-        ids = {space: self.ids.get(space, []) for space in PAGED}
-        return PrefixMatch(
-            self.n_tokens,
-            self.n_tokens,
-            full=tuple(ids[Space.FULL][: n_whole[Space.FULL]]),
-            first_window=self.first_window,
-            window=tuple(ids[Space.WINDOW][: n_whole[Space.WINDOW]]),
-            tail={space: ids[space][-1] for space in PAGED if len(ids[space]) > n_whole[space]},
-            state=self.state,
-            paged_out=self.paged_out,
-        )
 
     def entries(self, space: Space, start: int, stop: int) -> list[int]:
         """Return the pages of entries ``[start, stop)``; those outside are left out."""
