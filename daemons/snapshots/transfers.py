@@ -300,5 +300,7 @@ class _Threads:
                 while True:
                     self._queue.get()(streams)
         except Exception:  # a transfer answers its own errors; without this thread others would never end
-            self._on_lost()
-            traceback.print_exc()
+            try:
+                traceback.print_exc()  # before the process ends
+            finally:
+                self._on_lost()

@@ -49,16 +49,22 @@ def test_a_thread_that_finds_no_memory_to_begin_is_not_waited_for(spec, request)
 def test_a_thread_that_cannot_go_on_ends_the_daemon(spec, tmp_path, capfd):
     """Transfers behind it would wait for it for ever."""
     pipeline, store, place, _ = saved(spec, tmp_path)
-    lost = threading.Event()
+    lost, said = threading.Event(), []
 
     def answer(*_):
         raise MemoryError
 
+    def on_broken():
+        said.append(capfd.readouterr().err)
+        lost.set()
+
     states = StateMap(spec, [k.pools for k in pipeline.stages[0].shards])
-    transfers = TransferExecutor(states, answer, on_broken=lost.set)
+    transfers = TransferExecutor(states, answer, on_broken=on_broken)
     writing = store.begin(made_slot(spec))
     transfers.submit(Save(1, writing.file, place, writing.tensors(LayerRange(0, spec.n_layers))), os.dup(writing.fd))
     assert lost.wait(20)
+    assert "MemoryError" in said[0], "the process may end now"
+    store.abort(writing, "the daemon is lost")
     store.close()
 
 
