@@ -59,7 +59,7 @@ STEPS = ("create", "allocate", "data", "size", "checksum", "header", "sync", "re
 """Names of the write protocol's steps, in order, as passed to ``at``; ``data`` is between ``begin`` and ``finish``."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FAILED_SAVES = ("disk_full", "io", "locked", "too_large", "size", "aborted")
+FAILED_SAVES = ("disk_full", "io", "locked", "removed", "too_large", "size", "aborted")
 """The labels of saves that failed; Fault has those of refused files."""
 DISK_FAILURES = ("disk_full", "io", "locked")
 """Those after which another save would most likely fail as well."""
@@ -262,10 +262,13 @@ class SnapshotStore:
 
     def begin(self, slot: SlotRecord) -> PendingSnapshot:
         """Lay out and allocate a file.  Raises SaveFailed, leaving nothing behind."""
-        with suppress(ConfigError):  # the save fails, and says why
-            self.renew()
         snapshot = lay_out(self.model, slot)
         file = file_name(snapshot)
+        try:
+            self.renew()
+        except ConfigError as error:
+            label = "locked" if isinstance(error.__cause__, TimeoutError) else "io"  # never "removed": it stays away
+            raise self._save_failed(label, file, f"{error.key} {error.why}") from error
         if snapshot.file_bytes > self.disk_bytes:
             reason = f"it would take {snapshot.file_bytes} bytes, cache.disk is {self.disk_bytes}"
             raise self._save_failed("too_large", file, reason)
@@ -527,6 +530,8 @@ class SnapshotStore:
 def _label(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "locked"
+    if isinstance(error, FileNotFoundError):  # the directory was there when the save began; the next makes it again
+        return "removed"
     return "disk_full" if isinstance(error, OSError) and error.errno in _FULL else "io"
 
 

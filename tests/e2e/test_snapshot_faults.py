@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -205,6 +206,26 @@ async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: p
         assert service.engine is not None
         await until(lambda: not any(slot.pins for slot in service.engine.prefixes.slots))  # type: ignore[union-attr]
     assert not list(place.snapshots.glob("*.partial"))
+
+
+async def test_a_directory_removed_during_a_save_is_made_again_by_the_next(tmp_path: Path) -> None:
+    """Without the pause behind a disk that fails."""
+    place = Place(MODELS["qwen35"], tmp_path)
+    removed: list[str] = []
+
+    def at(step: str) -> None:
+        if step == "rename" and not removed:
+            removed.append(step)
+            shutil.rmtree(place.snapshots)
+
+    async with running(place.config(), place.directory) as service:
+        store = snapshots_of(service).store
+        store._at = at
+        await ask(service, PROMPT, [])
+        await until(lambda: store.statistics.failures["removed"] == 1)
+        await ask(service, PROMPT[::-1], [])
+        await until(lambda: told_of(service)["saved"] > 0)
+        assert place.files()
 
 
 async def test_a_hurried_stop_waits_for_no_file(tmp_path: Path) -> None:

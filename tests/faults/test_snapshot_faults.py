@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.snapshots.file_format import Fault
-from lucevisor.snapshots.store import STEPS, SaveFailed, SnapshotRefused
+from lucevisor.snapshots.store import DISK_FAILURES, STEPS, SaveFailed, SnapshotRefused
 from tests.daemons.snapshot_pipeline import SlotPipeline, golden_spec, ids_of, state_model
 from tests.faults.snapshot_saver import NEW, OLD, N
 from tests.snapshots.snapshot_parts import made_slot, made_store, must_fail, names, restore, save, saved_before
@@ -237,9 +237,32 @@ def test_a_directory_that_went_away_is_made_again(tmp_path):
     assert [e.file for e in store.entries] == [again.file]
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("in the way")
-    with capture_logs() as logs, pytest.raises(SaveFailed, match="ENOTDIR") as caught:
+    with capture_logs() as logs, pytest.raises(SaveFailed, match="is a file, not a directory") as caught:
         save(store)
     assert (caught.value.label, logs[-1]["event"]) == ("io", "snapshot not saved")
+    store.close()
+
+
+@pytest.mark.parametrize("step", STEPS[: STEPS.index("rename") + 1])
+def test_a_directory_that_goes_away_during_a_save_stops_no_other(tmp_path, step):
+    steps = []
+
+    def at(name):
+        steps.append(name)
+        if name == step and steps.count(name) == 2:
+            shutil.rmtree(tmp_path / "cache")
+
+    store = made_store(tmp_path / "cache", at=at)
+    store.scan()
+    save(store, made_slot(start=900))
+    with capture_logs() as logs, pytest.raises(SaveFailed, match="ENOENT") as caught:
+        save(store)
+    assert caught.value.label == "removed"
+    assert caught.value.label not in DISK_FAILURES
+    assert [line["event"] for line in logs] == ["snapshot not saved"]
+    again = save(store)
+    assert [e.file for e in store.entries] == names(tmp_path / "cache") == [again.file]
+    assert restore(store, again)
     store.close()
 
 
