@@ -18,7 +18,6 @@ from lucevisor.deployment.service import Service
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.protocol.steps import Sampling
 from lucevisor.snapshots.manager import SnapshotManager
-from lucevisor.snapshots.policy import SaveTrigger
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.e2e.test_speculation import CASES, Case, config_of
 
@@ -72,9 +71,9 @@ async def test_no_snapshot_is_written_of_a_preempted_request(tmp_path: Path, mon
     """Its pages would be free only after the disk, and another request would have to give its own."""
     saved, save = set[int](), SnapshotManager._save
 
-    async def noted(self: SnapshotManager, slot: PrefixSlot, trigger: SaveTrigger, deadline_s: float) -> bool:
+    async def noted(self: SnapshotManager, slot: PrefixSlot, deadline_s: float) -> bool:
         saved.add(slot.n_tokens)
-        return await save(self, slot, trigger, deadline_s)
+        return await save(self, slot, deadline_s)
 
     monkeypatch.setattr(SnapshotManager, "_save", noted)
     monkeypatch.setattr(SnapshotManager, "_reject_reason", lambda *_: "")  # however fast the machine is
