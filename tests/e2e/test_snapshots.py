@@ -155,6 +155,8 @@ async def test_requests_that_want_the_same_file_wait_for_one_restore(tmp_path: P
     place = Place(MODELS["qwen35"], tmp_path)
     async with running(place.config(), place.directory) as service:
         expected, _ = await ask(service, PROMPT, [])
+        await snapshots_of(service).save_all(60.0)
+        assert place.files()
     async with running(place.config(), place.directory) as service:
         answers = await asyncio.gather(*(ask(service, PROMPT, []) for _ in range(6)))
         assert told_of(service)["restored"] == 1
