@@ -117,17 +117,22 @@ class HttpConnection(web.RequestHandler):
         """Parse in parts that end where a head or a body ends.
 
         Of what follows a request with `Upgrade` in the same part, aiohttp's parser loses all.
+
+        aiohttp calls this without data when a full buffer has been read: its parser had stopped, and goes on with what
+        it kept, if only to find that the body is complete.
         """
-        if self._pool.is_waiting(self) and not self._has_part_of_head:
+        if data and self._pool.is_waiting(self) and not self._has_part_of_head:
             self._has_part_of_head = True
             self._pool.wait(self, self._pool.settings.head_timeout_s)
-        while data:
+        while True:
             n_bytes = self._n_body_left
             if not n_bytes:
                 end = (self._last_bytes + data).find(_END_OF_HEAD)
                 n_bytes = len(data) if end < 0 else end + len(_END_OF_HEAD) - len(self._last_bytes)
             self._parse(data[:n_bytes])
             data = data[n_bytes:]
+            if not data:
+                return
 
     def _parse(self, part: bytes) -> None:
         n_requests = self._request_count

@@ -158,6 +158,23 @@ class TestBodies:
         assert head.startswith(b"HTTP/1.1 408 ")
         assert json.loads(body)["error"]["message"] == "the body did not arrive within 0.2 s"
 
+    @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+    def test_one_whose_last_part_fills_the_buffer_is_read(self, live, chunked):
+        """aiohttp's parser stops in the part that does, before the end of the body."""
+        server = live(lambda: Rig(preprocessor=None))
+        length, data = b"Content-Length: 1000000", b"x" * 1_000_000
+        request = post(BODY, n_bytes=len(data)).partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + data
+        if chunked:
+            request = request.replace(length, b"Transfer-Encoding: chunked").replace(data, b"f4240\r\n%s\r\n" % data)
+            request += b"0\r\n\r\n"
+        sock = dial(server)
+        until(lambda: server.runner.server.connections)
+        (connection,) = server.runner.server.connections
+        server.do(lambda rig: connection.data_received(request))
+        head, body = read_one(sock)
+        assert head.startswith(b"HTTP/1.1 413 ")
+        assert json.loads(body)["error"]["message"].startswith("the body is larger than 4096 bytes")
+
 
 class TestUnreadAnswers:
     def test_a_client_that_reads_no_answer_is_dropped(self, serve):
