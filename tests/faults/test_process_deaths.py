@@ -151,7 +151,7 @@ async def test_descriptors_and_zombies_stay_flat_over_30_restarts(tmp_path):
     async with tiny_group(tmp_path, limits=brisk(n_restarts=10**6, backoff_most_s=0.01)) as (group, _):
         await group.start()
         await ready(group)
-        before = open_descriptors()
+        before, before_zombies = open_descriptors(), zombies()  # of other tests in this process
         for n in range(1, 31):
             if n % 2:
                 os.kill(group.pid, signal.SIGKILL)
@@ -159,6 +159,6 @@ async def test_descriptors_and_zombies_stay_flat_over_30_restarts(tmp_path):
                 await group.restart(now=True)
             await ready(group, n_restarts=n)
         assert open_descriptors() == before
-        assert zombies() == 0
+        assert zombies() <= before_zombies
         await group.stop()
         assert open_descriptors() < before

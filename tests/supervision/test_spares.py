@@ -93,7 +93,7 @@ async def test_a_spare_that_hangs_is_not_taken(tmp_path):
 
 async def test_no_spare_outlives_its_group(tmp_path):
     staging = stage_tiny(tmp_path)
-    before = open_descriptors()
+    before, before_zombies = open_descriptors(), zombies()  # of other tests in this process
     async with tiny_group(staging, limits=LIMITS, n_spares=2) as (group, _):
         await group.start()
         await ready(group)
@@ -105,5 +105,5 @@ async def test_no_spare_outlives_its_group(tmp_path):
         await group.start()  # and all over again
         await ready(group)
         await until(lambda: len(warm(group)) == 2)
-    assert zombies() == 0
+    assert zombies() <= before_zombies
     assert open_descriptors() == before
