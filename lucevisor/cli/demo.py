@@ -24,7 +24,7 @@ from lucevisor.source_tree import locate
 if TYPE_CHECKING:
     from openai import OpenAI
 
-_STOP_S = 10.0
+_STOP_S = 60.0  # a stop takes two seconds, and more on a busy machine
 KILL_AFTER = 4
 """Pieces of the answer that come before the kill."""
 QUESTIONS = [
