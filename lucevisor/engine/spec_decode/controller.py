@@ -253,7 +253,7 @@ class SpecDecodeController:
         """Why no drafts are asked for at present; empty while they are, or before that was decided."""
         if self.fixed or self._width or not self._chosen:
             return ""
-        return "the drafter is not asked: by times and acceptance plain decoding is faster"
+        return "drafting is off: by measured times and acceptance plain decoding is faster"
 
     @property
     def trying(self) -> bool:
