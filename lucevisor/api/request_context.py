@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,11 +57,19 @@ _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """One request in service.  Times in seconds, `started_s` on the monotonic clock."""
+    """One request.  Times in seconds, `started_s` and `ended_s` on the monotonic clock, the others from the start.
+
+    `headers` are the client's.
+    """
 
     request_id: str
     started_s: float
+    method: str = ""
     path: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    status: int = 0
+    ended_s: float = 0.0
     caller: Caller = field(default_factory=Caller)
     stream: EventStream | None = None
     handles: Sequence[RequestHandle] = ()
@@ -73,6 +81,11 @@ class RequestContext:
     queue_s: float = 0.0
     first_token_s: float | None = None
     fields: dict[str, object] = field(default_factory=dict)  # further fields of the log line
+
+    @property
+    def error(self) -> str:
+        """The message of the error that the client got, or empty."""
+        return str(self.fields.get("error", ""))
 
     def cancel(self) -> None:
         """Cancel the request's sequences; its handler sees them end and tells the client."""

@@ -27,7 +27,6 @@ from lucevisor.api.app_context import (
     NotReadyPart,
     SamplingDefaults,
     SnapshotMetrics,
-    no_trace,
 )
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
@@ -43,7 +42,7 @@ from lucevisor.app.model_files import open_model, open_tokenizer
 from lucevisor.app.process import EarlySignals, Hangup, connections_within, freeze_gc, raise_file_limit
 from lucevisor.app.reload import Overrides, apply, keys_at_once, keys_of, read_again, tls_of
 from lucevisor.app.rundir import RunDirectory, log_path
-from lucevisor.app.status import Address, LoadProgress, group_metrics, status
+from lucevisor.app.status import LoadProgress, status
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
 from lucevisor.config import Config
 from lucevisor.deployment.admin_operations import AdminOperations
@@ -286,9 +285,8 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
-        address = Address(self.url, self.config.server.tls_cert_file)
         compressor, name = self._context.compressor, self.run_dir.name
-        return status(self.service, name, address, self._progress, requests, compressor, self._described)
+        return status(self.service, name, self.url, self._progress, requests, compressor, self._described)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -367,11 +365,11 @@ class Supervisor:
     def _add_running(self, context: AppContext) -> None:
         """Give the API what changes while the supervisor runs."""
         context.ready_in_s = self.service.ready_in_s
-        context.groups = lambda: group_metrics(self.service)
         context.status = self.status
         context.restart = self._begin_restart
         context.snapshots = self._snapshot_figures
-        context.trace = self._traces or no_trace
+        if self._traces is not None:
+            context.trace = self._traces
 
     def _on_engine(self, engine: Engine) -> None:
         placement = self.service.placement
