@@ -185,7 +185,7 @@ class ModelRunner:
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
             rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
-            out = stage.forward(step, rows_in, fill or following, arrival, following.shorten if following else None)
+            out = stage.forward(step, rows_in, fill or following, arrival)
             if following is not None:
                 arrival, step, sampled = following.arrival, following.step, following.tokens
             wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)

@@ -16,8 +16,6 @@ from torch import Tensor
 from daemons.boundary import Arrival, RowWait
 from daemons.deferred import Fill
 from daemons.errors import StateError
-from daemons.kv.batch import Layout
-from daemons.kv.fewer_rows import leave_out_rows
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
 from lucevisor.protocol.validation import ids_fault
@@ -94,7 +92,7 @@ def _without_tokens(s: Slice) -> Slice:
 
 
 class FollowingStep:
-    """A step whose pending tokens or drafts are made meanwhile; ``shorten`` leaves out those that were not.
+    """A step whose pending tokens or drafts are made meanwhile.
 
     Called with the step's metadata, on any device, it waits and puts them there; then it has ``tokens``.
     """
@@ -108,8 +106,6 @@ class FollowingStep:
         self._rows: dict[int, tuple[int, int]] = {}  # by sequence: of the first token to put there, and how many
         self.arrival = Arrival(lambda: ring.wait(asked, await_tokens))
         self._found: dict[int, list[int]] = {}
-        self._ends_early = len(step.slices) == 1 and step.slices[0].drafts_pend and step.slices[0].p_min > 0
-        self._n_made: int | None = None  # drafts of its slice, if they are fewer than it asks for
         row = 0
         for piece in step.slices:
             if piece.tokens == [PENDING]:
@@ -117,28 +113,7 @@ class FollowingStep:
             elif piece.drafts_pend:
                 self._rows[piece.sequence] = row + piece.n_context, piece.n_drafts
             row += len(piece.tokens)
-        self._step = without_tokens(step)
-
-    @property
-    def step(self) -> Step:
-        """The step with 0 for what is not known before; with as many drafts as were made once that is."""
-        if self._n_made is None:
-            return self._step
-        return replace(self._step, slices=[s.with_drafts([0] * self._n_made, alone=True) for s in self._step.slices])
-
-    def shorten(self, layout: Layout) -> None:
-        """Put the drafts that were made into a layout, without the rows of others, if they may be fewer than it has:
-        waits for them then.
-        """
-        if not self._ends_early:
-            return
-        [piece] = self._step.slices
-        made = self._wait()[piece.sequence][: piece.n_drafts]
-        if (first := piece.n_context) + len(made) < layout.n_rows:
-            self._n_made, self._rows[piece.sequence] = len(made), (first, len(made))
-            leave_out_rows(layout, first + len(made))
-        layout.numbers[first : layout.n_rows] = made
-        layout.fill = lambda metadata: None
+        self.step = without_tokens(step)
 
     def _wait(self) -> dict[int, list[int]]:
         if not self._found:

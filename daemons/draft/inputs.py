@@ -223,6 +223,6 @@ def _filled(slices: Sequence[Slice], drafts: Mapping[int, Sequence[int]], *, nee
         if s.drafts_pend and (needed or s.sequence in drafts):
             if s.sequence not in drafts:
                 raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no drafts were made before it")
-            s = s.with_drafts(drafts[s.sequence], alone=len(slices) == 1)
+            s = s.with_drafts(drafts[s.sequence])
         found.append(s)
     return found

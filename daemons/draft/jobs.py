@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 from typing import NamedTuple
 
 import msgspec
@@ -32,14 +30,6 @@ class DraftJob(NamedTuple):
     @property
     def n(self) -> int:
         return self.slice.num_draft_tokens
-
-
-def likely(tokens: list[int], probabilities: list[float], p_min: int) -> tuple[list[int], list[float]]:
-    """Drafts up to the first that is right, with all before it, with less than ``p_min`` percent; at least one."""
-    if not p_min:
-        return tokens, probabilities
-    n = max(1, next((i for i, p in enumerate(accumulate(probabilities, mul)) if 100 * p < p_min), len(tokens)))
-    return tokens[:n], probabilities[:n]
 
 
 def jobs_behind(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:

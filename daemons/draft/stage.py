@@ -23,7 +23,7 @@ from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
-from daemons.draft.jobs import DraftJob, jobs_behind, likely, placeholder_draft, without_rejected
+from daemons.draft.jobs import DraftJob, jobs_behind, placeholder_draft, without_rejected
 from daemons.draft.mtp import Mtp
 from daemons.draft.vocabulary import DraftVocabulary, draft_vocabulary, shared_weights, vocabulary_weights
 from daemons.errors import StateError
@@ -276,10 +276,7 @@ class DraftStage:
             for _, alike in groupby(jobs, key=lambda job: job.n):
                 drafts = self._draft(list(alike), hidden)  # valid until the next ones
                 rows += zip(drafts.tokens.tolist(), drafts.probabilities.tolist(), strict=True)
-        found = {
-            job.at: Drafted(job.slice.sequence, *likely(*row, job.slice.p_min))
-            for job, row in zip(jobs, rows, strict=True)
-        }
+        found = {job.at: Drafted(job.slice.sequence, *row) for job, row in zip(jobs, rows, strict=True)}
         return [found[at] for at in sorted(found)]
 
     def flush(self) -> None:

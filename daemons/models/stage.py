@@ -169,13 +169,12 @@ class LoadedStage:
         rows_in: Tensor | None,
         fill: Callable[[Tensor], None] | None = None,
         await_rows: Callable[[], None] = lambda: None,
-        shorten: Callable[[Layout], None] | None = None,
     ) -> StageOutput:
         """Run the step's slices through the stage's layers, after the step's operations were applied.
 
         ``rows_in`` [T, boundary_width], on any device, read when ``await_rows`` has returned, which is called when all
-        else is prepared; ignored by the embedding stage, which reads token ids.  ``fill`` as in Layout; ``shorten``
-        leaves out rows whose tokens were not made.  Raises StateError for slices that contradict the tables.
+        else is prepared; ignored by the embedding stage, which reads token ids.  ``fill`` as in Layout.  Raises
+        StateError for slices that contradict the tables.
         """
         n, where = step.n_tokens, f"step {step.step_id}"
         if n == 0:
@@ -188,8 +187,6 @@ class LoadedStage:
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
         layout.fill = fill or layout.fill
-        if shorten:
-            shorten(layout)
         hidden: list[Tensor] | None = [] if step.want_hidden else None
         captures: list[Tensor] = []
         scores: list[dict[int, Tensor]] = []

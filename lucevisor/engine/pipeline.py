@@ -159,7 +159,7 @@ def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
         if piece.tokens == [PENDING]:
             piece = replace(piece, tokens=[known[piece.sequence][-1]])
         elif piece.drafts_pend:
-            piece = piece.with_drafts(known.get(piece.sequence, ()), alone=len(step.slices) == 1)
+            piece = piece.with_drafts(known.get(piece.sequence, ()))
         slices.append(piece)
     return replace(step, slices=slices, depends_on_step=0, drafts_of=0)
 

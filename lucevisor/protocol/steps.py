@@ -198,8 +198,6 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     live one those of drafts if each token has one (see UseState); [] keeps only the state after the last token, in
     place.
     ``num_draft_tokens``: tokens to draft behind the one sampled last.
-    ``p_min``: drafts end before the first that is right, with all before it, with less percent by the drafter's
-    probabilities; one is made at least.  Pending drafts of a slice alone in its step are then those that were made.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     ``masked``: a Masks message says which tokens each of its rows may draw.
     ``scored[i]``: the token that follows row i, whose log-probability is wanted.
@@ -215,7 +213,6 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     draft_from: int = 0
     masked: bool = False
     scored: list[int] = []
-    p_min: int = 0
 
     @property
     def n_context(self) -> int:
@@ -231,14 +228,11 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
         """Whether the supervisor does not know the drafts."""
         return self.n_drafts > 0 and self.tokens[-1] == PENDING
 
-    def with_drafts(self, found: Sequence[int], *, alone: bool = False) -> Slice:
+    def with_drafts(self, found: Sequence[int]) -> Slice:
         """Return the slice with drafts in place of pending ones.  The last token fills up what lacks, as slices of a
-        step are to be equally long; ``alone``, it is left out if ``p_min`` may be why.
+        step are to be equally long.
         """
-        known, n_lacking = [*self.tokens[: self.n_context], *found[: self.n_drafts]], self.n_drafts - len(found)
-        if alone and self.p_min and found and n_lacking > 0:
-            states = self.states[: len(self.states) - n_lacking]
-            return replace(self, tokens=known, n_drafts=len(found), states=states)
+        known = [*self.tokens[: self.n_context], *found[: self.n_drafts]]
         return replace(self, tokens=known + known[-1:] * (len(self.tokens) - len(known)))
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-import torch
-from torch import Tensor
 
-from daemons.draft.drafter import Drafts
-from daemons.draft.jobs import DraftJob
-from daemons.draft.stage import DraftStage
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend
 from lucevisor.protocol.codec import encode
@@ -44,14 +38,14 @@ class LateTimedEvent(LateEvent):
 class Supervisor:
     """Verifies N drafts of each sequence a step.  ``ahead``: sends a step before its drafts are known."""
 
-    def __init__(self, both: TwoStages, ids: list[int], n_sequences: int, *, ahead: bool, p_min: int = 0) -> None:
-        self.both, self.ahead, self.p_min = both, ahead, p_min
+    def __init__(self, both: TwoStages, ids: list[int], n_sequences: int, *, ahead: bool) -> None:
+        self.both, self.ahead = both, ahead
         self.drawn: dict[int, list[int]] = {s: [] for s in range(n_sequences)}
         self.at = [0] * n_sequences
         self.states = [*range(n_sequences)]
         self.drafts: list[dict[int, list[int]]] = []
         self.reported: list[list[int]] = []  # by the first stage: what it started with
-        prompts = [Slice(s, 0, ids[: 5 + s], True, num_draft_tokens=N, p_min=p_min) for s in self.drawn]
+        prompts = [Slice(s, 0, ids[: 5 + s], True, num_draft_tokens=N) for s in self.drawn]
         self.send(Step(1, 1, [one for s in self.drawn for one in opening(both.spec, s, GREEDY)], prompts))
         for _ in range(ROUNDS):
             self.verify(self.answered())
@@ -97,7 +91,7 @@ class Supervisor:
             drafts = [PENDING] * N if self.ahead else self.drafts[-1][s]
             others = [i for i in range(8 * s + 8, 8 * s + 16) if i != self.states[s]][:N]
             tokens, states = [drawn[-1], *drafts], [self.states[s], *others]
-            slices.append(Slice(s, self.at[s], tokens, True, N, states, num_draft_tokens=N, p_min=self.p_min))
+            slices.append(Slice(s, self.at[s], tokens, True, N, states, num_draft_tokens=N))
         drafts_of = self.step.step_id if self.ahead else 0
         self.send(Step(number, number % N_REGIONS, operations, slices, drafts_of=drafts_of))
 
@@ -128,45 +122,6 @@ def test_tokens_and_drafts_are_those_of_steps_that_wait(
     assert seen.reported == [[]] * (ROUNDS + 1)
     started_with = [[token for own in drafts.values() for token in own] for drafts in unseen.drafts[:-1]]
     assert unseen.reported == [[], *started_with]
-
-
-@pytest.mark.parametrize("n_sequences", [1, 2])
-def test_unsure_drafts_take_no_rows_of_a_slice_that_is_alone(n_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many of 3 drafts are sure depends on the position.  Slices that share a step stay equally long."""
-    spec, ids = open_spec(MTP), opened("qwen35").ids
-    wanted = plain_tokens(Daemon.of(spec, ids, Backend.CPU, [GREEDY] * n_sequences), (ROUNDS + 1) * (N + 1))
-    draft_partly_right(monkeypatch, wanted)
-    draft = DraftStage._draft
-
-    def partly_sure(stage: DraftStage, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
-        found = draft(stage, jobs, hidden)
-        for row, job in enumerate(jobs):
-            found.probabilities[row] = torch.tensor([0.9, *[0.9] * (job.position // 2 % N), *[0.5] * N])[:N]
-        return found
-
-    monkeypatch.setattr(DraftStage, "_draft", partly_sure)
-    with two_stages(spec, Backend.CPU, 0.0, MTP) as both:
-        rows = list[int]()
-        monkeypatch.setattr(both.runners[1], "_count_and_score", counting(rows, both.runners[1]._count_and_score))
-        found = Supervisor(both, ids, n_sequences, ahead=True, p_min=60)
-    for s, drawn in found.drawn.items():
-        assert drawn == wanted[s][: len(drawn)]
-        assert len(drawn) > ROUNDS + 1
-    lengths = [len(own) for drafts in found.drafts[:-1] for own in drafts.values()]
-    assert len(set(lengths)) > 1
-    if n_sequences == 1:
-        assert rows[1:] == [1 + n for n in lengths]
-        assert [len(own) for own in found.reported[1:]] == lengths
-    else:
-        assert rows[1:] == [2 * (1 + N)] * ROUNDS
-
-
-def counting(rows: list[int], work: Callable[..., object]) -> Callable[..., object]:
-    def counted(stage: object, step: Step, out: Tensor, *others: object) -> object:
-        rows.append(len(out))
-        return work(stage, step, out, *others)
-
-    return counted
 
 
 def test_a_step_whose_drafts_have_not_come_is_given_back() -> None:

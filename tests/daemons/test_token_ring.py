@@ -6,31 +6,21 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 import torch
 
-from daemons.device import CPU
 from daemons.errors import StateError
-from daemons.kv.batch import Layout
-from daemons.kv.pools import Pools
-from daemons.kv.sequences import Sequences
 from daemons.token_ring import FollowingStep, TokenRing, without_tokens
-from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.arena import Arena, Doorbells
-from lucevisor.protocol.loading import ArenaPlan, PoolSizes, token_region_bytes
+from lucevisor.protocol.loading import ArenaPlan, token_region_bytes
 from lucevisor.protocol.steps import (
     PENDING,
     Drafted,
-    OpenSequence,
     Sampled,
-    Sampling,
-    SetPages,
     Slice,
     Step,
     StepResult,
 )
-from tests.families.golden import opened
 
 N_REGIONS = 4
 VOCABULARY = 200
@@ -157,39 +147,6 @@ def test_drafts_in_the_metadata_of_a_cpu_and_of_a_device(
     metadata.fill_(-7)
     fill(FollowingStep(first, verifying(6, 5, (2, 4), (9, 2)), rung), metadata)
     assert metadata.tolist() == [-7, 21, 22, 23, 23, -7, 11, 12, -7], "in another order, and filled up"
-
-
-def test_a_step_of_one_slice_ends_with_the_drafts_that_were_made(ends: tuple[TokenRing, TokenRing]) -> None:
-    last, first = ends
-    golden = opened("qwen35")
-    sizes = PoolSizes(full_pages=4, window_pages=0, states=8)
-    sequences = Sequences([Pools(golden.spec, LayerRange(0, 1), CPU, Dtype.FLOAT32, sizes)], sizes, 2)
-    for operation in (OpenSequence(9, 0, Sampling()), SetPages(9, Space.FULL, 0, [2])):
-        sequences.apply(operation)
-    for n_made, shorter in ((2, True), (3, False), (1, True)):
-        last.tell(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13][:n_made])]))
-        piece = Slice(9, 40, [7, *[PENDING] * 3], True, 3, [0, 3, 4, 5], p_min=20)
-        one = FollowingStep(first, Step(6, 2, [], [piece], drafts_of=5), rung)
-        layout = Layout(one.step.slices, sequences, golden.spec)
-        one.shorten(layout)
-        wanted = Slice(9, 40, [7, *[0] * n_made], True, n_made, [0, 3, 4, 5][: n_made + 1], p_min=20)
-        assert one.step.slices == [wanted]
-        told = msgspec.structs.replace(wanted, tokens=[7, 11, 12, 13][: n_made + 1])
-        expected = Layout([told], sequences, golden.spec)
-        assert layout.numbers == expected.numbers
-        assert (layout.n_rows, layout.graph_key) == (expected.n_rows, expected.graph_key)
-        assert layout.groups == expected.groups
-        assert (layout.n_rows < 4) is shorter
-        metadata = layout.on(CPU)
-        one(metadata)
-        assert metadata[: n_made + 1].tolist() == [7, 11, 12, 13][: n_made + 1]
-        assert one.tokens == [Sampled(9, token) for token in [11, 12, 13][:n_made]]
-    piece = Slice(9, 40, [7, *[PENDING] * 3], True, 3, [0, 3, 4, 5])  # without p_min
-    whole = FollowingStep(first, Step(6, 2, [], [piece], drafts_of=5), rung)
-    layout = Layout(whole.step.slices, sequences, golden.spec)
-    numbers = [*layout.numbers]
-    whole.shorten(layout)
-    assert layout.numbers == numbers
 
 
 def test_other_stages_need_no_tokens() -> None:

@@ -89,7 +89,7 @@ class ToyDrafter(ToyStage):
             if piece.drafts_pend:
                 if piece.sequence not in self.made:
                     raise Violation(f"sequence {piece.sequence}: no drafts were made for {piece}")
-                piece = piece.with_drafts(self.made.pop(piece.sequence), alone=len(step.slices) == 1)
+                piece = piece.with_drafts(self.made.pop(piece.sequence))
             slices.append(piece)
         return replace(step, slices=slices)
 
@@ -155,8 +155,6 @@ class ToyDrafter(ToyStage):
         for position in range(stop, last + 1):  # noise, overwritten by what is kept
             self._page(sequence, Space.FULL, position)[position % PAGE_TOKENS] = (-1, 0)
         found = right[stop + 1 : stop + 1 + min(piece.num_draft_tokens, self._n_most)]
-        if piece.p_min and found:  # unsure of some
-            found = found[: 1 + mix(stop, piece.sequence) % len(found)]
         self.n_drafted += len(found)
         return [
             (t + 1) % VOCABULARY if self._wrong and mix(stop, i, piece.sequence) % self._wrong == 0 else t

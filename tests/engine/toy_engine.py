@@ -268,11 +268,7 @@ class ToyEngine:
 
 def _without_drafter(step: Step, made: Mapping[int, Sequence[int]]) -> Step:
     """A step that the draft stage does not take along; any drafts will do for what it verifies, if none were made."""
-    alone = len(step.slices) == 1
-    slices = [
-        piece.with_drafts(made.get(piece.sequence, ()), alone=alone) if piece.drafts_pend else piece
-        for piece in step.slices
-    ]
+    slices = [piece.with_drafts(made.get(piece.sequence, ())) if piece.drafts_pend else piece for piece in step.slices]
     return structs.replace(step, upkeep=False, slices=slices)
 
 

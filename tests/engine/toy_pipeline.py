@@ -230,8 +230,7 @@ class ToyStage:
         self.operate(step, max_sequences)
         told = self._told(step)
         pending = [piece.sequence for piece in step.slices if PENDING in piece.tokens]
-        alone = len(step.slices) == 1
-        step = replace(step, slices=[self._known(piece, told, alone=alone) for piece in step.slices])
+        step = replace(step, slices=[self._known(piece, told) for piece in step.slices])
         named = [s.sequence for s in step.slices]
         if len(named) != len(set(named)):
             raise Violation(f"step {step.step_id} carries two slices of a sequence: {named}")
@@ -316,14 +315,14 @@ class ToyStage:
             told[sequence], rest = rest[2 : 2 + n], rest[2 + n :]
         return told
 
-    def _known(self, piece: Slice, told: dict[int, list[int]] | None, *, alone: bool) -> Slice:
+    def _known(self, piece: Slice, told: dict[int, list[int]] | None) -> Slice:
         """A slice whose token the step before has drawn, or behind which drafts were made."""
         if PENDING not in piece.tokens:
             return piece
         if told is not None and piece.drafts_pend:
             if piece.sequence not in told:
                 raise Violation(f"the first stage waits for drafts of sequence {piece.sequence} behind another step")
-            return piece.with_drafts(told[piece.sequence], alone=alone)
+            return piece.with_drafts(told[piece.sequence])
         if told is not None:
             return replace(piece, tokens=told[piece.sequence])
         if 0 < self.stage < self.model.n_stages - 1:  # it gets rows
