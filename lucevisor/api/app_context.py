@@ -9,10 +9,11 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
-from lucevisor.api.keys import ApiKeys
+from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import EncodedResponse, PreparedRequest
+from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
@@ -21,9 +22,6 @@ from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from lucevisor.api.request_context import RequestContext
 
 
 class RequestHandle(Protocol):
@@ -39,6 +37,44 @@ class RequestHandle(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """One request.  Times in seconds, `started_s` and `ended_s` on the monotonic clock, the others from the start.
+
+    `headers` are the client's.
+    """
+
+    request_id: str
+    started_s: float
+    method: str = ""
+    path: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    status: int = 0
+    ended_s: float = 0.0
+    caller: Caller = field(default_factory=Caller)
+    stream: EventStream | None = None
+    handles: Sequence[RequestHandle] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    accepted_tokens: int = 0  # accepted drafts among the generated tokens
+    rejected_tokens: int = 0  # drafts that were verified and rejected
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    fields: dict[str, object] = field(default_factory=dict)  # further fields of the log line
+
+    @property
+    def error(self) -> str:
+        """The message of the error that the client got, or empty."""
+        return str(self.fields.get("error", ""))
+
+    def cancel(self) -> None:
+        """Cancel the request's sequences; its handler sees them end and tells the client."""
+        for handle in self.handles:
+            handle.cancel()
 
 
 class EngineClient(Protocol):

@@ -19,13 +19,13 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, RequestHandle
+from lucevisor.api.app_context import AppContext, RequestContext, RequestHandle
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.output import ChoiceDelta, Envelope, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, RequestContext, context_of
+from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, context_of
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.constraint import Constraint, MinTokens

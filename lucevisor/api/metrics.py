@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -16,16 +16,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lucevisor.api.app_context import AppContext, SnapshotMetrics
+from lucevisor.api.app_context import AppContext, RequestContext, SnapshotMetrics
 from lucevisor.compression.compressor import CompressionStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
 from lucevisor.supervision.states import State
-
-if TYPE_CHECKING:
-    from lucevisor.api.request_context import RequestContext
 
 PREFIX: Final = "lucevisor_"
 

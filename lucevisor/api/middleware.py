@@ -25,6 +25,7 @@ from lucevisor.api.access import (
     is_preflight,
     preflight,
 )
+from lucevisor.api.app_context import RequestContext
 from lucevisor.api.connections import HttpConnection
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.request_context import (
@@ -32,7 +33,6 @@ from lucevisor.api.request_context import (
     APP_CONTEXT,
     METRICS,
     START_LIMITER,
-    RequestContext,
     attach,
     context_of,
     has_context,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from lucevisor import __version__
-from lucevisor.api.request_context import RequestContext
+from lucevisor.api.app_context import RequestContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
