@@ -35,6 +35,7 @@ from lucevisor.protocol import threads
 
 DEEP = 10
 LEAST = 30
+KERNEL_SAMPLE = ("test_verified.py", "test_basic.py")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,6 +53,12 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("deep", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave kernels under the interpreter to ``make kernels``, whose record tests/kernels/test_verified.py checks."""
+    if "TRITON_INTERPRET" in os.environ and item.path.parent.name == "kernels" and item.path.name not in KERNEL_SAMPLE:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)  # hypothesis has marked its tests by then

@@ -1,9 +1,12 @@
 """Preprocesses long bodies in worker processes, so that no client can block the event loop by holding the GIL.
 
 Decoding 16 MB of JSON holds the GIL for seconds in any thread, and templates, grammars and pre-tokenizers take as long
-as their input demands.  Each worker is a `ProcessPoolExecutor` of one process, which makes one request at a time within
+as their input demands.  Each worker is one process at the end of a pipe, which prepares one request at a time within
 limits on memory and CPU time.  A request that exceeds them is refused; one whose worker dies of something else (the
 kernel is out of memory, an operator's signal) is tried once more in a fresh worker.
+
+A `ProcessPoolExecutor` would wait for ever for the rest of a result whose worker was killed while it sent it, as the
+executor keeps the writing end of its result pipe open.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ import resource
 import signal
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import psutil
@@ -152,52 +154,64 @@ class _Worker:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.n_waiting = 0
-        self._executor: ProcessPoolExecutor | None = None
         self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
 
     async def start(self, setup: _Setup) -> None:
         """Start the process, unless it runs, and wait until it has its tokenizer; raises WorkerLost or OSError."""
-        if self._executor is not None:
+        if self._process is not None:
             return
-        self._executor = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_initialize, initargs=(os.getpid(),)
-        )
-        others = set(multiprocessing.active_children())
-        starting = self._executor.submit(_set_up, setup)
-        (self._process,) = set(multiprocessing.active_children()) - others
-        try:
-            await asyncio.wrap_future(starting)
-        except BrokenProcessPool:
-            raise WorkerLost(_ending(await self.stop())) from None
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, worker_end = spawn.Pipe()
+        with worker_end:  # a copy left open here would hide the worker's death
+            process = spawn.Process(target=_main, args=(worker_end, os.getpid()), daemon=True)
+            process.start()  # in the main thread: the worker gets PDEATHSIG when the thread that started it ends
+        self._process = process
+        if (exit_code := await self._ask(setup)) is not None:
+            raise WorkerLost(_ending(exit_code))
 
     async def run(
         self, reader: Reader, body: Sequence[bytes], max_context: int, settings: ApiSettings
     ) -> PreparedRequest | EncodedResponse:
         """Read one body.  Raises ApiError when it is refused, WorkerLost when the worker dies of another cause."""
-        assert self._executor is not None
-        try:
-            job = self._executor.submit(_read, reader, list(body), max_context, settings.preprocess_timeout_s)
-            return await asyncio.wrap_future(job)
-        except BrokenProcessPool:
-            exit_code = await self.stop()
-        if exit_code == -signal.SIGPROF:
+        result = await self._ask((reader, list(body), max_context, settings.preprocess_timeout_s))
+        if isinstance(result, Exception):
+            raise result
+        if isinstance(result, PreparedRequest | list):
+            return result
+        if result == -signal.SIGPROF:
             limit = f"{settings.preprocess_timeout_s:g} s"
-        elif exit_code in (_OUT_OF_MEMORY, -signal.SIGABRT):  # native code aborts when an allocation fails
+        elif result in (_OUT_OF_MEMORY, -signal.SIGABRT):  # native code aborts when an allocation fails
             limit = f"{settings.preprocess_memory_bytes >> 20} MiB of memory"
         else:
-            raise WorkerLost(_ending(exit_code))
+            raise WorkerLost(_ending(result))
         log.warning("preprocessing worker killed", reason=f"the body takes more than {limit}")
         raise ApiError(413, f"the body takes more than {limit} to process; send less", code="request_too_large")
 
+    async def _ask(self, message: object) -> Any:
+        """Send a message; return the answer, or the exit code of a worker that died."""
+        assert self._connection is not None
+        try:
+            return await asyncio.to_thread(_exchange, self._connection, message)
+        except (EOFError, OSError):  # at any byte of the message or of the answer
+            return await self.stop()
+
     async def stop(self) -> int:
         """Kill the process, if there is one; return its exit code."""
-        executor, process = self._executor, self._process
-        self._executor = self._process = None
-        if executor is None or process is None:
+        process, self._process = self._process, None
+        self._connection = None  # closed with its last reference: a thread may still read from it
+        if process is None:
             return 0
         process.kill()
-        await asyncio.to_thread(executor.shutdown)  # freeing a gigabyte takes a while
-        return process.exitcode or 0
+        await asyncio.to_thread(process.join)  # freeing a gigabyte takes a while
+        exit_code = process.exitcode or 0
+        process.close()
+        return exit_code
+
+
+def _exchange(connection: Connection, message: object) -> Any:
+    connection.send(message)
+    return connection.recv()
 
 
 def _ending(exit_code: int) -> str:
@@ -224,7 +238,24 @@ class _Setup:
 _ctx: AppContext  # of this process
 
 
-def _initialize(server_pid: int) -> None:
+def _main(connection: Connection, server_pid: int) -> None:
+    """Answer messages: the setup, then requests."""
+    _detach(server_pid)
+    _set_up(connection.recv())
+    connection.send(None)  # ready
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            result: object = _read(*request)
+        except Exception as error:
+            result = error
+        connection.send(result)
+
+
+def _detach(server_pid: int) -> None:
     """Detach from the server's terminal and output, but end with it."""
     if not end_with_parent(server_pid):
         os._exit(0)

@@ -594,7 +594,7 @@ class Scheduler:
         if self.drafting.opening:
             return self.cut(now)
         self._operations += self.admission.admit(now, self._last_step)  # none runs ahead beside a prompt
-        while chosen := self._choose_slices(now):
+        while chosen := self.choose_slices(now):
             n_stopped = self._n_stopped
             if secured := self._secure(chosen, now):
                 drafts = self.limits.speculation.max_drafts > 0
@@ -663,7 +663,7 @@ class Scheduler:
 
     # ---- inside: choice of slices
 
-    def _choose_slices(self, now: float) -> list[ScheduledSlice]:
+    def choose_slices(self, now: float) -> list[ScheduledSlice]:
         """Choose the slices of a step within its token budget: decodes first, longest waiting first, then prompts,
         shortest first.  Pages are allocated afterwards.
         """
@@ -671,7 +671,7 @@ class Scheduler:
         if any(step.num_draft_tokens for step in self.in_flight) and not any(has_rows(record) for record in records):
             return []  # all wait for results, and drafts are never run ahead of
         if len(self.in_flight) > self.n_stages:
-            return self._choose_ahead(records)
+            return self.choose_ahead(records)
         decodes, prompts, placeholders = [], [], self.drafting.verifies_placeholders
         for record in records:
             if record.live is not None and has_rows(record) and not record.live.ranking:
@@ -697,7 +697,7 @@ class Scheduler:
         if shared:
             n_left = min(n_left, self.limits.long_prefill_tokens)
         chosen += self._choose_prompts(prompts, n_left, alone=not chosen)
-        return chosen or self._choose_ahead(records)
+        return chosen or self.choose_ahead(records)
 
     def _is_long(self, record: RequestRecord) -> bool:
         """Whether a prompt is long, so that it leaves room for others."""
@@ -754,7 +754,7 @@ class Scheduler:
             return 0
         return -(-[record.state for record in records].count(RequestState.DECODE) // n_groups)
 
-    def _choose_ahead(self, records: Collection[RequestRecord]) -> list[ScheduledSlice]:
+    def choose_ahead(self, records: Collection[RequestRecord]) -> list[ScheduledSlice]:
         """Choose the decodes behind the oldest step in flight that none follows.
 
         A stage would idle from a step's result until the next step arrives, so the next step of a micro-batch is sent

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import deque
 from pathlib import Path
@@ -24,12 +23,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from lucevisor.app.status import _engine as engine_status
 from lucevisor.cli.status_view import status_view
 from lucevisor.cli.top import screen
 from lucevisor.errors import ExitCode
+from tests.combinations import slow
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
-from tests.e2e.promised_status import Engine, Status
+from tests.e2e.promised_status import Status
 from tests.e2e.service import GOLDEN, write_config
 from tests.families.golden import opened
 
@@ -87,18 +86,6 @@ def test_status_has_what_scripts_rely_on(demo_status: dict[str, Any]) -> None:
         assert [group.spare for group in one.groups] == [False, False]
 
 
-def test_restarts_are_counted_from_the_start(demo_status: dict[str, Any]) -> None:
-    with urllib.request.urlopen(f"{demo_status['url']}/metrics") as answer:
-        samples = re.findall(r"^lucevisor_daemon_restarts_total(\S+) (\S+)$", answer.read().decode(), re.MULTILINE)
-    reasons = ("failure", "lack", "operator")
-    assert dict(samples) == {f'{{group="{g}",reason="{r}"}}': "0.0" for g in ("left", "right") for r in reasons}
-
-
-def test_status_has_the_same_before_there_is_an_engine() -> None:
-    found = msgspec.convert(engine_status(None), Engine)
-    assert (found.running, found.tokens_per_s, found.pages.total) == (0, 0.0, 0)
-
-
 def test_page_counts_are_those_of_plan_and_metrics(demo_status: dict[str, Any], cli: Cli) -> None:
     plan = json.loads(
         cli.run("plan", str(DEMO), "--json", "--set", "engine.dtype=float32", "--set", "engine.max_sequences=8").stdout
@@ -136,18 +123,9 @@ def test_operating_a_running_supervisor(user_cli: Cli) -> None:
     ):
         refused = user_cli.run(*order, check=False)
         assert (refused.returncode, says in refused.stderr) == (ExitCode.USAGE, True), refused.stderr
-    rolled = user_cli.run("restart", "--rolling", "--now").stdout
-    assert "group left is ready" in rolled
     moved = user_cli.run("reload", "--set", "placement.target_layer_split=3,1").stdout
     assert 'placement.target_layer_split = "3,1"' in moved or "placement.target_layer_split = [3.0, 1.0]" in moved
     assert [one["devices"][0]["layers"] for one in user_cli.status()["groups"]] == [[0, 6], [6, 8]]
-    with socket.socket(socket.AF_UNIX) as client:  # of a command that is interrupted: the move goes on
-        client.connect(str(user_cli.runtime / "lucevisor" / "t" / "admin.sock"))
-        body = json.dumps({"set": ["placement.target_layer_split=1,1"]})
-        client.sendall(f"POST /reload HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        time.sleep(0.2)
-    while [one["devices"][0]["layers"] for one in user_cli.status()["groups"] if one["devices"]] != [[0, 4], [4, 8]]:
-        time.sleep(0.1)
     refused = user_cli.run("reload", "--set", "engine.max_sequences=3", check=False)
     assert (refused.returncode, "engine.max_sequences = 3: cannot change" in refused.stderr) == (2, True)
     lines = [json.loads(line) for line in user_cli.run("logs", "left").stdout.splitlines()]
@@ -203,7 +181,7 @@ def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(user_cli:
 NO_GPU = pytest.mark.skipif(not torch.version.cuda, reason="refused before a daemon starts: no CUDA build of torch")
 
 
-@pytest.mark.parametrize("mode", [[], pytest.param(["--daemon"], marks=pytest.mark.slow)], ids=["foreground", "daemon"])
+@pytest.mark.parametrize("mode", [[], slow(["--daemon"])], ids=["foreground", "daemon"])
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [

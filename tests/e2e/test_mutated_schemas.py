@@ -104,14 +104,14 @@ def drawn(name: str, n: int, draw: Callable[[random.Random], Request]) -> dict[s
     return {seed: draw(random.Random(seed)) for seed in (f"{name} {i}" for i in range(n))}
 
 
-@pytest.mark.parametrize("n", amounts(120, 2400))
+@pytest.mark.parametrize("n", amounts(30, 2400))
 def test_mutated_schemas(endpoint: str, demo_status: dict[str, object], n: int) -> None:
     url, pid = endpoint.removesuffix("/v1"), demo_status["pid"]
     assert isinstance(pid, int)
     print(asyncio.run(check(url, pid, drawn("mutant", n, mutant))), file=sys.stderr)
 
 
-@pytest.mark.parametrize("n", amounts(10, 200))
+@pytest.mark.parametrize("n", amounts(5, 200))
 def test_pathological_schemas(endpoint: str, demo_status: dict[str, object], n: int) -> None:
     url, pid = endpoint.removesuffix("/v1"), demo_status["pid"]
     assert isinstance(pid, int)

@@ -4,15 +4,12 @@ chat template, and one prompt.  What is wrong is refused with the file, key or l
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 from functools import cache
 
 import pytest
 
-from lucevisor.errors import LucevisorError
-from lucevisor.model.families import open_spec
 from lucevisor.model.gguf_header import GgufError, parse
 from lucevisor.text import template_limits
 from lucevisor.text.template import ChatTemplate, TemplateError
@@ -20,7 +17,6 @@ from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
 from tests.fuzz.steady import amounts, mutated, run
 from tests.model import gguf_bytes as raw
-from tests.model.test_damaged_headers import FILES, GOLDEN, make_case, repack
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
 TEMPLATE = "tokenizer.chat_template"
@@ -188,50 +184,3 @@ def short(monkeypatch):
 def test_tokenizers_and_templates(n, short):
     outcomes = run("texts", n, text_case, growth_kib=48 << 10)
     assert {"GgufError", "TokenizerError", "TemplateError", "a prompt"} <= outcomes.keys()
-
-
-@cache
-def golden_heads() -> list[tuple[bytes, int]]:
-    """Heads of real files, and the files' sizes."""
-    return [
-        ((GOLDEN / name / "model.gguf").read_bytes()[: repack(name).n_header], repack(name).n_bytes) for name in FILES
-    ]
-
-
-def head_case(rng):
-    data, n_bytes = rng.choice(golden_heads())
-    data = mutated(rng, data, 4)
-    try:
-        header = parse(memoryview(data), "model.gguf", rng.choice((n_bytes, len(data), 2**62)))
-    except GgufError as error:
-        told, place = str(error), f"{type(error).__name__} {error.where.split()[0]}"
-        header = None
-    if header is None:
-        assert len(told) < 1000
-        return place
-    assert all(tensor.offset >= 0 and tensor.n_bytes > 0 for tensor in header.tensors.values())
-    return "read"
-
-
-@pytest.mark.parametrize("n", amounts(500, 60_000))
-def test_heads(n):
-    outcomes = run("heads", n, head_case, growth_kib=24 << 10)
-    assert {"read", "GgufError metadata", "GgufError tensor"} <= outcomes.keys()
-
-
-def spec_case(rng, path):
-    case = make_case(rng, repack(rng.choice(FILES)))
-    path.write_bytes(case.data)
-    os.truncate(path, case.n_bytes)
-    try:
-        spec = open_spec(path)
-    except (GgufError, LucevisorError) as error:
-        return type(error).__name__
-    assert spec.n_layers >= 1
-    return "a model"
-
-
-@pytest.mark.parametrize("n", amounts(100, 20_000))
-def test_families(n, tmp_path):
-    outcomes = run("families", n, lambda rng: spec_case(rng, tmp_path / "model.gguf"), growth_kib=48 << 10)
-    assert {"GgufError", "a model"} <= outcomes.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import random
 
@@ -12,19 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.grammar.calls import calls_in_text, calls_only, freed, functions
+from lucevisor.text.grammar.calls import calls_only, freed, functions
 from lucevisor.text.grammar.forms import json_schema
-from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError, Matcher
+from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ToolCallDelta
-from lucevisor.text.tokenizer import Tokenizer
-from lucevisor.text.tools import FORMATS
+from tests.text.call_walks import NAMES, compiler, matcher, parsed, tokenizer, written
 from tests.text.tool_schemas import OF_MEMBERS, SCHEMAS, random_schema
-from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata
-
-GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
-NAMES = {"json": JSON, "xml": XML, "pairs": PAIRS, "gemma": GEMMA}
 
 
 def tool(name: str, properties: dict[str, object], required: list[str], strict: bool = True, **more: object) -> dict:
@@ -52,61 +44,6 @@ TOOLS = [
         **{"$defs": {"node": NODE}},
     ),
 ]
-
-
-@functools.cache
-def tokenizer(markers: bool) -> Tokenizer:
-    """Tags as tokens of their own, or as plain text."""
-    tags = {tag: USER_DEFINED for _, one in FORMATS for tag in one.tags} if markers else {}
-    # Without the quote as a token Gemma's strings have no end that text could not have.
-    tags |= {'<|"|>': USER_DEFINED, "<|im_end|>": CONTROL, "<think>": USER_DEFINED}
-    return Tokenizer.from_gguf(byte_metadata("qwen2", tags))
-
-
-@functools.cache
-def compiler(markers: bool) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer(markers))
-
-
-# Random bytes hardly ever end a text.
-ENDS = ["\n</parameter>\n", "</arg_value>", "}"]
-
-
-def matcher(kind: str, tools: list[dict], *, markers: bool = True, only: bool = True, n_most: int = 32) -> Matcher:
-    rules = Rules(tokenizer(markers))
-    if only:
-        start = calls_only(rules, NAMES[kind], functions(tools), n_most=n_most)
-    else:
-        start = calls_in_text(rules, NAMES[kind], functions(tools))
-    return compiler(markers).compile(rules.grammar(start)).matcher()
-
-
-def written(one: Matcher, rng: random.Random, markers: bool, begin: str = "", n_most: int = 400) -> str | None:
-    """A random text of a grammar after ``begin``, with a liking for what closes; None when it takes too long."""
-    words = tokenizer(markers)
-    output = words.encode(begin, parse_special=True)
-    while len(output) < n_most:
-        end = words.encode(rng.choice(ENDS), parse_special=True) if rng.random() < 0.15 else []
-        if end and one.n_valid(0, output, end) == len(end):
-            output += end
-            continue
-        row = one.masks(0, output, [])
-        choices = [i for i in range(words.n_vocab) if row[i // 8] >> (i % 8) & 1]
-        assert choices, words.decode(output, skip_special=False)
-        ends = [i for i in choices if i in words.eos_ids]
-        if ends and (len(ends) == len(choices) or rng.random() < 0.5):
-            return words.decode(output, skip_special=False)
-        rest = [i for i in choices if i not in ends]
-        closing = [i for i in rest if words.token_bytes(i)[:1] in (b'"', b"}", b"]", b"<", b"\n")]
-        output.append(rng.choice(closing if closing and rng.random() < 0.5 else rest))
-    return None
-
-
-def parsed(text: str, kind: str, tools: list[dict]) -> tuple[str, list[tuple[str, object]]]:
-    parser = OutputParser(False, tools, OutputFormat(None, NAMES[kind]))
-    events = [*parser.push(text), *parser.flush()]
-    calls = [(e.name, json.loads(e.arguments)) for e in events if isinstance(e, ToolCallDelta)]
-    return "".join(e.text for e in events if isinstance(e, ContentDelta)), calls
 
 
 def check(calls: list[tuple[str, object]], tools: list[dict]) -> None:
