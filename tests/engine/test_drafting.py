@@ -664,7 +664,7 @@ def test_a_flush_waits_for_the_drafter() -> None:
         assert toy.pipeline is not None
         toy.pipeline.receive(*target.run_one())
         await asyncio.sleep(0)
-        assert toy.engine._scheduler.last_applied == 1
+        assert toy.engine.scheduler.last_applied == 1
         assert not synchronized.done()
         toy.pipeline.receive(*drafter.run_one())
         assert await synchronized
