@@ -21,3 +21,8 @@ def combinations(*, indirect: Sequence[str] = (), **values: Iterable[Any]) -> py
     always = cover(cases)
     marked = [pytest.param(*case, marks=() if case in always else pytest.mark.slow) for case in cases]
     return pytest.mark.parametrize(list(values), marked, indirect=list(indirect))
+
+
+def slow(*values: Any, id: str | None = None) -> Any:
+    """One more case of a parametrized test, for ``make slow``."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)

@@ -38,7 +38,6 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
 from lucevisor.engine.scheduler import Events, Scheduler, SwapSpace
-from lucevisor.engine.scheduling.waits import RetryAfter
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.settings import EngineSettings
 from lucevisor.engine.slot_access import SlotAccess
@@ -98,7 +97,6 @@ class Engine:
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
-        self._retry = RetryAfter()
         self._invalid: tuple[str, float] | None = None  # what computes no numbers, and since when
 
     # ---- requests
@@ -325,7 +323,7 @@ class Engine:
 
     def _on_first_stage_done(self) -> None:
         """Send what waited for the first stage."""
-        if self._scheduler.first_stage_done(self._clock()):
+        if self._scheduler.on_first_stage_done():
             self._proceed([])
 
     def on_failed(self, failure: PipelineFailure) -> None:
@@ -381,8 +379,7 @@ class Engine:
             raise NotReady(self._refusal or self._unavailable)
         client, max_queue = request.client_id, self._settings.max_queue
         if not self._scheduler.accepts(request, max_queue):
-            retry_s = self._retry.seconds(client, self._scheduler.wait_s, self._clock())
-            queue = self._scheduler.queue
+            queue, retry_s = self._scheduler.queue, self._scheduler.retry_after_s(client)
             raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
 
     def _submit(self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False) -> RequestHandle:

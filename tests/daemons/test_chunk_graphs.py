@@ -17,7 +17,6 @@ from torch import Tensor
 from daemons import graphs as graphs_module
 from daemons.graphs import StepGraphs
 from daemons.kv.batch import Batch, Layout
-from daemons.kv.slice_group import PADDED_ROWS
 from daemons.models.shard import ShardOutput, SharedOutput
 from daemons.models.stage import LoadedStage
 from daemons.ops.operations import SHORT_SLICE
@@ -184,23 +183,6 @@ def test_sequences_that_pages_left(name):
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
-def test_captured_layers_are_those_of_the_tokens():
-    golden = opened("qwen35")
-    layers = [0, golden.spec.n_layers - 1]
-    plain, padded = (load_stages(golden.spec, captures=layers) for _ in range(2))
-    repeating(padded)
-    for sequence in range(3):
-        rows = []
-        for stages in (plain, padded):
-            c = Pipeline(golden.spec, stages)
-            c.open(sequence)
-            c.run((sequence, golden.ids[: 33 + sequence]))
-            [captures] = c.captures
-            rows.append(captures)
-        assert rows[1].shape == (33 + sequence, 2 * golden.spec.hidden_size)
-        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
-
-
 def open_layouts(name: str):
     """A function that makes layouts of slices (sequence, start, tokens) of two long sequences."""
     golden = opened(name)
@@ -253,93 +235,3 @@ def test_metadata_of_pad_rows():
     assert [column[45:] for column in columns] == [[0] * 3, [114] * 3, *[[-1] * 3] * len(plain.spaces)]
     numbers, others = padded.metadata[n_columns * 48 :].tolist(), plain.metadata[n_columns * 45 :].tolist()
     assert numbers == others == [70, 70, 1, *others[3:4], 70 % 64, 45]
-
-
-def test_slices_that_end_alike_need_no_mask():
-    """On a GPU flash kernels take them; all others, and those with bounds, are masked."""
-    layout = open_layouts("qwen3")
-
-    def ends(*slices: tuple[int, int, int], **options) -> list[int]:
-        return [group.common_end(Space.FULL) for group in layout(*slices, **options).groups]
-
-    assert ends((0, 50, 40)) == ends((0, 50, 40), (1, 50, 40)) == [90]
-    assert ends((0, 50, 40), (1, 114, 40)) == [0]  # as far inside a chunk, but not as long
-    assert ends((0, 50, 40), (1, 0, 41)) == [90, 41]
-    assert ends((0, 50, 40), bounded=True) == [0]
-    assert ends((0, 50, 1)) == [0]
-
-
-def test_how_many_rows_are_pad_rows():
-    assert PADDED_ROWS[-1] == GRAPH_ROWS
-    for n in range(SHORT_SLICE + 1, GRAPH_ROWS + 1):
-        rows = next(rows for rows in PADDED_ROWS if rows >= n)
-        assert rows - n <= rows / (4 if n > 512 else 3)
-
-
-def test_chunks_have_a_list_of_graphs_of_their_own(monkeypatch):
-    golden = opened("qwen3")
-    monkeypatch.setattr(graphs_module, "CHUNK_GRAPHS", 2)
-    stages = load_stages(golden.spec)
-    [graphs] = repeating(stages, GRAPH_ROWS, StepGraphs)
-    c = Pipeline(golden.spec, stages)
-    for n in (1, 40, 60, 90, 40):
-        for _ in range(2):
-            c.open(0)
-            c.run((0, (golden.ids * 8)[:n]))
-            c.close(0)
-    assert len(graphs._graphs) == 1
-    assert keys(graphs) == [(96, 128), (48, 128)]
-
-
-def test_a_step_is_cold_until_it_is_replayed():
-    golden = opened("qwen3")
-    [stage] = load_stages(golden.spec)
-    repeating([stage])
-    c, cold = Pipeline(golden.spec, [stage]), []
-    forward = stage.forward
-
-    def noted(*arguments):
-        out = forward(*arguments)
-        cold.append(out.cold)
-        return out
-
-    stage.forward = noted
-    for n in (40, 40, 40, 60, 130, 130, 40):  # 60 have a graph of their own, and 130 are too many for one
-        c.open(0)
-        c.run((0, (golden.ids * 8)[:n]))
-        c.close(0)
-    assert cold == [True, True, False, True, False, False, False]
-
-
-@pytest.mark.parametrize(("limit", "value"), [("chunk_rows", 0), ("chunk_rows", 47), ("max_tokens", 47)])
-def test_other_chunks_run_eagerly_as_they_are(limit, value):
-    golden = opened("qwen3")
-    stages = load_stages(golden.spec)
-    [graphs] = repeating(stages)
-    setattr(graphs, limit, value)
-    widths = []
-    work = graphs.work
-    graphs.work = lambda rows, batch: (widths.append(batch.n_rows), work(rows, batch))[1]
-    c = Pipeline(golden.spec, stages)
-    for sequence in range(3):
-        c.open(sequence)
-        c.run((sequence, golden.ids[:40]))
-    assert widths == [40] * 3
-    assert not graphs._chunk_graphs
-
-
-def test_a_cpu_pads_nothing():
-    golden = opened("qwen3")
-    [stage] = load_stages(golden.spec)
-    assert stage.graphs == [None]
-    assert StepGraphs(stage.device, stage.shards[0].run, 1 << 30).chunk_rows == 0
-
-
-@pytest.mark.parametrize("chunk_rows", [0, GRAPH_ROWS])
-def test_fewer_rows_than_tokens_stay_as_they_are(chunk_rows):
-    """A chain of drafts starts from one hidden state, whatever its length."""
-    golden, layout = opened("qwen3"), open_layouts("qwen3")
-    given, found = torch.ones(1, golden.spec.boundary_width), []
-    graphs = StepGraphs(torch.device("cpu"), lambda rows, batch: found.append(rows), 0, chunk_rows=chunk_rows)
-    graphs.run(given, layout((0, 0, 5)), {})
-    assert torch.equal(found[0], given)

@@ -15,15 +15,10 @@ import msgspec
 import pytest
 import torch
 
-import daemons.models.replay as replay_module
-from daemons.kv.sequences import Sequences
 from daemons.models import row_file
-from daemons.models.blocks import GatedMlp
 from daemons.models.replay import LayerwiseReplay, layerwise_replays
-from daemons.models.replay_kernels import load_kernels
 from daemons.models.row_file import RowFile
 from daemons.models.stage import LoadedStage
-from daemons.ops.selection import KernelSelector
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan, StageReplay
@@ -127,30 +122,6 @@ def test_a_replay_leaves_what_the_steps_leave(architecture):
         rows = out
 
 
-def test_steps_of_different_sequences_are_joined_up_to_so_many_rows():
-    spec = golden_spec("qwen35")
-    plan = plans_of(spec)[0]
-    right, _ = one_after_the_other(spec, plan, None)
-    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
-    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
-    replay.max_rows = 110
-    with torch.inference_mode():
-        joined = replay._joined(
-            replay._arranged(Sequences([loaded(spec, plan, load_of()).sequences.pools[0]], POOLS, 4))
-        )
-    assert [[(s.sequence, s.start, len(s.tokens)) for s in chunk.slices] for chunk in joined] == [
-        [(0, 0, 70), (1, 0, 33)],
-        [(0, 70, 80)],
-        [(0, 150, 3), (1, 33, 3)],
-    ]
-    assert [chunk.places for chunk in joined] == [[(0, 70), (150, 33)], [(70, 80)], [(183, 6)]]
-    assert [len(chunk.copies) for chunk in joined] == [2, 0, 0]
-    stage = loaded(spec, plan, load, replay)
-    assert stage.replayed(replay)
-    for a, b in zip(bits(stage), bits(right), strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen3"])
 def test_a_part_of_a_prompt_behind_a_step_of_several_sequences_stays_behind_it(architecture, monkeypatch):
     spec = golden_spec(architecture)
@@ -176,47 +147,6 @@ def test_what_cannot_be_replayed_leaves_a_stage_without_sequences():
     assert not stage.replayed(replay)
     assert "the file of rows ends before row" in replay.problem
     assert not stage.sequences.by_id
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_rows_are_given_back_when_the_stage_is_loaded(threaded, request):
-    """What the daemon loads behind it, another stage or a drafter, was planned without them."""
-    if threaded:
-        request.getfixturevalue("in_a_thread")
-    spec = golden_spec("qwen35")
-    plan = plans_of(spec)[1]
-    load = load_of(stages=[plan], replay=[StageReplay(1, steps_of(spec))])
-    [replay] = layerwise_replays(load, spec, file_of(torch.zeros(300, spec.boundary_width), 0)).values()
-    loaded(spec, plan, load, replay)
-    assert not replay.problem
-    assert not replay._chunks
-
-
-@pytest.mark.usefixtures("in_a_thread")
-def test_layers_that_come_before_the_replay_begins_are_counted_once(monkeypatch):
-    """They are not missing any more, and their memory is not free."""
-    spec = golden_spec("qwen35")
-    plan = plans_of(spec)[0]
-    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
-    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
-    missing, all_come = [], threading.Event()
-    comes = replay.layer_loaded
-
-    def layer_loaded(shard, missing_bytes):
-        missing.append(missing_bytes)
-        comes(shard, missing_bytes)
-        if len(shard.layers) == len(plan.shards[0].layers):
-            all_come.set()
-
-    replay.layer_loaded = layer_loaded
-    monkeypatch.setattr(LayerwiseReplay, "_load_kernels", lambda *_: all_come.wait(10))
-    monkeypatch.setattr(replay_module, "CPU", torch.device("meta"))  # as if the shard were on another device
-    n_bytes = sum(step.n_tokens for step in replay.steps) * max(spec.hidden_size, spec.boundary_width) * 4
-    free = replay_module.WORK_BYTES + n_bytes
-    monkeypatch.setattr(replay_module, "memory_free", lambda _: free + missing[-1])
-    loaded(spec, plan, load, replay)
-    assert missing[0] > missing[-1]
-    assert not replay.problem
 
 
 def test_sliding_layers_are_not_replayed():
@@ -319,11 +249,6 @@ def test_a_replay_in_a_thread_leaves_what_the_steps_leave(architecture):
     test_a_replay_leaves_what_the_steps_leave(architecture)
 
 
-@pytest.mark.usefixtures("in_a_thread")
-def test_rows_that_a_thread_misses_leave_a_stage_without_sequences():
-    test_what_cannot_be_replayed_leaves_a_stage_without_sequences()
-
-
 @pytest.mark.usefixtures("in_a_thread", "no_thread_begins")
 def test_a_replay_whose_thread_finds_no_memory_to_begin_leaves_a_stage_without_sequences():
     spec = golden_spec("qwen35")
@@ -333,59 +258,6 @@ def test_a_replay_whose_thread_finds_no_memory_to_begin_leaves_a_stage_without_s
     loaded(spec, plan, load, replay)
     assert "'replay_0' did not begin" in replay.problem
     assert replay.sequences is None
-
-
-@pytest.mark.usefixtures("in_a_thread")
-def test_what_nobody_expects_in_the_thread_ends_the_load(monkeypatch):
-    spec = golden_spec("qwen35")
-    plan = plans_of(spec)[0]
-    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
-    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
-
-    def fails(*_: object) -> None:
-        raise RuntimeError("a kernel is wrong")
-
-    monkeypatch.setattr(LayerwiseReplay, "_advance", fails)
-    with pytest.raises(RuntimeError, match="a kernel is wrong"):
-        loaded(spec, plan, load, replay)
-
-
-@pytest.mark.parametrize("architecture", ["qwen35", "qwen3", "qwen35moe"])
-def test_kernels_are_loaded_by_shapes_of_the_header(architecture, monkeypatch):
-    """Those of a layer that was not read yet."""
-    spec, seen = golden_spec(architecture), []
-    selector = KernelSelector(torch.device("cpu"), torch.float32)
-
-    class Net:
-        max_tokens = None
-
-        def __init__(self, params):
-            seen.append(("net", params.n_key, params.n_value, params.dim, params.columns))
-
-        def __call__(self, y, *_):
-            seen.append(tuple(y.shape))
-
-    monkeypatch.setattr(selector.operations, "gated_delta_net", Net)
-    load_kernels(spec, LayerRange(0, spec.n_layers), selector, 40)
-    if architecture == "qwen3":
-        assert not seen
-        return
-    p = spec.params
-    (_, n_key, n_value, dim, columns), shape = seen
-    assert (n_key, n_value, dim) == (p.delta_key_heads, p.delta_value_heads, p.delta_dim)
-    assert shape == (40, columns)
-
-
-def test_of_the_last_layer_only_what_is_kept_is_computed(monkeypatch):
-    spec = golden_spec("qwen35")
-    plan = plans_of(spec)[0]
-    load = load_of(stages=[plan], replay=[StageReplay(0, steps_of(spec))])
-    [replay] = layerwise_replays(load, spec, file_of(torch.empty(0, spec.boundary_width), 0)).values()
-    calls, call = [], GatedMlp.__call__
-    monkeypatch.setattr(GatedMlp, "__call__", lambda self, x, batch: calls.append(self) or call(self, x, batch))
-    loaded(spec, plan, load, replay)
-    assert not replay.problem
-    assert len({id(mlp) for mlp in calls}) == len(plan.shards[0].layers) - 1
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, pytest.param(Dtype.BFLOAT16, marks=needs_cpu_kernels)])

@@ -203,35 +203,6 @@ def test_a_part_of_a_slot_where_slots_can_be_cut(tmp_path):
     store.close()
 
 
-def test_segments_of_any_size_give_the_same_file(spec, tmp_path, monkeypatch):
-    ids = ids_of(spec, N)
-    one = SlotPipeline(spec, seed=1)
-    one.open(0)
-    one.run(0, ids)
-    place = checkpoint(one, 0, 5)
-    store = opened(tmp_path, state_model(spec))
-    wanted = one.save(store, ids, place).snapshot.checksums
-    for size, n_ranges in ((1, 256), (700, 256), (5000, 1), (1 << 20, 2)):
-        monkeypatch.setattr(rows_of, "SEGMENT_BYTES", size)
-        monkeypatch.setattr(rows_of, "MAX_RANGES", n_ranges)
-        assert one.save(store, ids, place).snapshot.checksums == wanted
-    store.close()
-
-
-def test_consecutive_pages_are_one_range(spec, tmp_path):
-    pipeline, store, _, entry = saved(spec, tmp_path)
-    states = StateMap(spec, [pipeline.stages[0].shards[0].pools])
-    keys = [t for t in entry.snapshot.tensors if t.kind == "k"][:1]
-    for pages, ranges in (
-        ([3, 4, 5], [(192, N)]),
-        ([3, 5, 6], [(192, 64), (320, N - 64)]),
-        ([5, 4, 3], [(320, 64), (256, 64), (192, N - 128)]),
-    ):
-        (segment,) = states.to_save(SlotPlace(N, pages, state=5), keys)
-        assert segment.ranges == ranges
-    store.close()
-
-
 def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeypatch):
     """A disk that takes and gives a part of what it is asked for, as the kernel may."""
     pipeline, store, place, first = saved(spec, tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -88,36 +86,6 @@ def test_a_copy_before_the_choice(source: int) -> None:
     sequences.apply(CopyState(source, 8))
     states[:, 8] = states[:, source]
     sequences.apply(UseState(1, KEPT[2]))
-    assert torch.equal(contents(pools)[0], states)
-
-
-def test_states_are_made_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the thread's current device, which is the first one's unless somebody says so."""
-    pools, sequences = verified()
-    entered = []
-    apply = pools.updates._apply
-
-    @contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        entered.append(device)
-        yield
-        entered.append(None)
-
-    def applied(*of: object) -> None:
-        assert entered == [CPU]
-        apply(*of)
-
-    monkeypatch.setattr("daemons.kv.state_updates.launching", on)
-    pools.updates._apply = applied
-    sequences.apply(UseState(1, KEPT[1]))
-    assert entered == [CPU, None]
-
-
-def test_other_states_are_copied_as_they_are() -> None:
-    pools, sequences = verified()
-    states, _ = contents(pools)
-    sequences.apply(CopyState(4, 8))
-    states[:, 8] = states[:, 4]
     assert torch.equal(contents(pools)[0], states)
 
 

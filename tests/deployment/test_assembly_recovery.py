@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -10,86 +9,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import GroupMachine, Groups, frame
-from tests.engine.toy_engine import events_of, request, told
-
-
-def serving(*homes: str, draft: str = "") -> Groups:
-    groups = Groups(homes, draft, hold_s=60.0, journal_pages=100)
-    for group in dict.fromkeys([*groups.homes, *([draft] if draft else [])]):
-        groups.ready(group)
-    groups.work()
-    assert groups.engine.ready
-    return groups
-
-
-def compute(groups: Groups, n: int) -> None:
-    for _ in range(n):
-        for group in groups.processes:
-            if groups.processes[group].busy:
-                groups.answer(group)
-
-
-@pytest.mark.parametrize("victim", ["left", "right"])
-async def test_only_the_lost_daemon_is_reset(victim: str) -> None:
-    groups = serving("left", "right")
-    other = "right" if victim == "left" else "left"
-    asked = [request(name, range(100), n=30) for name in "ab"]
-    handles = [groups.engine.submit(one) for one in asked]
-    compute(groups, 12)
-    groups.die(victim)
-    groups.lost(victim)
-    assert not groups.assembly.complete
-    assert groups.engine.holding
-    groups.ready(victim)
-    groups.work()
-    assert groups.assembly.complete
-    assert groups.processes[other].resets == 1, "that of the start"
-    for one, handle in zip(asked, handles, strict=True):
-        assert told(await events_of(handle))[0] == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
-    assert groups.failures == []
-    assert groups.engine.statistics().recovery.n_rebuilt > 0
-
-
-@pytest.mark.parametrize("homes", [("left", "right"), ("left", "right", "left")])
-@pytest.mark.parametrize("victim", ["left", "right"])
-def test_what_a_daemon_computed_while_it_loaded_is_not_computed_again(homes: tuple[str, ...], victim: str) -> None:
-    groups = serving(*homes)
-    asked = [request(name, range(100), n=30) for name in "ab"]
-    handles = [groups.engine.submit(one) for one in asked]
-    compute(groups, 13)
-    groups.lost(victim)
-    compute(groups, 5)
-    assert groups.load(victim)
-    handles[1].cancel()
-    process = groups.ready(victim)
-    assert groups.assembly.complete, "nothing is to be sent"
-    assert process.resets == 0
-    groups.work()
-    groups.close()
-    [tokens] = [[event.token for event in handles[0]._events if hasattr(event, "token")]]
-    assert tokens == groups.model.alone(asked[0].prompt, asked[0].sampling, 30, frozenset())
-    assert groups.engine.statistics().recovery.n_rebuilt > 0
-
-
-def test_a_replay_with_which_daemons_do_not_load_is_left_out() -> None:
-    """Else each that follows would fail in the same way, until the group is given up."""
-    groups = serving("left", "right")
-    one = request("a", range(100), n=30)
-    handle = groups.engine.submit(one)
-    compute(groups, 13)
-    groups.lost("left")
-    groups.work()
-    assert [groups.load("left") for _ in range(4)] == [True, True, False, False]
-    groups.ready("left")
-    compute(groups, 20)
-    groups.lost("left")
-    groups.work()
-    assert groups.load("left"), "another loss"
-    groups.ready("left")
-    groups.work()
-    groups.close()
-    tokens = [event.token for event in handle._events if hasattr(event, "token")]
-    assert tokens == groups.model.alone(one.prompt, one.sampling, 30, frozenset())
+from tests.engine.toy_engine import request
 
 
 class Losses(GroupMachine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -10,35 +9,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from lucevisor.engine.request import GenerationRequest, RequestHandle
 from lucevisor.protocol.steps import StepResult
 from tests.deployment.daemon_groups import Groups, ServingMachine, frame
-from tests.engine.toy_engine import events_of, request, told
-
-
-def serving(homes: tuple[str, ...] = ("left", "right"), draft: str = "draft") -> Groups:
-    groups = Groups(homes, draft)
-    for group in dict.fromkeys([*homes, draft]):
-        groups.ready(group)
-    groups.work()
-    assert groups.assembly.drafting
-    return groups
-
-
-async def right(groups: Groups, one: GenerationRequest, handle: RequestHandle) -> None:
-    wanted = groups.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset())
-    assert told(await events_of(handle))[0] == wanted
-
-
-def n_steps(groups: Groups) -> int:
-    return groups.engine.statistics().steps.n_steps
-
-
-@pytest.mark.parametrize("draft", ["draft", "left", "right"])
-async def test_drafts_save_steps_wherever_the_drafter_is(draft: str) -> None:
-    groups = serving(("left", "right"), draft)
-    one = request("a", range(40), 60)
-    handle = groups.submit(one)
-    groups.work()
-    await right(groups, one, handle)
-    assert n_steps(groups) < 50
+from tests.engine.toy_engine import request
 
 
 def test_requests_are_served_before_the_drafter_is_there() -> None:
@@ -55,40 +26,6 @@ def test_requests_are_served_before_the_drafter_is_there() -> None:
     groups.answer("draft")
     assert groups.assembly.drafting
     assert groups.changes == changes + 1
-
-
-@pytest.mark.parametrize("how", ["lost", "dead link", "wrong step", "wrong stage"])
-async def test_losing_a_drafter_of_its_own_group_fails_no_request(how: str) -> None:
-    groups = serving()
-    one, two = request("a", range(30), 80), request("b", range(50), 80)
-    handles = [groups.submit(one), groups.submit(two)]
-    for _ in range(20):
-        for group in ("left", "right", "draft"):
-            if groups.processes[group].busy:
-                groups.answer(group)
-    assert not any(handle.finished for handle in handles)
-    if how == "wrong step":
-        groups.assembly.frame("draft", frame(StepResult(99_999, 2)))
-    elif how == "wrong stage":
-        groups.assembly.frame("draft", frame(StepResult(1, 0)))
-    else:
-        groups.die("draft")
-        for group in ("left", "right") * 4 if how == "dead link" else ():
-            if groups.processes[group].busy:
-                groups.answer(group)
-    groups.lost("draft")
-    assert not groups.assembly.drafting
-    assert groups.assembly.complete
-    codes = {"lost": [], "dead link": ["shard_lost"]}.get(how, ["protocol_error"])
-    assert [failure.code for failure in groups.drafters_lost] == codes
-    groups.work()
-    for one_, handle in zip((one, two), handles, strict=True):
-        await right(groups, one_, handle)
-    assert groups.failures == []
-    groups.ready("draft")
-    groups.work()
-    assert groups.assembly.drafting
-    assert [p.resets for name, p in groups.processes.items() if name != "draft"] == [1, 1]
 
 
 class World(ServingMachine):

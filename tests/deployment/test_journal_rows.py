@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 from types import SimpleNamespace
 
@@ -79,19 +78,4 @@ def test_where_no_thread_begins_there_is_no_journal() -> None:
     arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * ROW_BYTES, n_regions=1))
     placed = SimpleNamespace(journal_bytes=3 * 64 * ROW_BYTES, max_step_tokens=64)
     assert journal_rows({(False, 0): arena}, placed) is None  # type: ignore[arg-type]
-    arena.close()
-
-
-def test_rows_are_not_gathered_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena.create(ArenaPlan(boundary=0, region_bytes=64 * ROW_BYTES, n_regions=1))
-    rows = JournalRows({0: arena}, ROW_BYTES, 3 * 64 * ROW_BYTES)
-    before = len(os.listdir("/proc/self/fd"))
-
-    def none_left(_: int) -> int:
-        raise OSError("Too many open files")
-
-    monkeypatch.setattr(os, "dup", none_left)
-    with pytest.raises(OSError, match="rows cannot be written: Too many"):
-        rows.gather([[RowCopy(1, 0, 0, 1)]])
-    assert len(os.listdir("/proc/self/fd")) == before
     arena.close()

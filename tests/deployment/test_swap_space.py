@@ -111,17 +111,6 @@ async def test_a_request_whose_prompt_is_scored_computes_it_again() -> None:
     assert await check_answers(toy, asked, handles) == ["length", "length"]
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
-async def test_what_is_read_is_not_evicted_before_its_request_starts(n_stages: int) -> None:
-    """``cache.memory`` has room for no slot, and steps run ahead when the bytes are there."""
-    one_page = PrefixSettings(max_slots=8, memory_bytes=1, min_tokens=1, unit_bytes={Space.FULL: 1})
-    toy = ToyEngine(limits(pools=PoolSizes(9, 0, 16), prefix=one_page), n_stages=n_stages)
-    asked = [request(name, range(n), n=m) for name, n, m in (("a", 40, 165), ("b", 41, 205), ("c", 42, 205))]
-    assert await preempted(toy, asked, quick=True) == [toy.alone(one) for one in asked]
-    n_computed = toy.engine.statistics().steps.n_tokens
-    assert n_computed == sum(len(one.prompt) + one.max_tokens - 1 for one in asked)
-
-
 @st.composite
 def crowds(draw: st.DrawFn) -> Scenario:
     """Requests that all start and whose answers find no room beside each other."""

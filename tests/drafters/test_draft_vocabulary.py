@@ -21,7 +21,7 @@ from daemons.weights.packed import PackedWeights, empty_packed, repack, unpack
 from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY
 from lucevisor.model.quant_types import BY_NAME, REPACKED, WeightFormat
 from lucevisor.model.values import Backend, Dtype, Space
-from lucevisor.protocol.steps import PENDING, Drafted, OpenSequence, Sampling, SetPages, Slice, Step
+from lucevisor.protocol.steps import Drafted, OpenSequence, Sampling, SetPages, Slice, Step
 from tests.drafters.drafted import DraftedPipeline, draft_batch
 from tests.drafters.packed_output import FEW, KINDS, MANY, Packed
 from tests.families.pipeline import Pipeline, load_stages
@@ -87,37 +87,7 @@ def test_it_has_the_tokens_that_were_used_last(batches: list[tuple[list[int], bo
     assert (v.packed.tiles.data_ptr(), v.ids.data_ptr()) == places
 
 
-def test_the_lowest_ids_come_first_and_the_highest_of_them_goes_first() -> None:
-    v = vocabulary_of(64, 16)
-    assert v.ids.tolist() == list(range(16))
-    assert torch.equal(unpack(v.packed, 32), unpack(v.whole, 32)[:16])
-    v.seen([40, PENDING, 64, 3])
-    assert v.ids.tolist() == list(range(16))  # until it is renewed
-    v.renew()
-    assert v.ids.tolist() == [*range(15), 40]
-    v.seen([14])
-    v.seen([50])
-    v.renew()
-    assert v.ids.tolist() == [*range(13), 50, 14, 40]
-
-
-def test_more_tokens_than_are_copied_together() -> None:
-    v = vocabulary_of(3 * 4096, 4096)
-    v.seen(range(5000, 11000))
-    v.renew()
-    assert sorted(v.ids.tolist()) == list(range(11000 - 4096, 11000))
-    assert torch.equal(unpack(v.packed, 32), unpack(v.whole, 32)[v.ids])
-
-
 # ---- sizes
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "rows"),
-    [(65535, 0), (65536, 16384), (100003, 24832), (151936, 37888), (248320, 61952), (300000, 65536)],
-)
-def test_how_many_tokens(vocabulary: int, rows: int) -> None:
-    assert DRAFT_VOCABULARY.rows(vocabulary) == rows
 
 
 @pytest.mark.parametrize("kind", sorted(REPACKED))

@@ -20,7 +20,6 @@ from daemons.draft.mtp import Mtp
 from daemons.draft.stage import DraftStage
 from daemons.errors import LoadError, StateError
 from daemons.kv.batch import Batch, Layout
-from daemons.warm import warm_up_draft
 from lucevisor.model.drafters import draft_paths, open_draft
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
@@ -233,29 +232,6 @@ def test_a_window_forgets_and_a_full_layer_does_not():
         assert (a.tokens == b.tokens and a.probabilities == pytest.approx(b.probabilities)) == forgets
 
 
-def test_a_shorter_block_is_legal_and_of_its_own(stage):
-    most = stage.spec.max_drafts
-    for n in (1, 2, most):
-        drafted = alone(stage, 6, 33, n)
-        assert len(drafted.tokens) == len(drafted.probabilities) == n
-        assert all(0 <= token < 288 for token in drafted.tokens)
-
-
-@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16])
-def test_half_precision_drafts_nearly_the_same(dtype):
-    """Of nine random texts, most first drafts are those of float32."""
-    same = 0
-    for kind in KINDS:
-        wanted, found = load(kind), load(kind, how=How(dtype, dtype))
-        driver = Driver(found)
-        for seed in range(3):
-            text = driver.open(seed, seed, seed)
-            text.captures = text.captures.to(found.dtype)
-            [drafted] = driver.step((text, 60, 3))
-            same += drafted.tokens[0] == alone(wanted, seed, 60, 3).tokens[0]
-    assert same > 4
-
-
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])  # an MTP head reads one layer
 def test_captures_of_several_sources_are_one(kind):
     stage = load(kind)
@@ -268,15 +244,6 @@ def test_captures_of_several_sources_are_one(kind):
     parts = [x.contiguous() for x in text.captures[:50].split([64, driver.width - 64], dim=-1)]
     [found] = split.run(step, parts, [[text.ids[50]]])
     assert_same(found, alone(stage, 2, 50, 4))
-
-
-def test_a_warm_stage_drafts_the_same(stage):
-    wanted = alone(load_again(stage), 5, 40, 4)
-    seen: list[int] = []
-    warm_up_draft(stage, lambda done, total: seen.append(done))
-    assert len(seen) > 10
-    assert not stage.sequences.by_id
-    assert_same(alone(stage, 5, 40, 4), wanted)
 
 
 # ---- weights of the vocabulary

@@ -33,6 +33,7 @@ async def answers(service: Service, prompts: list[list[int]]) -> list[list[int]]
     return [tokens for tokens, _ in done]
 
 
+@pytest.mark.slow
 async def test_restored_and_recovered_sequences_accept_as_many_drafts_as_fresh_ones(tmp_path: Path) -> None:
     prompts = prompts_of(CASE, 3)  # those that the drafter knows
     config = config_of(CASE, tmp_path, 2, "tail", tmp_path / "cache")

@@ -13,10 +13,8 @@ import pytest
 
 from lucevisor.app.model_files import open_model
 from lucevisor.config import Config, load
-from lucevisor.deployment import speeds as app
-from lucevisor.deployment.cache_files import cache_directory
 from lucevisor.deployment.probe import inventory
-from lucevisor.deployment.speeds import SpeedFile, path_of, speeds_for, wanted, write
+from lucevisor.deployment.speeds import SpeedFile, speeds_for, wanted, write
 from lucevisor.placement.devices import with_target_devices
 from lucevisor.placement.speeds import MeasurementRequest
 from lucevisor.protocol.messages import Timing
@@ -96,30 +94,6 @@ async def test_the_first_start_measures_and_the_next_remembers(cache, config, tm
     assert [d["layers"] for d in shown["devices"]] == [[d.layers.start, d.layers.stop] for d in first.devices]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"",
-        lambda data: data[: len(data) // 2],
-        lambda data: b"\xff" + data,
-        lambda data: data.replace(b'"version": 2,', b'"version": 3,'),
-        lambda data: data.replace(b"float32", b"float16"),
-        lambda data: data.replace(b"0.003", b"-1"),
-        lambda data: data.replace(b"left:0", b"up:0"),
-        lambda data: b"[" * 100_000,
-    ],
-)
-async def test_a_damaged_file_is_ignored(cache, config, damage, capsys):
-    loaded = load(config)
-    request, spec = await request_for_once(loaded)
-    keep(request, (3.0, 1.0))
-    path = path_of(request)
-    assert app.read(request, spec) is not None
-    path.write_bytes(damage(path.read_bytes()))
-    assert app.read(request, spec) is None
-    assert "speed file ignored" in capsys.readouterr().out
-
-
 _requests: dict[str, Any] = {}
 
 
@@ -146,11 +120,3 @@ async def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(config, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     keep((await request_for_once(load(config)))[0], (3.0, 1.0))
     assert "speeds not kept" in capsys.readouterr().out
-
-
-def test_where_the_cache_is(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert cache_directory() == Path("/home/someone/.cache/lucevisor")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/x")
-    assert cache_directory() == Path("/var/cache/x/lucevisor")

@@ -21,6 +21,7 @@ from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.families.rounding import Bounds, assert_same_tokens, bounds
 
 CUTS = {"qwen3": 3, "qwen35moe": 1, "gemma4_e2b": 3, "gemma4_moe": 2, "laguna": 2, "laguna_mscale": 4}
+QUICK = ("qwen35moe", "gemma4_e2b", "laguna_mscale")
 ALL = (*CUTS, "qwen35", "qwen35_mtp")
 FACTOR = {"laguna": ["model.yarn_attn_factor=file"]}
 
@@ -76,7 +77,7 @@ async def assert_golden(service: Service, name: str, golden: np.lib.npyio.NpzFil
     assert_same_tokens(spec, prompt, await generate(service, prompt, 32), golden["greedy"].tolist())
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CUTS])
 async def test_two_processes_give_the_golden_numbers(name: str, tmp_path: Path) -> None:
     golden = np.load(GOLDEN / name / "golden.npz")
     n_layers = golden["hidden"].shape[0] - 1

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from lucevisor.cli.admin_client import AdminClient
+from tests.combinations import slow
 from tests.e2e.process import DEMO, Cli, wait_until
 from tests.e2e.test_systemd import complete, post
 
@@ -60,7 +61,7 @@ class Watched:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("n", [2, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, slow(200)])
 def test_restarts_and_kills_leave_nothing(cli: Cli, n: int) -> None:
     watched = Watched(cli)
     for i in range(WARM):

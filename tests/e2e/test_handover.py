@@ -142,18 +142,3 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_goes_on_warm(cli: Cli, 
     assert tokens == right
     assert AdminClient(cli.socket()).call("GET", "/status")["cache"]["tokens"]["disk"] == n_cached
     cli.stop()
-
-
-def test_a_new_one_uses_what_the_old_one_saved(cli: Cli, tmp_path: Path) -> None:
-    cache = (*EXACT, f"cache.dir={tmp_path / 'cache'}", "cache.min_tokens=64")
-    status = cli.start(DEMO, *cache)
-    asked = post(f"{status['url']}/tokenize", {"content": RULES})["tokens"]
-    answer, _ = complete(status["url"], asked)
-    right, _ = complete(status["url"], asked + answer)
-    new = cli.start(DEMO, *cache, take_over=True)
-    wait_until(lambda: not any(alive(pid) for pid in pids(status)), 30, "the old one has ended")
-    wait_until(lambda: cli.status()["cache"]["snapshots"] >= 1, 60, "its files are known")
-    tokens, n_cached = complete(new["url"], asked + answer)
-    assert n_cached > 64
-    assert tokens == right
-    cli.stop()

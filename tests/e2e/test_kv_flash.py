@@ -16,6 +16,7 @@ from lucevisor.engine.pipeline import Pipeline
 from lucevisor.kv.residency import Residency
 from lucevisor.model.families import open_spec
 from lucevisor.protocol.steps import Step
+from tests.combinations import slow
 from tests.e2e.conversations import DEMO
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
 from tests.e2e.snapshot_service import snapshots_of, told_of, until
@@ -92,7 +93,7 @@ async def test_ranked_pages_come_back_in_both_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("computing_is_dear")
-@pytest.mark.parametrize(("policy", "pools"), [("exact", [500, 500, 800]), ("qk", [500, 500])])
+@pytest.mark.parametrize(("policy", "pools"), [("exact", [500, 800]), slow("qk", [500, 500])])
 async def test_a_paged_conversation_goes_on_after_a_restart(policy: str, pools: list[int], tmp_path: Path) -> None:
     """From its file, in a pool of any size under ``exact``; ``pools[0]``: of the service that computed it."""
     golden = opened("qwen35")
@@ -128,7 +129,8 @@ policy = "{policy}"
 """
 
 
-@pytest.mark.parametrize("policy", ["exact", pytest.param("qk", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["exact", "qk"])
 async def test_pages_in_host_memory_move_with_their_layers(policy: str, tmp_path: Path) -> None:
     golden = opened("qwen35")
     model, extra = GOLDEN / "qwen35" / "model.gguf", FLASH.format(policy=policy)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from bench.overload import growth, overload
+from tests.combinations import slow
 from tests.e2e.process import DEMO, Cli, wait_until
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     ("n_clients", "seconds", "max_queue", "max_total_tokens"),
-    [(40, 2.0, 8, 6), pytest.param(500, 300.0, 256, 40, marks=pytest.mark.slow)],
+    [(40, 2.0, 8, 6), slow(500, 300.0, 256, 40)],
 )
 async def test_clients_beyond_the_queue_get_429_and_nothing_else(
     cli: Cli, n_clients: int, seconds: float, max_queue: int, max_total_tokens: int

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lucevisor.model.families import open_spec
+from tests.combinations import slow
 from tests.e2e.conversations import ANSWER, DEMO, MODELS, Told, converse
 from tests.e2e.process import DEMO as DEMO_CONFIG
 from tests.e2e.process import Cli
@@ -82,7 +83,11 @@ def check(off: Told, cold: Told, warm: Told) -> None:
 
 @pytest.mark.parametrize(
     ("name", "states"),
-    [pytest.param("demo", "device", marks=pytest.mark.slow), ("qwen35", "device"), ("qwen35", "host")],
+    [
+        slow("demo", "device"),
+        ("qwen35", "device"),
+        slow("qwen35", "host"),
+    ],
 )
 async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: str, tmp_path: Path) -> None:
     check(*await arms(MODELS[name], tmp_path, 3, states))
@@ -91,8 +96,8 @@ async def test_cache_off_cold_and_warm_give_the_same_tokens(name: str, states: s
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [
-        pytest.param("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf"), marks=pytest.mark.slow),
-        ("qwen35", UPSTREAM),
+        slow("demo", DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf")),
+        slow("qwen35", UPSTREAM),
         ("qwen3", None),
     ],
 )

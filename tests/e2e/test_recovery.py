@@ -23,11 +23,12 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
-from lucevisor.engine import scheduler
 from lucevisor.engine.request import FinishedEvent, NotReady
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits
+from tests.combinations import slow
 from tests.e2e.service import generate, generate_all
 from tests.e2e.test_speculation import CASES, WIDTH, Case, config_of, prompts_of
 
@@ -126,8 +127,10 @@ async def kills(streams: Streams, rng: random.Random) -> None:
 
 CONFIGURATIONS = [
     pytest.param(PLAIN, 2, "tail", id="recurrent, 2 groups with spares"),
-    pytest.param(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups", marks=pytest.mark.slow),
-    pytest.param(CASES["gemma4_e2b-random"], 2, "alone", id="sliding, drafter in a group of its own"),
+    slow(CASES["mtp"], 3, "tail", id="recurrent, mtp drafter, 3 groups"),
+    pytest.param(
+        CASES["gemma4_e2b-random"], 2, "alone", id="sliding, drafter in a group of its own", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -149,25 +152,25 @@ async def test_kills_change_no_token(tmp_path: Path, case: Case, n_groups: int, 
         assert now.running == now.queued == 0
 
 
-@pytest.mark.parametrize(("name", "n_groups", "place"), [("mtp", 3, "tail"), ("dflash2", 2, "alone")])
+@pytest.mark.parametrize(("name", "n_groups", "place"), [slow("mtp", 3, "tail"), ("dflash2", 2, "alone")])
 async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
     tmp_path: Path, name: str, n_groups: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter is asked now and then; in between decodes run ahead of their tokens."""
     asked, num_draft_tokens = itertools.count(), 0
     monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
-    choose = scheduler.choose_ahead
+    choose = Scheduler.choose_ahead
 
-    def count(*arguments: Any) -> Any:
+    def count(scheduler: Scheduler, records: Any) -> Any:
         nonlocal num_draft_tokens
-        chosen = choose(*arguments)
-        num_draft_tokens += len(chosen) * arguments[-1].attached
+        chosen = choose(scheduler, records)
+        num_draft_tokens += len(chosen) * scheduler.drafting.attached
         return chosen
 
-    monkeypatch.setattr(scheduler, "choose_ahead", count)
+    monkeypatch.setattr(Scheduler, "choose_ahead", count)
     async with serving(CASES[name], tmp_path, n_groups, place) as service:
         samplings = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11))
-        streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=80)
+        streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=60)
         await streams.learn()
         async with streams.running():
             await kills(streams, random.Random(n_groups))
@@ -187,8 +190,8 @@ GEMMA = Case(CASES["gemma4_e2b-random"].model, "off")
     ("case", "n_groups"),
     [
         pytest.param(CASES["mtp"], 3, id="recurrent, mtp drafter, 3 groups"),
-        pytest.param(GEMMA, 2, id="sliding, 2 groups", marks=pytest.mark.slow),
-        pytest.param(PLAIN, 1, id="recurrent, one group", marks=pytest.mark.slow),
+        slow(GEMMA, 2, id="sliding, 2 groups"),
+        slow(PLAIN, 1, id="recurrent, one group"),
     ],
 )
 async def test_restarts_of_all_groups_change_no_token(tmp_path: Path, case: Case, n_groups: int) -> None:

@@ -24,6 +24,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import ConfigErrors, LucevisorError
 from lucevisor.placement.result import Infeasible, Placement
+from tests.combinations import slow
 from tests.e2e.service import generate
 from tests.e2e.test_recovery import PLAIN, Streams, serving
 from tests.e2e.test_speculation import CASES, Case, prompts_of
@@ -59,7 +60,7 @@ SPLITS = (
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(CASES["mtp"], id="mtp"), pytest.param(GEMMA, id="sliding")])
+@pytest.mark.parametrize("case", [pytest.param(CASES["mtp"], id="mtp"), slow(GEMMA, id="sliding")])
 async def test_moves_change_no_token(tmp_path: Path, case: Case) -> None:
     async with serving(case, tmp_path, 2) as service:
         streams = Streams(service, prompts_of(case, 9))

@@ -15,6 +15,7 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEven
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import Sampling
+from tests.combinations import slow
 from tests.e2e.service import GOLDEN, running, write_config
 
 N_SHARED = 2000
@@ -74,7 +75,7 @@ def pages(n_tokens: int) -> int:
     return -(-n_tokens // PAGE_TOKENS)
 
 
-@pytest.mark.parametrize("n", [50, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [20, slow(200)])
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 async def test_many_requests_take_the_memory_of_one_prefix_and_many_tails(name: str, n: int, tmp_path: Path) -> None:
     model = GOLDEN / name / "model.gguf"

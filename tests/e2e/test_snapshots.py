@@ -15,6 +15,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
 from lucevisor.model.families import open_spec
 from lucevisor.snapshots.policy import SnapshotSpeeds, SpeedMeter
+from tests.combinations import slow
 from tests.e2e.conversations import ANSWER, MODELS, Told, ask, converse
 from tests.e2e.service import running
 from tests.e2e.snapshot_service import MIN_TOKENS, PROMPT, Place, snapshots_of, told_of, until
@@ -58,10 +59,10 @@ async def four_arms(place: Place, n: int) -> None:
 @pytest.mark.parametrize(
     ("name", "states", "n"),
     [
-        pytest.param("demo", "device", 2, marks=pytest.mark.slow),
-        ("qwen35", "device", 3),
+        slow("demo", "device", 2),
+        slow("qwen35", "device", 3),
         ("qwen35", "host", 2),
-        ("gemma4_e2b", "device", 2),
+        slow("gemma4_e2b", "device", 2),
     ],
 )
 async def test_off_cold_warm_and_after_a_restart_give_the_same_tokens(
@@ -94,7 +95,7 @@ async def across_splits(place: Place, n: int) -> None:
             assert told.n_computed < sum(told.prompts) / 2
 
 
-@pytest.mark.parametrize("name", [pytest.param("demo", marks=pytest.mark.slow), "qwen35"])
+@pytest.mark.parametrize("name", [slow("demo"), "qwen35"])
 async def test_saved_under_one_split_and_used_under_others(name: str, tmp_path: Path) -> None:
     await across_splits(Place(MODELS[name], tmp_path), 2)
 

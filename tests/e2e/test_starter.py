@@ -12,7 +12,8 @@ import pytest
 from tests.e2e.process import DEMO, Cli, alive, wait_until
 
 
-@pytest.mark.parametrize("command", ["demo", pytest.param("chaos", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["demo", "chaos"])
 def test_a_killed_command_leaves_no_process(user_cli: Cli, command: str) -> None:
     user_cli.env["TMPDIR"] = str(user_cli.runtime)  # of the directory that nobody removes now
     process = user_cli.popen(command)

@@ -15,13 +15,12 @@ import pytest
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
-from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.protocol.steps import Sampling
-from lucevisor.snapshots.manager import SnapshotManager
+from tests.combinations import slow
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.e2e.test_speculation import CASES, Case, config_of
 
-N_TOKENS = 260
+N_TOKENS = 120
 SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5))
 ASKED = [([(7 * i + 3 * k) % 250 + 1 for i in range(120)], SAMPLINGS[k % 2]) for k in range(4)]
 PLAIN = Case(CASES["qwen35-random"].model, "off")
@@ -39,8 +38,8 @@ async def one_by_one(service: Service) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("case", "n_groups"),
     [
-        pytest.param(PLAIN, 1, id="recurrent, one group"),
-        pytest.param(CASES["mtp"], 2, id="recurrent, drafter, two groups", marks=pytest.mark.slow),
+        slow(PLAIN, 1, id="recurrent, one group"),
+        slow(CASES["mtp"], 2, id="recurrent, drafter, two groups"),
         pytest.param(
             Case(CASES["gemma4_e2b-random"].model, "off"), 2, id="sliding, two groups", marks=pytest.mark.slow
         ),
@@ -57,6 +56,7 @@ async def test_preempted_requests_go_on_where_they_were(tmp_path: Path, case: Ca
         assert service.swap.n_bytes == 0, "nobody waits any more"
 
 
+@pytest.mark.slow
 async def test_without_room_in_host_memory_they_compute_again(tmp_path: Path) -> None:
     few = [*FEW, "engine.swap_space=1KiB"]
     async with running(config_of(PLAIN, tmp_path, 1, "tail"), tmp_path, few) as service:
@@ -65,25 +65,6 @@ async def test_without_room_in_host_memory_they_compute_again(tmp_path: Path) ->
         assert service.engine is not None
         now = service.engine.statistics()
         assert now.preemptions > now.swapped == 0
-
-
-async def test_no_snapshot_is_written_of_a_preempted_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages would be free only after the disk, and another request would have to give its own."""
-    saved, save = set[int](), SnapshotManager._save
-
-    async def noted(self: SnapshotManager, slot: PrefixSlot, deadline_s: float) -> bool:
-        saved.add(slot.n_tokens)
-        return await save(self, slot, deadline_s)
-
-    monkeypatch.setattr(SnapshotManager, "_save", noted)
-    monkeypatch.setattr(SnapshotManager, "_reject_reason", lambda *_: "")  # however fast the machine is
-    disk = [f"cache.dir={tmp_path / 'files'}", "cache.disk=1GiB"]
-    async with running(config_of(PLAIN, tmp_path, 1, "tail"), tmp_path, [*FEW, *disk]) as service:
-        await all_at_once(service)
-        assert service.engine is not None
-        assert service.engine.statistics().swapped > 0
-    assert saved
-    assert saved <= {120, 120 + N_TOKENS - 1}, "prompts and answers"
 
 
 async def test_layers_that_move_and_a_daemon_that_dies_meanwhile_change_no_token(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ import pytest
 
 from lucevisor.errors import ExitCode
 from tests.e2e.process import DEMO, ROOT, Cli, wait_until
-from tests.e2e.test_full_disk import Clients, mounted
+from tests.e2e.test_full_disk import Clients
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_run_directory_and_cache_are_made_again_under_load_and_the_log_outlives_the_supervisor(cli: Cli) -> None:
     cache = cli.runtime / "cache"
@@ -110,48 +111,3 @@ def ask_long(url: str, n: int, n_lines: int = 60, more: str = "") -> tuple[int, 
     with urllib.request.urlopen(request, timeout=90) as reply:
         usage = json.load(reply)["usage"]
     return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
-
-
-def mounted_cache(cli: Cli, n_kib: int, *sets: str) -> tuple[subprocess.Popen[str], str]:
-    """Start a supervisor with a small file system for its cache; return it and its URL."""
-    cache = cli.runtime / "cache"
-    cache.mkdir()
-    tried = subprocess.run(mounted(cache, 64, "true"), capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"no file system can be mounted here: {tried.stderr.strip()}")
-    arguments = [part for one in ("server.port=0", f"cache.dir={cache}", *sets) for part in ("--set", one)]
-    command = [sys.executable, "-m", "lucevisor", "start", str(DEMO), "--name", "t", "--detached", *arguments]
-    process = cli.popen_raw(mounted(cache, n_kib, *command))
-    wait_until(lambda: cli.socket().exists() and cli.ready(), 90, "ready")
-    return process, str(cli.status()["url"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second", ["in the same order", "backwards"])
-@pytest.mark.timeout(400)
-def test_a_disk_of_12_mib_holds_the_reuse_that_has_room_there(cli: Cli, second: str) -> None:
-    n_kib, n_prompts = 12 * 1024, 30
-    process, url = mounted_cache(cli, n_kib, "cache.prefix_slots=2", "cache.min_tokens=1", "engine.dtype=float32")
-
-    def ask(n: int, more: str = "") -> int:
-        """Return how many tokens of a prompt were not computed, once its slot is saved or not worth a file."""
-        n_prompt, n_cached = ask_long(url, n, 8, more)
-        time.sleep(0.3)
-        prompt_tokens.add(n_prompt)
-        return n_cached
-
-    prompt_tokens: set[int] = set()
-    order = list(range(n_prompts))
-    assert sum(map(ask, order)) == 0
-    cached = [ask(n, "# and now\n") for n in (order if second == "in the same order" else reversed(order))]
-    now = cli.status()["cache"]
-    file_bytes = now["snapshot_bytes"] / now["snapshots"]
-    n_room = n_kib * 1024 / file_bytes
-    assert now["disk"] <= n_kib * 1024
-    assert 4 < n_room < n_prompts * 0.8
-    print(f"{now['snapshots']} files of {file_bytes:.0f} bytes; {n_room:.1f} have room; cached {cached}; {now}")
-    assert sum(cached) >= 0.9 * int(n_room) * (min(prompt_tokens) - 8)
-    warnings = cli.run("logs", "--level", "warning").stdout.splitlines()
-    assert len(warnings) <= 2, warnings
-    cli.run("stop")
-    process.communicate(timeout=30)

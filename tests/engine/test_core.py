@@ -81,7 +81,7 @@ def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
         toy.engine.submit(request(name, n=1))
     with pytest.raises(QueueFull) as caught:
         toy.engine.submit(request("g"))
-    assert caught.value.retry_after_s == 4  # two prompts of one step, behind one that is being computed
+    assert caught.value.retry_after_s == 4  # two, one after the other, of 2 s each
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:

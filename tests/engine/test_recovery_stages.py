@@ -176,7 +176,7 @@ async def test_slices_of_a_request_that_ended_stay_out_when_a_stage_is_lost_agai
     n_waiting = 0
     for n_before in range(4, 40, 3):
         toy = ready(3, pools=PoolSizes(24, 0, 16))
-        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc")]
+        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abcdef")]
         handles = {one.request_id: toy.engine.submit(one) for one in asked}
         for i in range(n_before):
             toy.work(i)

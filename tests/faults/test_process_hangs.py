@@ -87,15 +87,6 @@ async def test_a_load_without_progress_is_ended_and_progress_moves_the_deadline(
         await ready(group, n_restarts=1)
 
 
-async def test_a_daemon_without_hello_is_ended(tmp_path):
-    limits = brisk(hello_s=6.0)  # a start on busy cores takes two
-    async with tiny_group(tmp_path, "sleep at start", limits=limits, TINY_ONCE=str(tmp_path / "once")) as (group, _):
-        await group.start()
-        await until(lambda: group.state is State.STOPPING)
-        assert group.reason == "no hello in 6 s"
-        await ready(group, n_restarts=1)
-
-
 async def test_a_daemon_that_never_ends_is_quarantined_and_no_second_one_is_started(tmp_path):
     """SIGKILL cannot end a process that sleeps inside a driver: here its signals are lost on the way."""
     made: list[Child] = []

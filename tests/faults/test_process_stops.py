@@ -12,35 +12,27 @@ import pytest
 
 from lucevisor.supervision.child import Launch, spawn
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
     Owner,
     brisk,
     descriptors_left,
     exists,
-    open_descriptors,
     ready,
     tiny_group,
     until,
 )
 
 
-@pytest.mark.parametrize(
-    "phase", ["spawned", "importing", "hello", "asking what to load", "loading", "ready", "backoff"]
-)
+@pytest.mark.parametrize("phase", ["spawned", "asking what to load", "loading", "ready", "backoff"])
 async def test_a_stop_in_each_phase_of_the_start_is_clean(tmp_path, phase):
-    how = {"importing": "sleep at start", "loading": "sleep at load", "backoff": "exit at load"}.get(phase, "")
+    how = {"loading": "sleep at load", "backoff": "exit at load"}.get(phase, "")
     async with tiny_group(tmp_path, how, limits=brisk(backoff_first_s=30.0)) as (group, owner):
         if phase == "asking what to load":
             owner.may_load.clear()
         await group.start()
         pid = group.pid
         match phase:
-            case "importing":
-                await asyncio.sleep(0.3)
-            case "hello":
-                await group.wait(State.LOADING, timeout_s=60)
             case "asking what to load":
                 await owner.asked_for_load.wait()
             case "loading":
@@ -131,20 +123,6 @@ def test_spawning_outside_the_main_thread_is_refused(tmp_path):
             await asyncio.to_thread(spawn, lambda _: Launch(("/bin/true",), {}, tmp_path), print, print)
 
     asyncio.run(attempt())
-
-
-async def test_a_lack_of_descriptors_is_retried_and_leaks_nothing(tmp_path):
-    owner = Owner()
-    async with tiny_group(tmp_path, owner=owner) as (group, _):
-        assert isinstance(group, GroupSupervisor)
-        before = open_descriptors()
-        with descriptors_left(3):
-            await group.start()
-            assert group.state is State.BACKOFF
-            assert "Too many open files" in group.reason
-        assert open_descriptors() <= before + 1
-        await ready(group)
-        assert group.restarts == 0, "it was not the group's fault"
 
 
 async def test_a_lack_longer_than_the_restart_limit_ends_in_ready_and_not_in_failed(tmp_path):

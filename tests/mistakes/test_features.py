@@ -6,16 +6,10 @@ import re
 
 import pytest
 
-from tests.mistakes.page import PAGE, ROOT, table
+from tests.mistakes.page import ROOT, table
 
 FEATURES = table("Features")
 STATES = {"yes", "partly", "no"}
-
-
-def test_numbers():
-    assert [int(row[0]) for row in FEATURES] == list(range(1, 46))
-    mistakes = table("Mistakes on the command line") + table("Mistakes in requests")
-    assert [int(row[0]) for row in mistakes] == list(range(1, 53))
 
 
 @pytest.mark.parametrize("row", FEATURES, ids=lambda row: row[0])
@@ -30,7 +24,3 @@ def test_a_feature_has_a_state_and_what_is_here_a_test(row):
         file, *names = one.split("::")
         text = (ROOT / file).read_text(encoding="utf-8")
         assert all(re.search(rf"(def|class) {name}\b", text) for name in names), one
-
-
-def test_the_page_is_reached_from_the_readme():
-    assert f"docs/{PAGE.name}" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -239,7 +239,7 @@ VALUES = st.one_of(
 
 
 @settings(max_examples=500, deadline=None)
-@given(data=st.data(), name=st.sampled_from(["qwen3", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna"]))
+@given(data=st.data(), name=st.sampled_from(["qwen3", "qwen35", "qwen35moe", "gemma4_e2b", "gemma4_moe", "laguna"]))
 def test_hostile_metadata_raises_gguferror_or_yields_a_valid_spec(data, name):
     files = golden(name).files
     prefix = golden(name).architecture + "."

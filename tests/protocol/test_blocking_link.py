@@ -4,18 +4,16 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-from lucevisor.model.values import Backend, Dtype
+from lucevisor.model.values import Dtype
 from lucevisor.protocol.codec import encode
 from lucevisor.protocol.errors import LinkClosed, LocalProtocolError, RemoteProtocolError
-from lucevisor.protocol.loading import ArenaPlan, Hello
-from lucevisor.protocol.messages import Channel, Check, Failed, Role, Shutdown
+from lucevisor.protocol.loading import ArenaPlan
+from lucevisor.protocol.messages import Channel, Check, Failed, Role
 from lucevisor.protocol.states import LinkState
 from lucevisor.protocol.steps import Reset, Sampled, Slice, Step, StepResult
 from lucevisor.protocol.transport import BlockingLink
@@ -51,25 +49,6 @@ def open_fds():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_conversation():
-    a, b = socket.socketpair()
-    with_daemon, with_supervisor = BlockingLink(a, role=Role.SUPERVISOR), BlockingLink(b)
-    hello = Hello(1, "0123", 42, "3.11.7", "/usr/bin/python3", "2.13.0+cpu", Backend.CPU, [], 1, {"numpy": "2.0"})
-    with_supervisor.send(hello)
-    frame = with_daemon.receive()
-    assert frame is not None
-    assert frame.message == hello
-    with_daemon.send(encode(Shutdown("done"), 5))
-    frame = with_supervisor.receive()
-    assert frame is not None
-    assert (frame.request_id, frame.message) == (5, Shutdown("done"))
-    with_supervisor.close()
-    assert with_daemon.receive() is None
-    assert with_daemon.closed_because is not None
-    assert str(with_daemon.closed_because).startswith("end of file (link):")
-    with_daemon.close()
-
-
 @pytest.mark.parametrize("unread", [False, True], ids=["end of file", "ECONNRESET"])
 def test_peer_gone_at_every_byte_of_header_metadata_and_payload(unread):
     for offset in range(len(STEP_BYTES) + 1):
@@ -95,45 +74,6 @@ def test_peer_gone_at_every_byte_of_header_metadata_and_payload(unread):
         with pytest.raises(LinkClosed):
             link.send(StepResult(2, 0))
         link.close()
-
-
-def test_a_killed_process_at_every_byte():
-    """A real child writes a part of a frame and is killed by SIGKILL."""
-    code = (
-        "import os, sys, signal\n"
-        "fd, data = int(sys.argv[1]), bytes.fromhex(sys.argv[2])\n"
-        "os.write(fd, data)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    for offset in range(0, len(STEP_BYTES), 3):
-        a, b = socket.socketpair()
-        link = BlockingLink(b)
-        link._connection.state = LinkState.READY
-        link.send(StepResult(1, 0))  # unread when it dies
-        child = subprocess.Popen(
-            [sys.executable, "-ISEc", code, str(a.fileno()), STEP_BYTES[:offset].hex()], pass_fds=[a.fileno()]
-        )
-        a.close()  # else our own copy would hide the death
-        assert link.receive() is None
-        assert child.wait() == -9
-        link.close()
-
-
-def test_an_inherited_copy_of_the_other_end_hides_a_death():
-    """Why the supervisor closes its copy and passes descriptors to one child only."""
-    a, b = socket.socketpair()
-    link = BlockingLink(b)
-    copy = a.dup()  # as a sibling process that inherited it would hold
-    a.close()
-    found = []
-    thread = threading.Thread(target=lambda: found.append(link.receive()))
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    copy.close()
-    thread.join(5)
-    assert found == [None]
-    link.close()
 
 
 def test_frames_are_received_after_a_failed_send(raw):
@@ -372,29 +312,3 @@ def test_a_dead_link_holds_nothing(pair):
     assert daemon.receive() is None
     with pytest.raises(LinkClosed):
         daemon.hold(StepResult(2, 2))
-
-
-def test_a_link_owns_its_inherited_descriptor():
-    a, b = socket.socketpair()
-    b.set_inheritable(True)
-    link = BlockingLink(b)
-    assert not os.get_inheritable(link.fileno())
-    a.close()
-    assert link.receive() is None
-    link.close()
-    assert link.fileno() == -1
-
-
-def test_two_hundred_links_leave_no_descriptor():
-    before = open_fds()
-    for i in range(200):
-        a, b = socket.socketpair()
-        links = BlockingLink(a, role=Role.SUPERVISOR), BlockingLink(b)
-        links[0]._connection.state = links[1]._connection.state = LinkState.READY
-        links[0].send(Check([], 0, Dtype.FLOAT32, [ArenaPlan(0, 64, 1)]), fds=[0])
-        if i % 2:  # every other time the frame is left unread, with its descriptor
-            for fd in links[1].receive().fds:
-                os.close(fd)
-        for link in links:
-            link.close()
-    assert open_fds() == before

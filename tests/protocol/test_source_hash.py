@@ -1,7 +1,6 @@
 """One hash for the code of both ends."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import daemons
 import lucevisor
 from lucevisor.protocol.errors import ProtocolError
-from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
+from lucevisor.protocol.handshake import source_hash
 
 LUCEVISOR = Path(lucevisor.__file__).resolve().parent
 DAEMONS = Path(daemons.__file__).parent
@@ -45,12 +44,6 @@ def test_both_sides_compute_the_same():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [ours, "False"]
-
-
-def test_the_location_of_the_packages_does_not_matter(tmp_path):
-    for name in SHARED_PACKAGES:
-        shutil.copytree(LUCEVISOR / name, tmp_path / name)
-    assert source_hash(tmp_path, DAEMONS) == source_hash(LUCEVISOR, DAEMONS)
 
 
 def test_every_change_of_a_source_changes_it(copy):

@@ -35,20 +35,6 @@ def test_crossing_messages_break_nothing():
                 )
 
 
-def test_the_usual_sequence_of_messages():
-    state = INITIAL[Channel.LINK]
-    for sender, kind, after in [
-        (Role.DAEMON, MessageKind.HELLO, LinkState.IDLE),
-        (Role.SUPERVISOR, MessageKind.LOAD, LinkState.LOADING),
-        (Role.DAEMON, MessageKind.LOADED, LinkState.READY),
-        (Role.SUPERVISOR, MessageKind.STEP, LinkState.READY),
-        (Role.SUPERVISOR, MessageKind.SHUTDOWN, LinkState.CLOSING),
-        (Role.DAEMON, MessageKind.STEP_RESULT, LinkState.CLOSING),
-    ]:
-        assert legal(Channel.LINK, sender)[state][kind] is after
-        state = after
-
-
 @pytest.mark.parametrize(
     ("channel", "sender", "state", "kind", "text"),
     [

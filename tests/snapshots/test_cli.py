@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 
@@ -147,38 +145,6 @@ def test_verify_while_the_directory_changes(two, meanwhile):
     assert names(directory) == sorted([*left, new.file, "notes.txt"])
 
 
-def test_a_file_that_went_away_is_not_damaged(two, monkeypatch):
-    directory, (old, new) = two
-    (directory / old.file).unlink()
-    found = operations.verify(directory, old.file, set_aside=True)
-    assert found == {"file": old.file, "problem": "", "gone": True, "set_aside": ""}
-    monkeypatch.setattr(operations, "to_verify", lambda *_: [old.file, new.file])  # as listed a moment before
-    code, output = run("verify", "--dir", directory, "--set-aside")
-    assert code == ExitCode.DONE
-    assert f"{old.file}: removed meanwhile" in output
-    assert "1 checked, 0 damaged" in output
-
-
-def test_rm_while_files_are_renamed(two):
-    """A file that another process renamed between the listing and the lock: `rm --all` removes it, a name is passed."""
-    directory, (old, new) = two
-    answers = []
-    for wanted, everything in ([old.file], False), ([], True):
-        thread = threading.Thread(
-            target=lambda w=wanted, e=everything: answers.append(operations.remove(directory, w, everything=e))
-        )
-        with disk.locked(directory):
-            thread.start()
-            until_waiting(thread)
-            if not everything:
-                (directory / old.file).rename(directory / (old.file + ".refused"))
-            else:
-                (directory / new.file).rename(directory / (new.file + ".refused"))
-        thread.join(10)
-    assert [[one["file"] for one in gone] for gone in answers] == [[], [old.file + ".refused", new.file + ".refused"]]
-    assert names(directory) == ["notes.txt"]
-
-
 def test_snapshots_of_an_earlier_version_are_reported_and_left_alone(two):
     directory, (old, new) = two
     data = (directory / old.file).read_bytes()
@@ -267,12 +233,3 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path, mode):
     with pytest.raises(ConfigError, match=r"cache\.dir = .*cannot be read and written"):
         check_directory(tmp_path)
     tmp_path.chmod(0o700)
-
-
-def test_exit_codes_of_the_command(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "lucevisor", "cache", "ls", "--dir", tmp_path / "none"], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "ENOENT" in done.stderr
-    assert "Traceback" not in done.stderr

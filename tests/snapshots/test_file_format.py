@@ -67,12 +67,6 @@ def test_which_tensors_a_slot_has():
     }
 
 
-def test_q8_0_is_codes_and_a_scale_for_32_of_them():
-    found = {t.name: (t.dtype, t.shape) for t in slot_tensors(LAYERS[1:2], 5, Dtype.Q8_0)}
-    assert found["layers.1.k"] == ("I8", (5, 2, 32))
-    assert found["layers.1.k.scale"] == ("F16", (5, 2, 1))
-
-
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 63, 64, 65, 1000])
 def test_a_short_slot_keeps_all_of_a_window(n):
     found = {t.name: t for t in slot_tensors(LAYERS, n, Dtype.FLOAT32)}
@@ -335,8 +329,3 @@ def test_a_missing_tensor_of_the_drafter_is_named():
     with pytest.raises(SnapshotError, match=r"tensor draft\.1\.[kv].*is missing") as caught:
         check_fits(snapshot, grown)
     assert caught.value.fault is Fault.MISFIT
-
-
-def test_whole_only():
-    assert model().whole_only
-    assert not model(layers=LAYERS[1:2]).whole_only

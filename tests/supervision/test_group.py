@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Reset, ResetDone, Step, StepResult
-from lucevisor.supervision.group import GroupSupervisor, RefusedError
+from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
@@ -50,15 +50,6 @@ async def test_start_ready_step_stop(tmp_path):
         assert group.link is None
     assert owner.news == ["ready", "lost"]
     assert owner.states == [State.STARTING, State.LOADING, State.READY, State.STOPPING, State.STOPPED]
-
-
-async def test_an_ordered_stop_needs_no_signal(tmp_path):
-    with capture_logs() as logs:
-        async with tiny_group(tmp_path) as (group, _):
-            await group.start()
-            await ready(group)
-            await group.stop(60.0)
-    assert not [entry for entry in logs if entry["event"] == "signal"]
 
 
 def test_a_killed_daemon_is_replaced_on_uvloop(tmp_path):
@@ -169,21 +160,6 @@ async def test_a_restart_drains_and_counts(tmp_path):
         assert group.restarts == 1
     assert drains == [("left", 1)]
     assert owner.states[3:7] == [State.DRAINING, State.STOPPING, State.STARTING, State.LOADING]
-
-
-async def test_start_and_restart_are_refused_during_a_stop(tmp_path):
-    async with tiny_group(tmp_path, "deaf") as (group, _):
-        await group.start()
-        await ready(group)
-        stopping = asyncio.ensure_future(group.stop(1.0))
-        await asyncio.sleep(0)
-        with pytest.raises(RefusedError, match="is being stopped"):
-            await group.start()
-        with pytest.raises(RefusedError, match="is being stopped"):
-            await group.restart()
-        assert await stopping is State.STOPPED
-        await group.start()
-        await ready(group)
 
 
 async def test_the_daemon_has_its_own_session_its_cores_and_no_foreign_descriptor(tmp_path):
