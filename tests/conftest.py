@@ -11,8 +11,8 @@ What a test, or a command that it calls in this process, sets up for logs ends w
 Where there is no GPU, Triton's kernels run under its interpreter, which the environment chooses when they are imported.
 
 Hypothesis: a test says how many examples it is worth. Profile ``ci`` tries a third of them (but no fewer than LEAST,
-where the test has as many), always the same, so that a failure is the change's and comes back when run again; ``deep``
-(``make slow``) tries DEEP times as many, others each time.
+where the test has as many), ``deep`` (``make slow``) DEEP times as many. Both draw new ones each run and print what
+repeats a failure.
 """
 
 import _thread
@@ -50,7 +50,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lucevisor-cache-")
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]  # logs of supervisors
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("deep", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 

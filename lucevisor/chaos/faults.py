@@ -83,10 +83,10 @@ class Target:
             gone = replaced not in [group["pid"] for group in status["groups"]]
             if not gone:
                 again()
-            if status["state"] != "ready" or not gone or status["engine"]["held"]:
+            n_steps = [stage["steps"] for stage in status["engine"]["stages"]]  # none while a successor takes over
+            if status["state"] != "ready" or not gone or status["engine"]["held"] or not n_steps:
                 ready_at = None  # another fault came meanwhile
             else:
-                n_steps = [stage["steps"] for stage in status["engine"]["stages"]]
                 ready_at = n_steps[-1] if ready_at is None else ready_at
                 if n_steps[-1] > ready_at + 2 * len(n_steps):  # more than were on their way: two a stage
                     return

@@ -31,17 +31,16 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.state_memory import RestoredState
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
-from lucevisor.engine.core import Engine
-from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
-from lucevisor.engine.settings import MAX_LOSSES, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
 from lucevisor.kv.prefix_records import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import ModelSpec
+from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
 from lucevisor.protocol.loading import DraftKind
@@ -125,6 +124,7 @@ def engine_limits(
         max_sequences=placement.max_sequences,
         max_context=placement.max_context,
         prefill_chunk=placement.prefill_chunk,
+        long_prefill_tokens=_long_prefill_tokens(placement),
         max_step_tokens=placement.max_step_tokens,
         spaces=placement.spaces,
         pools=placement.pools,
@@ -133,6 +133,14 @@ def engine_limits(
         residency=_residency(placement),
         speculation=_speculation_settings(spec, placement),
     )
+
+
+def _long_prefill_tokens(placement: Placement) -> int:
+    """Return the prompt tokens of a step beside others.  A GPU takes as long for 65 tokens as for 512; the time of a
+    cpu grows with each token.
+    """
+    cpu = any(shard.backend is Backend.CPU for stage in placement.stages for shard in stage.shards)
+    return min(placement.prefill_chunk, 2 * PAGE_TOKENS if cpu else 8 * PAGE_TOKENS)
 
 
 def _residency(placement: Placement) -> Residency | None:

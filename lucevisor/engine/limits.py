@@ -38,6 +38,8 @@ class EngineLimits:
     and one token of every sequence with its drafts always fit, so neither starves.  ``window_tokens``: positions that a
     sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off by
     default, as is ``speculation``.  ``residency``: the bound of KV Flash; None: off.
+    ``long_prefill_tokens``: prompt tokens of a step while others run beside a prompt with more of them to compute; 0:
+    ``prefill_chunk``.
     """
 
     max_sequences: int
@@ -50,11 +52,14 @@ class EngineLimits:
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     residency: Residency | None = None
+    long_prefill_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if not self.long_prefill_tokens:
+            object.__setattr__(self, "long_prefill_tokens", self.prefill_chunk)
         if self.max_context < 2:
             raise ValueError(f"max_context is {self.max_context}; a token of prompt and one more need 2")
         self._check_speculation()

@@ -11,11 +11,10 @@ flight; a finished request is in no list.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from dataclasses import replace
 from operator import attrgetter
 from typing import Final, Protocol
 
@@ -34,9 +33,6 @@ from lucevisor.engine.request import (
     no_host_memory,
 )
 from lucevisor.engine.running import RunningRequests
-from lucevisor.engine.scheduling.backlog import Backlog
-from lucevisor.engine.scheduling.chunking import SharedChunks
-from lucevisor.engine.scheduling.waits import WaitEstimate
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix, WantedRows
 from lucevisor.engine.step import (
     ScheduledSequence,
@@ -56,7 +52,12 @@ from lucevisor.protocol.steps import Operation, Sampled, Step, StepResult
 
 
 class ClientShares:
-    """Tokens charged to each client that has unfinished requests, or owes some."""
+    """Tokens charged to each client that has unfinished requests, or owes some.
+
+    A virtual token counter, as in "Fairness in Serving Large Language Models".  A client is an API key, or without keys
+    an address.  The one that was charged least goes first.  An idle client that returns is raised to the least busy
+    one, so credit cannot be saved up; a busy one falls behind by at most ``credit`` tokens.
+    """
 
     def __init__(self, credit: int) -> None:
         self._credit = credit
@@ -111,7 +112,12 @@ PATIENCE: Final = 2
 
 
 class RequestQueue:
-    """Waiting requests; iteration has no particular order, ``in_order`` has."""
+    """Waiting requests; iteration has no particular order, ``in_order`` has.
+
+    First come requests that go next (a sequence was preempted for them, or they lost theirs with a daemon), then those
+    of the client that was served least; within a client preempted requests, then the shortest prompt, with ageing.  A
+    request charges its size to the older ones it overtakes.  One that was charged twice its own size is next.
+    """
 
     def __init__(self, shares: ClientShares) -> None:
         self._shares = shares
@@ -163,17 +169,9 @@ class RequestQueue:
         """Return how many clients have such requests, ``client`` included."""
         return len(self._n_waiting) + (client not in self._n_waiting)
 
-    def rivals(self, client: str, live: Collection[RequestRecord]) -> list[RequestRecord]:
-        """Return the requests that start before a further one of ``client``, next first: its own, and as many of each
-        other client.
-        """
-        n_own, taken = self._n_waiting[client], Counter[str]()
-        rivals = []
-        for record in self.in_order(live):
-            taken[record.request.client_id] += 1
-            if taken[record.request.client_id] <= n_own:
-                rivals.append(record)
-        return rivals
+    def n_before(self, client: str) -> int:
+        """Return how many requests start before a further one of ``client``: its own, and as many of each other."""
+        return sum(min(n, self._n_waiting[client]) for n in self._n_waiting.values())
 
     def in_order(self, live: Collection[RequestRecord]) -> list[RequestRecord]:
         """Return the waiting requests, next first.  ``live``: the running ones, whose prompts count for their
@@ -277,7 +275,13 @@ class Places:
 
 
 class Preemption:
-    """Preempts running requests and starts them again.  ``swap`` None: all is computed again."""
+    """Preempts running requests and starts them again.  ``swap`` None: all is computed again.
+
+    For pages the youngest request gives way to an older one.  For sequences a waiting request may start in the place of
+    a running one of the client with the most sequences, if those are two more than its own client's; or of one that had
+    its sequence for at least as many steps as the waiting one may take.  What was computed is published as a prefix
+    slot, pinned until the swap space has its bytes, and read back before the request goes on.
+    """
 
     def __init__(
         self, running: RunningRequests, queue: RequestQueue, reuse: PrefixReuse, shares: ClientShares, chunk: int
@@ -356,7 +360,7 @@ class Preemption:
 
 
 class Admission:
-    """Starts requests of the queue."""
+    """Starts requests of the queue.  The first one that does not fit holds up those behind it."""
 
     def __init__(
         self,
@@ -373,10 +377,10 @@ class Admission:
         self._reuse = reuse
         self._shares = shares
 
-    def admit(self, now: float, last_step: int, chunks: SharedChunks) -> list[Operation]:
+    def admit(self, now: float, last_step: int) -> list[Operation]:
         """Start all requests there is room for, and those for which others give way; return the operations that close
         and open their sequences."""
-        operations = self._admit(now, last_step, chunks)
+        operations = self._admit(now, last_step)
         while self.open and len(self._queue):
             place = self._preemption.next_place(self._queue.in_order(self._running))
             if place is None:
@@ -385,10 +389,10 @@ class Admission:
             operations += self._preemption.preempt(victim, now)
             record.goes_next = True
             self._queue.reordered()
-            operations += self._admit(now, last_step, chunks)
+            operations += self._admit(now, last_step)
         return operations
 
-    def _admit(self, now: float, last_step: int, chunks: SharedChunks) -> list[Operation]:
+    def _admit(self, now: float, last_step: int) -> list[Operation]:
         operations: list[Operation] = []
         waiting = deque(() if self._running.full else self._queue.in_order(self._running))
         while waiting:
@@ -403,10 +407,10 @@ class Admission:
                 break
             if self._preemption.swap_in(record, match):
                 continue
-            opened = self._start(record, match, now, last_step, chunks)
+            opened = self._start(record, match, now, last_step)
             if opened is None and match.position:
                 # The slot it would share may be the only one to evict for the rest of it: then start without.
-                opened = self._start(record, NO_MATCH, now, last_step, chunks)
+                opened = self._start(record, NO_MATCH, now, last_step)
             if opened is None:
                 break
             operations += opened
@@ -414,9 +418,7 @@ class Admission:
                 waiting = deque(self._queue.sorted(waiting, self._running))
         return operations
 
-    def _start(
-        self, record: RequestRecord, match: PrefixMatch, now: float, last_step: int, chunks: SharedChunks
-    ) -> list[Operation] | None:
+    def _start(self, record: RequestRecord, match: PrefixMatch, now: float, last_step: int) -> list[Operation] | None:
         """Start a queued request with what is cached of it; None while there is no room for it."""
         operations = self._running.open(record, match)
         if operations is None or record.live is None:
@@ -429,245 +431,19 @@ class Admission:
             record.started_at = now
         record.live.n_prefill = len(record.tokens) - record.live.n_computed
         record.live.last_step = last_step
-        chunks.started(record.live.n_prefill, now, beside_long=has_long(self._running, chunks))
         self._reuse.started(record, match, now)
         return operations
 
 
-def choose_ahead(
-    records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
-) -> list[ScheduledSlice]:
-    """Choose the decodes behind the oldest step in flight that none follows; none unless all ``records`` can run ahead
-    or end with what is in flight.
-    """
-    if any(step.num_draft_tokens for step in in_flight):
-        return []
-    if not _may_run_ahead(records):
-        return []
-    followed = {step.depends_on_step for step in in_flight}
-    for step in in_flight:
-        chosen = [] if step.step_id in followed else _behind(step)
-        if chosen:
-            if len(chosen) > -(-len(records) // n_stages):  # others have ended: deal them into equal parts again
-                return []
-            return [] if drafting.would_draft(chosen) else chosen
-    return []
-
-
-def _behind(step: ScheduledStep) -> list[ScheduledSlice]:
-    """Return the decodes that follow a step, in its order: by arrival."""
-    chosen = []
-    for part in step.parts.values():
-        record, live = part.record, part.live
-        if (
-            record.live is live
-            and live.n_scheduled == record.n_tokens
-            and record.n_tokens + 1 < record.max_total_tokens
-        ):
-            chosen.append(ScheduledSlice(record, live, live.n_scheduled + 1))
-    return chosen
-
-
-def n_microbatches(in_flight: Collection[ScheduledStep]) -> int:
-    """Return how many micro-batches of decodes are under way: a step that follows another one is of the same."""
-    ids = {step.step_id for step in in_flight}
-    return sum(step.decodes and step.depends_on_step not in ids for step in in_flight)
-
-
-def _may_run_ahead(records: Iterable[RequestRecord]) -> bool:
-    """Whether all requests decode with a step in flight, and the next ones may follow these, or nothing has to."""
-    for record in records:  # one loop for all: it runs for every step
-        live = record.live
-        if live is None or not record.may_run_ahead or record.state is not RequestState.DECODE:
-            return False
-        if live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
-            return False
-        if not live.n_computed == live.n_scheduled >= record.n_tokens:
-            return False
-    return True
-
-
+_SHORT_STEPS: Final = 128
+"""Most steps, chunks of the prompt and tokens of the answer, of a request that a full queue takes."""
 MAX_SKIPPED_STEPS: Final = 4
 """Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepBudget:
-    """What prompts may take of the next step.
-
-    ``shared``: others wait or decode beside long prompts or are expected, so ``chunks`` limits what a step carries of
-    one, by ``others``: whether they are there now.  ``may_follow`` says whether its chunk from a position may be sent
-    now.  ``level``: how far ahead of the other clients one is, in coarse units.  ``runs_ahead``: whether decodes may be
-    planned before their tokens are known.
-    """
-
-    step_id: int
-    n_stages: int
-    chunks: SharedChunks
-    shared: bool
-    others: bool
-    may_follow: Callable[[int], bool]
-    level: Callable[[str], int]
-    runs_ahead: bool = True
-
-    def should_wait(self, record: RequestRecord) -> bool:
-        """Whether a long prompt lets others go first now."""
-        live = record.live
-        if live is None or not self.is_long(record) or self.n_skipped(record) >= 2 * MAX_SKIPPED_STEPS:
-            return False
-        return not self.may_follow(live.n_scheduled)
-
-    def n_skipped(self, record: RequestRecord) -> int:
-        """Return how many steps skipped a prompt since its last slice."""
-        return self.step_id - record.live.last_step - 1 if record.live is not None else 0
-
-    def is_long(self, record: RequestRecord) -> bool:
-        """Whether a prompt is long, so that it leaves room for others."""
-        if not self.shared or record.live is None or record.wanted is not None:
-            return False
-        return record.live.n_prefill > self.chunks.max_short_tokens
-
-
-def step_budget(
-    step_id: int,
-    n_stages: int,
-    chunks: SharedChunks,
-    backlog: Backlog,
-    shares: ClientShares,
-    now: float,
-    running: Collection[RequestRecord],
-    *,
-    runs_ahead: bool,
-) -> StepBudget:
-    """Return the budget of a step from what runs, is under way and was measured."""
-    any_prompts = any(record.state is RequestState.PREFILL for record in running)  # without, nothing is to be shared
-    others = any_prompts and (chunks.came_beside_long(now) or has_others(running, chunks.max_short_tokens))
-    shared = others or (any_prompts and chunks.expects_short(now))
-    follow = partial(chunks.may_follow, backlog, now, others=others)
-
-    def level(client: str) -> int:
-        # Clients closer together than a chunk count as equal: the shortest prompt goes first.
-        return shares.lead(client) // chunks.full
-
-    return StepBudget(step_id, n_stages, chunks, shared, others, follow, level, runs_ahead)
-
-
-def has_others(live: Iterable[RequestRecord], chunk: int) -> bool:
-    """Return whether a decode runs, or a prompt that fits into a chunk."""
-    return any(
-        record.state is RequestState.DECODE or (record.live is not None and record.live.n_prefill <= chunk)
-        for record in live
-    )
-
-
-def has_long(live: Iterable[RequestRecord], chunks: SharedChunks) -> bool:
-    """Return whether a long prompt is computed."""
-    return any(
-        record.state is RequestState.PREFILL
-        and record.live is not None
-        and record.live.n_prefill > chunks.max_short_tokens
-        for record in live
-    )
-
-
-def choose_slices(
-    records: Collection[RequestRecord],
-    in_flight: Collection[ScheduledStep],
-    limits: EngineLimits,
-    budget: StepBudget,
-    drafting: Drafting,
-) -> list[ScheduledSlice]:
-    """Choose the slices of a step by waiting time, size and token budget; pages are allocated afterwards."""
-    if any(step.num_draft_tokens for step in in_flight) and not any(_has_rows(record) for record in records):
-        return []  # all wait for results, and drafts are never run ahead of
-    if len(in_flight) > budget.n_stages:
-        return choose_ahead(records, in_flight, budget.n_stages, drafting) if budget.runs_ahead else []
-    decodes, prompts, unseen = [], [], drafting.verifies_placeholders
-    for record in records:
-        if record.live is not None and _has_rows(record) and not record.live.ranking:
-            if record.state is RequestState.PREFILL:
-                prompts.append(record)
-            elif unseen or not record.live.waiting_for_step:
-                decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
-    waiting = [record for record in prompts if budget.should_wait(record)]
-    if waiting:
-        prompts = [record for record in prompts if record not in waiting]
-        decodes.clear()  # they go with its next chunk: a step of their own would delay it
-    decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
-    if budget.n_stages > 1:
-        decodes = with_same_draft_step(decodes)
-    chosen = drafting.with_drafts(decodes[: _n_decodes(records, in_flight, budget.n_stages, drafting)])
-    n_left = limits.max_step_tokens - sum(one.n_tokens for one in chosen)
-    chosen += _choose_prompts(prompts, limits, budget, n_left, alone=not chosen)
-    if chosen or not budget.runs_ahead:
-        return chosen
-    return choose_ahead(records, in_flight, budget.n_stages, drafting)
-
-
-def _has_rows(record: RequestRecord) -> bool:
+def has_rows(record: RequestRecord) -> bool:
     """Whether a request has tokens that no step computes yet."""
     return record.live is not None and record.live.n_scheduled < record.n_tokens
-
-
-def _choose_prompts(
-    prompts: Iterable[RequestRecord], limits: EngineLimits, budget: StepBudget, n_left: int, *, alone: bool
-) -> list[ScheduledSlice]:
-    """Choose slices of prompts, ``n_left`` tokens at most; ``alone``: the step has no decode."""
-    chosen: list[ScheduledSlice] = []
-    n_short = n_long = 0  # tokens
-    max_short = budget.chunks.max_short_tokens if budget.shared else n_left
-    for record in sorted(prompts, key=lambda record: _turn(record, budget)):
-        live, long = record.live, budget.is_long(record)
-        if live is None or (record.wanted is not None and (chosen or not alone)):
-            continue
-        most = max_short - n_short
-        if long:
-            chunk = budget.chunks.chunk(live.n_scheduled, others=budget.others)
-            most = (budget.chunks.beside_short - n_short if n_short else chunk) - n_long
-        found = _chunk(record, limits, min(most, n_left))
-        if found is None:
-            continue
-        chosen.append(found)
-        n_tokens = found.stop - live.n_scheduled
-        n_left -= n_tokens
-        n_short, n_long = (n_short, n_long + n_tokens) if long else (n_short + n_tokens, n_long)
-        if record.wanted is not None:
-            break  # its rows are the step's payload, so no other request may be in it
-    return chosen
-
-
-def _chunk(record: RequestRecord, limits: EngineLimits, n_left: int) -> ScheduledSlice | None:
-    """Return the next slice of a prompt, cut at a page if it has more than ``n_left`` tokens."""
-    assert record.live is not None
-    start = record.live.n_scheduled
-    stop = record.next_stop(start, limits.prefill_chunk)
-    if limits.ranks_prompt(len(record.tokens)) and start < len(record.tokens) - 1:
-        stop = min(stop, len(record.tokens) - 1)  # the last token sees what those before it chose
-    if stop - start > n_left and record.wanted is None:  # its slices are limited by rows
-        stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
-    return ScheduledSlice(record, record.live, stop) if stop > start else None
-
-
-def _turn(record: RequestRecord, budget: StepBudget) -> tuple[bool, int, int, int, int]:
-    live = record.live
-    assert live is not None
-    overdue = budget.n_skipped(record) >= MAX_SKIPPED_STEPS
-    n_left = len(record.tokens) - live.n_scheduled
-    return not overdue, live.last_step if overdue else 0, budget.level(record.request.client_id), n_left, record.arrival
-
-
-def _n_decodes(
-    records: Collection[RequestRecord], in_flight: Collection[ScheduledStep], n_stages: int, drafting: Drafting
-) -> int:
-    """Return the size of a micro-batch of decodes; 0 while all of them are under way.
-
-    A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
-    """
-    n_groups = drafting.n_groups(n_stages)
-    if n_microbatches(in_flight) + drafting.n_drafting >= n_groups:
-        return 0
-    n_decoding = [record.state for record in records].count(RequestState.DECODE)
-    return -(-n_decoding // n_groups)
 
 
 Events = list[tuple[str, Event]]
@@ -694,12 +470,12 @@ class Scheduler:
         self._queue = RequestQueue(self._shares)
         self.preemption = Preemption(self.running, self._queue, self.reuse, self._shares, limits.prefill_chunk)
         self.admission = Admission(self._queue, self.running, self.reuse, self._shares, self.preemption)
-        self.chunks = SharedChunks(n_stages, limits.prefill_chunk)
-        self._waits = WaitEstimate()
         self._operations: list[Operation] = []
         self._flushing = False  # send waiting operations with a step of their own if need be
         self.in_flight: deque[ScheduledStep] = deque()
-        self._backlog = Backlog(n_stages)
+        self._n_at_first_stage = 0  # steps that it has not answered
+        self._shared_until = 0.0  # until when long prompts leave room for others
+        self._service_s = 0.0  # mean time from start to end of a request; 0: none ended
         self._n_arrivals = 0
         self._last_step = 0
 
@@ -732,16 +508,15 @@ class Scheduler:
         self._queue.add(record)
 
     def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
-        """Whether a request may wait: clients share the queue equally.
+        """Return whether a request may wait.  Clients share the queue equally.
 
-        Beyond that one is accepted for each running request in whose place it may start, so that a full queue refuses
-        no short request for the sake of long ones.
+        Short requests may exceed a share by an eighth and one, so that long ones in the queue do not keep them out.
         """
-        n_over = self._queue.n_waiting(request.client_id) - self.queue_share(request.client_id, max_queue)
-        if n_over < 0:
-            return True
-        found = self.preemption.places().shorter(request, len(request.prompt))
-        return len([*islice(found, n_over + 1)]) > n_over
+        share = self.queue_share(request.client_id, max_queue)
+        n_steps = -(-len(request.prompt) // self.limits.prefill_chunk) + request.max_tokens
+        if n_steps <= _SHORT_STEPS:
+            share += share // 8 + 1
+        return self._queue.n_waiting(request.client_id) < share
 
     def queue_share(self, client: str, max_queue: int) -> int:
         """Return how many requests of a client may wait."""
@@ -769,8 +544,7 @@ class Scheduler:
         events = self.fail(self.running, error, now)
         self.drafting.detach()  # it goes with the pipeline
         self.in_flight.clear()
-        self._backlog.clear()
-        self._waits.stopped()
+        self._n_at_first_stage = 0
         self.last_applied = self._last_step  # what was in flight is never answered
         self._operations.clear()  # the shards start empty
         self._flushing = False
@@ -792,10 +566,7 @@ class Scheduler:
         self._operations[:0] = opening
         self.runs_ahead = rings or n_stages == 1
         self.drafting.n_stages, self.drafting.tells_first = n_stages, self.runs_ahead
-        if n_stages != self.n_stages:
-            self.n_stages = n_stages
-            self.chunks = SharedChunks(n_stages, self.limits.prefill_chunk)
-            self._backlog = Backlog(n_stages)
+        self.n_stages, self._n_at_first_stage = n_stages, 0
         self.admission.open = True
 
     def attach_drafter(self, *, with_output: bool, kept: bool = False) -> None:
@@ -822,10 +593,8 @@ class Scheduler:
             return plan
         if self.drafting.opening:
             return self.cut(now)
-        self._operations += self.admission.admit(now, self._last_step, self.chunks)  # nobody runs ahead beside a prompt
-        step_id, measured = self._last_step + 1, (self.chunks, self._backlog, self._shares)
-        budget = step_budget(step_id, self.n_stages, *measured, now, self.running, runs_ahead=self.runs_ahead)
-        while chosen := choose_slices(list(self.running), self.in_flight, self.limits, budget, self.drafting):
+        self._operations += self.admission.admit(now, self._last_step)  # none runs ahead beside a prompt
+        while chosen := self.choose_slices(now):
             n_stopped = self._n_stopped
             if secured := self._secure(chosen, now):
                 drafts = self.limits.speculation.max_drafts > 0
@@ -859,9 +628,9 @@ class Scheduler:
         self._flushing = bool(self._operations)
         return self._last_step + self._flushing
 
-    def first_stage_done(self, now: float) -> bool:
+    def on_first_stage_done(self) -> bool:
         """The first stage finished its oldest step; return whether prompts may have waited for that."""
-        self._backlog.first_stage_done(now)
+        self._n_at_first_stage = max(0, self._n_at_first_stage - 1)
         return RequestState.PREFILL in self.running.states
 
     def apply(
@@ -877,12 +646,8 @@ class Scheduler:
         self.in_flight[0].take_scores(result.scored)
         stages_s = [stage.compute_s for stage in results or [result]]
         cold = any(stage.cold for stage in results or [result])
-        slices = [part.slice for part in self.in_flight[0].parts.values()]
-        if not self.in_flight[0].only_decodes:
-            self.chunks.measured(slices, max(stages_s), cold=cold)
         scheduled = self.in_flight.popleft()
-        self._backlog.answered(now)
-        self._waits.applied(scheduled, drawn, self.running.states, now, idle=not self.in_flight)
+        self._n_at_first_stage = min(self._n_at_first_stage, len(self.in_flight))
         self.last_applied = scheduled.step_id
         events: Events = []
         for sequence, part in scheduled.parts.items():
@@ -896,7 +661,137 @@ class Scheduler:
         self.drafting.on_step_applied(scheduled, now, sum(stages_s), result.upkeep_s, cold=cold)
         return events
 
-    # ---- inside: choice, pages, plans
+    # ---- inside: choice of slices
+
+    def choose_slices(self, now: float) -> list[ScheduledSlice]:
+        """Choose the slices of a step within its token budget: decodes first, longest waiting first, then prompts,
+        shortest first.  Pages are allocated afterwards.
+        """
+        records = list(self.running)
+        if any(step.num_draft_tokens for step in self.in_flight) and not any(has_rows(record) for record in records):
+            return []  # all wait for results, and drafts are never run ahead of
+        if len(self.in_flight) > self.n_stages:
+            return self.choose_ahead(records)
+        decodes, prompts, placeholders = [], [], self.drafting.verifies_placeholders
+        for record in records:
+            if record.live is not None and has_rows(record) and not record.live.ranking:
+                if record.state is RequestState.PREFILL:
+                    prompts.append(record)
+                elif placeholders or not record.live.waiting_for_step:
+                    decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
+        long_prompts = [record for record in prompts if self._is_long(record)]
+        if long_prompts and any(one.state is RequestState.DECODE or not self._is_long(one) for one in records):
+            self._shared_until = now + 8.0  # long prompts go on leaving room: a client that was answered may ask again
+        shared = bool(long_prompts) and now < self._shared_until
+        if shared and (self._n_at_first_stage or len(self.in_flight) >= self.n_stages):
+            # A chunk that waits behind another one would be in front of a short prompt, too.
+            held = [record for record in long_prompts if self._n_skipped(record) < 2 * MAX_SKIPPED_STEPS]
+            if held:
+                prompts = [record for record in prompts if record not in held]
+                decodes.clear()  # they go with its next chunk: a step of their own would delay it
+        decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
+        if self.n_stages > 1:
+            decodes = with_same_draft_step(decodes)
+        chosen = self.drafting.with_drafts(decodes[: self._n_decodes(records)])
+        n_left = self.limits.max_step_tokens - sum(one.n_tokens for one in chosen)
+        if shared:
+            n_left = min(n_left, self.limits.long_prefill_tokens)
+        chosen += self._choose_prompts(prompts, n_left, alone=not chosen)
+        return chosen or self.choose_ahead(records)
+
+    def _is_long(self, record: RequestRecord) -> bool:
+        """Whether a prompt is long, so that it leaves room for others."""
+        live = record.live
+        return live is not None and record.wanted is None and live.n_prefill > self.limits.long_prefill_tokens
+
+    def _n_skipped(self, record: RequestRecord) -> int:
+        """Return how many steps skipped a prompt since its last slice."""
+        return self._last_step - record.live.last_step if record.live is not None else 0
+
+    def _choose_prompts(self, prompts: Iterable[RequestRecord], n_left: int, *, alone: bool) -> list[ScheduledSlice]:
+        """Choose slices of prompts, ``n_left`` tokens at most; ``alone``: the step has no decode."""
+
+        def order(record: RequestRecord) -> tuple[bool, int, int, int, int]:
+            assert record.live is not None
+            overdue = self._n_skipped(record) >= MAX_SKIPPED_STEPS
+            # Clients closer together than a chunk count as equal: the shortest prompt goes first.
+            lead = self._shares.lead(record.request.client_id) // self.limits.prefill_chunk
+            n_tokens = len(record.tokens) - record.live.n_scheduled
+            return not overdue, record.live.last_step if overdue else 0, lead, n_tokens, record.arrival
+
+        chosen: list[ScheduledSlice] = []
+        for record in sorted(prompts, key=order):
+            if record.wanted is not None and (chosen or not alone):
+                continue  # its rows are the step's payload, so no other request may be in it
+            if (chunk := self._prompt_chunk(record, n_left)) is None:
+                continue
+            chosen.append(chunk)
+            n_left -= chunk.n_tokens
+            if record.wanted is not None:
+                break
+        return chosen
+
+    def _prompt_chunk(self, record: RequestRecord, n_left: int) -> ScheduledSlice | None:
+        """Return the next slice of a prompt, cut at a page if it has more than ``n_left`` tokens."""
+        assert record.live is not None
+        start = record.live.n_scheduled
+        stop = record.next_stop(start, self.limits.prefill_chunk)
+        if self.limits.ranks_prompt(len(record.tokens)) and start < len(record.tokens) - 1:
+            stop = min(stop, len(record.tokens) - 1)  # the last token sees what those before it chose
+        if stop - start > n_left and record.wanted is None:  # its slices are limited by rows
+            stop = (start + n_left) // PAGE_TOKENS * PAGE_TOKENS
+        return ScheduledSlice(record, record.live, stop) if stop > start else None
+
+    def _n_decodes(self, records: Collection[RequestRecord]) -> int:
+        """Return the size of a micro-batch of decodes; 0 while all of them are under way.
+
+        A micro-batch whose drafts are being made counts: its verification would wait behind that of another one.
+        """
+        n_groups = self.drafting.n_groups(self.n_stages)
+        ids = {step.step_id for step in self.in_flight}
+        n_under_way = sum(step.decodes and step.depends_on_step not in ids for step in self.in_flight)
+        if n_under_way + self.drafting.n_drafting >= n_groups:
+            return 0
+        return -(-[record.state for record in records].count(RequestState.DECODE) // n_groups)
+
+    def choose_ahead(self, records: Collection[RequestRecord]) -> list[ScheduledSlice]:
+        """Choose the decodes behind the oldest step in flight that none follows.
+
+        A stage would idle from a step's result until the next step arrives, so the next step of a micro-batch is sent
+        while one runs; its slices name the tokens that the running step samples (``PENDING``).  None unless every
+        running request can run ahead or ends with what is in flight.
+        """
+        if not self.runs_ahead or any(step.num_draft_tokens for step in self.in_flight):
+            return []
+        for record in records:  # one loop for all: it runs for every step
+            live = record.live
+            if live is None or not record.may_run_ahead or record.state is not RequestState.DECODE:
+                return []
+            if live.ranking or live.draft_states:  # its pages may be others then, or drafts are verified
+                return []
+            if not live.n_computed == live.n_scheduled >= record.n_tokens:
+                return []
+        followed = {step.depends_on_step for step in self.in_flight}
+        for step in self.in_flight:
+            chosen = [] if step.step_id in followed else self._slices_behind(step)
+            if chosen:
+                if len(chosen) > -(-len(records) // self.n_stages):  # others have ended: deal into equal parts again
+                    return []
+                return [] if self.drafting.would_draft(chosen) else chosen
+        return []
+
+    @staticmethod
+    def _slices_behind(step: ScheduledStep) -> list[ScheduledSlice]:
+        """Return the decodes that follow a step, in its order: by arrival."""
+        chosen = []
+        for part in step.parts.values():
+            record, live = part.record, part.live
+            more = record.n_tokens + 1 < record.max_total_tokens
+            if more and record.live is live and live.n_scheduled == record.n_tokens:
+                chosen.append(ScheduledSlice(record, live, live.n_scheduled + 1))
+        return chosen
+
+    # ---- inside: pages and plans
 
     def _secure(self, chosen: list[ScheduledSlice], now: float) -> list[ScheduledSlice]:
         """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
@@ -942,8 +837,6 @@ class Scheduler:
         )
         n_decoding = sum([one.record.state is RequestState.DECODE for one in chosen])
         plain = all([is_plain(piece) for piece in slices])  # noqa: C419 - a list is quicker
-        if n_decoding < len(chosen):
-            self.chunks.charge((one.n_prefill, s) for one, s in zip(chosen, slices, strict=True))
         wanted = chosen[0].record.wanted if chosen else None
         step = Step(
             step_id=self._last_step,
@@ -965,10 +858,9 @@ class Scheduler:
             s.sequence: ScheduledSequence(one.record, one.live, s, one.num_real_drafts)
             for one, s in zip(chosen, slices, strict=True)
         }
-        self._waits.planned(now)
         self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, depends_on_step, plain))
         self.drafting.on_step_planned(self.in_flight[-1], upkeep=step.upkeep)
-        self._backlog.sent(self.chunks.step_s(slices), now)
+        self._n_at_first_stage += 1
         return StepPlan(step, tuple([one.record.request.request_id for one in chosen]), mask_jobs(parts.values()))
 
     # ---- inside: results and ends
@@ -1020,7 +912,9 @@ class Scheduler:
         ends = {"cancelled": RequestState.CANCELLED, "error": RequestState.FAILED}
         record.move(ends.get(reason, RequestState.FINISHED))
         self.reuse.ended(record)
-        self._waits.finished(record, reason)
+        if record.started_at is not None and reason != "error" and not record.uncached:
+            seconds = now - record.started_at
+            self._service_s += (seconds - self._service_s) / (16 if self._service_s else 1)
         self.preemption.forget(record)
         self._shares.leave(record.request.client_id)
         del self._records[record.request.request_id]
@@ -1069,6 +963,11 @@ class Scheduler:
         """The requests that wait."""
         return self._queue
 
-    def wait_s(self, client: str = "") -> float | None:
-        """Return the seconds until a further request of a client would start; None before enough was measured."""
-        return self._waits.wait_s(self.running, self._queue.rivals(client, self.running))
+    def retry_after_s(self, client: str) -> int:
+        """Return the whole seconds until the last waiting request of a client is likely to start: the requests that
+        start by then times the mean time of a request, divided by the sequences that run; 5 before one has ended.
+        """
+        if not self._service_s:
+            return 5
+        wait_s = self._queue.n_before(client) * self._service_s / max(1, self.n_running)
+        return min(600, max(1, math.ceil(wait_s)))

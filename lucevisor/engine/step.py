@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lucevisor.engine.constraint import Constraint, MaskJob
-from lucevisor.engine.request import RequestState, TokenScore
+from lucevisor.engine.request import TokenScore
 from lucevisor.engine.sequence import LiveSequence, RequestRecord
 from lucevisor.engine.spec_decode.statistics import PrefixOrigin
 from lucevisor.protocol.steps import PENDING, Drafted, Operation, Sampled, Scored, Slice, Step, StepResult
@@ -70,11 +70,6 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
     def n_tokens(self) -> int:
         """Rows of the slice, drafts included."""
         return self.stop - self.live.n_scheduled + len(self.drafts)
-
-    @property
-    def n_prefill(self) -> int:
-        """Tokens to prefill of the prompt it is a slice of; 0 for a decode."""
-        return self.live.n_prefill if self.record.state is RequestState.PREFILL else 0
 
     @property
     def _ranks_pages(self) -> bool:

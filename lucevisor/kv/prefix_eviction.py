@@ -2,7 +2,7 @@
 
 A slot is worth the tokens that would have to be recomputed without it, divided by the prompts since its last use.  The
 least valuable goes first, among those that free what is needed.  Knows neither lookup nor publication
-(prefix_cache.py).  Why freed ids can be reused at once: engine/scheduling/scheduler.py.
+(prefix_cache.py).  Why freed ids can be reused at once: engine/scheduler.py.
 Invariant: pinned slots stay.
 """
 

@@ -23,6 +23,7 @@ from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.loading import Load, Loaded
 from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
+from tests.combinations import combinations
 from tests.daemons.test_changed_while_loading import Reporter
 from tests.model.drafter_files import DFLASH2, DFLASH2_CONFIG, MTP, TARGET, UPSTREAM, checkpoint
 from tests.placement.made import configure
@@ -56,23 +57,21 @@ def run(load: Load) -> tuple[ModelRunner, Loaded]:
     return ModelRunner.load(load, Backend.CPU, fds, Reporter())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("devices", "draft"),
-    [
-        (["left:0", "right:0"], {}),
-        (["left:0"], {}),
-        (["left:0", "left:1"], {"device": "left:0"}),
-        (["left:0", "right:0"], {"device": "left:0"}),
-        (["left:0", "right:0"], {"device": "draft:0"}),
-    ],
+WHERE = (
+    (["left:0", "right:0"], {}),
+    (["left:0"], {}),
+    (["left:0", "left:1"], {"device": "left:0"}),
+    (["left:0", "right:0"], {"device": "left:0"}),
+    (["left:0", "right:0"], {"device": "draft:0"}),
 )
-@pytest.mark.parametrize(
-    ("model", "path", "kind"), [(TARGET, UPSTREAM, "dflash"), (TARGET, DFLASH2, "dflash"), (MTP, MTP, "mtp")]
-)
-def test_a_drafter_takes_the_memory_that_was_planned(tmp_path, model, path, kind, devices, draft, dtype):
-    where = {"kind": kind} | draft | ({} if model == path else {"path": str(path)})
-    placement = placed(tmp_path, model, where, devices, dtype=dtype)
+DRAFTERS = ((TARGET, UPSTREAM, "dflash"), (TARGET, DFLASH2, "dflash"), (MTP, MTP, "mtp"))
+
+
+@combinations(dtype=["float32", "bfloat16"], where=range(len(WHERE)), drafter=range(len(DRAFTERS)))
+def test_a_drafter_takes_the_memory_that_was_planned(tmp_path, drafter, where, dtype):
+    (model, path, kind), (devices, draft) = DRAFTERS[drafter], WHERE[where]
+    asked = {"kind": kind} | draft | ({} if model == path else {"path": str(path)})
+    placement = placed(tmp_path, model, asked, devices, dtype=dtype)
     assert placement.draft is not None
     assert placement.draft_device is not None
     runner, answer = loaded(placement, placement.draft.group, model, path)
@@ -140,14 +139,3 @@ def test_a_daemon_that_is_there_for_the_drafter_fails_without_it(tmp_path, how):
     broken(drafter, how)
     with pytest.raises((GgufError, LoadError, OSError), match=r"d\.gguf|No such file"):
         loaded(placement, "draft", TARGET, drafter)
-
-
-def test_a_drafter_file_that_is_not_the_expected_one_is_not_read(tmp_path):
-    drafter = Path(shutil.copy(UPSTREAM, tmp_path / "d.gguf"))
-    draft = {"kind": "dflash", "path": str(drafter), "device": "draft:0"}
-    placement = placed(tmp_path, TARGET, draft, ["left:0"], dtype="float32")
-    files = LoadFiles([str(drafter)], open_draft([drafter]).identities)
-    load = load_message(placement, "draft", LoadFiles([str(TARGET)]), 1, files)
-    shutil.copyfile(UPSTREAM, drafter)  # the same bytes, written again
-    with pytest.raises(LoadError, match="is not the one that the supervisor asked for"):
-        run(load)

@@ -59,52 +59,6 @@ async def test_a_loss_ends_running_requests_and_names_the_group_and_the_queue_go
     assert told(await events_of(handles[2]))[0] == groups.model.alone(waiting.prompt, waiting.sampling, 30, frozenset())
 
 
-def test_an_answer_to_an_earlier_reset_counts_for_nothing() -> None:
-    groups = Groups(["left", "right"])
-    groups.ready("left")
-    groups.ready("right")
-    groups.die("right")  # before either has answered
-    groups.lost("right")
-    groups.ready("right")
-    groups.answer("right")
-    groups.answer("left")  # the first of two
-    assert not groups.assembly.complete
-    groups.answer("left")
-    assert groups.assembly.complete
-
-
-def test_the_last_answer_to_a_reset_does_not_join_a_daemon_that_died_since() -> None:
-    groups = Groups(["left", "right"])
-    groups.ready("left")
-    groups.ready("right")
-    groups.answer("left")
-    groups.die("left")
-    groups.lost("left")
-    groups.answer("right")
-    assert not groups.assembly.complete
-    groups.ready("left")
-    groups.work()
-    assert groups.assembly.complete
-
-
-@pytest.mark.parametrize("dead", ["left", "right"])
-def test_a_daemon_that_is_dead_when_it_is_to_be_reset(dead: str) -> None:
-    groups = Groups(["left", "right"])
-    for group in ("left", "right"):
-        groups.ready(group, alive=group != dead)
-    groups.work()
-    assert not groups.assembly.complete
-    groups.lost(dead)
-    groups.work()
-    assert not groups.assembly.complete
-    groups.ready(dead)
-    groups.work()
-    assert groups.assembly.complete
-    groups.engine.submit(request("a", n=3))
-    groups.work()
-    assert groups.engine.statistics().running == 0
-
-
 def test_a_step_that_cannot_be_sent_ends_its_request_before_supervision_hears_of_the_death() -> None:
     groups = serving()
     groups.die("left")
@@ -119,19 +73,6 @@ def test_a_step_that_cannot_be_sent_ends_its_request_before_supervision_hears_of
     groups.ready("left")
     groups.work()
     assert groups.assembly.complete
-    assert groups.engine.ready
-
-
-def test_answers_to_steps_of_a_closed_pipeline_are_dropped() -> None:
-    groups = serving()
-    groups.engine.submit(request("a"))
-    groups.die("right")
-    groups.lost("right")
-    groups.answer("left")  # to its step
-    groups.assembly.frame("left", frame(StepResult(7, 1)))  # of a stage that it does not run
-    groups.ready("right")
-    groups.work()
-    assert groups.failures == []
     assert groups.engine.ready
 
 

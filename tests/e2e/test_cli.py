@@ -107,39 +107,39 @@ def test_status_and_top_of_a_real_supervisor(demo_status: dict[str, Any]) -> Non
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_operating_a_running_supervisor(user_cli: Cli) -> None:
-    first = user_cli.start()
-    assert "left" in user_cli.run("status").stdout
-    printed = json.loads(user_cli.run("status", "--json").stdout)["groups"]
-    assert [(g["name"], g["pid"]) for g in printed] == [(g["name"], g["pid"]) for g in user_cli.status()["groups"]]
-    out = user_cli.run("restart", "right").stdout
+def test_operating_a_running_supervisor(cli: Cli) -> None:
+    first = cli.start()
+    assert "left" in cli.run("status").stdout
+    printed = json.loads(cli.run("status", "--json").stdout)["groups"]
+    assert [(g["name"], g["pid"]) for g in printed] == [(g["name"], g["pid"]) for g in cli.status()["groups"]]
+    out = cli.run("restart", "right").stdout
     assert "group right is ready" in out
-    now = user_cli.status()
+    now = cli.status()
     assert now["groups"][1]["pid"] != first["groups"][1]["pid"]
     assert now["groups"][1]["restarts"] == 1
     for order, says in (
         (("restart", "rihgt"), 'there is no group "rihgt": the groups are left, right; nearest: right'),
         (("reload", "--set", "engine.max_context=128"), "--set: engine.max_context = 128: cannot change while"),
     ):
-        refused = user_cli.run(*order, check=False)
+        refused = cli.run(*order, check=False)
         assert (refused.returncode, says in refused.stderr) == (ExitCode.USAGE, True), refused.stderr
-    moved = user_cli.run("reload", "--set", "placement.target_layer_split=3,1").stdout
+    moved = cli.run("reload", "--set", "placement.target_layer_split=3,1").stdout
     assert 'placement.target_layer_split = "3,1"' in moved or "placement.target_layer_split = [3.0, 1.0]" in moved
-    assert [one["devices"][0]["layers"] for one in user_cli.status()["groups"]] == [[0, 6], [6, 8]]
-    refused = user_cli.run("reload", "--set", "engine.max_sequences=3", check=False)
+    assert [one["devices"][0]["layers"] for one in cli.status()["groups"]] == [[0, 6], [6, 8]]
+    refused = cli.run("reload", "--set", "engine.max_sequences=3", check=False)
     assert (refused.returncode, "engine.max_sequences = 3: cannot change" in refused.stderr) == (2, True)
-    lines = [json.loads(line) for line in user_cli.run("logs", "left").stdout.splitlines()]
+    lines = [json.loads(line) for line in cli.run("logs", "left").stdout.splitlines()]
     assert lines
     assert {line["group"] for line in lines} == {"left"}
-    assert len(user_cli.run("logs", "-n", "3", "--since", "1h").stdout.splitlines()) == 3
-    assert user_cli.run("logs", "--level", "error").stdout == ""
-    unknown = user_cli.run("logs", "rihgt", check=False)
+    assert len(cli.run("logs", "-n", "3", "--since", "1h").stdout.splitlines()) == 3
+    assert cli.run("logs", "--level", "error").stdout == ""
+    unknown = cli.run("logs", "rihgt", check=False)
     assert (unknown.returncode, "nearest: right" in unknown.stderr) == (2, True)
-    clash = user_cli.run("start", str(DEMO), "--name", "t", "--set", "server.port=0", check=False)
+    clash = cli.run("start", str(DEMO), "--name", "t", "--set", "server.port=0", check=False)
     assert clash.returncode == 1
     assert "runs already" in clash.stderr
-    user_cli.stop()
-    assert user_cli.run("status", check=False).returncode == 3
+    cli.stop()
+    assert cli.run("status", check=False).returncode == 3
 
 
 def test_plan_prints_shards_and_bytes_and_what_does_not_fit(cli: Cli) -> None:
@@ -163,19 +163,10 @@ def test_plan_does_not_say_that_it_fits_when_a_group_cannot_run(cli: Cli) -> Non
     assert not cli.socket().parent.exists()
 
 
-def test_doctor_passes_on_this_machine_and_names_a_missing_interpreter(user_cli: Cli, tmp_path: Path) -> None:
+def test_doctor_passes_on_this_machine(user_cli: Cli) -> None:
     done = user_cli.run("doctor", str(DEMO))
     assert "all groups can run" in done.stdout
     assert "arena" in done.stdout
-    broken = tmp_path / "broken.toml"
-    broken.write_text(
-        DEMO.read_text()
-        .replace('path = "demo/', f'path = "{DEMO.parent}/demo/')
-        .replace("[groups.right]", '[groups.right]\npython = "/nowhere/python"')
-    )
-    bad = user_cli.run("doctor", str(broken), check=False)
-    assert bad.returncode == 1
-    assert "/nowhere/python" in bad.stdout
 
 
 NO_GPU = pytest.mark.skipif(not torch.version.cuda, reason="refused before a daemon starts: no CUDA build of torch")

@@ -23,8 +23,8 @@ from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
-from lucevisor.engine import scheduler
 from lucevisor.engine.request import FinishedEvent, NotReady
+from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
 from lucevisor.supervision.policy import SupervisionLimits
@@ -159,15 +159,15 @@ async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
     """The drafter is asked now and then; in between decodes run ahead of their tokens."""
     asked, num_draft_tokens = itertools.count(), 0
     monkeypatch.setattr(SpecDecodeController, "num_draft_tokens", lambda *_: WIDTH if next(asked) % 40 < 4 else 0)
-    choose = scheduler.choose_ahead
+    choose = Scheduler.choose_ahead
 
-    def count(*arguments: Any) -> Any:
+    def count(scheduler: Scheduler, records: Any) -> Any:
         nonlocal num_draft_tokens
-        chosen = choose(*arguments)
-        num_draft_tokens += len(chosen) * arguments[-1].attached
+        chosen = choose(scheduler, records)
+        num_draft_tokens += len(chosen) * scheduler.drafting.attached
         return chosen
 
-    monkeypatch.setattr(scheduler, "choose_ahead", count)
+    monkeypatch.setattr(Scheduler, "choose_ahead", count)
     async with serving(CASES[name], tmp_path, n_groups, place) as service:
         samplings = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11))
         streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=60)

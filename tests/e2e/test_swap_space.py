@@ -20,7 +20,7 @@ from tests.combinations import slow
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.e2e.test_speculation import CASES, Case, config_of
 
-N_TOKENS = 200
+N_TOKENS = 120
 SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5))
 ASKED = [([(7 * i + 3 * k) % 250 + 1 for i in range(120)], SAMPLINGS[k % 2]) for k in range(4)]
 PLAIN = Case(CASES["qwen35-random"].model, "off")

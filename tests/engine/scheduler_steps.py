@@ -18,7 +18,7 @@ def plans(scheduler: Scheduler, now: float = 0.0) -> list[StepPlan]:
     while (plan := scheduler.next_plan(now)) is not None:
         found.append(plan)
         if scheduler.n_stages > 1:
-            scheduler.first_stage_done(now)
+            scheduler.on_first_stage_done()
     return found
 
 

@@ -438,10 +438,8 @@ def test_drafts_are_cut_to_the_pages_there_are() -> None:
     bench = Bench(speculating(pools=PoolSizes(3, 0, 0)))
     bench.submit("a", "b", n_prompt=61)
     both = plans(bench.scheduler)
-    assert [plan.step.slices[0].num_draft_tokens for plan in both] == [
-        4,
-        2,
-    ]  # the third page is for a's 65th position and on
+    # the third page is for a's 65th position and on
+    assert [s.num_draft_tokens for plan in both for s in plan.step.slices] == [4, 2]
     for plan in both:
         bench.answer(plan)
         bench.draft(plan)
@@ -666,7 +664,7 @@ def test_a_flush_waits_for_the_drafter() -> None:
         assert toy.pipeline is not None
         toy.pipeline.receive(*target.run_one())
         await asyncio.sleep(0)
-        assert toy.engine._scheduler.last_applied == 1
+        assert toy.engine.scheduler.last_applied == 1
         assert not synchronized.done()
         toy.pipeline.receive(*drafter.run_one())
         assert await synchronized

@@ -77,7 +77,7 @@ class Bench(ToyEngine):
 
     @property
     def live(self) -> LiveSequence:
-        [record] = self.engine._scheduler.running
+        [record] = self.engine.scheduler.running
         assert record.live is not None
         return record.live
 

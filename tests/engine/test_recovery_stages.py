@@ -89,7 +89,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     num_draft_tokens = n_drafted = 0
     for n_turns in range(40, 60, 3):
         toy = ready(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
-        toy.engine._scheduler.drafting.speculation = Idle(3)
+        toy.engine.scheduler.drafting.speculation = Idle(3)
         asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc"[:n_streams])]
         for one in asked:
             toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
@@ -98,7 +98,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
         handles = [toy.engine.submit(one) for one in asked]
         for i in range(n_turns):
             toy.work(i)
-        num_draft_tokens += any(step.depends_on_step for step in toy.engine._scheduler.in_flight)
+        num_draft_tokens += any(step.depends_on_step for step in toy.engine.scheduler.in_flight)
         assert toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({lost}))
         toy.work(0)
         toy.come_back()
@@ -176,7 +176,7 @@ async def test_slices_of_a_request_that_ended_stay_out_when_a_stage_is_lost_agai
     n_waiting = 0
     for n_before in range(4, 40, 3):
         toy = ready(3, pools=PoolSizes(24, 0, 16))
-        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc")]
+        asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abcdef")]
         handles = {one.request_id: toy.engine.submit(one) for one in asked}
         for i in range(n_before):
             toy.work(i)
@@ -398,7 +398,7 @@ class Crashes(Play):
 
     def return_(self) -> None:
         toy = self.toy
-        if toy.pipeline is not None and toy.engine._pipeline is toy.pipeline and not toy.engine.ready:
+        if toy.pipeline is not None and toy.engine.pipeline is toy.pipeline and not toy.engine.ready:
             toy.come_back()
             for _ in range(1000):
                 if toy.engine.ready or not toy.work(0):
@@ -406,7 +406,7 @@ class Crashes(Play):
             event(f"rebuilt: {toy.engine.ready}")
         if not toy.engine.ready:
             toy.attach()
-        if not toy.engine._scheduler.drafting.attached:
+        if not toy.engine.scheduler.drafting.attached:
             self.attach()
 
     def play(self) -> None:

@@ -104,7 +104,7 @@ class Play:
                     self.reserved.append(reservation)
             case "let go":
                 self.let_go()
-        validation.check(self.toy.engine._scheduler)
+        validation.check(self.toy.engine.scheduler)
 
     def let_go(self) -> None:
         for slot in self.pinned:

@@ -14,7 +14,6 @@ from lucevisor.engine.request import (
     Usage,
 )
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.engine.scheduling.chunking import RECENT_S
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.step import WrongResult
 from lucevisor.model.values import Space
@@ -85,31 +84,18 @@ def test_a_step_takes_several_prompts_the_shortest_first() -> None:
     assert {name for name, *_ in shape(found[1])} == {"b"}
 
 
-def test_a_short_prompt_gets_a_step_of_its_own_before_a_long_one() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=512, max_step_tokens=516, pools=PoolSizes(64, 0, 4)))
-    for name, n_prompt in (("long", 900), ("short", 70)):
-        scheduler.submit(request(name, range(n_prompt)), 0.0)
-    [first] = plans(scheduler)
-    assert shape(first) == [("short", 0, 70, True)]
-    scheduler.apply(answer(first), 0.0)
-    [second] = plans(scheduler)
-    assert shape(second) == [("long", 0, 512, False), ("short", 70, 1, True)]  # whole, until it is known what they cost
-    scheduler.apply(answer(second), 0.0)
-    [third] = plans(scheduler)
-    assert shape(third) == [("long", 512, 256, False), ("short", 71, 1, True)]
+SHARED = {"prefill_chunk": 512, "max_step_tokens": 516, "pools": PoolSizes(64, 0, 4), "long_prefill_tokens": 128}
 
 
-def test_a_chunk_is_cut_at_a_page_to_what_shorter_prompts_leave() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=512, max_step_tokens=516, pools=PoolSizes(64, 0, 4)))
-    for n in (40, 256, 512) * 3:  # tokens cost little beside a step: a long prompt may fill the short one's
-        scheduler.chunks.measured([Slice(0, 0, [7] * n, False)], 0.014 + n * 0.00001)
-    for name, n_prompt in (("long", 900), ("short", 70)):
+def test_beside_others_the_prompts_of_a_step_share_a_budget_shortest_first() -> None:
+    scheduler = Scheduler(limits(**SHARED))
+    for name, n_prompt in (("long", 900), ("short", 60)):
         scheduler.submit(request(name, range(n_prompt)), 0.0)
     [first] = plans(scheduler)
-    assert shape(first) == [("long", 0, 128, False), ("short", 0, 70, True)]
+    assert shape(first) == [("long", 0, 64, False), ("short", 0, 60, True)]  # cut at a page to what shorter ones leave
     scheduler.apply(answer(first), 0.0)
     [second] = plans(scheduler)
-    assert shape(second) == [("long", 128, 384, False), ("short", 70, 1, True)]  # never across a whole chunk's end
+    assert shape(second) == [("long", 64, 128, False), ("short", 60, 1, True)]
 
 
 def test_alone_a_long_prompt_gets_whole_chunks_and_every_step_in_flight() -> None:
@@ -118,40 +104,39 @@ def test_alone_a_long_prompt_gets_whole_chunks_and_every_step_in_flight() -> Non
     assert [shape(p) for p in plans(scheduler)] == [[("long", at, 256, False)] for at in (0, 256, 512)]
 
 
-def test_beside_a_short_prompt_a_long_one_gets_small_chunks_and_leaves_a_step_free() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)), n_stages=2)
-    for n in (40, 64, 128, 256) * 3:
-        scheduler.chunks.measured([Slice(0, 0, [7] * n, False)], 0.001 + n * 0.0005)
+def test_beside_a_short_prompt_a_long_one_leaves_the_first_stage_free() -> None:
+    scheduler = Scheduler(limits(**SHARED), n_stages=2)
     scheduler.submit(request("first", n=1), 0.0)
     scheduler.submit(request("long", range(1000), n=1), 0.0)
     first = scheduler.next_plan(0.0)
     assert first is not None
-    assert shape(first) == [("first", 0, 3, True)]
+    assert shape(first) == [("first", 0, 3, True), ("long", 0, 64, False)]
     assert scheduler.next_plan(0.0) is None  # the head has a step
     scheduler.submit(request("second", n=1), 1.0)
     second = scheduler.next_plan(1.0)
     assert second is not None
-    assert shape(second) == [("second", 0, 3, True)]  # at once, and nobody rides with it
-    scheduler.first_stage_done(1.0)
+    assert shape(second) == [("second", 0, 3, True)]  # at once, without the long one
+    scheduler.on_first_stage_done()
     assert scheduler.next_plan(1.0) is None
-    scheduler.first_stage_done(1.0)
+    scheduler.on_first_stage_done()
+    assert scheduler.next_plan(1.0) is None  # the other stage has two
+    scheduler.apply(answer(first), 1.0)
     third = scheduler.next_plan(1.0)
     assert third is not None
-    assert shape(third) == [("long", 0, 128, False)]
+    assert shape(third) == [("long", 64, 128, False)]
 
 
 def test_a_while_after_the_last_short_prompt_long_ones_get_whole_chunks_again() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=256, max_step_tokens=300, pools=PoolSizes(64, 0, 4)))
-    for n in (40, 40, 128, 128, 256, 256):
-        scheduler.chunks.measured([Slice(0, 0, [7] * n, False)], 0.008 + n * 0.000385)
+    scheduler = Scheduler(limits(**SHARED))
+    scheduler.submit(request("long", range(1000), n=1), 0.0)
     scheduler.submit(request("short", n=1), 0.0)
-    for p in plans(scheduler, 0.0):
-        scheduler.apply(answer(p), 0.0)
-    scheduler.submit(request("long", range(1000), n=1), RECENT_S - 0.1)
-    [small] = plans(scheduler, RECENT_S - 0.1)
-    assert small.step.n_tokens == 128
-    scheduler.apply(answer(small), RECENT_S + 0.1)
-    assert [p.step.n_tokens for p in plans(scheduler, RECENT_S + 0.1)] == [128, 256]  # to the next multiple, then whole
+    [first] = plans(scheduler)
+    scheduler.apply(answer(first), 0.0)
+    [second] = plans(scheduler, 7.0)
+    assert shape(second) == [("long", 64, 128, False)]
+    scheduler.apply(answer(second), 7.0)
+    [third, _] = plans(scheduler, 9.0)
+    assert shape(third) == [("long", 192, 320, False)]
 
 
 @pytest.mark.parametrize("n_stages", [2, 3, 4])

@@ -64,6 +64,7 @@ def demo_limits(**changes: object) -> EngineLimits:
         "max_context": 8192,
         "prefill_chunk": 512,
         "max_step_tokens": 520,
+        "long_prefill_tokens": 128,
         "spaces": HYBRID,
         "pools": PoolSizes(full_pages=1024, window_pages=0, states=9),
     }
@@ -73,7 +74,10 @@ def demo_limits(**changes: object) -> EngineLimits:
 def gpu_limits(prefill_chunk: int) -> EngineLimits:
     """What the planner gives a 27B model on a GPU with room."""
     pools = PoolSizes(full_pages=4096, window_pages=0, states=9)
-    return demo_limits(prefill_chunk=prefill_chunk, max_step_tokens=prefill_chunk + 8, max_context=32768, pools=pools)
+    return demo_limits(
+        prefill_chunk=prefill_chunk, max_step_tokens=prefill_chunk + 8, max_context=32768, pools=pools,
+        long_prefill_tokens=512,
+    )  # fmt: skip
 
 
 @dataclass
@@ -226,7 +230,7 @@ class TimedPipeline:
             self._in_flight.append((done_at, plan, slowest_s))
             self._ends_at[plan.step.step_id] = done_at
             if self.n_stages > 1:
-                self.at(self._free_at[0], lambda: self.scheduler.first_stage_done(self.now))
+                self.at(self._free_at[0], lambda: self.scheduler.on_first_stage_done())
             self.plans.append(plan)
 
     def _answer(self, plan: StepPlan, slowest_s: float) -> None:
@@ -236,7 +240,6 @@ class TimedPipeline:
             if s.sample
         ]
         events = self.scheduler.apply(StepResult(plan.step.step_id, 0, drawn), self.now)
-        self.scheduler.chunks.measured(plan.step.slices, slowest_s)
         for name, event in events:
             trace = self.traces[name]
             trace.first_at = self.now + self.outside_s if trace.first_at is None else trace.first_at

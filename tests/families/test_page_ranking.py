@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from daemons.kv.batch import Group
-from daemons.models.page_ranking import rank_pages
 from daemons.ops.page_scores import KeySketches, log_sums, queries_by_head, scores_of, sketches_of
 from daemons.ops.page_sums import TorchPageSums
 from daemons.ops.paged import DensePages, Pages
@@ -106,28 +104,6 @@ def test_scores_find_a_key_that_one_head_looks_for(width: int) -> None:
         found.append(int(scores.argmax()) == at)
         torch.testing.assert_close(scores, scores_of(of_all, 3), rtol=0.1, atol=1e-4)  # those kept are rounded
     assert all(found)
-
-
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("n_rows", [1, 3])
-def test_kernels_get_contiguous_queries(group: int, n_rows: int) -> None:
-    """Also where every query head has a kv head of its own: then putting heads first copies nothing."""
-    seen = []
-
-    class Watched(TorchPageSums):
-        def of_keys(self, q, keys, pages):
-            seen.append(q.is_contiguous())
-            return super().of_keys(q, keys, pages)
-
-    keys = DensePages(torch.randn(4, PAGE_TOKENS, 2, 32))
-    keys.host = SimpleNamespace(pages=SimpleNamespace(chunks=lambda layers, rows: []))
-    keys.sketches = KeySketches(1, 2, 32, torch.device("cpu"))
-    sequence = SimpleNamespace(id=7, pages={Space.FULL: [2, 0, 3]}, hosts={}, out=[])
-    queries = [(keys, torch.randn(1, n_rows, 2 * group, 32), 0.2)]
-    batch = SimpleNamespace(groups=[SimpleNamespace(starts=torch.zeros(1), queries=queries)])
-    layout = SimpleNamespace(groups=[SimpleNamespace(ranked=[0], starts=[3 * PAGE_TOKENS], sequences=[sequence])])
-    assert rank_pages(batch, layout, Watched())[7].shape == (3,)
-    assert seen == [True]
 
 
 def test_sketches_tell_what_attention_sees() -> None:

@@ -1,1 +1,0 @@
-"""Who starts, and what the next step computes: the scheduler with its queue, admission, batches and chunks."""
