@@ -163,6 +163,7 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
     return cached
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("spaces", LAYERS, ids=["full", "recurrent"])
 async def test_262144_tokens(
