@@ -74,10 +74,13 @@ def accepts(compiled, text):
 
 
 def n_followed(walk, ids):
-    """How many tokens the grammar takes; all at once may take more work than one step may."""
-    n = walk.n_valid(0, [], ids)
-    while n < len(ids) and ids[n] in allowed(walk.masks(0, ids[:n], [])):
-        n += 1
+    """How many tokens the grammar takes, in steps that no draft is longer than."""
+    n = 0
+    while n < len(ids):
+        n_valid = walk.n_valid(0, ids[:n], ids[n : n + 16])
+        if n_valid == 0 and ids[n] not in allowed(walk.masks(0, ids[:n], [])):
+            break
+        n += max(n_valid, 1)
     return n
 
 

@@ -65,7 +65,7 @@ class Knob:
     """Replaces the drafts of a service's engine, and notes the times of its steps and drafts."""
 
     def __init__(self, service):
-        self.drafting = service.engine._scheduler.drafting
+        self.drafting = service.engine.scheduler.drafting
         self.vocabulary = service.model.spec.vocabulary
         settings = self.drafting._settings
         # draft.width, for the widest step, fixes the service's
@@ -226,7 +226,7 @@ async def serve(config, model, run_dir, options, drafter):
         process.freeze_gc()
         if drafter == "none":
             return await measure_without(service, options)
-        while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+        while not service.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.1)
         return await measure(service, options)
     finally:

@@ -6,21 +6,24 @@ from typing import Final
 
 from llguidance import LLParserLimits
 
-_INITIAL_FUEL: Final = 1_000_000
-_STEP_FUEL: Final = 200_000
-_STEP_ITEMS: Final = 50_000
-_ROW_ITEMS: Final = 20_000  # of one state of the parser: alternatives that are open at once
-_LEXER_STATES: Final = 50_000  # 1 to 2 KiB each
-_GRAMMAR_SYMBOLS: Final = 200_000
-LIMITS: Final = LLParserLimits(
-    initial_lexer_fuel=_INITIAL_FUEL,
-    step_lexer_fuel=_STEP_FUEL,
-    step_max_items=_STEP_ITEMS,
-    max_items_in_row=_ROW_ITEMS,
-    max_lexer_states=_LEXER_STATES,
-    max_grammar_size=_GRAMMAR_SYMBOLS,
-    verbose_errors=False,
-)
+_STEP_FUEL: Final = 200_000  # some 20 ms
+
+
+def _limits(step_fuel: int) -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=step_fuel,
+        step_max_items=50_000,
+        max_items_in_row=20_000,  # of one state of the parser: alternatives that are open at once
+        max_lexer_states=50_000,  # 1 to 2 KiB each
+        max_grammar_size=200_000,  # symbols
+        verbose_errors=False,
+    )
+
+
+LIMITS: Final = _limits(_STEP_FUEL)
+TRIAL_LIMITS: Final = _limits(_STEP_FUEL // 2)
+"""For an expression that is tried alone: what is around it, and a large vocabulary, take work as well."""
 
 
 def is_panic(error: BaseException) -> bool:

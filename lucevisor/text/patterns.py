@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from lucevisor.text.llguidance_limits import LIMITS, is_panic
+from lucevisor.text.llguidance_limits import LIMITS, TRIAL_LIMITS, is_panic
 
 _END: Final = 256  # the token behind the 256 bytes
+_TRIED_CHARACTERS: Final = 8
 _SEARCHES: Final = threading.Lock()  # of searches, which are made by workers and by the event loop
 _CONTROLS: Final = {"0": r"\x00", "b": r"\x08"}
 _QUANTIFIER: Final = re.compile(r"\{\d+(,\d*)?\}")
@@ -25,8 +26,7 @@ _TOKEN: Final = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _KNOWN_ESCAPES: Final = frozenset("dDwWsSbBnrtfvpPkxu123456789")
-_CLASS: Final = re.compile(r"(?:\\.|[^\]\\])*", re.DOTALL)  # to its end
-_QUOTED: Final = re.compile(r'"|\\\\|\\x(?:22|5[cC])|\\u00(?:22|5[cC])')
+_CONTROL_CHARACTERS: Final = [chr(code) for code in range(32)]
 _CLASSES: Final = {r"\w": "0-9A-Za-z_", r"\d": "0-9"}  # ASCII only, as in ECMA 262
 
 
@@ -41,7 +41,7 @@ _PART: Final = re.compile(
     r"""(?P<open>\((?:\?(?:P?<[^>=!]{0,64}>|[a-zA-Z-]{0,9}:|<?[=!])|\?[a-zA-Z-]{1,9}(?=\)))?)
     | (?P<close>\)) | (?P<or>\|) | (?P<none>[\^$])
     | (?:(?P<some>[*?])|(?P<more>\+)|\{(?P<times>\d+)(?:,\d*)?\})\??
-    | \[\^?\]?(?:\\.|[^\]])*+\]?
+    | \[\^?\]?(?:\\.|\[(?:\\.|[^\]])*+\]?|[^\]])*+\]?
     | \\(?:[pPxu]\{[^}]{0,64}\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.) | .""",
     re.VERBOSE | re.DOTALL,
 )
@@ -120,30 +120,31 @@ def check_length(expression: str) -> int:
 
 def translated(pattern: str) -> str:
     """Return an ECMA expression in the notation of Rust's crate regex."""
-    pieces, in_class, at = list[str](), False, 0
+    pieces, class_at, at = list[str](), -1, 0
     while match := _TOKEN.match(pattern, at):
         token = match.group()
         at = match.end()
+        in_class = class_at >= 0
         if token[0] == "\\" and len(token) > 1:
             pieces.append(_escape(token, in_class=in_class))
+        elif in_class and token == "]":
+            pieces[class_at:] = [_class("".join([*pieces[class_at:], token]))]
+            class_at = -1
         elif in_class:
-            in_class = token != "]"
-            pieces.append(rf"\{token}" if token in "[&~" or (token == "-" and pattern[at : at + 1] == "-") else token)
+            pieces.append(rf"\{token}" if token in "[&~|" or (token == "-" and pattern[at : at + 1] == "-") else token)
         elif token == "[":
-            in_class = True
             if pattern.startswith("^]", at):  # any character
                 pieces.append(r"[\s\S]")
-                in_class, at = False, at + 2
+                at += 2
             elif pattern.startswith("]", at):  # none
                 pieces.append(r"[^\s\S]")
-                in_class, at = False, at + 1
+                at += 1
             else:
-                negated = pattern.startswith("^", at)
-                pieces.append("[^" if negated else "[")
-                at += negated
-                # A class with control characters takes both of what JSON escapes, even if it excludes them.
-                if negated and _QUOTED.search(_CLASS.match(pattern, at).group()):  # type: ignore[union-attr]  # any text
-                    pieces.append(r"\x00-\x1f")
+                class_at = len(pieces)
+                pieces.append(token)
+                if pattern.startswith("^", at):
+                    pieces.append("^")
+                    at += 1
         elif token == "{" and not _QUANTIFIER.match(pattern, match.start()):
             pieces.append(r"\{")
         elif token == "}" and "{" not in pattern[max(0, at - 24) : at]:
@@ -153,10 +154,23 @@ def translated(pattern: str) -> str:
     return "".join(pieces)
 
 
+def _class(members: str) -> str:
+    """A class, in brackets, without NUL where llguidance would take too much for it.
+
+    In JSON llguidance allows both quotes and backslashes where a class has all control characters.
+    """
+    try:
+        matches_one = re.compile(members, re.ASCII).match
+        is_exact = not all(map(matches_one, _CONTROL_CHARACTERS)) or all(map(matches_one, '"\\'))
+    except re.error:  # of the notation's own, such as \p{L}
+        is_exact = False
+    return members if is_exact else rf"[{members}--\x00]"
+
+
 def _escape(token: str, *, in_class: bool) -> str:
     kind = token[1]
     if kind in "pP" and len(token) > 2:
-        return token
+        return token if in_class else _class(f"[{token}]")
     if kind == "c" and len(token) == 3:
         return rf"\x{ord(token[2]) % 32:02x}"
     if kind in _CONTROLS and (kind == "0" or in_class):
@@ -179,6 +193,28 @@ def told(schema: str) -> str:
             raise
         return "it takes too much work"
     return said
+
+
+@functools.lru_cache(maxsize=1024)
+def gives_up(grammar: str) -> bool:
+    """Return whether the first characters of a text take llguidance too much work, by a grammar of texts (as JSON).
+
+    The first mask behind a character takes most: an intersection of expressions is searched for a text that ends.
+    """
+    try:
+        matcher = LLMatcher(_byte_tokens(), f'{{"grammars":[{grammar}]}}', log_level=0, limits=TRIAL_LIMITS)
+        for n_taken in range(_TRIED_CHARACTERS):
+            row = matcher.compute_bitmask()
+            if matcher.is_error():
+                return True
+            inside = [i for i in range(0x20, _END) if row[i // 8] >> (i % 8) & 1 and (n_taken == 0 or i not in b'"\\')]
+            if not inside or not matcher.consume_token(inside[7 * n_taken % len(inside)]):
+                break
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return True
+    return matcher.is_error()
 
 
 def nothing_fits(said: str) -> bool:

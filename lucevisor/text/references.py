@@ -191,10 +191,8 @@ class _Flattener:
         self._definitions: dict[str, Any] = {}
 
     def whole(self) -> dict[str, Any]:
-        root = self._document.root
-        result: dict[str, Any] = self._flat(root)
-        if "$schema" in root.schema:
-            result["$schema"] = root.schema["$schema"]
+        # Without ``$schema``, as in older dialects a keyword beside a reference would not count.
+        result: dict[str, Any] = self._flat(self._document.root)
         return {**result, "$defs": self._definitions} if self._definitions else result
 
     def _flat(self, place: Place) -> Any:

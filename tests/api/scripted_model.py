@@ -16,11 +16,10 @@ from pathlib import Path
 
 from lucevisor.api.app_context import AppContext, GroupMetrics, ModelCard, NotReadyPart
 from lucevisor.api.preprocessing import Preprocessor
-from lucevisor.engine.core import Engine
+from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import RequestError
-from lucevisor.engine.settings import EngineSettings
 from lucevisor.model.gguf_files import open_model, part_paths
 from lucevisor.model.values import Space
 from lucevisor.protocol.connection import Connection

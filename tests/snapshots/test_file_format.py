@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from lucevisor.kv.residency import PagedOut
+from lucevisor.kv.page_table import PagedOut
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.snapshots.file_format import (

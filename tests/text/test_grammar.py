@@ -279,12 +279,33 @@ def test_an_unknown_keyword_is_left_out_only_where_asked() -> None:
     matcher(forms.json_schema(schema, lenient=True))
 
 
-@pytest.mark.parametrize("kind", ['[^"]', "[^\\\\]", "[^,\\x22a-c\\\\]", r"[^\u005c]", '[^-"]', '[^"-]', '[^"\\-x]'])
-def test_a_negated_class_excludes_what_json_escapes(kind: str) -> None:
-    part = forms.json_schema({"type": "string", "pattern": f"^x{kind}y$"})
-    for char in ('"', "\\", "z", "é", "/", "-", "x", "!"):
-        ids = tokenizer().encode(json.dumps(f"x{char}y", ensure_ascii=False))
-        assert (matcher(part).n_valid(0, [], ids) == len(ids)) == bool(re.fullmatch(kind, char)), char
+ESCAPED = [*map(chr, range(0x26)), "/", "[", "\\", "]", "a", "é"]
+
+
+@pytest.mark.parametrize(
+    "class_",
+    ['[^"]', "[^,\\x22a-c\\\\]", '[^"\\-x]', r"[\0-\x1f]", r"[\x00-!]", r"[\u0000-\u005b]", r"[a\n\t]", r"[^\n]"],
+)
+def test_a_class_has_what_json_escapes_if_it_names_it(class_: str) -> None:
+    check_class(class_)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.lists(st.tuples(st.sampled_from(ESCAPED), st.sampled_from(ESCAPED)), min_size=1, max_size=3))
+def test_a_class_of_ranges_has_what_it_names(negated: bool, ranges: list[tuple[str, str]]) -> None:
+    members = "".join("\\u{:04x}-\\u{:04x}".format(*sorted(map(ord, pair))) for pair in ranges)
+    check_class(f"[{'^' * negated}{members}]")
+
+
+def check_class(class_: str) -> None:
+    """What is allowed is in the class, and all of the class is but for NUL."""
+    part = forms.json_schema({"type": "array", "items": {"type": "string", "pattern": f"^{class_}$"}})
+    grammar = compiled(part, "small")
+    for char in ESCAPED:
+        ids = tokenizer().encode(json.dumps([char], ensure_ascii=False))
+        is_allowed = grammar.matcher().n_valid(0, [], ids) == len(ids)
+        in_class = bool(re.fullmatch(class_, char))
+        assert is_allowed == in_class or (char == "\0" and in_class), (class_, char)
 
 
 def test_blanks_are_bounded() -> None:

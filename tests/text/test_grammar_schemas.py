@@ -110,6 +110,8 @@ def test_a_property_of_several_schemas_has_what_all_of_them_name() -> None:
 
 
 E_MAIL = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z]+\.com$", "maxLength": 9}
+# Either compiles alone; only what follows a character shows that both together are too much.
+WORDS = {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,9}\S+$)", "minLength": 1, "maxLength": 5000}
 TWO = {"a": BOOLEAN, "b": BOOLEAN}
 
 
@@ -118,6 +120,7 @@ TWO = {"a": BOOLEAN, "b": BOOLEAN}
     [
         (E_MAIL, "pattern at #", [".@x.com", "what"], ["more than nine", 1]),
         ({"type": "string", "pattern": r"\bfoo\b", "minLength": 2}, "pattern at #", ["foo", "ba"], ["f"]),
+        (WORDS, "pattern at #", ["a b", "c" * 5000], ["", "c" * 5001]),
         ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern at #", ["aa", "ab"], [1]),
         ({"type": "string", "format": "colour", "maxLength": 3}, "format at #", ["red"], ["blue"]),
         ({"type": "array", "items": BOOLEAN, "uniqueItems": True}, "uniqueItems at #", [[True, True]], [[1]]),

@@ -117,6 +117,13 @@ SCHEMAS: dict[str, Schema] = {
         "$id": "http://x.y/z.json",
         **obj({"v": FLAG, "kid": {"anyOf": [{"$ref": "z.json"}, {"type": "null"}]}}),
     },
+    "a reference of draft 4, of any type": {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "$ref": "#/definitions/c",
+        "type": "null",
+        "definitions": {"c": {"properties": {"a": FLAG}}},
+    },
+    "anchors in groups": obj({"x": {"type": "string", "pattern": "^$|(^(?:a|b){2}$)"}}),
     "definitions of both kinds": obj(
         {"a": {"$ref": "#/definitions/C"}, "b": {"$ref": "#/$defs/C"}},
         **{"$defs": {"C": FLAG}, "definitions": {"C": STATE}},

@@ -702,7 +702,7 @@ class _SchemaWriter:
                 del found[key]
                 self._drop(key, "is beyond what can be enforced")
         for key in order:
-            if len(found) > 1 and key in found and (told := _refusal({**base, **found})):
+            if len(found) > 1 and key in found and (told := _refusal_together({**base, **found})):
                 del found[key]
                 self._drop(key, f"cannot be enforced beside {', '.join(found)}: {_reason(told)}")
         self._out |= found
@@ -881,6 +881,14 @@ def _refusal(ready: Ready) -> str:
     return "" if patterns.nothing_fits(told) else told
 
 
+def _refusal_together(ready: dict[str, Any]) -> str:
+    """Why keywords of one type do not go together: of a pattern and a length, it may be known only while followed."""
+    told = _refusal(ready)
+    if not told and ("pattern" in ready or "format" in ready) and patterns.gives_up(json.dumps({"json_schema": ready})):
+        return _TOO_MUCH_WORK
+    return told
+
+
 def _reason(told: str) -> str:
     """llguidance's message as a sentence about a schema."""
     if patterns.nothing_fits(told):
@@ -896,9 +904,10 @@ def _reason(told: str) -> str:
     ):
         if found in told:
             return reason
-    return "it takes too much work"
+    return _TOO_MUCH_WORK
 
 
+_TOO_MUCH_WORK: Final = "it takes too much work"
 _RELAXED: Final = ("dependencies", "patternProperties", "pattern", "format", "minProperties", "maxProperties",
                    *_NUMBER, "minLength", "maxLength", "minItems", "maxItems", "allOf", "anyOf", "$ref")  # fmt: skip
 

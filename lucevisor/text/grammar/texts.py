@@ -7,6 +7,7 @@ fits its schema.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -59,8 +60,11 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
     if "minLength" in schema or "maxLength" in schema:
         terms.append(f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
     for pattern in schema.get("patterns", ()):
-        if (term := searched(str(pattern))) is None:
+        term = searched(str(pattern))
+        if term is None:
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
+        elif terms and patterns.gives_up(_grammar(" & ".join([*terms, term]))):
+            alternatives.refuse(where, f"the pattern {json.dumps(pattern)}", "beside others or lengths: too much work")
         else:
             terms.append(term)
     if "format" in schema:
@@ -83,16 +87,31 @@ def searched(pattern: str) -> str | None:
         body = branch[1 if begins else 0 : -1 if ends else None]
         found.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")
     term = f"/({regex_to_lark('|'.join(found), 'dw')})/"
-    lark = f"start: T\nT: {term}\n"
-    return None if LLMatcher.validate_grammar(json.dumps({"grammars": [{"lark_grammar": lark}]})) else term
+    return None if LLMatcher.validate_grammar(f'{{"grammars": [{_grammar(term)}]}}') else term
+
+
+def _grammar(terminal: str) -> str:
+    return json.dumps({"lark_grammar": f"start: T\nT: {terminal}\n"})
 
 
 _ANY: Final = r"(.|\n)*"
 
 
+_GROUP_OPEN: Final = re.compile(r"\((?:\?:|(?!\?))")
+
+
 def _branches(pattern: str) -> Iterator[str]:
-    """Yield the alternatives that a pattern has outside of groups."""
-    depth, in_class, begin, at = 0, False, 0, 0
+    """Yield the alternatives of a pattern, and of a group that is a whole alternative."""
+    for branch, is_group in _alternatives(pattern):
+        if is_group and (opening := _GROUP_OPEN.match(branch)):
+            yield from _branches(branch[opening.end() : -1])
+        else:
+            yield branch
+
+
+def _alternatives(pattern: str) -> Iterator[tuple[str, bool]]:
+    """Yield the alternatives that a pattern has outside of groups, and whether each is one group."""
+    depth, in_class, begin, at, n_groups, last = 0, False, 0, 0, 0, -1
     while at < len(pattern):
         character = pattern[at]
         if character == "\\":
@@ -103,11 +122,13 @@ def _branches(pattern: str) -> Iterator[str]:
             in_class = True
         elif character in "()":
             depth += 1 if character == "(" else -1
+            n_groups += depth == 0
+            last = at
         elif character == "|" and depth == 0:
-            yield pattern[begin:at]
-            begin = at + 1
+            yield pattern[begin:at], n_groups == 1 and last == at - 1 and pattern[begin] == "("
+            begin, n_groups = at + 1, 0
         at += 1
-    yield pattern[begin:]
+    yield pattern[begin:], n_groups == 1 and last == at - 1 and pattern[begin] == "("
 
 
 def _escaped_end(branch: str) -> bool:
