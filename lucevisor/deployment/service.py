@@ -37,7 +37,7 @@ from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend

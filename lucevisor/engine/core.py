@@ -41,10 +41,9 @@ from lucevisor.engine.scheduler import Events, Scheduler, SwapSpace
 from lucevisor.engine.sequence import RequestRecord, WantedRows, page_operations
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
-from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import Reservation
+from lucevisor.kv.page_table import PagedOut
+from lucevisor.kv.prefix_cache import PrefixIndex, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
-from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace

@@ -44,7 +44,7 @@ from lucevisor.engine.step import (
     mask_jobs,
 )
 from lucevisor.kv.page_table import HostMemoryFull
-from lucevisor.kv.prefix_records import PrefixMatch, Reservation
+from lucevisor.kv.prefix_cache import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import arena_regions

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lucevisor.deployment.swap_space import HostSwapSpace
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import GenerationRequest
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy, max_window_pages
 from lucevisor.model.spec import LayerSpec, StateTensor

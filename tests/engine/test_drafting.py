@@ -21,7 +21,7 @@ from lucevisor.engine.spec_decode.controller import (
     SpecDecodeController,
 )
 from lucevisor.engine.step import StepPlan, WrongResult
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.scheduler import MAX_SKIPPED_STEPS, PATIENCE, Scheduler
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.combinations import combinations

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 
 from lucevisor.engine.core import FrozenState
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.protocol.loading import PoolSizes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes

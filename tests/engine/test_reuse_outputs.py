@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lucevisor.engine import validation
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest, RequestHandle
-from lucevisor.kv.prefix_records import PrefixSettings, Reservation
+from lucevisor.kv.prefix_cache import PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space

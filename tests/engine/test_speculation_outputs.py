@@ -17,7 +17,7 @@ from lucevisor.engine.request import GenerationRequest, RequestHandle, RequestSt
 from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.step import StepPlan
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes

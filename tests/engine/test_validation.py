@@ -8,7 +8,7 @@ import pytest
 
 from lucevisor.engine import validation
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.validation import AccountingError
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
