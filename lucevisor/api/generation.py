@@ -29,7 +29,7 @@ from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
-from lucevisor.text.reasoning_budget import ReasoningBudget
+from lucevisor.text.reasoning import ReasoningBudget
 
 _ANSWER_TOKENS: Final = 1024
 """Tokens that a thinking budget leaves for the answer, or a quarter of those allowed if they are few."""

@@ -7,8 +7,9 @@ same as the schema, and each reference in it is ``#/$defs/NAME``, with a definit
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
@@ -180,6 +181,82 @@ def _references(schema: Any) -> Iterator[str]:
                 yield from _references(list(value.values()))
             elif key not in VALUES and key not in _DEFINITIONS:
                 yield from _references(value)
+
+
+def without_endless(schema: Mapping[str, Any]) -> dict[str, Any] | bool:
+    """Return a flattened schema with False for each reference to a schema that has no value with an end.
+
+    A text that followed a grammar of such a schema would never end.
+    """
+    definitions = schema.get("$defs", {})
+    waiting, ending, n_before = list(definitions.items()), set[str](), -1
+    while waiting and len(ending) > n_before:
+        n_before = len(ending)
+        # Definitions are listed in the order in which they were met, or are used: both ways, few rounds are enough.
+        for name, definition in reversed(waiting):
+            if _ends(definition, ending):
+                ending.add(name)
+        waiting = [(name, definition) for name, definition in reversed(waiting) if name not in ending]
+    if not waiting:
+        return dict(schema)
+    definitions = {name: definition for name, definition in definitions.items() if name in ending}
+    limited: dict[str, Any] | bool = _limited({**schema, "$defs": definitions}, ending)
+    return limited
+
+
+def _limited(schema: Any, names: Set[str]) -> Any:
+    """The schema with False for each reference to a definition of another name."""
+    if isinstance(schema, list):
+        return [_limited(item, names) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if "$ref" in schema and resolved_name(schema) not in names:
+        return False
+    return {
+        key: {name: _limited(inner, names) for name, inner in value.items()}
+        if key in NAMED | {"$defs"} and isinstance(value, Mapping)
+        else value if key in VALUES else _limited(value, names)
+        for key, value in schema.items()
+    }  # fmt: skip
+
+
+def _ends(schema: object, ending: Set[str]) -> bool:
+    """Whether a schema has a value, if definitions of these names have one."""
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    if "$ref" in schema and resolved_name(schema) not in ending:
+        return False
+    if not all(_ends(part, ending) for part in _list(schema, "allOf")):
+        return False
+    for key in ("anyOf", "oneOf"):
+        options = _list(schema, key)
+        if options and not any(_ends(option, ending) for option in options):
+            return False
+    kinds = schema.get("type", "null")
+    return any(_kind_ends(kind, schema, ending) for kind in (kinds if isinstance(kinds, list) else [kinds]))
+
+
+def _kind_ends(kind: object, schema: Mapping[str, Any], ending: Set[str]) -> bool:
+    if kind == "object":
+        properties = schema.get("properties")
+        required = [_item(properties, name) for name in _list(schema, "required")]
+        return all(_ends(value, ending) for value in required if value is not None)
+    if kind == "array":
+        min_items = schema.get("minItems", 0)
+        if not isinstance(min_items, int | float):
+            return True
+        ends = [_ends(item, ending) for item in [*_list(schema, "prefixItems"), schema.get("items")]]
+        return all(ends[: math.ceil(min(min_items, len(ends)))])
+    return True
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _item(properties: object, name: object) -> Any:
+    return properties.get(name) if isinstance(properties, Mapping) and isinstance(name, str) else None
 
 
 class _Flattener:

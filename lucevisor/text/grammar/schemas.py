@@ -21,9 +21,8 @@ from typing import Any, Final
 
 from lucevisor.errors import show
 from lucevisor.text import patterns
-from lucevisor.text.grammar.endless import without_endless
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.references import REFERENCES, Document, Place, UnresolvedReferenceError
+from lucevisor.text.references import REFERENCES, Document, Place, UnresolvedReferenceError, without_endless
 
 MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""

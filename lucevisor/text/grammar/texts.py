@@ -75,6 +75,12 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
     return " & ".join(terms) or ANYTHING
 
 
+def fits_as_text(text: str, alternative: Mapping[str, Any]) -> bool:
+    """Return whether a constant fits the lengths and patterns of an alternative."""
+    fits_length = alternative.get("minLength", 0) <= len(text) <= alternative.get("maxLength", len(text))
+    return fits_length and all(patterns.matches(pattern, text) for pattern in alternative.get("patterns", ()))
+
+
 def searched(pattern: str) -> str | None:
     """A terminal for the texts in which a pattern of a schema is found; None if llguidance cannot read it."""
     try:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from lucevisor.text.parameters import Tools, has_tool
 from lucevisor.text.tools.argument_pairs import ArgumentPairs
-from lucevisor.text.tools.call import ToolCall, ToolFormat, Tools, has_tool
+from lucevisor.text.tools.call import Function, ToolCall, ToolFormat
 from lucevisor.text.tools.gemma4 import Gemma4
 from lucevisor.text.tools.json_object import JsonObject
 from lucevisor.text.tools.xml_function import XmlFunction
 
-__all__ = ["FORMATS", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
+__all__ = ["FORMATS", "Function", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
 
 # What a template says that is of this format, the most particular first: all but Gemma's write <tool_call> as well.
 FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
