@@ -108,9 +108,9 @@ def types(schema: object, definitions: Schema) -> frozenset[str]:
     return _types(schema, definitions, {})
 
 
-def type_names(named: object) -> frozenset[str]:
+def type_names(type_: object) -> frozenset[str]:
     """Return the types that the keyword ``type`` allows."""
-    names = [named] if isinstance(named, str) else named if isinstance(named, list) else None
+    names = [type_] if isinstance(type_, str) else type_ if isinstance(type_, list) else None
     if names is None:
         return ANY_TYPE
     kinds = {name for name in names if isinstance(name, str)}

@@ -110,8 +110,8 @@ class Rules:
         return self._tokenizer.token_id(match.group()) if match else None
 
     def _but(self, token: int) -> str:
-        others = ",".join(str(i) for i in sorted({token, *self._tokenizer.eos_ids}))
-        return self.add(f"<[^{others}]>*")
+        excluded = ",".join(str(i) for i in sorted({token, *self._tokenizer.eos_ids}))
+        return self.add(f"<[^{excluded}]>*")
 
 
 def quoted(text: str) -> str:

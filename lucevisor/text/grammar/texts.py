@@ -87,12 +87,12 @@ def searched(pattern: str) -> str | None:
         expression = patterns.checked(pattern)
     except patterns.PatternError:
         return None
-    found = []
+    branches = []
     for branch in _branches(expression):
         begins, ends = branch.startswith("^"), branch.endswith("$") and not _escaped_end(branch)
         body = branch[1 if begins else 0 : -1 if ends else None]
-        found.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")
-    term = f"/({regex_to_lark('|'.join(found), 'dw')})/"
+        branches.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")
+    term = f"/({regex_to_lark('|'.join(branches), 'dw')})/"
     return None if LLMatcher.validate_grammar(f'{{"grammars": [{_grammar(term)}]}}') else term
 
 

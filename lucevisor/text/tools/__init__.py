@@ -34,8 +34,10 @@ def read_call(tool_format: ToolFormat, body: str, tools: Tools) -> ToolCall | No
     """
     if (call := tool_format.parse(body, tools)) is not None:
         return call
-    others = [other for _, other in FORMATS if other.open == tool_format.open and other is not tool_format]
-    for read in (tool_format.repair, *(other.parse for other in others)):
+    neighbours = [
+        neighbour for _, neighbour in FORMATS if neighbour.open == tool_format.open and neighbour is not tool_format
+    ]
+    for read in (tool_format.repair, *(neighbour.parse for neighbour in neighbours)):
         if (call := read(body, tools)) is not None and has_tool(tools, call.name):
             return call
     return None
