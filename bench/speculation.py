@@ -34,8 +34,7 @@ from make_gguf import SHAPES, write
 from memory_watch import Poll, Watcher
 from records import RESULTS, conditions, write_json
 
-from lucevisor.app import process
-from lucevisor.app.run import open_model
+from lucevisor.app.run import freeze_gc, open_model
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -65,7 +64,7 @@ class Knob:
     """Replaces the drafts of a service's engine, and notes the times of its steps and drafts."""
 
     def __init__(self, service):
-        self.drafting = service.engine._scheduler.drafting
+        self.drafting = service.engine.scheduler.drafting
         self.vocabulary = service.model.spec.vocabulary
         settings = self.drafting._settings
         # draft.width, for the widest step, fixes the service's
@@ -223,10 +222,10 @@ async def serve(config, model, run_dir, options, drafter):
         await service.start()
         if not await service.wait_ready(options.timeout):
             raise RuntimeError(f"not ready: {service.reason()}")
-        process.freeze_gc()
+        freeze_gc()
         if drafter == "none":
             return await measure_without(service, options)
-        while not service.engine._scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
+        while not service.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.1)
         return await measure(service, options)
     finally:

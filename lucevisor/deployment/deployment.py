@@ -28,8 +28,7 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
 from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory, restore_replacement
 from lucevisor.deployment.weights import ServedWeights
-from lucevisor.engine.core import Engine
-from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.core import Engine, FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.errors import LucevisorError

@@ -31,15 +31,13 @@ from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.state_memory import RestoredState
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
-from lucevisor.engine.core import Engine
-from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
 from lucevisor.engine.request import RequestError
-from lucevisor.engine.settings import MAX_LOSSES, EngineSettings
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend

@@ -19,7 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.core import FrozenState
 from lucevisor.errors import LucevisorError
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
-from lucevisor.kv.prefix_records import Reservation
+from lucevisor.kv.prefix_cache import Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import Dtype, LayerRange, Space

@@ -1,7 +1,6 @@
 """Requests, scheduler, pipeline, and the engine that joins them.  Knows token and page ids: no text, no tensors.
 
-engine      core (READ FIRST) with its parts drafter, freezer, slot_access; changes, limits, settings, statistics,
-            validation
+engine      core (READ FIRST); changes, limits, statistics, validation
 requests    request, sequence, running, rows
 scheduler   scheduler: who starts, who gives way, and what the next step computes; step
 pipeline    pipeline

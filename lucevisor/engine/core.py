@@ -13,20 +13,20 @@ closed.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lucevisor.engine import validation
 from lucevisor.engine.changes import Changes
-from lucevisor.engine.drafter import DrafterAttachment
-from lucevisor.engine.freezer import Freezer
 from lucevisor.engine.journal import RowStore, make_journal
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.page_ranking import PageRelevance, note_rankings
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
 from lucevisor.engine.rebuild import CannotRebuild
-from lucevisor.engine.recovery import Recovery, StageRecovery, StageReplays
+from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery, StageReplays
 from lucevisor.engine.request import (
     Event,
     FinishedEvent,
@@ -38,15 +38,49 @@ from lucevisor.engine.request import (
 )
 from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
 from lucevisor.engine.scheduler import Events, Scheduler, SwapSpace
-from lucevisor.engine.sequence import WantedRows
-from lucevisor.engine.settings import EngineSettings
-from lucevisor.engine.slot_access import SlotAccess
+from lucevisor.engine.sequence import RequestRecord, WantedRows, page_operations
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
 from lucevisor.engine.step import WrongResult
-from lucevisor.kv.prefix_cache import PrefixIndex
+from lucevisor.kv.page_table import PagedOut
+from lucevisor.kv.prefix_cache import PrefixIndex, Reservation
+from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
-from lucevisor.protocol.steps import Sampling
+from lucevisor.model.values import Space
+from lucevisor.protocol.messages import SlotPlace
+from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, Step, StepResult
 from lucevisor.protocol.validation import AskedStep
+
+MAX_LOSSES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the owner of an engine sets.  The callbacks run inside the engine: they return at once and do not call it.
+
+    ``max_queue``: requests that may wait.  ``hold_s``: seconds for which requests wait for a lost daemon; 0: not at
+    all.  ``max_losses``: losses in a row, without a token in between, that end a running request.  ``rows`` and
+    ``journal_pages``: the memory of the journal; without one all stages compute again what one has lost.
+    ``rate_window_s``: the span of ``tokens_per_s`` in statistics.  ``blame`` names the first stage of a step whose rows
+    are NaN or infinite.  ``validate``: check all accounts whenever the engine is idle; raises AccountingError.
+    ``mask_threads`` False: masks are made on the calling thread.
+
+    ``on_step`` gets every finished step, ``on_pipeline_failed`` the reason why the pipeline failed, and
+    ``on_drafter_lost`` the reason why the drafter was detached.
+    """
+
+    max_queue: int
+    hold_s: float = 0.0
+    max_losses: int = MAX_LOSSES
+    rows: RowStore | None = None
+    journal_pages: int = 0
+    rate_window_s: float = 10.0
+    blame: Callable[[Step], str] = lambda _: "the output stage"
+    validate: bool = False
+    mask_threads: bool = True
+    clock: Callable[[], float] = time.monotonic
+    on_step: Callable[[PipelineResult], None] = lambda _: None
+    on_pipeline_failed: Callable[[PipelineFailure], None] = lambda _: None
+    on_drafter_lost: Callable[[PipelineFailure], None] = lambda _: None
 
 
 class Engine:
@@ -56,43 +90,23 @@ class Engine:
         if settings.max_queue < 1:
             raise ValueError(f"max_queue is {settings.max_queue}; every request passes the queue, so give 1 or more")
         self._settings, self._clock = settings, settings.clock
-        self._scheduler = Scheduler(limits)
-        self._pipeline: Pipeline | None = None
-        journal = make_journal(settings.rows, self._scheduler.pools, settings.journal_pages)
-        self._stages = StageRecovery(self._scheduler, journal)
+        self.scheduler = Scheduler(limits)
+        self.pipeline: Pipeline | None = None
+        journal = make_journal(settings.rows, self.scheduler.pools, settings.journal_pages)
+        self._stages = StageRecovery(self.scheduler, journal)
         self.recovery = Recovery(settings.hold_s, settings.max_losses)
-        self.recovery.progress = lambda: self._stages.progress
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
         self._rows = RowSteps()
-        self.relevance = PageRelevance(lambda: self._proceed([]))
+        self.relevance = PageRelevance(self.proceed)
         self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
         self._outbox: deque[tuple[str, Event]] = deque()
         self._changes = Changes()
         self._n_ids_runs = 0
-        self.slots = SlotAccess(
-            self._scheduler,
-            self._clock,
-            self._changes,
-            pipeline=lambda: self._pipeline,
-            proceed=lambda: self._proceed([]),
-        )
-        self.drafter = DrafterAttachment(
-            self._scheduler,
-            settings.on_drafter_lost,
-            pipeline=lambda: self._pipeline,
-            proceed=lambda possible: self._proceed([]) if possible or self._stages.active else None,
-        )
-        self.freezer = Freezer(
-            self._scheduler,
-            self._stages,
-            self.recovery,
-            self._changes,
-            self._clock,
-            pipeline=lambda: self._pipeline,
-            proceed=lambda: self._proceed([]),
-        )
+        self.slots = SlotAccess(self, self._changes, self._clock)
+        self.drafter = DrafterAttachment(self, settings.on_drafter_lost)
+        self.freezer = Freezer(self, self._stages, self.recovery, self._changes, self._clock)
         self.replays = StageReplays(self._stages, self._changes, self._clock)
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
@@ -111,8 +125,8 @@ class Engine:
 
     def resume(self, request_id: str) -> None:
         """Let a held request start, whether or not a prefix was restored for it."""
-        self._scheduler.resume(request_id)
-        self._proceed([])
+        self.scheduler.resume(request_id)
+        self.proceed()
 
     async def run_ids(self, ids: Sequence[int], *, want_hidden: bool, rows_per_step: int) -> IdsOutput:
         """Run token ids through the pipeline and return the logits and hidden states of every position.
@@ -140,18 +154,23 @@ class Engine:
     @property
     def prefixes(self) -> PrefixIndex:
         """The prefix index: to look at, to set hooks, to pin."""
-        return self._scheduler.reuse.index
+        return self.scheduler.reuse.index
 
     # ---- the pipeline
 
     def use_swap_space(self, swap: SwapSpace) -> None:
         """Let requests that are preempted from now on give their state to host memory."""
-        self._scheduler.preemption.swap = swap
+        self.scheduler.preemption.swap = swap
 
     @property
     def ready(self) -> bool:
         """Whether requests are served."""
-        return self._pipeline is not None and self._planning and not self._refusal
+        return self.pipeline is not None and self._planning and not self._refusal
+
+    @property
+    def rebuilding(self) -> bool:
+        """Whether lost stages are being rebuilt."""
+        return self._stages.active
 
     @property
     def holding(self) -> bool:
@@ -172,21 +191,21 @@ class Engine:
         ``before_steps`` is called with whether they do, before the first step.  Raises RuntimeError when one is
         attached already.
         """
-        if self._pipeline is not None:
+        if self.pipeline is not None:
             raise RuntimeError("a pipeline is attached already; detach it first")
         opening = self._stages.opening if kept else None
         if opening is None and self._stages.opening is not None:  # parted, and the bytes are not there
             self.detach(RequestError("shard_lost", self._unavailable))
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         pipeline.on_first_stage_done = self._on_first_stage_done
         self.drafter.listen(pipeline)
-        self._stages.attach(pipeline, lambda: self._proceed([]))
-        self._scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
+        self._stages.attach(pipeline, self.proceed)
+        self.scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
         if opening is not None:
             self.recovery.rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
         self.freezer.end()
         before_steps(opening is not None)
-        self._proceed([])
+        self.proceed()
 
     @property
     def state_kept(self) -> bool:
@@ -201,9 +220,9 @@ class Engine:
         attach, say after an operator's restart, serves again.
         """
         now = self._clock()
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
             if not self._stages.active:
                 self.recovery.begin(now, "restart" if self.freezer.paused else "loss")
         self._stages.detach()
@@ -211,10 +230,10 @@ class Engine:
             self.recovery.give_up()
         self._unavailable = error.message
         self._rows.forget_steps()
-        events = self._scheduler.lose_all(error, now, self.recovery.keep)
+        events = self.scheduler.lose_all(error, now, self.recovery.keep)
         if permanent:
-            events += self._scheduler.fail(self._scheduler.queued, error, now)
-        self._proceed(events)
+            events += self.scheduler.fail(self.scheduler.queued, error, now)
+        self.proceed(events)
 
     def part(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
         """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``).
@@ -222,11 +241,11 @@ class Engine:
         ``error``: says meanwhile why requests are not served.  ``rows``, ``journal_pages``: the memory of the journal
         over the next pipeline's boundaries.
         """
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
-        self._scheduler.detach_drafter()
-        self._stages.part(make_journal(rows, self._scheduler.pools, journal_pages))
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+        self.scheduler.detach_drafter()
+        self._stages.part(make_journal(rows, self.scheduler.pools, journal_pages))
         self._unavailable = error.message
 
     def away(self, error: RequestError) -> None:
@@ -238,14 +257,14 @@ class Engine:
 
         False: that is impossible, so it does what ``detach`` does.
         """
-        if self._pipeline is None or not self.rebuilds or not self._stages.lose(self._pipeline, stages):
+        if self.pipeline is None or not self.rebuilds or not self._stages.lose(self.pipeline, stages):
             self.detach(error)
             return False
         now = self._clock()
         self.recovery.begin(now, "restart" if self.freezer.paused else "loss")
         self._unavailable = error.message
-        lost = [record for record in self._scheduler.running if not self.recovery.survives(record)]
-        self._proceed(self._scheduler.fail(lost, error, now))
+        lost = [record for record in self.scheduler.running if not self.recovery.survives(record)]
+        self.proceed(self.scheduler.fail(lost, error, now))
         return True
 
     def restore(
@@ -263,7 +282,7 @@ class Engine:
         worked; if not, the pipeline is detached by then.  False: no stage is lost.
         """
         any_lost = self._stages.restore(links, on_end, kept=kept, replayed=replayed)
-        self._proceed([])
+        self.proceed()
         return any_lost
 
     def _rebuild(self) -> None:
@@ -272,8 +291,8 @@ class Engine:
             if self._stages.advance(self._clock()):
                 self.recovery.rebuilt(self._stages.n_tokens, self._stages.n_kept)
                 for plan in self._stages.masked():
-                    if self._pipeline is not None:
-                        self._masks.planned(plan, self._pipeline)
+                    if self.pipeline is not None:
+                        self._masks.planned(plan, self.pipeline)
                 if not self._stages.active:  # a new daemon may be lost again already
                     self.freezer.end()
                     self._stages.end(rebuilt=True)
@@ -286,12 +305,12 @@ class Engine:
         now = self._clock()
         self._stages.finished(result.step.step_id)
         self._totals.add(result)
-        n_before = self._scheduler.n_generated_tokens
+        n_before = self.scheduler.n_generated_tokens
         try:
-            if self._scheduler.in_flight:
-                note_rankings(self._scheduler.in_flight[0], result.step.rank_pages, result.results)
+            if self.scheduler.in_flight:
+                note_rankings(self.scheduler.in_flight[0], result.step.rank_pages, result.results)
             blamed = self._judge(result, now)
-            events = self._scheduler.apply(result.results[-1], now, blamed, result.results)
+            events = self.scheduler.apply(result.results[-1], now, blamed, result.results)
         except WrongResult as error:
             last = result.results[-1].stage
             self.on_failed(
@@ -299,8 +318,8 @@ class Engine:
             )
             return
         self._rows.collect(result)
-        self._generated.add(self._scheduler.n_generated_tokens - n_before, now)
-        self._proceed(events)
+        self._generated.add(self.scheduler.n_generated_tokens - n_before, now)
+        self.proceed(events)
         self._settings.on_step(result)
 
     def _judge(self, result: PipelineResult, now: float) -> str:
@@ -323,8 +342,8 @@ class Engine:
 
     def _on_first_stage_done(self) -> None:
         """Send what waited for the first stage."""
-        if self._scheduler.on_first_stage_done():
-            self._proceed([])
+        if self.scheduler.on_first_stage_done():
+            self.proceed()
 
     def on_failed(self, failure: PipelineFailure) -> None:
         """Detach a failed pipeline and pass the failure on; the pipeline's ``on_failed``."""
@@ -333,16 +352,16 @@ class Engine:
 
     def oldest_in_flight(self) -> StepInFlight | None:
         """Return the step a daemon has worked on for longest, for the watchdog."""
-        return None if self._pipeline is None else self._pipeline.oldest_in_flight(self._clock())
+        return None if self.pipeline is None else self.pipeline.oldest_in_flight(self._clock())
 
     def asked(self, stage: int, step_id: int) -> AskedStep | None:
         """Return a step that a stage has yet to answer, for the check of its answer."""
-        found = None if self._pipeline is None else self._pipeline.asked(stage, step_id)
-        if found is None or self._pipeline is None:
+        found = None if self.pipeline is None else self.pipeline.asked(stage, step_id)
+        if found is None or self.pipeline is None:
             return None
         n_top: dict[int, int] = {}
-        if stage == self._pipeline.n_stages - 1:
-            scheduled = next((one for one in self._scheduler.in_flight if one.step_id == step_id), None)
+        if stage == self.pipeline.n_stages - 1:
+            scheduled = next((one for one in self.scheduler.in_flight if one.step_id == step_id), None)
             parts = scheduled.parts.items() if scheduled is not None else ()
             n_top = {sequence: part.record.request.sampling.n_top_logprobs for sequence, part in parts}
         return AskedStep(*found, n_top)
@@ -352,7 +371,7 @@ class Engine:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests; return whether all accepted ones ended in time."""
         self._refusal = self._refusal or "the server is shutting down"
-        return await self._changes.holds_within(lambda: self._scheduler.idle, timeout_s)
+        return await self._changes.holds_within(lambda: self.scheduler.idle, timeout_s)
 
     def close(self, error: RequestError) -> None:
         """End all requests with ``error`` and refuse new ones from now on."""
@@ -365,8 +384,9 @@ class Engine:
         """Return counts and rates as of now."""
         reason = "" if self.ready else self._refusal or self._unavailable
         return EngineStatistics.of(
-            self._scheduler, self._totals, self._generated, self.recovery, self._clock(), reason=reason
-        )
+            self.scheduler, self._totals, self._generated, self.recovery, self._clock(), self._stages.progress,
+            reason=reason,
+        )  # fmt: skip
 
     # ---- inside
 
@@ -378,38 +398,38 @@ class Engine:
         if self._refusal or not (self.ready or self.recovery.holding):
             raise NotReady(self._refusal or self._unavailable)
         client, max_queue = request.client_id, self._settings.max_queue
-        if not self._scheduler.accepts(request, max_queue):
-            queue, retry_s = self._scheduler.queue, self._scheduler.retry_after_s(client)
+        if not self.scheduler.accepts(request, max_queue):
+            queue, retry_s = self.scheduler.queue, self.scheduler.retry_after_s(client)
             raise QueueFull(queue.n_waiting(client), queue.n_clients(client), max_queue, retry_s)
 
     def _submit(self, request: GenerationRequest, wanted: WantedRows | None, *, hold: bool = False) -> RequestHandle:
-        self._scheduler.submit(request, self._clock(), wanted, hold=hold)
+        self.scheduler.submit(request, self._clock(), wanted, hold=hold)
         handle = self._handles[request.request_id] = RequestHandle(request.request_id, self._cancel)
-        self._proceed([])
+        self.proceed()
         return handle
 
     def _cancel(self, request_id: str, error: RequestError | None = None) -> None:
-        self._proceed(self._scheduler.cancel(request_id, self._clock(), error))
+        self.proceed(self.scheduler.cancel(request_id, self._clock(), error))
 
-    def _proceed(self, events: Events) -> None:
+    def proceed(self, events: Events | None = None) -> None:
         """Send every possible step, then deliver events: shards start before readers do."""
-        self._outbox += events
+        self._outbox += events or []
         if self._stages.active:
             self._rebuild()
-        while (pipeline := self._pipeline) is not None and self._planning:
-            if (plan := self._scheduler.next_plan(self._clock())) is None:
+        while (pipeline := self.pipeline) is not None and self._planning:
+            if (plan := self.scheduler.next_plan(self._clock())) is None:
                 break
             self._rows.planned(plan)
-            lives = self._scheduler.in_flight[-1].lives
-            if not self._scheduler.limits.stages_rank:
-                self.relevance.planned(self._scheduler.in_flight[-1])
+            lives = self.scheduler.in_flight[-1].lives
+            if not self.scheduler.limits.stages_rank:
+                self.relevance.planned(self.scheduler.in_flight[-1])
             self._stages.sending(plan)
-            pipeline.drafts.suspended = self._scheduler.drafting.suspended
+            pipeline.drafts.suspended = self.scheduler.drafting.suspended
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.planned(plan, pipeline)
             self._stages.planned(plan, lives)  # the shards work already
-        self._outbox += self._scheduler.failed
-        self._scheduler.failed.clear()
+        self._outbox += self.scheduler.failed
+        self.scheduler.failed.clear()
         # A dead link reenters here through on_failed; the outbox keeps events in order.
         while self._outbox:
             request_id, event = self._outbox.popleft()
@@ -417,5 +437,249 @@ class Engine:
             if type(event) is FinishedEvent:
                 del self._handles[request_id]
         self._changes.notify()
-        if self._settings.validate and self._scheduler.idle:
-            validation.check(self._scheduler)
+        if self._settings.validate and self.scheduler.idle:
+            validation.check(self.scheduler)
+
+
+class DrafterAttachment:
+    """The drafter of an engine, and what becomes of its answers.  ``on_lost``: called when it was detached by itself.
+
+    Invariant: scheduler and pipeline have a drafter, or neither has; a wrong answer only detaches it.
+    """
+
+    def __init__(self, engine: Engine, on_lost: Callable[[PipelineFailure], None]) -> None:
+        self._engine, self._on_lost = engine, on_lost
+
+    def listen(self, pipeline: Pipeline) -> None:
+        """Take the answers of the drafter that a new pipeline may get."""
+        pipeline.drafts.on_drafted = self._drafted
+        pipeline.drafts.on_lost = self._lost
+
+    def attach(self, link: StageLink, *, with_output: bool, kept: bool = False) -> None:
+        """Draft with the draft stage behind ``link``, whose daemon holds no sequences yet.
+
+        ``with_output``: it is the output stage's daemon.  ``kept``: it has the state of the drafter before, and no step
+        was planned since that was detached.  Raises RuntimeError without a pipeline or with a drafter,
+        ValueError if the limits have no room for one.
+        """
+        pipeline = self._engine.pipeline
+        if pipeline is None:
+            raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
+        self._engine.scheduler.attach_drafter(with_output=with_output, kept=kept)
+        pipeline.drafts.attach(link, with_output=with_output)
+        self._engine.proceed()
+
+    def detach(self) -> None:
+        """Go on without drafts.  Does nothing without a drafter; the pipeline takes its own along when it goes."""
+        pipeline = self._engine.pipeline
+        if pipeline is not None:
+            pipeline.drafts.detach()
+        self._engine.scheduler.detach_drafter()
+        self._engine.proceed()
+
+    def _drafted(self, result: StepResult) -> None:
+        """Let the sequences go on that waited for these drafts."""
+        try:
+            goes_on = self._engine.scheduler.drafting.on_drafts(result)
+        except WrongResult as error:
+            text = f"the draft stage sent a wrong result: {error}"
+            self._lost(PipelineFailure(result.stage, "protocol_error", text))
+        else:
+            if goes_on or self._engine.rebuilding:
+                self._engine.proceed()
+
+    def _lost(self, failure: PipelineFailure) -> None:
+        self.detach()
+        self._on_lost(failure)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenState:
+    """All state that sequences and prefix slots have in the shards, between two steps.
+
+    ``units``: the pages and states in use, by space.  ``opening``: what opens the running sequences over them in a
+    daemon that has these units.  ``n_tokens``: of these sequences.
+    """
+
+    units: Mapping[Space, Sequence[int]]
+    opening: Sequence[Operation]
+    n_tokens: int
+
+
+class Freezer:
+    """Pauses an engine for an operator, between two steps, so that the state of all stages can be moved.
+
+    Like the kernel's cgroup freezer: ``freeze``, then ``thaw``, or other daemons that go on.
+    Invariant: the bytes that a FrozenState names stay in every daemon that lives on, until steps are planned again.
+    """
+
+    def __init__(
+        self, engine: Engine, stages: StageRecovery, recovery: Recovery, changes: Changes, clock: Callable[[], float]
+    ) -> None:
+        self._engine, self._stages, self._recovery = engine, stages, recovery
+        self._changes, self._clock = changes, clock
+        self._paused = False
+
+    @property
+    def paused(self) -> bool:
+        """Whether no step is planned because of ``freeze``."""
+        return self._paused
+
+    async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
+        """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
+        are done; requests are held meanwhile.
+
+        Returns what the shards hold then, which the engine's ``restore`` or ``attach`` may be told to be kept.  None if
+        it took longer, or the pipeline was lost.
+        """
+        self._paused = True
+        self._recovery.begin(self._clock(), reason)
+        at_rest = await self._changes.holds_within(
+            lambda: not self._paused or self._engine.pipeline is None or self._flush(), timeout_s
+        )
+        if not at_rest or not self._paused or self._engine.pipeline is None:
+            return None
+        scheduler, pools = self._engine.scheduler, self._engine.scheduler.pools
+        frozen = FrozenState(pools.in_use(), opening_of(scheduler.running), _n_tokens(scheduler.running))
+        self._stages.freeze(frozen.opening, frozen.n_tokens)
+        return frozen
+
+    def thaw(self) -> None:
+        """Plan again after a freeze.  Does nothing if the freeze has ended already."""
+        if self._paused and self._engine.pipeline is not None and not self._stages.active:
+            self.end()
+            self._engine.proceed()
+
+    def end(self) -> None:
+        """The pipeline is whole: steps are planned again, after a freeze or a loss."""
+        self._paused = False
+        self._recovery.end(self._clock())
+
+    async def quiesce(self, timeout_s: float) -> bool:
+        """Start no queued request until the next attach; return whether the running ones ended in time.
+
+        For the orderly restart of a group without holds: new requests are still accepted, and wait.
+        """
+        scheduler = self._engine.scheduler
+        scheduler.admission.open = False
+        return await self._changes.holds_within(
+            lambda: scheduler.n_running == 0 and scheduler.n_in_flight == 0, timeout_s
+        )
+
+    def _flush(self) -> bool:
+        """Send what waits for a step; return whether every daemon has done all that was decided."""
+        pipeline = self._engine.pipeline
+        if pipeline is None or self._stages.active or self._engine.scheduler.n_in_flight or not pipeline.settled:
+            return False
+        plan = self._engine.scheduler.cut(self._clock())
+        if plan is not None:
+            self._stages.planned(plan, {})
+            pipeline.submit(plan.step, opening=plan.opening)
+        return plan is None
+
+
+def opening_of(running: Iterable[RequestRecord]) -> list[Operation]:
+    """Return what opens running sequences, none of which has a step in flight, over the pages and states they have."""
+    operations: list[Operation] = []
+    for record in running:
+        if (live := record.live) is None:
+            continue
+        sampling = record.request.sampling
+        history = [*record.tokens[: live.n_computed]] if sampling.needs_history else []
+        n_prompt = len(record.request.prompt)
+        operations.append(OpenSequence(live.sequence, live.state, sampling, history, record.mu, n_prompt))
+        for growth in live.table.growths():
+            operations += page_operations(live.sequence, growth)
+    return operations
+
+
+def _n_tokens(running: Iterable[RequestRecord]) -> int:
+    return sum(record.live.n_computed for record in running if record.live is not None)
+
+
+class SlotAccess:
+    """Prefix slots of an engine for those who copy their bytes: slots to save, and places for slots to restore.
+
+    Invariant: nothing writes to a place that was handed out until it is released, adopted or cancelled.
+    """
+
+    def __init__(self, engine: Engine, changes: Changes, clock: Callable[[], float]) -> None:
+        self._engine, self._changes, self._clock = engine, changes, clock
+        self._index = engine.scheduler.reuse.index
+
+    async def synchronize(self) -> bool:
+        """Wait until every stage has done all that was decided up to now; False if the pipeline fails first."""
+        pipeline, goal = self._engine.pipeline, self._engine.scheduler.flush()
+        self._engine.proceed()
+        if pipeline is None:
+            return False
+        await self._changes.wait_for(
+            lambda: pipeline is not self._engine.pipeline or self._engine.scheduler.last_finished >= goal
+        )
+        return pipeline is self._engine.pipeline
+
+    async def export(self, slot: PrefixSlot) -> SlotPlace | None:
+        """Pin a slot and return its place once its bytes are there in every stage.
+
+        Nothing writes to its first ``n_tokens`` positions until the caller calls ``release``.  None, without a pin, if
+        the slot is gone or the pipeline fails.
+        """
+        self._index.pin(slot)
+        if slot.alive and await self.synchronize() and slot.alive:
+            full, window = (slot.pages(space) for space in (Space.FULL, Space.WINDOW))
+            return SlotPlace(slot.n_tokens, full, window, slot.first_window, slot.state)
+        self.release(slot)
+        return None
+
+    def release(self, slot: PrefixSlot) -> None:
+        """Undo the pin of ``export``."""
+        self._index.unpin(slot)
+        self._engine.proceed()
+
+    def can_restore(self, n_tokens: int, n_saved: int, paged_out: PagedOut | None) -> bool:
+        """Whether the first ``n_tokens`` of a prefix of ``n_saved`` may be restored, pages of which were ``paged_out``:
+        what was computed with pages left out stands for nothing that is computed without.
+        """
+        limits = self._engine.scheduler.limits
+        if not limits.stays_whole(n_tokens + 1):
+            return False
+        if paged_out is None or not paged_out.approximate or n_tokens < paged_out.n_exact:
+            return True
+        return n_tokens == n_saved and limits.residency is not None and limits.residency.ranks_pages
+
+    async def reserve(self, n_tokens: int, paged_out: PagedOut | None = None) -> Reservation | None:
+        """Allocate pages and a state for a prefix of ``n_tokens``, to which no step in flight writes any more.
+
+        ``paged_out``: which of its pages were in host memory when it was saved; those beyond the pool go there.
+
+        The caller must ``adopt`` it once every stage has its bytes, or ``cancel_reservation``.  None if there is no
+        room, KV Flash would drop some of it, or the pipeline fails.
+        """
+        reservation = self._engine.scheduler.reuse.reserve(n_tokens, paged_out)
+        if reservation is not None and not await self.synchronize():
+            self.cancel_reservation(reservation)
+            return None
+        return reservation
+
+    def adopt(self, tokens: Sequence[int], reservation: Reservation, *, drafted: bool = False) -> PrefixSlot | None:
+        """Publish a restored prefix, pinned; ``release`` it once the requests that wait for it have started.
+
+        ``drafted``: the drafter's state was restored, too.  None if it is not kept: the pipeline failed meanwhile, or
+        it is not worth caching.
+        """
+        slot = self._index.adopt(tokens, reservation, self._clock(), drafted=drafted)
+        self._engine.proceed()
+        return slot
+
+    def cancel_reservation(self, reservation: Reservation) -> None:
+        """Free reserved pages.  Does nothing if they are freed or adopted already."""
+        self._index.cancel(reservation)
+        self._engine.proceed()
+
+    async def wait_for_capacity(self) -> None:
+        """Wait until the queue is empty and another sequence could start."""
+        scheduler = self._engine.scheduler
+        n_most = scheduler.limits.max_sequences
+        await self._changes.wait_for(
+            lambda: self._engine.pipeline is not None and not scheduler.n_queued and scheduler.n_running < n_most
+        )

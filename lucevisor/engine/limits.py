@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lucevisor.engine.request import ContextOverflow, GenerationRequest, InvalidRequest
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space

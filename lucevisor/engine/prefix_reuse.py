@@ -19,11 +19,10 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import RequestState
 from lucevisor.engine.sequence import LiveSequence, RequestRecord, page_operations, swap_operations
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PageTable
-from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings, Reservation
+from lucevisor.kv.page_table import HostMemoryFull, NoRoom, PagedOut
+from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, Origin, PrefixSlot, SlotSource
-from lucevisor.kv.residency import PagedOut
+from lucevisor.kv.residency import page_table
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CopyPage, CopyState, OpenSequence, Operation, ZeroState
 
@@ -127,7 +126,7 @@ class PrefixReuse:
     ) -> tuple[LiveSequence, list[Operation]] | None:
         """Open a sequence that starts with ``match``.  None, taking nothing, if too few ids are free."""
         position, limits = match.position, self._limits
-        table = PageTable(self._pools, limits.window_tokens, limits.residency)
+        table = page_table(self._pools, limits.window_tokens, limits.residency)
         table.adopt(match.full, match.first_window, match.window)
         if match.slot is not None:
             self.index.pin(match.slot)  # until its last page and its state are copied

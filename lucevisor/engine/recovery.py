@@ -74,7 +74,6 @@ class Recovery:
         self.hold_s, self._max_losses = hold_s, max_losses
         self.changed = asyncio.Event()  # set when a hold begins or ends
         self.since: float | None = None  # the present hold's begin
-        self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)  # tokens of the present rebuild: done, in all
         self._reason: PauseReason = "loss"
         self._n_begun = 0  # losses and restarts
         self._totals = RecoveryStatistics()
@@ -132,14 +131,16 @@ class Recovery:
         totals = self._totals
         self._totals = dataclasses.replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
 
-    def statistics(self, n_unfinished: int, now: float, longest_pause_s: float = 0.0) -> RecoveryStatistics:
+    def statistics(
+        self, n_unfinished: int, now: float, longest_pause_s: float = 0.0, rebuilding: tuple[int, int] = (0, 0)
+    ) -> RecoveryStatistics:
         """Return the counts as of now; ``n_unfinished``: requests that run or wait; ``longest_pause_s``: from a loss to
-        the next token of a request.
+        the next token of a request; ``rebuilding``: tokens of the present rebuild, done and in all.
         """
         totals = dataclasses.replace(self._totals, longest_pause_s=max(self._totals.longest_pause_s, longest_pause_s))
         if self.since is None:
             return totals
-        return dataclasses.replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=self.progress())
+        return dataclasses.replace(totals, held=n_unfinished, held_s=now - self.since, rebuilding=rebuilding)
 
 
 _IN_FLIGHT: Final = 2

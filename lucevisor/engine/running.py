@@ -16,7 +16,7 @@ from lucevisor.engine.sequence import LiveSequence, RequestRecord, grown, page_o
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import HostMemoryFull
-from lucevisor.kv.prefix_records import PrefixMatch
+from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, PageIn, UseState, ZeroState

@@ -15,7 +15,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from operator import attrgetter
 from typing import Final, Protocol
 
@@ -45,7 +44,7 @@ from lucevisor.engine.step import (
     mask_jobs,
 )
 from lucevisor.kv.page_table import HostMemoryFull
-from lucevisor.kv.prefix_records import PrefixMatch, Reservation
+from lucevisor.kv.prefix_cache import PrefixMatch, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import arena_regions
@@ -436,6 +435,8 @@ class Admission:
         return operations
 
 
+_SHORT_STEPS: Final = 128
+"""Most steps, chunks of the prompt and tokens of the answer, of a request that a full queue takes."""
 MAX_SKIPPED_STEPS: Final = 4
 """Steps in a row that may skip a prompt for shorter ones; twice as many while the first stage is never free."""
 
@@ -507,16 +508,15 @@ class Scheduler:
         self._queue.add(record)
 
     def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
-        """Whether a request may wait: clients share the queue equally.
+        """Return whether a request may wait.  Clients share the queue equally.
 
-        Beyond that one is accepted for each running request in whose place it may start, so that a full queue refuses
-        no short request for the sake of long ones.
+        Short requests may exceed a share by an eighth and one, so that long ones in the queue do not keep them out.
         """
-        n_over = self._queue.n_waiting(request.client_id) - self.queue_share(request.client_id, max_queue)
-        if n_over < 0:
-            return True
-        found = self.preemption.places().shorter(request, len(request.prompt))
-        return len([*islice(found, n_over + 1)]) > n_over
+        share = self.queue_share(request.client_id, max_queue)
+        n_steps = -(-len(request.prompt) // self.limits.prefill_chunk) + request.max_tokens
+        if n_steps <= _SHORT_STEPS:
+            share += share // 8 + 1
+        return self._queue.n_waiting(request.client_id) < share
 
     def queue_share(self, client: str, max_queue: int) -> int:
         """Return how many requests of a client may wait."""

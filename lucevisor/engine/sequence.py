@@ -21,10 +21,9 @@ from lucevisor.engine.request import (
     Usage,
 )
 from lucevisor.engine.spec_decode.controller import RequestDrafts
-from lucevisor.kv.page_table import Growth, MakeRoom, PageTable, Swap
-from lucevisor.kv.prefix_records import PrefixMatch
+from lucevisor.kv.page_table import Growth, MakeRoom, PagedOut, PageTable, Swap
+from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.kv.prefix_tree import NO_STATE, Origin
-from lucevisor.kv.residency import PagedOut
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.protocol.steps import Drafted, Operation, PageIn, PageOut, Sampled, SetPages
 

@@ -175,10 +175,13 @@ class EngineStatistics:
         generated: RateWindow,
         recovery: Recovery,
         now: float,
+        rebuilding: tuple[int, int],
         *,
         reason: str,
     ) -> EngineStatistics:
-        """Return the counts as of now; ``reason``: why the engine is not ready, or empty."""
+        """Return the counts as of now; ``rebuilding``: tokens of the present rebuild, done and in all; ``reason``: why
+        the engine is not ready, or empty.
+        """
         return cls(
             ready=not reason,
             reason=reason,
@@ -198,5 +201,5 @@ class EngineStatistics:
             drafts=copy.deepcopy(scheduler.drafting.statistics),
             draft_width=scheduler.drafting.speculation.width if scheduler.drafting.active else 0,
             no_drafts=SUSPENDED if scheduler.drafting.suspended else scheduler.drafting.speculation.no_drafts,
-            recovery=recovery.statistics(len(scheduler.unfinished), now, scheduler.longest_pause_s),
+            recovery=recovery.statistics(len(scheduler.unfinished), now, scheduler.longest_pause_s, rebuilding),
         )

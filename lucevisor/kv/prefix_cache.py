@@ -1,27 +1,313 @@
-"""The prefix cache: lookup and publication of cached prompt prefixes.
+"""The prefix cache: lookup, publication and eviction of cached prompt prefixes.
 
 Pure: tokens, page ids and ``now`` (seconds) in, page ids out; the caller makes the operations that fill pages and copy
-states.  Knows no requests.  Models with recurrent layers resume only at the end of a slot, where their states were
-checkpointed; others at any cached page whose window is complete.
-Its ``evictor`` decides which slots go first (prefix_eviction.py).
+states.  Models with recurrent layers resume only at the end of a slot, where their states were checkpointed; others at
+any cached page whose window is complete.
 Invariant: slots and bytes stay within the settings, as far as unpinned slots allow; the index owns every id that a slot
 needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.prefix_eviction import PrefixEvictor
-from lucevisor.kv.prefix_records import PrefixHooks, PrefixMatch, PrefixSettings, Reservation
-from lucevisor.kv.prefix_slots import PrefixSlots
-from lucevisor.kv.prefix_tree import NO_STATE, Node, PrefixSlot, PrefixTree, SlotSource, pages_of_path
-from lucevisor.kv.residency import PagedOut, Residency
+from lucevisor.kv.page_pool import PageAllocator, PagePools
+from lucevisor.kv.page_table import PagedOut
+from lucevisor.kv.prefix_tree import NO_STATE, Node, Origin, PrefixSlot, PrefixTree, SlotSource, pages_of_path
+from lucevisor.kv.residency import Residency
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSettings:
+    """Limits of the index.  ``unit_bytes``: bytes of a page, or of one sequence's recurrent states, over all shards.
+    ``checkpoint_pages``: prompts without chat turns get a slot at a multiple of so many pages; 0: none.
+    """
+
+    max_slots: int = 0
+    memory_bytes: int = 0
+    min_tokens: int = 256
+    checkpoint_pages: int = 4
+    unit_bytes: Mapping[Space, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The cached part of a prompt: ``position`` tokens in the whole pages ``full`` and ``window`` (the latter from
+    entry ``first_window`` on), the first ``position % 64`` positions of ``tail``, and ``state``.  Pages of ``full`` may
+    lie in host memory; ``paged_out``: which of a sequence that goes on from there do.
+
+    ``n_known``: tokens that other prompts began with too, usable or not.
+    """
+
+    position: int
+    n_known: int = 0
+    full: tuple[int, ...] = ()
+    first_window: int = 0
+    window: tuple[int, ...] = ()
+    tail: Mapping[Space, int] = field(default_factory=dict)
+    state: int = NO_STATE
+    slot: PrefixSlot | None = None
+    paged_out: PagedOut | None = None
+
+    @property
+    def from_disk(self) -> bool:
+        """Whether the tokens came from a snapshot and this is their first use."""
+        return self.slot is not None and self.slot.origin == "disk" and self.slot.n_uses == 0
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Fresh ids for a prefix being restored, held until it is adopted or cancelled.
+
+    ``draft_epoch``: of their allocation.  ``origin``: of the slot that is made of them.
+    """
+
+    n_tokens: int
+    first_window: int
+    ids: dict[Space, list[int]]
+    draft_epoch: int = 0
+    paged_out: PagedOut | None = None
+    origin: Origin = "disk"
+
+    @property
+    def drafted(self) -> bool:
+        """Whether a drafter is attached, and keeps state of all pages: where they are ranked, in host memory, too."""
+        return self.draft_epoch > 0 and (self.paged_out is None or self.paged_out.approximate)
+
+    @property
+    def state(self) -> int:
+        """The state to restore into, or NO_STATE."""
+        return self.ids[Space.RECURRENT][0] if Space.RECURRENT in self.ids else NO_STATE
+
+    def entries(self, space: Space, start: int, stop: int) -> list[int]:
+        """Return the pages of entries ``[start, stop)``; those outside are left out."""
+        first = self.first_window if space is Space.WINDOW else 0
+        return self.ids[space][max(0, start - first) : max(0, stop - first)]
+
+
+@dataclass(slots=True)
+class PrefixHooks:
+    """``on_slot``: a slot was made.  ``on_evict``: one is about to be evicted; a pin taken here delays that until it is
+    removed.  Neither is called when ``clear`` drops all slots.  Both run while a step is being planned: they may pin,
+    but must not call the engine.
+    """
+
+    on_slot: Callable[[PrefixSlot], None] = lambda _: None
+    on_evict: Callable[[PrefixSlot], None] = lambda _: None
+
+
+class PrefixSlots:
+    """All slots of a tree, oldest first.  The parent of a slot is the longest other slot that it begins with."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self._by_number: dict[int, PrefixSlot] = {}
+        self._n_made = 0
+        self.n_prompts = 0  # that a slot could have been used for
+        self.n_changes = 0  # slots made and removed
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[PrefixSlot]:
+        return iter(self._by_number.values())
+
+    def add(self, tokens: TokenBuffer, source: SlotSource, now: float) -> PrefixSlot | None:
+        """Make a slot, the most recently used; None if the tree cannot hold it (``PrefixTree.add``)."""
+        slot = self._tree.add(tokens, source, self._n_made)
+        if slot is None:
+            return None
+        self._n_made += 1
+        self.n_changes += 1
+        slot.parent = self._tree.longest_slot(tokens, slot.n_tokens - 1)
+        if slot.node.n_slots > 1:
+            for other in self:
+                if other.parent is slot.parent and other.begins_with(slot):
+                    other.parent = slot
+        self._by_number[slot.number] = slot
+        self.touch(slot, now)
+        return slot
+
+    def touch(self, slot: PrefixSlot, now: float) -> None:
+        """Make a slot the most recently used."""
+        slot.last_use, slot.used_at, slot.evict_on_unpin = self.n_prompts, now, False
+
+    def remove(self, slot: PrefixSlot) -> None:
+        """Remove a slot, and release what no other needs."""
+        self.n_changes += 1
+        self._tree.remove(slot)
+        del self._by_number[slot.number]
+        for other in self:
+            if other.parent is slot:
+                other.parent = slot.parent
+
+
+class PrefixEvictor:
+    """Evicts slots for requests that need ids, and to keep number and bytes within the settings.
+
+    A slot is worth the tokens that would have to be recomputed without it, divided by the prompts since its last use.
+    The least valuable goes first, among those that free what is needed.  Pinned slots stay.  Freed ids can be reused at
+    once because stages run their steps in order.  ``block_granular``: a prompt can resume at any cached page.
+    """
+
+    def __init__(
+        self,
+        pools: PagePools,
+        tree: PrefixTree,
+        slots: PrefixSlots,
+        settings: PrefixSettings,
+        hooks: PrefixHooks,
+        *,
+        block_granular: bool,
+    ) -> None:
+        self._sequence_pools, self._pools = pools, pools.slot_pools
+        self._tree, self._slots, self._settings = tree, slots, settings
+        self._hooks = hooks
+        self._block_granular = block_granular
+        self.n_evictions = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of pages and states that only slots hold."""
+        return sum(
+            self._pools[space].n_evictable * self._settings.unit_bytes.get(space, 0) for space in self._pools.spaces
+        )
+
+    def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
+        """Whether evicting all unpinned slots would free so many ids of each space for a sequence.
+
+        ``shared``: ids that the caller is about to own as well; they would stay.
+        """
+        for space, n in needs.items():
+            allocator = self._sequence_pools[space]
+            if n > allocator.n_free:
+                pinned = {page for slot in self._slots if slot.pins for page in self._ids(slot, space)}
+                staying = allocator.n_evictable_of(pinned.union(shared.get(space, ())))
+                if n > allocator.n_free + allocator.n_evictable - staying:
+                    return False
+        return True
+
+    def can_reclaim_host(self, n: int, shared: Collection[int]) -> bool:
+        """The same for pages in host memory."""
+        hosts = self._pools.host_pages
+        if n <= hosts.n_free:
+            return True
+        pinned = {page for slot in self._slots if slot.pins for page in self._ids(slot, Space.FULL)}
+        return n <= hosts.n_free + hosts.n_evictable - hosts.n_evictable_of(pinned.union(shared))
+
+    def reclaim_host(self, n: int) -> bool:
+        """Evict slots until so many pages in host memory are free; False if that is not enough."""
+        hosts = self._pools.host_pages
+        while n > hosts.n_free:
+            victim = self._next_victim([hosts]) if n <= hosts.n_free + hosts.n_evictable else None
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def reclaim(self, needs: Mapping[Space, int]) -> bool:
+        """Evict slots until so many ids of each space are free for a sequence; False if that is not enough."""
+        return self._reclaim(self._sequence_pools, needs)
+
+    def reclaim_for_slot(self, needs: Mapping[Space, int]) -> bool:
+        """The same for a slot."""
+        return self._reclaim(self._pools, needs)
+
+    def reclaim_checkpoint(self, n_tokens_saved: int) -> bool:
+        """Evict a slot for the state of one that saves so many tokens, unless a state is free; False if all are worth
+        more.
+        """
+        states = self._pools[Space.RECURRENT]
+        if states.n_free:
+            return True
+        victim = self._next_victim([states])
+        if victim is None or self._value(victim) >= n_tokens_saved:
+            return False
+        self._evict(victim)
+        return True
+
+    def trim(self) -> None:
+        """Evict slots until number and bytes are within the settings.  Call it after a sequence ended, too: pages that
+        it shared now count for the slots alone.
+        """
+        while len(self._slots) > self._settings.max_slots or self.n_bytes > self._settings.memory_bytes:
+            spaces = self._pools.spaces if self.n_bytes > self._settings.memory_bytes else ()
+            victim = self._next_victim([self._pools[space] for space in spaces])
+            if victim is None:
+                return
+            self._evict(victim)
+
+    # ---- inside
+
+    def _value(self, slot: PrefixSlot) -> float:
+        return self._n_lost(slot) / (self._slots.n_prompts - slot.last_use + 1)
+
+    def _n_lost(self, slot: PrefixSlot) -> int:
+        """Return how many tokens would have to be recomputed without the slot."""
+        known = slot.parent.n_tokens if slot.parent is not None else 0
+        if self._block_granular:
+            node = slot.node  # pages shared with other slots stay
+            while node.n_slots == 1 and node.parent is not None:
+                node = node.parent
+            known = max(known, node.stop * PAGE_TOKENS)
+        return slot.n_tokens - known
+
+    def _next_victim(self, lacking: Collection[PageAllocator]) -> PrefixSlot | None:
+        """Return the next slot to evict: one that frees an id of ``lacking`` if any does, then by value and use."""
+        slots = [slot for slot in self._slots if not slot.pins]
+        return min(
+            slots,
+            key=lambda s: (bool(lacking) and not self._frees(s, lacking), self._value(s), s.last_use, s.number),
+            default=None,
+        )
+
+    def _evict(self, slot: PrefixSlot) -> None:
+        self._hooks.on_evict(slot)
+        if slot.pins:
+            slot.evict_on_unpin = True
+        elif slot.alive:
+            self.n_evictions += 1
+            self._slots.remove(slot)
+
+    def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
+        while not pools.fits(needs):
+            lacking = [space for space, n in needs.items() if n > pools[space].n_free]
+            gives = all(pools[space] is self._pools[space] for space in lacking)  # slots own none of other pools
+            victim = self._next_victim([pools[space] for space in lacking]) if gives else None
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _ids(self, slot: PrefixSlot, space: Space) -> list[int]:
+        if space is Space.RECURRENT:
+            return [slot.state] if slot.state != NO_STATE else []
+        return slot.pages(space)
+
+    def _frees(self, slot: PrefixSlot, lacking: Collection[PageAllocator]) -> bool:
+        """Whether removing a slot frees an id of one of the allocators at once."""
+        if slot.state != NO_STATE and self._lone(Space.RECURRENT, slot.state, lacking):
+            return True
+        if any(self._lone(space, page, lacking) for space, page in slot.tail.items()):
+            return True
+        at = slot.node
+        while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
+            for space, pages in at.pages.items():
+                n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
+                needed = space is not Space.WINDOW or at.start >= slot.first_window
+                if n_needing == 1 and needed and any(self._lone(space, page, lacking) for page in pages):
+                    return True
+            at = at.parent
+        return False
+
+    def _lone(self, space: Space, unit: int, lacking: Collection[PageAllocator]) -> bool:
+        allocator = self._pools.allocator_of(space, unit)
+        return allocator in lacking and self._tree.holds(space)[unit] == 1 and allocator.evictable(unit)
 
 
 class PrefixIndex:
@@ -44,7 +330,7 @@ class PrefixIndex:
             self._tree,
             self._slots,
             settings,
-            on_evict=lambda slot: self.hooks.on_evict(slot),
+            self.hooks,
             block_granular=self.block_granular,
         )
 

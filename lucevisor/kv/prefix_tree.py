@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lucevisor.kv.page_pool import PagePools
-from lucevisor.kv.page_table import PAGED
-from lucevisor.kv.residency import PagedOut
+from lucevisor.kv.page_table import PAGED, PagedOut
 from lucevisor.kv.tokens import PAGE_BYTES, TOKEN_BYTES, TokenBuffer
 from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Space

@@ -15,7 +15,7 @@ from math import prod
 
 import msgspec
 
-from lucevisor.kv.residency import PagedOut
+from lucevisor.kv.page_table import PagedOut
 from lucevisor.kv.tokens import TOKEN_BYTES, TokenBuffer
 from lucevisor.model.spec import LayerSpec
 from lucevisor.model.values import PAGE_TOKENS, SCALE, Dtype, LayerRange, Space

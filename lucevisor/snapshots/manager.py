@@ -24,7 +24,7 @@ from lucevisor.config import CacheConfig
 from lucevisor.engine.core import Engine
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.errors import ConfigError
-from lucevisor.kv.prefix_records import PrefixHooks, Reservation
+from lucevisor.kv.prefix_cache import PrefixHooks, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.fingerprint import fingerprint

@@ -19,7 +19,7 @@ from daemons.ops.host_pages import HostPages, runs_of
 from lucevisor.engine.sequence import grown, page_operations
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Growth, HostMemoryFull, PageTable
-from lucevisor.kv.residency import Residency
+from lucevisor.kv.residency import Residency, page_table
 from lucevisor.kv.validation import Owner, pool_problems
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
@@ -77,7 +77,7 @@ class HostPagesMachine(RuleBasedStateMachine):
     def open(self) -> int:
         if len(self.held) == MAX_SEQUENCES:
             return 0
-        return self.opened(Held(PageTable(self.pools, None, self.residency)))
+        return self.opened(Held(page_table(self.pools, None, self.residency)))
 
     @rule(sequence=sequences, slices=st.lists(st.sampled_from([1, 17, 64]), max_size=12))
     def grow(self, sequence: int, slices: list[int]) -> None:
@@ -122,7 +122,7 @@ class HostPagesMachine(RuleBasedStateMachine):
             return 0
         n_pages = len(held.numbers) // PAGE_TOKENS
         pages = held.table.entries(Space.FULL, 0, n_pages)
-        table = PageTable(self.pools, None, self.residency)
+        table = page_table(self.pools, None, self.residency)
         table.adopt(pages, 0, [])
         fork = self.opened(Held(table, held.numbers[: n_pages * PAGE_TOKENS]))
         for operation in page_operations(fork, Growth(Space.FULL, 0, pages)) if pages else ():

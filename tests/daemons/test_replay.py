@@ -166,37 +166,6 @@ def test_rows_come_from_where_they_lie():
         file.read(0, 1 << 46, cpu)
 
 
-@pytest.mark.parametrize("n_rows", [1, 7, 40])
-def test_rows_go_to_a_gpu_through_slots(monkeypatch, n_rows):
-    """Of four rows each, which are not taken again before they are copied."""
-    rows = torch.arange(4.0 * n_rows).view(n_rows, 4)
-    monkeypatch.setattr(row_file, "CPU", torch.device("meta"))  # as if the cpu were a GPU
-    monkeypatch.setattr(row_file, "SLOT_BYTES", 64)
-    monkeypatch.setattr(row_file, "LEAST_PART_BYTES", 24)  # two threads fill a slot
-    empty, waited = torch.empty, []
-    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
-    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    file = RowFile(file_of(rows, 2), 4, torch.float32)
-    assert torch.equal(file.read(2, n_rows, torch.device("cpu")), rows)
-    assert len(waited) == max(0, -(-n_rows // 4) - 2)
-    with pytest.raises(OSError, match="before row"):
-        file.read(3, n_rows, torch.device("cpu"))
-
-
-def test_rows_for_which_no_memory_can_be_locked_are_not_read(monkeypatch):
-    def refused(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(row_file, "CPU", torch.device("meta"))
-    file, empty = RowFile(file_of(torch.zeros(4, 4), 0), 4, torch.float32), torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *shape, pin_memory=False, **o: refused() if pin_memory else empty(*shape, **o)
-    )
-    with pytest.raises(MemoryError, match="page-locked"):
-        file.read(0, 4, torch.device("cpu"))
-
-
 @pytest.mark.usefixtures("no_thread_begins")
 def test_rows_whose_readers_find_no_memory_to_begin_are_not_read(monkeypatch):
     rows = torch.arange(40.0).view(10, 4)

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lucevisor.deployment.assembly import PipelineAssembly
-from lucevisor.engine.core import Engine
+from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
-from lucevisor.engine.settings import EngineSettings
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import PoolSizes

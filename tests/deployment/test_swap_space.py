@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lucevisor.deployment.swap_space import HostSwapSpace
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
 from lucevisor.engine.request import GenerationRequest
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy, max_window_pages
 from lucevisor.model.spec import LayerSpec, StateTensor
@@ -216,7 +216,7 @@ class Swaps(Play):
 
     async def whole_again(self) -> None:
         toy = self.toy
-        if toy.pipeline is not None and toy.engine._pipeline is toy.pipeline and not toy.engine.ready:
+        if toy.pipeline is not None and toy.engine.pipeline is toy.pipeline and not toy.engine.ready:
             if any(link not in toy.daemons for link in toy.links):
                 toy.come_back()
             for _ in range(1000):
@@ -225,7 +225,7 @@ class Swaps(Play):
                     break
         if not toy.engine.ready:
             toy.attach()
-        if not toy.engine._scheduler.drafting.attached:
+        if not toy.engine.scheduler.drafting.attached:
             self.attach()
 
     def attach(self) -> None:

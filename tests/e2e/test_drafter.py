@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import structlog
 
-from lucevisor.app.status import Address, LoadProgress, status
+from lucevisor.app.status import LoadProgress, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
@@ -70,7 +70,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", Address("", ""), LoadProgress(SilentDisplay()), [])["draft"])
+    return dict(status(service, "t", "", LoadProgress(SilentDisplay()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:
@@ -130,13 +130,13 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
     async with running(config, tmp_path) as service:
         await drafting(service)
         if not _alone:
-            _alone.extend([await generate(service, one, 100) for one in prompts])
+            _alone.extend([await generate(service, one, N) for one in prompts])
         assert _alone[0][:N] == wanted
         aside, engine = service.groups["aside"], service.engine
         assert engine is not None
         pid, others = aside.pid, [service.groups[name].pid for name in ("left", "right")]
         assert pid is not None
-        streams = asyncio.gather(*(generate(service, one, 100) for one in prompts))
+        streams = asyncio.gather(*(generate(service, one, N) for one in prompts))
         await until(lambda: engine.statistics().running == 8)
         if how == "kill":
             os.kill(pid, signal.SIGKILL)

@@ -130,7 +130,7 @@ async def test_drafts_that_the_grammar_forbids_are_not_verified(wrong: int) -> N
         engine.texts[one.sampling.seed] = [*one.prompt, *engine.alone(one)]
     engine.attach()
     engine.attach_drafter(with_output=True, wrong=wrong)
-    drafting = engine.engine._scheduler.drafting
+    drafting = engine.engine.scheduler.drafting
     with_drafts, num_real_drafts = drafting.with_drafts, 0
 
     def checked(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSlice]:

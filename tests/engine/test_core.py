@@ -72,7 +72,7 @@ def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
     for name in "abc":
         toy.engine.submit(request(name, n=1))
     with pytest.raises(QueueFull, match=r"2 of your requests are waiting.* try again in 5 s") as caught:
-        toy.engine.submit(request("d"))
+        toy.engine.submit(request("d", n=200))
     assert caught.value.retry_after_s == 5  # nothing is known yet
     toy.now += 2.0
     while toy.work(0):
@@ -80,7 +80,7 @@ def test_a_full_queue_is_refused_with_the_time_a_place_takes() -> None:
     for name in "def":
         toy.engine.submit(request(name, n=1))
     with pytest.raises(QueueFull) as caught:
-        toy.engine.submit(request("g"))
+        toy.engine.submit(request("g", n=200))
     assert caught.value.retry_after_s == 4  # two, one after the other, of 2 s each
 
 

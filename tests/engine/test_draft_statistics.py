@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.spec_decode.statistics import ORIGINS, DraftCounts, DraftStatistics, PrefixOrigin, StepShare
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.protocol.loading import PoolSizes
 from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY
@@ -153,7 +153,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
     one = request("one", range(80), n=150)
     toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
     handle = toy.engine.submit(one)
-    by_origin = toy.engine._scheduler.drafting.statistics.by_origin
+    by_origin = toy.engine.scheduler.drafting.statistics.by_origin
 
     def seen() -> list[int]:
         return [counts.n_plain + counts.n_verify for counts in by_origin.values()]
@@ -165,7 +165,7 @@ async def test_every_decode_counts_where_its_sequence_began() -> None:
         return [now - then for now, then in zip(seen(), before, strict=True)]
 
     assert work_until_more() == [3, 0, 0]
-    scheduler = toy.engine._scheduler
+    scheduler = toy.engine.scheduler
     scheduler._operations += scheduler.preemption.preempt(scheduler.running.youngest, toy.now)
     assert work_until_more() == [0, 3, 0]
     assert scheduler.preemption.n_preempted == 1

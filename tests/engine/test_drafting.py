@@ -21,7 +21,7 @@ from lucevisor.engine.spec_decode.controller import (
     SpecDecodeController,
 )
 from lucevisor.engine.step import StepPlan, WrongResult
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (
@@ -664,7 +664,7 @@ def test_a_flush_waits_for_the_drafter() -> None:
         assert toy.pipeline is not None
         toy.pipeline.receive(*target.run_one())
         await asyncio.sleep(0)
-        assert toy.engine._scheduler.last_applied == 1
+        assert toy.engine.scheduler.last_applied == 1
         assert not synchronized.done()
         toy.pipeline.receive(*drafter.run_one())
         assert await synchronized

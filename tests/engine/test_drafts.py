@@ -11,7 +11,7 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.step import WrongResult
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Drafted, Sampled, Slice, StepResult
@@ -77,7 +77,7 @@ class Bench(ToyEngine):
 
     @property
     def live(self) -> LiveSequence:
-        [record] = self.engine._scheduler.running
+        [record] = self.engine.scheduler.running
         assert record.live is not None
         return record.live
 

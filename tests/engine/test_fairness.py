@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.scheduler import MAX_SKIPPED_STEPS, PATIENCE, Scheduler
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from tests.combinations import combinations
@@ -318,6 +318,10 @@ def test_clients_share_the_queue() -> None:
     assert {client: scheduler.queue.n_waiting(client) for client in "abcd"} == {"a": 12, "b": 6, "c": 4, "d": 0}
     assert not scheduler.accepts(request("more", range(100), 400, client_id="a"), 12)
     assert scheduler.accepts(request("more", range(100), 400, client_id="d"), 12)
+    shorts = [request(f"short{i}", range(100), 64, client_id="c") for i in range(2)]
+    assert scheduler.accepts(shorts[0], 12)
+    scheduler.submit(shorts[0], 0.0)
+    assert not scheduler.accepts(shorts[1], 12)
 
 
 def test_one_request_of_a_key_does_not_wait_behind_200_of_another() -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from hypothesis import event, given, settings
 
-from lucevisor.engine.freezer import FrozenState
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.engine.core import FrozenState
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.protocol.loading import PoolSizes
@@ -171,8 +171,8 @@ async def test_frozen_state_is_of_no_use_after_steps_without_slices() -> None:
     toy.come_back()
     toy.run()
     assert toy.engine.ready
-    toy.engine._scheduler.flush()
-    toy.engine._proceed([])  # as for a snapshot
+    toy.engine.scheduler.flush()
+    toy.engine.proceed()  # as for a snapshot
     toy.run()
     assert toy.crash(0)
     toy.come_back(frozen)
@@ -277,7 +277,7 @@ class Restarts(Play):
         event(f"kept: {toy.engine.statistics().recovery.n_kept > 0}")
         if not toy.engine.ready:
             toy.attach()
-        if not toy.engine._scheduler.drafting.attached:
+        if not toy.engine.scheduler.drafting.attached:
             self.attach()
 
     def _meanwhile(self, index: int) -> None:

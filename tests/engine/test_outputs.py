@@ -111,7 +111,7 @@ class Play:
             case "lose" if index < 4:
                 self.toy.lose()
                 self.toy.attach()
-        validation.check(self.toy.engine._scheduler)
+        validation.check(self.toy.engine.scheduler)
 
     def play(self) -> None:
         self.toy.attach()

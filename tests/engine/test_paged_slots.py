@@ -9,7 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.kv.residency import PagedOut, Residency
+from lucevisor.kv.page_table import PagedOut
+from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace

@@ -6,7 +6,7 @@ from lucevisor.engine.request import FinishedEvent, Usage
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.kv.prefix_records import PrefixMatch
+from lucevisor.kv.prefix_cache import PrefixMatch
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (

@@ -12,7 +12,7 @@ from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import WantedRows
 from lucevisor.engine.step import StepPlan
 from lucevisor.kv.page_pool import PageUse
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import (

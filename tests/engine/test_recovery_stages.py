@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -89,7 +89,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     num_draft_tokens = n_drafted = 0
     for n_turns in range(40, 60, 3):
         toy = ready(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
-        toy.engine._scheduler.drafting.speculation = Idle(3)
+        toy.engine.scheduler.drafting.speculation = Idle(3)
         asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc"[:n_streams])]
         for one in asked:
             toy.texts[one.sampling.seed] = [*one.prompt, *toy.alone(one)]
@@ -98,7 +98,7 @@ async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
         handles = [toy.engine.submit(one) for one in asked]
         for i in range(n_turns):
             toy.work(i)
-        num_draft_tokens += any(step.depends_on_step for step in toy.engine._scheduler.in_flight)
+        num_draft_tokens += any(step.depends_on_step for step in toy.engine.scheduler.in_flight)
         assert toy.crash([daemon.stages.keys() for daemon in toy.daemons].index({lost}))
         toy.work(0)
         toy.come_back()
@@ -398,7 +398,7 @@ class Crashes(Play):
 
     def return_(self) -> None:
         toy = self.toy
-        if toy.pipeline is not None and toy.engine._pipeline is toy.pipeline and not toy.engine.ready:
+        if toy.pipeline is not None and toy.engine.pipeline is toy.pipeline and not toy.engine.ready:
             toy.come_back()
             for _ in range(1000):
                 if toy.engine.ready or not toy.work(0):
@@ -406,7 +406,7 @@ class Crashes(Play):
             event(f"rebuilt: {toy.engine.ready}")
         if not toy.engine.ready:
             toy.attach()
-        if not toy.engine._scheduler.drafting.attached:
+        if not toy.engine.scheduler.drafting.attached:
             self.attach()
 
     def play(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lucevisor.engine import validation
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest, RequestHandle
-from lucevisor.kv.prefix_records import PrefixSettings, Reservation
+from lucevisor.kv.prefix_cache import PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
@@ -104,7 +104,7 @@ class Play:
                     self.reserved.append(reservation)
             case "let go":
                 self.let_go()
-        validation.check(self.toy.engine._scheduler)
+        validation.check(self.toy.engine.scheduler)
 
     def let_go(self) -> None:
         for slot in self.pinned:

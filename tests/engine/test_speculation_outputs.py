@@ -17,7 +17,7 @@ from lucevisor.engine.request import GenerationRequest, RequestHandle, RequestSt
 from lucevisor.engine.spec_decode.controller import DrafterSuspension, RequestDrafts, SpecDecodeController
 from lucevisor.engine.spec_decode.ngram import MAX_MATCH, NgramLookup, NgramMatch
 from lucevisor.engine.step import StepPlan
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -165,7 +165,7 @@ class Play:
         for one in scenario.requests:
             answer = self.toy.model.alone(one.prompt, one.sampling, one.max_tokens, frozenset(), one.constraint)
             self.toy.texts[one.sampling.seed] = [*one.prompt, *answer]
-        scheduled = self.toy.engine._scheduler.drafting
+        scheduled = self.toy.engine.scheduler.drafting
         scheduled.speculation = AnyWidth(scenario.limits.speculation.max_drafts, scenario.wrong)
         scheduled._suspension = self.suspension = AnySuspension(scenario.wrong + scenario.n_stages)
         self.waiting = list(scenario.requests)
@@ -190,14 +190,14 @@ class Play:
                 self.toy.lose()
                 self.toy.attach()
                 self.attach()
-            case "attach" if not self.toy.engine._scheduler.drafting.attached:
+            case "attach" if not self.toy.engine.scheduler.drafting.attached:
                 self.attach()
             case "detach":
                 self.toy.lose_drafter()
             case "swap":
                 self.toy.lose_drafter()
                 self.attach()
-        validation.check(self.toy.engine._scheduler)
+        validation.check(self.toy.engine.scheduler)
         self.check_sharing()
 
     def attach(self) -> None:
@@ -207,7 +207,7 @@ class Play:
 
     def check_sharing(self) -> None:
         """Pages behind what is computed are their sequence's alone."""
-        scheduler = self.toy.engine._scheduler
+        scheduler = self.toy.engine.scheduler
         for record in scheduler.running:
             assert record.live is not None
             first = -(-record.live.n_computed // 64)
@@ -269,7 +269,7 @@ def test_speculation_changes_no_token(scenario: Scenario) -> None:
 def test_who_has_drafts_is_verified_before_others_are_twice(scenario: Scenario) -> None:
     """Decoding sequences that are ready are left out by no more steps of decodes than there are micro-batches."""
     play = Play(scenario)
-    scheduler = play.toy.engine._scheduler
+    scheduler = play.toy.engine.scheduler
     n_steps, ready_since, longest = 0, {}, 0
     plan_next = scheduler.next_plan
 

@@ -8,7 +8,7 @@ import pytest
 
 from lucevisor.engine import validation
 from lucevisor.engine.scheduler import Scheduler
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.validation import AccountingError
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
@@ -96,15 +96,15 @@ def free_a_page_twice(scheduler: Scheduler) -> None:
 )
 def test_a_planted_leak_is_found_when_the_engine_is_idle_next(leak: Callable[[Scheduler], None], words: str) -> None:
     toy = used()
-    validation.check(toy.engine._scheduler)
-    leak(toy.engine._scheduler)
+    validation.check(toy.engine.scheduler)
+    leak(toy.engine.scheduler)
     with pytest.raises(AccountingError, match=words):
-        toy.engine._proceed([])
+        toy.engine.proceed()
 
 
 def test_accounts_of_requests_that_run_are_checked_too() -> None:
     toy = used()
-    scheduler = toy.engine._scheduler
+    scheduler = toy.engine.scheduler
     toy.engine.submit(request("running", range(300, 400), n=9))
     toy.work(0)
     validation.check(scheduler)
@@ -127,7 +127,7 @@ def test_accounts_of_requests_that_run_are_checked_too() -> None:
 
 def test_a_request_that_nobody_finishes_is_found() -> None:
     toy = used()
-    scheduler = toy.engine._scheduler
+    scheduler = toy.engine.scheduler
     toy.engine.submit(request("stuck", range(300, 400), n=9))
     [record] = scheduler.running
     scheduler.running.close(record)
@@ -150,5 +150,5 @@ def test_the_environment_switches_it_on(value: str, on: bool) -> None:
 def test_validation_is_off_unless_asked_for() -> None:
     toy = used()
     toy.engine._settings = type(toy.engine._settings)(max_queue=1)
-    leak_a_page(toy.engine._scheduler)
-    toy.engine._proceed([])
+    leak_a_page(toy.engine.scheduler)
+    toy.engine.proceed()

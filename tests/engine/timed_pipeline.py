@@ -20,8 +20,7 @@ from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.engine.step import StepPlan
-from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import Reservation
+from lucevisor.kv.prefix_cache import PrefixIndex, Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.values import PAGE_TOKENS
 from lucevisor.protocol.loading import PoolSizes

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from lucevisor.engine.core import Engine
-from lucevisor.engine.freezer import FrozenState
+from lucevisor.engine.core import Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
-from lucevisor.engine.settings import EngineSettings
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import DraftStep, PendingCancelled, Sampling, Step, StepResult

@@ -11,7 +11,7 @@ from daemons.models.stage import LoadedStage
 from lucevisor.engine.sequence import grown
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
-from lucevisor.kv.residency import Residency
+from lucevisor.kv.residency import Residency, page_table
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
 from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, Slice, Step, ZeroState
@@ -37,7 +37,7 @@ class Texts:
         for name, tokens in parts.items():
             s, n = ord(name), len(tokens)
             if s not in self.tables:
-                self.tables[s] = PageTable(self.pools, self.spec.window or None, self.residency)
+                self.tables[s] = page_table(self.pools, self.spec.window or None, self.residency)
                 self.lengths[s] = 0
                 operations.append(OpenSequence(s, s % STATES, Sampling()))
                 if Space.RECURRENT in self.spec.spaces():

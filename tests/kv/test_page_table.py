@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Growth, PageTable
-from lucevisor.kv.residency import Residency
+from lucevisor.kv.residency import Residency, ResidentPageTable
 from lucevisor.model.pages import first_visible_page, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -42,7 +42,7 @@ def test_the_page_of_an_entry_is_the_one_that_the_table_has_there(window: int, n
 
 def test_a_table_with_pages_in_host_memory_names_none() -> None:
     pools = PagePools([Space.FULL], PoolSizes(8, 0, 0, host_pages=8))
-    table = PageTable(pools, None, Residency(6))
+    table = ResidentPageTable(pools, None, Residency(6))
     table.grow(0, 6 * PAGE_TOKENS)
     assert table.page(Space.FULL, 5) == 5
     table.grow(6 * PAGE_TOKENS, 7 * PAGE_TOKENS)
@@ -98,7 +98,7 @@ def test_every_position_a_slice_sees_has_a_page_and_no_more_are_held(window: int
 
 def test_old_pages_leave_behind_the_first_and_are_taken_again() -> None:
     pools = PagePools([Space.FULL], PoolSizes(7, 0, 0))
-    table = PageTable(pools, None, Residency(6))
+    table = ResidentPageTable(pools, None, Residency(6))
     assert table.grow(0, 384) == [Growth(Space.FULL, 0, [0, 1, 2, 3, 4, 5])]
     assert table.surplus(385) == [1]
     assert table.needs(385) == {}
@@ -114,7 +114,7 @@ def test_old_pages_leave_behind_the_first_and_are_taken_again() -> None:
 
 def test_shared_pages_leave_the_table_and_stay_with_their_other_owners() -> None:
     pools = PagePools([Space.FULL], PoolSizes(8, 0, 0))
-    first, second = (PageTable(pools, None, Residency(6)) for _ in range(2))
+    first, second = (ResidentPageTable(pools, None, Residency(6)) for _ in range(2))
     first.grow(0, 384)
     second.adopt(first.held(Space.FULL), 0, [])
     assert second.needs(385 + 128) == {Space.FULL: 3}
@@ -126,7 +126,7 @@ def test_shared_pages_leave_the_table_and_stay_with_their_other_owners() -> None
 
 def test_the_draft_epoch_counts_positions_that_are_out() -> None:
     pools = PagePools([Space.FULL], PoolSizes(8, 0, 0))
-    table = PageTable(pools, None, Residency(6))
+    table = ResidentPageTable(pools, None, Residency(6))
     table.grow(0, 384)
     pools.begin_draft_epoch()
     table.grow(384, 512)

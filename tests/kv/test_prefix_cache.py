@@ -8,8 +8,7 @@ import pytest
 
 from lucevisor.kv.page_pool import PageError, PagePools, PageUse
 from lucevisor.kv.page_table import PageTable
-from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixIndex, PrefixSettings
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes

@@ -24,8 +24,7 @@ from hypothesis.stateful import (
 
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import PAGED, PageTable
-from lucevisor.kv.prefix_cache import PrefixIndex
-from lucevisor.kv.prefix_records import PrefixMatch, PrefixSettings, Reservation
+from lucevisor.kv.prefix_cache import PrefixIndex, PrefixMatch, PrefixSettings, Reservation
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
 from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Space

@@ -96,13 +96,6 @@ def test_older_files_have_other_names_and_count_the_captures(tmp_path):
     assert found.captures == default_captures(8, 3) == (1, 3, 5)
 
 
-def test_default_captures_are_those_of_the_published_drafters():
-    assert default_captures(64, 5) == (1, 16, 31, 46, 61)
-    assert default_captures(40, 5) == (1, 10, 19, 28, 37)
-    assert default_captures(60, 6) == (1, 12, 23, 35, 46, 57)
-    assert default_captures(8, 1) == (4,)
-
-
 @pytest.mark.parametrize("form", ["gguf", "checkpoint"])
 def test_dflash2_is_told_apart_by_its_tensors(form, tmp_path):
     path = DFLASH2 if form == "gguf" else checkpoint(tmp_path, DFLASH2, DFLASH2_CONFIG)
@@ -158,10 +151,6 @@ def test_a_checkpoint_that_changes_is_noticed(tmp_path):
     (tmp_path / "config.json").write_text("{}" + " " * 99)
     assert files.changed() == [tmp_path / "config.json"]
     assert files.other_headers() == [tmp_path / "config.json"]
-
-
-def test_a_larger_block_than_a_step_can_have_is_drafted_in_part(tmp_path):
-    assert read(copy(tmp_path / "64.gguf", UPSTREAM, keys={"dflash.block_size": 64})).max_drafts == 31
 
 
 VECTOR = np.ones(64, np.float32)
@@ -238,11 +227,6 @@ def test_a_configuration_that_does_not_fit_is_refused(case, tmp_path):
     config, message = CONFIG_REFUSED[case]
     with pytest.raises(GgufError, match=message):
         read(checkpoint(tmp_path, UPSTREAM, config))
-
-
-def test_a_new_place_of_the_rope_base_is_read(tmp_path):
-    moved = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}
-    assert read(checkpoint(tmp_path, UPSTREAM, moved)).model.params.rotary == read(UPSTREAM).model.params.rotary
 
 
 HEADERS = {

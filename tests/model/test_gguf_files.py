@@ -201,12 +201,3 @@ def test_identities_reveal_every_change_of_a_part(tmp_path):
     os.replace(shutil.copy(paths[2], tmp_path / "copy"), paths[2])
     assert paths[2].stat().st_ino != model.identities[2].inode
     assert model.changed() == paths
-
-
-def test_files_are_closed_when_unreferenced(tmp_path):
-    write(tmp_path / "m.gguf", 3)
-    before = len(os.listdir("/proc/self/fd"))
-    model = open_model(sorted(tmp_path.iterdir()))
-    assert len(os.listdir("/proc/self/fd")) == before + 3
-    del model
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.engine.core import Engine
+from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import Pipeline
 from lucevisor.engine.request import FinishedEvent, GenerationRequest
-from lucevisor.engine.settings import EngineSettings
-from lucevisor.kv.prefix_records import PrefixSettings
+from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
@@ -163,6 +162,7 @@ async def converse(spaces: frozenset[Space], directory: Path) -> dict[str, int]:
     return cached
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("spaces", LAYERS, ids=["full", "recurrent"])
 async def test_262144_tokens(
