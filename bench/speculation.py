@@ -34,8 +34,7 @@ from make_gguf import SHAPES, write
 from memory_watch import Poll, Watcher
 from records import RESULTS, conditions, write_json
 
-from lucevisor.app import process
-from lucevisor.app.run import open_model
+from lucevisor.app.run import freeze_gc, open_model
 from lucevisor.deployment.service import Service
 from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent
@@ -223,7 +222,7 @@ async def serve(config, model, run_dir, options, drafter):
         await service.start()
         if not await service.wait_ready(options.timeout):
             raise RuntimeError(f"not ready: {service.reason()}")
-        process.freeze_gc()
+        freeze_gc()
         if drafter == "none":
             return await measure_without(service, options)
         while not service.engine.scheduler.drafting.attached:  # noqa: ASYNC110 - it has no event

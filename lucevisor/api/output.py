@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import msgspec
 
+from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
 from lucevisor.protocol.steps import Sampling
 from lucevisor.text.detokenizer import Detokenizer
+from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, OutputParser, ReasoningDelta, ToolCallDelta
 from lucevisor.text.stop import StopMatcher
 from lucevisor.text.tokenizer import Tokenizer
@@ -74,34 +76,23 @@ class ChoiceUsage:
     rejected: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
-    """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content.
+class OutputProcessor:
+    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence.
 
-    `stops` end the answer where they are in its content, behind `min_tokens`; `include_stop`: that includes them.
-    `prompt_only`: there is no answer, the engine's one token aside.
+    `output_format`: how the model marks reasoning and calls; unused where all text is content.
     """
 
-    stops: Sequence[str] = ()
-    include_stop: bool = False
-    min_tokens: int = 0
-    prompt_only: bool = False
-    make_parser: Callable[[], OutputParser] | None = None
-    visible: frozenset[int] = frozenset()  # control tokens whose text the parser must see
-    reasoning_open: bool = False
-    one_tool_call: bool = False  # end after the first call
-
-
-class OutputProcessor:
-    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
-
-    def __init__(self, tokenizer: Tokenizer, options: OutputOptions) -> None:
-        self._detokenizer = Detokenizer(tokenizer, options.visible)
+    def __init__(
+        self, tokenizer: Tokenizer, options: GenerationOptions, output_format: OutputFormat | None = None
+    ) -> None:
+        self._options = options
+        self._parser: OutputParser | None = None
+        visible = frozenset[int]()  # control tokens whose text the parser must see
+        if not options.plain and output_format is not None:
+            self._parser = OutputParser(options.reasoning_open, options.tools, output_format)
+            visible = output_format.visible_ids(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, visible)
         self._stop = StopMatcher(options.stops, included=options.include_stop)
-        self._parser = options.make_parser() if options.make_parser is not None else None
-        self._min_tokens = options.min_tokens
-        self._prompt_only = options.prompt_only
-        self._one_tool_call = options.one_tool_call
         self._in_reasoning = options.reasoning_open
         self._held: list[TokenRecord] = []  # consumed, not reported in a delta yet
         self._n_chars = 0
@@ -113,7 +104,7 @@ class OutputProcessor:
 
     def token(self, event: TokenEvent) -> list[ChoiceDelta]:
         """Process a token; return the deltas that can be sent now.  Tokens after `ended` are ignored."""
-        if self.ended or self._prompt_only:
+        if self.ended or self._options.prompt_only:
             return []
         self._n_tokens += 1
         self._n_accepted += event.drafted
@@ -142,7 +133,7 @@ class OutputProcessor:
             deltas = self._deltas(self._shown(events, last=True))
         rest = self._taken(last=True)
         end_ids = tuple(record.event.token for record in rest)
-        if event.stop_id is not None and not cut and not self._prompt_only:
+        if event.stop_id is not None and not cut and not self._options.prompt_only:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
         reason, scores = self._reason(event, cut), event.prompt_scores
@@ -168,7 +159,7 @@ class OutputProcessor:
         shown: list[OutputEvent] = []
         for event in events:
             if isinstance(event, ContentDelta):
-                early = self._n_tokens <= self._min_tokens
+                early = self._n_tokens <= self._options.min_tokens
                 self._show(event.text if early else self._stop.push(event.text), shown)
                 self.ended = self._stop.matched is not None
             else:
@@ -176,7 +167,7 @@ class OutputProcessor:
                 shown.append(event)
                 if isinstance(event, ToolCallDelta):
                     self._n_calls += 1
-                    self.ended = self._one_tool_call
+                    self.ended = self._options.one_tool_call
             if self.ended:
                 return shown
         if last:
@@ -224,7 +215,7 @@ class OutputProcessor:
         return tuple(taken)
 
     def _reason(self, event: FinishedEvent, cut: bool) -> FinishReason:
-        if self._prompt_only:
+        if self._options.prompt_only:
             return "length"
         if event.reason == "length" and self._stop.matched is None and not cut:
             return "length"

@@ -76,6 +76,22 @@ def _overflow(what: str, param: str, max_context: int) -> ApiError:
     )
 
 
+def common_options(body: GenerationBody, ctx: AppContext, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options that chat and plain completions share; `names`: parameters without effect."""
+    stream = body.stream_options
+    return {
+        "ignore_eos": bool(body.ignore_eos),
+        "stops": body.stops,
+        "include_stop": bool(body.include_stop_str_in_output),
+        "stop_ids": tuple(check_token_ids(body.stop_token_ids or (), "stop_token_ids", ctx)),
+        "ignored": names,
+        "stream": bool(body.stream),
+        "include_usage": bool(stream and stream.include_usage),
+        "continuous_usage": bool(stream and stream.continuous_usage_stats),
+        "token_ids": bool(body.return_token_ids),
+    }
+
+
 def max_tokens_of(n_tokens: int | None) -> int | None:
     """Return the tokens that an answer may have; None, as -1 in a request: up to the end of the context."""
     return None if n_tokens == -1 else n_tokens
@@ -87,11 +103,6 @@ def check_min_tokens(body: GenerationBody, most: int | None) -> int:
     if most is not None and least > most:
         raise bad_parameter("min_tokens", f"{least} is more than max_tokens = {most}; send less")
     return least
-
-
-def check_stop_ids(body: GenerationBody, ctx: AppContext) -> tuple[int, ...]:
-    """Return the ids that end the answer; raises ApiError for one that is not a token."""
-    return tuple(check_token_ids(body.stop_token_ids or (), "stop_token_ids", ctx))
 
 
 def check_choices(n: int | None, n_prompts: int) -> int:

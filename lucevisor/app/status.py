@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from lucevisor.api.app_context import DeviceMetrics, GroupMetrics
 from lucevisor.app import logs
 from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status
@@ -24,19 +22,14 @@ from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.states import State
 
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address of the endpoint; the certificate is empty without TLS."""
-
-    url: str
-    tls_cert_file: str
+_RESTART_REASONS: Final = ("failure", "lack", "operator")
+"""All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
 
 
 def status(
     service: Service,
     name: str,
-    address: Address,
+    url: str,
     progress: LoadProgress,
     requests: list[dict[str, object]],
     compressor: Compressor | None = None,
@@ -50,8 +43,8 @@ def status(
     return {
         "name": name,
         "pid": os.getpid(),
-        "url": address.url,
-        "tls_cert_file": address.tls_cert_file,
+        "url": url,
+        "tls_cert_file": service.config.server.tls_cert_file,
         "log": str(logs.path() or ""),
         "overrides": list(overrides),
         "state": service.state,
@@ -169,6 +162,7 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
         "retry_in_s": None if group.retry_in_s is None else round(group.retry_in_s, 3),
         "loading": progress.loading(group.name),
         "restarts": group.restarts,
+        "restart_reasons": {reason: service.restart_reasons[group.name][reason] for reason in _RESTART_REASONS},
         "quarantined": group.quarantined,
         "stages": [s.index for s in stages],
         "devices": devices(group),
@@ -326,37 +320,3 @@ class LoadProgress:
             "done_bytes": sum(shard.done_bytes for shard in shards),
             "total_bytes": sum(shard.total_bytes for shard in shards),
         }
-
-
-_RESTART_REASONS: Final = ("failure", "lack", "operator")
-"""All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
-
-
-def group_metrics(service: Service) -> list[GroupMetrics]:
-    """Return the figures of all groups as of now."""
-    return [
-        GroupMetrics(
-            name=name,
-            state=group.state.name.lower(),
-            restarts={reason: service.restart_reasons[name][reason] for reason in _RESTART_REASONS},
-            spare_bytes=[spare.rss_bytes for spare in group.spares if spare.warm],
-            rss_bytes=group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
-            devices=_device_metrics(group),
-        )
-        for name, group in service.groups.items()
-    ]
-
-
-def _device_metrics(group: GroupSupervisor) -> list[DeviceMetrics]:
-    """Return one record a device; a device with several shards has the sum of their bytes."""
-    by_device: dict[str, DeviceMetrics] = {}
-    for shard in devices(group):
-        name, before = shard["device"], by_device.get(shard["device"])
-        by_device[name] = DeviceMetrics(
-            name=name,
-            weights=shard["weight_bytes"] + (before.weights if before is not None else 0),
-            state=shard["state_bytes"] + (before.state if before is not None else 0),
-            free=shard["free_bytes"],
-            total=shard["total_bytes"],
-        )
-    return list(by_device.values())

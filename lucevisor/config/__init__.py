@@ -4,7 +4,7 @@
 `load` ties them together, `docs` generates docs/configuration.md.
 """
 
-from lucevisor.config.api_keys import ApiKey, read_api_keys
+from lucevisor.config.credentials import ApiKey, read_api_keys, server_context
 from lucevisor.config.formats import (
     Auto,
     DeviceRef,
@@ -35,7 +35,6 @@ from lucevisor.config.sections import (
     RecoveryConfig,
     ServerConfig,
 )
-from lucevisor.config.tls import server_context
 
 __all__ = [
     "USUAL_CHUNK",

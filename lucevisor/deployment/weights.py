@@ -20,9 +20,15 @@ from pathlib import Path
 import psutil
 import structlog
 
-from lucevisor.deployment import digest_cache
 from lucevisor.deployment.served_model import ServedModel
-from lucevisor.deployment.weight_digests import DigestsStopped, FileChangedError, HashProgress, digest_tensors
+from lucevisor.deployment.weight_digests import (
+    DigestsStopped,
+    FileChangedError,
+    HashProgress,
+    digest_tensors,
+    read_digests,
+    write_digests,
+)
 from lucevisor.errors import LucevisorError
 from lucevisor.model.drafters import open_draft
 from lucevisor.model.fingerprint import fingerprint
@@ -182,7 +188,7 @@ class ModelWeights:
 
     async def _digests(self, files: GgufFiles, progress: HashProgress) -> dict[str, str]:
         identities = files.identities
-        known = await asyncio.to_thread(digest_cache.read, self._directory, identities, files.tensors.keys())
+        known = await asyncio.to_thread(read_digests, self._directory, identities, files.tensors.keys())
         if known is not None:
             return known
         keep = 2 * progress.total_bytes <= psutil.virtual_memory().total
@@ -198,7 +204,7 @@ class ModelWeights:
             raise LucevisorError(f"{self._what} cannot be read: {error}") from error
         log.debug("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
         if unsettled_s(identities, began_ns) <= 0:
-            await asyncio.to_thread(digest_cache.write, self._directory, identities, digests)
+            await asyncio.to_thread(write_digests, self._directory, identities, digests)
         return digests
 
 

@@ -13,6 +13,11 @@ from tests.api.raw_http import BODY, CHAT
 from tests.api.scripted_model import Rig
 
 
+@pytest.fixture
+def client(shared_client):
+    return shared_client
+
+
 class TestRequestIds:
     async def test_ours_and_theirs(self, client):
         for sent, kept in (("trace-1", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("", False)):

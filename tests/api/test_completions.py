@@ -8,9 +8,15 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
+from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, dice, ids_of, say, tokenizer
 
 PLAIN = "/v1/completions"
+
+
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 class TestWhole:
@@ -190,7 +196,7 @@ class TestRefusals:
     async def test_400_names_the_parameter(self, client, fields, param):
         status, answer = await client.ask(PLAIN, fields)
         assert (status, answer["error"]["param"]) == (400, param)
-        assert client.rig.n_busy == 0
+        await until(lambda: client.rig.n_busy == 0)
 
 
 class TestParametersOfOtherServers:

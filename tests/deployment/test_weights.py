@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lucevisor.deployment import digest_cache
+from lucevisor.deployment import weight_digests
 from lucevisor.deployment.weights import ModelWeights, WeightsChangedError
 from lucevisor.errors import LucevisorError
 from lucevisor.model.gguf_files import open_model, part_paths
@@ -102,5 +102,5 @@ async def test_digests_of_a_file_written_a_moment_ago_are_not_kept(
     monkeypatch.setattr("lucevisor.deployment.weights.TICK_S", tick_s)
     monkeypatch.setattr("lucevisor.deployment.weights.COARSE_TICK_S", tick_s)
     found = await opened(model).digests()
-    again = digest_cache.read(model.parent / "cache", open_model([model]).identities, found)
+    again = weight_digests.read_digests(model.parent / "cache", open_model([model]).identities, found)
     assert again == (found if kept else None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lucevisor.api.app_context import DeviceMetrics, GroupMetrics, SnapshotMetrics
+from lucevisor.api.app_context import SnapshotMetrics
 from lucevisor.api.metrics import Metrics
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.windows import Windows
@@ -20,7 +20,7 @@ from lucevisor.config import DeviceRef
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
-from tests.api.scripted_model import Rig
+from tests.api.scripted_model import Rig, group_status
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -75,8 +75,8 @@ async def registry() -> CollectorRegistry:
     rig = Rig()
     numbers = {field.name: {"full": 1} if field.name == "failures" else 1 for field in fields(SnapshotMetrics)}
     rig.context.snapshots = lambda: SnapshotMetrics(**numbers)  # type: ignore[arg-type]
-    device = DeviceMetrics(name="left:0", weights=1, state=2, free=3, total=6)
-    rig.context.groups = lambda: [GroupMetrics("left", "ready", {"exited": 1}, devices=[device])]
+    device = {"device": "left:0", "weight_bytes": 1, "state_bytes": 2, "free_bytes": 3, "total_bytes": 6}
+    rig.context.status = lambda: {"groups": [group_status("left", "ready", device, exited=1)]}
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))
     settings = CompressionSettings(threshold=1, keep_ratio=0.1)
     rig.context.compressor = Compressor(settings, Windows(rig.context.tokenizer, stage))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import structlog
 
-from lucevisor.app.status import Address, LoadProgress, status
+from lucevisor.app.status import LoadProgress, status
 from lucevisor.cli.progress import SilentDisplay
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
@@ -70,7 +70,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", Address("", ""), LoadProgress(SilentDisplay()), [])["draft"])
+    return dict(status(service, "t", "", LoadProgress(SilentDisplay()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:

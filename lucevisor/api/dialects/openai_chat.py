@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,11 +20,10 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, make_envelope, respond
+from lucevisor.api.generation import ResponseFormatter, ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
     Envelope,
-    OutputOptions,
     TokenRecord,
     UsageTotals,
     chat_logprobs,
@@ -37,8 +35,8 @@ from lucevisor.api.parameters import (
     check_common,
     check_length,
     check_min_tokens,
-    check_stop_ids,
     check_tokens,
+    common_options,
     max_tokens_of,
     n_top_logprobs,
     random_seed,
@@ -59,9 +57,8 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
 from lucevisor.text.tokenizer import Tokenizer
@@ -341,17 +338,9 @@ def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
         max_tokens=max_tokens,
         min_tokens=check_min_tokens(body, max_tokens),
         n=check_choices(body.n, 1),
-        ignore_eos=bool(body.ignore_eos),
-        stops=body.stops,
-        include_stop=bool(body.include_stop_str_in_output),
-        stop_ids=check_stop_ids(body, ctx),
-        ignored=ignored(ChatBody, fields, more=_unused(body, template)),
+        **common_options(body, ctx, ignored(ChatBody, fields, more=_unused(body, template))),
         grammar=grammar,
         max_thinking_tokens=None if tags is None else _thinking_budget(body, ctx, template),
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
-        token_ids=bool(body.return_token_ids),
         logprobs=n_top >= 0,
         tools=tools,
         custom=custom_names(body.tools or []),
@@ -571,7 +560,7 @@ _CHUNK = "chat.completion.chunk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFormatter:
+class ChatFormatter(ResponseFormatter):
     """One response.  `token_ids`: they were requested, and those of the `prompt`; `custom`: names of tools whose input
     is text; `reasoning`: it is shown."""
 
@@ -582,8 +571,6 @@ class ChatFormatter:
     prompt: Sequence[int] = ()
     custom: Sequence[str] = ()
     reasoning: bool = True
-
-    style: ClassVar[StreamStyle] = "data"
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk that names the role."""
@@ -608,10 +595,6 @@ class ChatFormatter:
     def end(self, totals: UsageTotals) -> Sequence[object]:
         """Return the chunk with the usage and no choice, if it was requested."""
         return self.envelope.usage_chunk(_CHUNK, totals)
-
-    def failure(self, error: ApiError) -> Sequence[object]:
-        """Return the error's body."""
-        return [error.body()]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
@@ -680,7 +663,7 @@ class ChatFormatter:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Handle one chat request."""
+    """Create a chat completion."""
     prepared = await prepare(request, read_chat)
     assert isinstance(prepared, PreparedRequest)
     ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("chatcmpl-")
@@ -693,19 +676,4 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         custom=options.custom,
         reasoning=options.show_reasoning,
     )
-    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "messages")
-
-
-def chat_output(options: GenerationOptions, ctx: AppContext) -> OutputOptions:
-    """Return how the tokens of a chat request are read, in all APIs that have messages."""
-    assert ctx.template is not None
-    output_format = ctx.template.output_format
-    return OutputOptions(
-        stops=options.stops,
-        include_stop=options.include_stop,
-        min_tokens=options.min_tokens,
-        make_parser=partial(OutputParser, options.reasoning_open, options.tools, output_format),
-        visible=output_format.visible_ids(ctx.tokenizer),
-        reasoning_open=options.reasoning_open,
-        one_tool_call=options.one_tool_call,
-    )
+    return await respond(request, prepared, formatter, response, "messages")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
 from aiohttp import web
 from msgspec import Meta
@@ -15,12 +15,11 @@ from msgspec import Meta
 from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_form
-from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, make_envelope, respond
+from lucevisor.api.errors import bad_parameter
+from lucevisor.api.generation import ResponseFormatter, ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
     Envelope,
-    OutputOptions,
     UsageTotals,
     completion_logprobs,
     echoed_logprobs,
@@ -31,8 +30,8 @@ from lucevisor.api.parameters import (
     check_common,
     check_length,
     check_min_tokens,
-    check_stop_ids,
     check_tokens,
+    common_options,
     max_tokens_of,
     n_top_logprobs,
     random_seed,
@@ -50,7 +49,6 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import StreamStyle
 from lucevisor.text.infill import InfillTokens, OtherFile
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -91,16 +89,9 @@ def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
         min_tokens=0 if prompt_only else check_min_tokens(body, max_tokens_of(body.max_tokens)),
         prompt_only=prompt_only,
         n=n,
-        ignore_eos=bool(body.ignore_eos),
-        stops=body.stops,
-        include_stop=bool(body.include_stop_str_in_output),
-        stop_ids=check_stop_ids(body, ctx),
-        ignored=ignored(CompletionBody, fields, RULES),
+        **common_options(body, ctx, ignored(CompletionBody, fields, RULES)),
         grammar=grammar,
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
-        token_ids=bool(body.return_token_ids),
+        plain=True,
         logprobs=n_top >= 0,
         echoes=_echoes(prompts, n, ctx.tokenizer) if body.echo else (),
         score_prompt=score_prompt,
@@ -209,7 +200,7 @@ _KIND = "text_completion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionFormatter:
+class CompletionFormatter(ResponseFormatter):
     """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty.
 
     `prompts`: their ids; `scored`: log-probabilities of them are wanted.
@@ -223,8 +214,6 @@ class CompletionFormatter:
     token_ids: bool
     prompts: Sequence[Sequence[int]]
     scored: bool = False
-
-    style: ClassVar[StreamStyle] = "data"
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk with the prompt, as text or ids, if that was requested."""
@@ -240,10 +229,6 @@ class CompletionFormatter:
     def end(self, totals: UsageTotals) -> Sequence[object]:
         """Return the chunk with the usage and no choice, if it was requested."""
         return self.envelope.usage_chunk(_KIND, totals)
-
-    def failure(self, error: ApiError) -> Sequence[object]:
-        """Return the error's body."""
-        return [error.body()]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
@@ -296,7 +281,7 @@ def _text(delta: ChoiceDelta) -> str:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Handle one completion request."""
+    """Create a completion of a text or of token ids."""
     prepared = await prepare(request, read_completion)
     assert isinstance(prepared, PreparedRequest)
     ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("cmpl-")
@@ -310,14 +295,4 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompts=prepared.prompts,
         scored=options.score_prompt,
     )
-    return await respond(request, prepared, formatter, plain_output(options), response, "prompt")
-
-
-def plain_output(options: GenerationOptions) -> OutputOptions:
-    """Return how the output of a plain completion is read: it is text without reasoning or calls."""
-    return OutputOptions(
-        stops=options.stops,
-        include_stop=options.include_stop,
-        min_tokens=options.min_tokens,
-        prompt_only=options.prompt_only,
-    )
+    return await respond(request, prepared, formatter, response, "prompt")

@@ -19,10 +19,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import AddToBody, prepare
-from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, chat_output, custom_function
+from lucevisor.api.bodies import AddToBody, json_response, prepare, respond_encoded
+from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, respond
+from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
 from lucevisor.api.output import ChoiceDelta, FinishReason, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
 from lucevisor.api.request_context import APP_CONTEXT, RESPONSE_STORE, context_of
@@ -613,7 +613,7 @@ class _Item:
 
 
 @dataclass(slots=True, kw_only=True)
-class ResponsesFormatter:
+class ResponsesFormatter(ResponseFormatter):
     """One response.  `keep` gets the finished response and its output items before they are sent."""
 
     response_id: str
@@ -894,7 +894,7 @@ def _complete(item: _Json, item_id: str) -> _Json:
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """Handle one request for a response."""
+    """Create a response, as OpenAI's Responses API does."""
     ctx, store, key = request.app[APP_CONTEXT], request.app[RESPONSE_STORE], context_of(request).caller.id
     named: dict[str, StoredResponse] = {}
     prepared = await prepare(request, read_response, _stored_adder(request, named))
@@ -923,7 +923,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         keep=keep,
         clock=time.time,
     )
-    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "input")
+    return await respond(request, prepared, formatter, response, "input")
 
 
 def _stored_adder(request: web.Request, named: dict[str, StoredResponse]) -> AddToBody:
@@ -937,15 +937,13 @@ def _stored_adder(request: web.Request, named: dict[str, StoredResponse]) -> Add
     return add_to_body
 
 
-async def count_input_tokens(request: web.Request) -> web.Response:
-    """Return how many tokens the prompt of a request has."""
-    parts = await prepare(request, read_input_tokens, _stored_adder(request, {}))
-    assert isinstance(parts, list)
-    return web.Response(body=b"".join(parts), content_type="application/json")
+async def count_input_tokens(request: web.Request) -> web.StreamResponse:
+    """Count the tokens of a response's prompt."""
+    return await respond_encoded(request, read_input_tokens, _stored_adder(request, {}))
 
 
 async def get_response(request: web.Request) -> web.Response:
-    """Return a stored response, or its events behind `starting_after` with `stream=true`."""
+    """Return a stored response, or its events after `starting_after` with `stream=true`."""
     stored, query = _stored(request), request.query
     if not _choice(query, "stream", {"false": False, "true": True}):
         return web.Response(body=stored.body, content_type="application/json")
@@ -956,7 +954,7 @@ async def get_response(request: web.Request) -> web.Response:
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    """Return a page of the items that a stored response answers."""
+    """List the items that a stored response answers."""
     stored, query = _stored(request), request.query
     page = Page(
         limit=_integer(query, "limit", 20, 1, 100),
@@ -965,7 +963,7 @@ async def list_input_items(request: web.Request) -> web.Response:
     )
     turns = [msgspec.json.decode(turn) for turn in stored.turns[:-1]]
     body = input_items(request.match_info["id"], turns, page)
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return json_response(body)
 
 
 def _integer(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
@@ -999,7 +997,7 @@ async def delete_response(request: web.Request) -> web.Response:
     if not request.app[RESPONSE_STORE].delete(name, context_of(request).caller.id):
         raise _not_stored(name)
     body = {"id": name, "object": "response", "deleted": True}
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return json_response(body)
 
 
 def _not_stored(name: str) -> ApiError:
