@@ -52,9 +52,9 @@ def read_header(file: OpenFile, part: int) -> dict[str, TensorInfo]:
     entries.pop(_METADATA, None)
     if len(entries) > MAX_TENSORS:
         raise GgufError(path, "header", f"{len(entries)} tensors, at most {MAX_TENSORS} are allowed")
-    found = [_tensor(path, name, entry, start, file.n_bytes, part) for name, entry in entries.items()]
-    check_overlap(path, found)
-    return {tensor.name: tensor for tensor in found}
+    tensors = [_tensor(path, name, entry, start, file.n_bytes, part) for name, entry in entries.items()]
+    check_overlap(path, tensors)
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def _tensor(path: str, name: str, raw: msgspec.Raw, start: int, n_bytes: int, part: int) -> TensorInfo:

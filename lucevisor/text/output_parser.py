@@ -121,9 +121,9 @@ class OutputParser:
             if not final and self._tags.open.startswith(start):
                 return False
         tags = self._tags_to_find()
-        found = [(position, tag) for tag in tags if (position := self._text.find(tag)) >= 0]
-        if found:
-            self._take_tag(*min(found))
+        matches = [(position, tag) for tag in tags if (position := self._text.find(tag)) >= 0]
+        if matches:
+            self._take_tag(*min(matches))
             return True
         held = 0
         if tags and not final:
@@ -165,12 +165,12 @@ class OutputParser:
 
     def _take_tag(self, position: int, tag: str) -> None:
         before, after = self._text[:position], self._text[position + len(tag) :]
-        kept = before.rstrip()
-        self._emit(kept, self.position)
+        text = before.rstrip()
+        self._emit(text, self.position)
         self._text = after
         if self._calls and tag in (self._calls.open, self._calls.bare[0]):
             self._call_in, self._state = self._state, _ParserState.CALL
-            self._call_blanks = before[len(kept) :]
+            self._call_blanks = before[len(text) :]
             self._searched, self._unclosed = 0, -1
             self._opening = tag
             self._close = self._calls.close if tag == self._calls.open else self._calls.bare[1]

@@ -21,27 +21,27 @@ class TooManyTokens(Exception):
 def breaker_tokens(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of all breakers: one token each, or a token that ends with a breaker's beginning and
     the tokens of its rest.  Looks at the whole vocabulary.  Raises TooManyTokens."""
-    found = {sequence for text in texts for sequence in _sequences(tokenizer, text)}
-    if len(found) > MAX_SEQUENCES:
-        raise TooManyTokens(f"the breakers are in {len(found)} tokens, more than {MAX_SEQUENCES}")
-    return tuple(sorted(found))
+    sequences = {sequence for text in texts for sequence in _sequences(tokenizer, text)}
+    if len(sequences) > MAX_SEQUENCES:
+        raise TooManyTokens(f"the breakers are in {len(sequences)} tokens, more than {MAX_SEQUENCES}")
+    return tuple(sorted(sequences))
 
 
 @lru_cache(maxsize=64)
 def _sequences(tokenizer: Tokenizer, text: str) -> tuple[tuple[int, ...], ...]:
-    raw, found = text.encode("utf-8", "surrogatepass"), list[tuple[int, ...]]()
+    raw, sequences = text.encode("utf-8", "surrogatepass"), list[tuple[int, ...]]()
     beginnings = [raw[:n] for n in range(len(raw) - 1, 0, -1)]
     for token in range(tokenizer.n_vocab):
         word = tokenizer.token_bytes(token)
         if raw in word:
-            found.append((token,))
+            sequences.append((token,))
             continue
-        found += [
+        sequences += [
             (token, *tokenizer.encode(rest))
             for beginning in beginnings
             if word.endswith(beginning) and (rest := _decoded(raw[len(beginning) :]))
         ]
-    return tuple(found)
+    return tuple(sequences)
 
 
 def _decoded(raw: bytes) -> str:

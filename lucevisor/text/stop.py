@@ -30,15 +30,15 @@ class StopMatcher:
             return ""
         if not self._stops:
             return text
-        seen = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := seen.find(stop)) >= 0]
-        if found:
-            end, start, self.matched = min(found)
+        pending = self._held + text
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := pending.find(stop)) >= 0]
+        if matches:
+            end, start, self.matched = min(matches)
             self._held = ""
-            return seen[: end if self._included else start]
-        held = max(overlap(seen, stop) for stop in self._stops)
-        self._held = seen[len(seen) - held :]
-        return seen[: len(seen) - held]
+            return pending[: end if self._included else start]
+        held = max(overlap(pending, stop) for stop in self._stops)
+        self._held = pending[len(pending) - held :]
+        return pending[: len(pending) - held]
 
     def flush(self) -> str:
         """Return the held-back text at the end of a generation without a match."""

@@ -164,8 +164,8 @@ def _scheme(metadata: Mapping[str, object]) -> Scheme:
         raise TokenizerError(f"{MODEL_KEY} = {model!r} is not known; known are 'gpt2' (byte-pair merges) and 'gemma4'")
     pre = "gemma4" if model == "gemma4" else require(metadata, PRE_KEY, str, "default")
     if pre not in SCHEMES:
-        known = ", ".join(sorted(SCHEMES))
-        raise TokenizerError(f"{PRE_KEY} = {pre!r} is not known, so text could be split wrongly; known are {known}")
+        names = ", ".join(sorted(SCHEMES))
+        raise TokenizerError(f"{PRE_KEY} = {pre!r} is not known, so text could be split wrongly; known are {names}")
     return SCHEMES[pre]
 
 
@@ -244,9 +244,9 @@ def _byte_alphabet() -> dict[int, str]:
     Printable Latin-1 bytes stand for themselves, the other 68 for the characters from U+0100 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    unprintable = [byte for byte in range(0x100) if byte not in set(printable)]
     table = {byte: chr(byte) for byte in printable}
-    table.update({0x100 + index: chr(byte) for index, byte in enumerate(others)})
+    table.update({0x100 + index: chr(byte) for index, byte in enumerate(unprintable)})
     return table
 
 

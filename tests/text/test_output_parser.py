@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.output_format import CHANNEL, THINK, OutputFormat, detect_format
+from lucevisor.text.output_format import OutputFormat, detect_format
 from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import FORMATS
 from tests.text.vocabularies import demo_metadata, gemma_metadata

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.text.output_format import CHANNEL, THINK, OutputFormat
+from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.reasoning import CHANNEL, THINK
 from lucevisor.text.tools import FORMATS
 
 GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)

@@ -77,9 +77,9 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 def checkpoint_paths(path: Path) -> tuple[Path, ...]:
     """The configuration and all parts of the checkpoint in the directory ``path``.  Raises GgufError."""
-    whole = path / WEIGHTS
-    if whole.exists():
-        return (path / CONFIG, whole)
+    single = path / WEIGHTS
+    if single.exists():
+        return (path / CONFIG, single)
     parts = sorted(path.glob("model-00001-of-?????.safetensors"))
     if len(parts) != 1:
         raise GgufError(
@@ -151,9 +151,9 @@ def _rope_base(where: str, fields: dict[str, Any]) -> Value:
 
 def _windows(where: str, fields: dict[str, Any]) -> dict[str, Value]:
     types = fields.get("layer_types", [])
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or any(t not in known for t in types):
-        raise GgufError(where, "field 'layer_types'", f"is {types!r}, known are {', '.join(known)}")
+    known_types = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or any(t not in known_types for t in types):
+        raise GgufError(where, "field 'layer_types'", f"is {types!r}, known are {', '.join(known_types)}")
     if "sliding_attention" not in types:
         return {}
     if "sliding_window" not in fields:
