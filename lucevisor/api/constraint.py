@@ -18,12 +18,12 @@ from lucevisor.api.prepared import OutputGrammar
 from lucevisor.api.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat, ToolChoice
 from lucevisor.errors import show
 from lucevisor.text.grammar import forms
-from lucevisor.text.grammar.calls import MAX_CALLS, Function, calls_in_text, calls_only, freed, functions
 from lucevisor.text.grammar.forms import Part
 from lucevisor.text.grammar.matcher import Grammar, GrammarError
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.output_format import ReasoningTags
-from lucevisor.text.tools import ToolFormat, Tools
+from lucevisor.text.reasoning import ReasoningTags, after_reasoning
+from lucevisor.text.tools import Function, ToolFormat, Tools
+from lucevisor.text.tools.constraint import MAX_CALLS, calls_in_text, calls_only, freed, functions
 
 MAX_OPTIONS: Final = 1024
 """Texts of a choice."""
@@ -126,7 +126,7 @@ def output_grammar(
     else:
         return None
     if form is not None or (calls is not None and calls.required):
-        start = rules.after_reasoning(start, tags, inside=inside)
+        start = after_reasoning(rules, start, tags, inside=inside)
     grammar = OutputGrammar(grammar=rules.grammar(start), param=param)
     try:
         compiled(grammar, ctx)

@@ -30,7 +30,7 @@ from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
-from lucevisor.text.reasoning_budget import ReasoningBudget
+from lucevisor.text.reasoning import ReasoningBudget
 
 
 @dataclass(frozen=True, slots=True)

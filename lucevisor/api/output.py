@@ -17,11 +17,16 @@ from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
 from lucevisor.protocol.steps import Sampling
-from lucevisor.text.detokenizer import Detokenizer
 from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.output_parser import ContentDelta, OutputEvent, OutputParser, ReasoningDelta, ToolCallDelta
-from lucevisor.text.stop import StopMatcher
-from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.text.output_parser import (
+    ContentDelta,
+    OutputEvent,
+    OutputParser,
+    ReasoningDelta,
+    StopMatcher,
+    ToolCallDelta,
+)
+from lucevisor.text.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

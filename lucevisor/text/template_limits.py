@@ -66,30 +66,30 @@ def budget() -> Iterator[None]:
         _BUDGET.reset(token)
 
 
-def step(made: object = None) -> None:
+def step(value: object = None) -> None:
     """Count one step and the value it created; raises TemplateLimitExceeded."""
-    left = _BUDGET.get()
-    if left is None:
+    used = _BUDGET.get()
+    if used is None:
         return
-    left.n_steps += 1
-    if isinstance(made, str | bytes):
-        left.n_made += len(made)
-    elif isinstance(made, Sequence | dict | set):
-        left.n_made += _ITEM_CHARS * len(made)
-    if left.n_steps > MAX_STEPS:
+    used.n_steps += 1
+    if isinstance(value, str | bytes):
+        used.n_made += len(value)
+    elif isinstance(value, Sequence | dict | set):
+        used.n_made += _ITEM_CHARS * len(value)
+    if used.n_steps > MAX_STEPS:
         raise TemplateLimitExceeded(f"takes more than {MAX_STEPS} steps")
-    if left.n_made > MAX_MADE:
+    if used.n_made > MAX_MADE:
         raise TemplateLimitExceeded(f"makes more than {MAX_MADE} characters on the way")
-    if left.n_steps % _STEPS_PER_TIME_CHECK == 0 and time.thread_time() > left.deadline_s:
+    if used.n_steps % _STEPS_PER_TIME_CHECK == 0 and time.thread_time() > used.deadline_s:
         raise TemplateLimitExceeded(f"takes longer than {MAX_CPU_S:g} s")
 
 
-def nested(made: Any) -> Any:
+def nested(literal: Any) -> Any:
     """Return a list, tuple or dict literal of a template, counting everything inside as steps.
 
     A list that holds the previous list twice doubles each time: printing or comparing the fortieth would never end.
     """
-    inside = [made]
+    inside = [literal]
     while inside:
         value = inside.pop()
         if isinstance(value, dict):
@@ -97,7 +97,7 @@ def nested(made: Any) -> Any:
         elif isinstance(value, list | tuple):
             inside.extend(value)
         step()
-    return made
+    return literal
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
@@ -145,9 +145,9 @@ def counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
             _check_widths(name, [arg for arg in args[1:] if isinstance(arg, int | str)], kwargs)
         if name == "format":
             _check_format(str(args[0]))
-        made = function(*args, **kwargs)
-        step(made)
-        return made
+        result = function(*args, **kwargs)
+        step(result)
+        return result
 
     return counted
 

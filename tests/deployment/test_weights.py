@@ -79,13 +79,6 @@ async def test_another_header_is_refused(model: Path) -> None:
         await weights.admit()
 
 
-async def test_a_file_that_changed_before_the_first_load_is_refused(model: Path) -> None:
-    weights = opened(model)
-    change(model, "last byte")
-    with pytest.raises(WeightsChangedError, match="was changed while the supervisor started"):
-        await weights.settle()
-
-
 async def test_digests_are_free_the_second_time_and_not_of_another_state(model: Path) -> None:
     first = opened(model)
     await first.settle()
@@ -111,18 +104,3 @@ async def test_digests_of_a_file_written_a_moment_ago_are_not_kept(
     found = await opened(model).digests()
     again = weight_digests.read_digests(model.parent / "cache", open_model([model]).identities, found)
     assert again == (found if kept else None)
-
-
-async def test_an_unwritable_cache_is_no_error(model: Path) -> None:
-    os.close(os.open(model.parent / "cache", os.O_CREAT))  # a file
-    weights = opened(model)
-    await weights.settle()
-    assert await weights.digests()
-
-
-async def test_a_file_that_cannot_be_hashed_is_told(model: Path) -> None:
-    weights = opened(model)
-    await weights.settle()
-    change(model, "cut")
-    with pytest.raises(WeightsChangedError, match=r"m\.gguf was changed while it was hashed"):
-        await weights.digests()

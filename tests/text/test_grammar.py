@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.matcher import Grammar, GrammarCompiler, GrammarError, Matcher
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.output_format import THINK, ReasoningTags
+from lucevisor.text.reasoning import THINK, ReasoningTags, after_reasoning
 from lucevisor.text.tokenizer import Tokenizer
 from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata, demo_metadata
 
@@ -37,7 +37,7 @@ def matcher(
     part: forms.Part, name: str = "small", tags: ReasoningTags | None = None, *, inside: bool = False
 ) -> Matcher:
     rules = Rules(tokenizer(name))
-    whole = rules.grammar(rules.after_reasoning(rules.part(part), tags, inside=inside))
+    whole = rules.grammar(after_reasoning(rules, rules.part(part), tags, inside=inside))
     return compiler(name).compile(whole).matcher()
 
 

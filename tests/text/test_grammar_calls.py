@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.text.grammar.calls import calls_only, freed, functions
 from lucevisor.text.grammar.forms import json_schema
 from lucevisor.text.grammar.matcher import GrammarError
 from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.tools.constraint import calls_only, freed, functions
 from tests.text.call_walks import NAMES, compiler, matcher, parsed, tokenizer, written
 from tests.text.tool_schemas import OF_MEMBERS, SCHEMAS, random_schema
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.text import json_text
+from lucevisor.text.parameters import read_value
 from lucevisor.text.tools import FORMATS
-from lucevisor.text.tools.parameters import read_value
 from lucevisor.text.tools.xml_function import XmlFunction
 
 GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
