@@ -58,7 +58,7 @@ class ApiKeys:
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """Replace the keys; running requests continue."""
-        self._known = tuple((_digest(each.key), each.name) for each in keys)
+        self._known = tuple((_digest(item.key), item.name) for item in keys)
 
     @property
     def required(self) -> bool:

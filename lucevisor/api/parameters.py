@@ -15,8 +15,7 @@ from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.schemas import EFFORT_BUDGETS, MAX_BIASES, MAX_CHOICES, GenerationBody
 from lucevisor.errors import show
 from lucevisor.protocol.steps import Dry, Mirostat, Sampling
-from lucevisor.text.sequence_breakers import TooManyTokens, breaker_tokens
-from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.text.tokenizer import Tokenizer, TooManyTokens, breaker_tokens
 
 _QUICK_CHARS: Final = 16 * 1024
 """Texts up to this length are always tokenised, in a few milliseconds."""

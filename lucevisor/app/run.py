@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 import uvloop
@@ -175,10 +175,11 @@ def connections_within(n_files: int, n_groups: int) -> int:
     return max(n_files // 4, n_files - 192 - 16 * n_groups)
 
 
-class Display(Observer, Protocol):
-    """Watches a start, and is told the address."""
+class Display(Observer):
+    """Watches a start, and the address; this one does nothing."""
 
-    def listening(self, url: str) -> None: ...
+    def listening(self, url: str) -> None:
+        """Called when the endpoint has its address, long before it is ready."""
 
 
 def run(config: Config, name: str, observer: Display, options: RunOptions) -> ExitCode:
@@ -444,7 +445,7 @@ class Supervisor:
 
     async def _watch_run_directory(self) -> None:
         """Make the run directory whole again when something of it was removed, so that commands find this process."""
-        told = ""
+        result = ""
         while True:
             await asyncio.sleep(RUN_DIRECTORY_S)
             if not self.url or self._handover.pending or self.run_dir.whole:
@@ -454,12 +455,12 @@ class Supervisor:
                 await self._endpoint.open_admin()
                 await self._handover.listen_again()
             except (OSError, LucevisorError) as error:
-                if str(error) != told:
+                if str(error) != result:
                     log.error("the run directory was removed and cannot be made again: no command finds this process",
                               path=str(self.run_dir.path), pid=os.getpid(), reason=str(error))  # fmt: skip
-                told = str(error)
+                result = str(error)
             else:
-                told = ""
+                result = ""
                 log.warning("the run directory was removed and is made again", path=str(self.run_dir.path))
 
     def _prepare(self) -> None:

@@ -262,7 +262,7 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
     }
 
 
-class LoadProgress:
+class LoadProgress(Observer):
     """An observer that passes everything on to another one."""
 
     def __init__(self, observer: Observer) -> None:
@@ -273,13 +273,11 @@ class LoadProgress:
         self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
 
     def state(self, group: str, state: State, reason: str) -> None:
-        """Called when a group changes its state."""
         self._states[group] = state, reason, time.monotonic()
         self._shards.pop(group, None)
         self._observer.state(group, state, reason)
 
     def progress(self, group: str, progress: Progress) -> None:
-        """Called when a shard has loaded more bytes."""
         if (
             group in self._states and self._states[group][0] is State.LOADING
         ):  # reports have a channel of their own and may come after READY
@@ -287,7 +285,6 @@ class LoadProgress:
         self._observer.progress(group, progress)
 
     def ready(self, service: Service) -> None:
-        """Called when the endpoint is ready."""
         if self.announced:
             self._observer.ready(service)
 

@@ -13,7 +13,6 @@ import click
 from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
 from lucevisor.cli.admin_client import AdminClient, Watch
 from lucevisor.cli.options import Seconds, config_argument
-from lucevisor.cli.progress import SilentDisplay, StartDisplay
 from lucevisor.config import load
 from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
 from lucevisor.protocol.process import end_with_parent
@@ -76,16 +75,13 @@ def start(
     # SIGKILL, as for daemons: `chaos` may be killed while the supervisor is stopped, which would keep SIGTERM waiting.
     if starter_pid is not None and not end_with_parent(starter_pid):
         raise LucevisorError(f"process {starter_pid}, for which this supervisor was to run, has ended")
-    from lucevisor.app.run import (
-        RunOptions,
-        fault_limits,
-        run,  # imports the whole supervisor: only where it is needed
-    )
+    from lucevisor.app.run import Display, RunOptions, fault_limits, run  # imports the whole supervisor
+    from lucevisor.cli.progress import StartDisplay
 
     limits = fault_limits(allow_faults) if allow_faults is not None else None
     options = RunOptions(to_terminal=not detached, take_over_s=drain_s if take_over else None, limits=limits)
     if detached:
-        return int(run(loaded, chosen, SilentDisplay(), options))
+        return int(run(loaded, chosen, Display(), options))
     with StartDisplay(loaded) as display:
         return int(run(loaded, chosen, display, options))
 

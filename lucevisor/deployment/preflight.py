@@ -137,9 +137,9 @@ def look_into(python: str, group: GroupConfig) -> Installed | str | None:
         return None
     except OSError as error:
         return error.strerror or str(error)
-    _, _, told = done.stdout.rpartition(b"installed:")
+    _, _, result = done.stdout.rpartition(b"installed:")
     with contextlib.suppress(msgspec.DecodeError):
-        return msgspec.json.decode(told, type=Installed)
+        return msgspec.json.decode(result, type=Installed)
     said = done.stderr.decode(errors="replace").strip().splitlines()
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
     return f"it ended with {how}: {said[-1] if said else 'nothing on standard error'}"

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import structlog
 
@@ -189,12 +189,17 @@ _MOVING: Final = RequestError("shard_lost", "layers are moving to other daemons;
 log = structlog.get_logger("service")
 
 
-class Observer(Protocol):
-    """Watches a start: the progress bars of the command line, or a test."""
+class Observer:
+    """Watches a start; this one does nothing."""
 
-    def state(self, group: str, state: State, reason: str) -> None: ...
-    def progress(self, group: str, progress: Progress) -> None: ...
-    def ready(self, service: Service) -> None: ...
+    def state(self, group: str, state: State, reason: str) -> None:
+        """Called when a group changes its state."""
+
+    def progress(self, group: str, progress: Progress) -> None:
+        """Called when a shard has loaded more bytes."""
+
+    def ready(self, service: Service) -> None:
+        """Called whenever requests are served, again and again."""
 
 
 class Service:

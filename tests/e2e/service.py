@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import Sampling
 
@@ -37,7 +36,7 @@ def write_config(directory: Path, model: Path, groups: dict[str, int], ranges: S
 async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) -> AsyncIterator[Service]:
     """The service of ``config``, READY; stopped at the end."""
     loaded = load(config, overrides)
-    service = Service(loaded, open_model(loaded), directory, SilentDisplay())
+    service = Service(loaded, open_model(loaded), directory, Observer())
     try:
         await service.start()
         assert await service.wait_ready(180.0), service.reason()

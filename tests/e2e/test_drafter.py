@@ -16,9 +16,8 @@ import pytest
 import structlog
 
 from lucevisor.app.status import LoadProgress, status
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.states import State
@@ -70,7 +69,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", "", LoadProgress(SilentDisplay()), [])["draft"])
+    return dict(status(service, "t", "", LoadProgress(Observer()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:

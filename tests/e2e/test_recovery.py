@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import SpecDecodeController
@@ -54,7 +53,7 @@ async def serving(
     overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={int(case is PLAIN)}"]
     config = load(config_of(case, tmp_path, n_groups, place), overrides)
     brisk = SupervisionLimits(backoff_first_s=0.02, backoff_most_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
-    service = Service(config, open_model(config), tmp_path, SilentDisplay(), limits=brisk)
+    service = Service(config, open_model(config), tmp_path, Observer(), limits=brisk)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()
@@ -218,7 +217,7 @@ async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: P
     path = config_of(case, tmp_path, 2, "tail")
     config = load(path, ["recovery.hold_s=0.2"])
     slow = SupervisionLimits(backoff_first_s=2.0)
-    service = Service(config, open_model(config), tmp_path, SilentDisplay(), limits=slow)
+    service = Service(config, open_model(config), tmp_path, Observer(), limits=slow)
     try:
         await service.start()
         assert await service.wait_ready(60.0), service.reason()

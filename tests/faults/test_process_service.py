@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment import service as service_module
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
 from lucevisor.protocol.steps import Sampling
@@ -46,7 +45,7 @@ def config_of(tmp_path: Path, limit: int = 5, **how: str) -> Path:
 @asynccontextmanager
 async def serving(config_file: Path, directory: Path, **limits: float) -> AsyncIterator[Service]:
     config = load(config_file, [])
-    service = Service(config, open_model(config), directory, SilentDisplay(), limits=brisk(**limits))
+    service = Service(config, open_model(config), directory, Observer(), limits=brisk(**limits))
     try:
         await service.start()
         yield service

@@ -15,9 +15,8 @@ import structlog
 import uvloop
 
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import Sampling
 from lucevisor.supervision.policy import SupervisionLimits
@@ -33,7 +32,7 @@ def say(**facts: object) -> None:
 
 async def main(run_dir: str, n_tokens: int) -> None:
     config = load(DEMO, [])
-    service = Service(config, open_model(config), Path(run_dir), SilentDisplay(), limits=LIMITS)
+    service = Service(config, open_model(config), Path(run_dir), Observer(), limits=LIMITS)
     await service.start()
     assert await service.wait_ready(60.0), service.reason()
     assert service.engine is not None
