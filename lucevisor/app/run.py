@@ -31,14 +31,13 @@ from lucevisor.api.app_context import (
     ModelCard,
     NotReadyPart,
     SamplingDefaults,
-    SnapshotMetrics,
 )
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.request_context import ACTIVE
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.cache_operations import CacheOperations
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
@@ -367,6 +366,7 @@ class Supervisor:
         self._progress = LoadProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
+        self.cache = CacheOperations(self.service)
         self._add_running(self._context)
         self._app = create_app(self._context)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
@@ -374,7 +374,6 @@ class Supervisor:
         self._handover = Handover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
-        self.cache = CacheOperations(self.service)
         self._n_stops = 0
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop keeps no reference to them
 
@@ -570,7 +569,7 @@ class Supervisor:
         context.ready_in_s = self.service.ready_in_s
         context.status = self.status
         context.restart = self._begin_restart
-        context.snapshots = self._snapshot_figures
+        context.snapshots = self.cache.open_store
         if self._traces is not None:
             context.trace = self._traces
 
@@ -594,10 +593,6 @@ class Supervisor:
             if g.state is not State.READY
         ]
         return parts or [NotReadyPart("pipeline", self.service.state, self.service.reason())]
-
-    def _snapshot_figures(self) -> SnapshotMetrics | None:
-        snapshots = self.service.snapshots
-        return figures(snapshots.store) if snapshots is not None else None
 
 
 @dataclass(frozen=True, slots=True)

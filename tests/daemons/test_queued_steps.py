@@ -283,36 +283,6 @@ def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.M
         assert len(second.sampled) == 1
 
 
-def test_a_step_is_answered_between_the_launches_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = opened("qwen35")
-    event, heard, in_time = LateEvent(at=float("inf")), threading.Event(), list[bool]()
-    monkeypatch.setattr("daemons.runner.recorded", lambda _: event)
-    with two_stages(golden.spec, Backend.CPU, 0.05) as both:
-        stage, link = both.runners[1].stages[1], both.links[1]
-        link.send(encode(Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], False)]), 1, 1))
-        wait_until(lambda: event.polled > 0)
-        forward = stage.forward
-
-        def launched(*args: object) -> object:
-            out = forward(*args)  # type: ignore[arg-type]
-            event.at = 0.0
-            return out
-
-        def queued(_: object) -> LateEvent:
-            in_time.append(heard.wait(WAIT_S))
-            return LateEvent(at=0.0)
-
-        monkeypatch.setattr(stage, "forward", launched)
-        monkeypatch.setattr("daemons.runner.recorded", queued)
-        link.send(encode(Step(2, 2, opening(golden.spec, 1, GREEDY), [Slice(1, 0, golden.ids[:5], False)]), 2, 1))
-        for number in (1, 2):
-            result = both.answer(1)
-            heard.set()
-            assert isinstance(result, StepResult)
-            assert result.step_id == number
-    assert in_time == [True]
-
-
 def test_a_device_that_fails_is_reported_with_the_step_that_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     class FailingEvent(LateEvent):
         def query(self) -> bool:
