@@ -1,4 +1,4 @@
-"""Shard daemons: run inside the interpreters of backend groups.
+"""Shard daemons: the worker processes, which run inside the interpreters of backend groups.
 
 They import the standard library, torch, numpy, gguf, msgspec, ``lucevisor.model`` and ``lucevisor.protocol``,
 nothing else.
