@@ -16,7 +16,7 @@ import msgspec
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import (
     ContentDelta,
@@ -247,7 +247,7 @@ class UsageTotals:
     rejected: int = 0
     timings: Timings | None = None
     compressed: Sequence[CompressedPrompt] = ()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
         """Add a choice; `new_prompt`: no earlier choice had the same prompt."""

@@ -463,7 +463,7 @@ class Service:
             return
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
-            self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
+            self.restart_reasons[group]["lack" if self.groups[group].short_of_resources else "failure"] += 1
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
             if state is State.FAILED:

@@ -15,12 +15,12 @@ from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.snapshots.transfers import ShardTransfers
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
 
 PROMPT = list(range(1, 100))
-SAMPLING = Sampling(temperature=0.8, seed=3)
+SAMPLING = SamplingParams(temperature=0.8, seed=3)
 MODEL = GOLDEN / "qwen35" / "model.gguf"
 
 

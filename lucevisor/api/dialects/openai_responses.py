@@ -44,7 +44,7 @@ from lucevisor.api.schemas import (
 )
 from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -546,7 +546,7 @@ def _translate_output(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
         chat.fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
 
 
-def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> dict[str, object]:
+def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams) -> dict[str, object]:
     """Return the fields of the request that the response repeats."""
     reasoning = body.reasoning
     return {
