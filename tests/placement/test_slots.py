@@ -144,17 +144,3 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
     assert isinstance(none, Placement)
     assert (none.pools.states, none.pools.host_states) == (1, 0)
     assert "recurrent states 1: one for each of 1 sequences, and 0 spare" in none.reasons
-
-
-def test_the_option_is_told_of_where_it_does_nothing(tmp_path, big, monkeypatch):
-    for function in ("non_layer_layouts", "layer_layouts"):
-        monkeypatch.setattr(f"lucevisor.placement.cost.{function}", lambda *_, **__: [])
-    config = configure(tmp_path, ["left:0"], max_sequences=2)
-    dense = plan(bare_spec(12), cached(config, states="host"), {"left": [cpu()]})
-    assert isinstance(dense, Placement)
-    assert (dense.pools.states, dense.pools.host_states) == (0, 0)
-    assert [notice for notice in dense.notices if "cache.states = host has no effect" in notice]
-    for spec, states in ((bare_spec(12), "device"), (big, "host")):
-        other = plan(spec, cached(config, states=states), {"left": [cpu(200)]})
-        assert isinstance(other, Placement)
-        assert not [notice for notice in other.notices if "cache.states" in notice]

@@ -156,11 +156,11 @@ class CustomTool(msgspec.Struct):
 
 def custom_function(tool: CustomTool) -> dict[str, Any]:
     """Return a custom tool as a function of one text.  Its grammar is told to the model, and not enforced."""
-    told = [tool.description or ""]
+    description = [tool.description or ""]
     if (grammar := tool.grammar) is not None:
-        told.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
+        description.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
     schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-    return {"name": tool.name, "description": "\n\n".join(filter(None, told)), "parameters": schema}
+    return {"name": tool.name, "description": "\n\n".join(filter(None, description)), "parameters": schema}
 
 
 class _Tool(msgspec.Struct):
@@ -650,8 +650,8 @@ class ChatFormatter(ResponseFormatter):
     def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
         if not self.logprobs or not (full or any(token.content for token in tokens)):
             return None
-        told = chat_logprobs(self.tokenizer, tokens)
-        return {**told, "content": encode_items(told["content"])} if full else told
+        result = chat_logprobs(self.tokenizer, tokens)
+        return {**result, "content": encode_items(result["content"])} if full else result
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Globally unique, as the response id is; clients send it back with the tool's result.

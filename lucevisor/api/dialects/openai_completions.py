@@ -232,7 +232,7 @@ class CompletionFormatter(ResponseFormatter):
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
-        told = []
+        result = []
         for index, deltas in enumerate(choices):
             joined = ChoiceDelta(
                 None,
@@ -242,8 +242,13 @@ class CompletionFormatter(ResponseFormatter):
                 prompt_scores=deltas[-1].prompt_scores,
             )
             text = self._echo(index) + "".join(map(_text, deltas))
-            told.append(self._choice(index, text, joined, full=True) | self._prompt(index))
-        return {**self.envelope.head(_KIND), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
+            result.append(self._choice(index, text, joined, full=True) | self._prompt(index))
+        return {
+            **self.envelope.head(_KIND),
+            "choices": result,
+            "usage": totals.usage(),
+            "timings": totals.timings_json(),
+        }
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
@@ -270,10 +275,10 @@ class CompletionFormatter(ResponseFormatter):
             return None
         if self.scored:
             prompt, n_echo = self.prompts[index // self.n], len(self._echo(index))
-            told = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
+            result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
         else:
-            told = completion_logprobs(self.tokenizer, delta.tokens)
-        return told | {"top_logprobs": encode_items(told["top_logprobs"])} if full else told
+            result = completion_logprobs(self.tokenizer, delta.tokens)
+        return result | {"top_logprobs": encode_items(result["top_logprobs"])} if full else result
 
 
 def _text(delta: ChoiceDelta) -> str:

@@ -783,7 +783,7 @@ def _refusal_together(ready: dict[str, Any]) -> str:
     """Why keywords of one type do not go together: of a pattern and a length, it may be known only while followed."""
     if (refusal := _refusal(ready)) or not {"pattern", "format"} & ready.keys():
         return refusal
-    return _TOO_MUCH_WORK if patterns.gives_up(json.dumps({"json_schema": ready})) else ""
+    return _TOO_MUCH_WORK if patterns.exceeds_work_limit(json.dumps({"json_schema": ready})) else ""
 
 
 def _reason(error: str) -> str:
