@@ -92,7 +92,7 @@ class EarlySignals:
     def __init__(self) -> None:
         self.asked = ""
         self.reload = False
-        self.hangup = Hangup()
+        self.hangup = HangupHandler()
         self._raising = True
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
@@ -112,7 +112,7 @@ class EarlySignals:
             raise KeyboardInterrupt
 
 
-class Hangup:
+class HangupHandler:
     """Meaning of a SIGHUP: stop if the terminal that the process runs in was closed, else reload.
 
     Under nohup, or in a session without a terminal as `--daemon` and systemd make it, a closed terminal ends nothing.
@@ -274,14 +274,14 @@ class Overrides:
     of_reload: Sequence[str] = ()
 
     @property
-    def in_force(self) -> list[str]:
+    def effective(self) -> list[str]:
         return merge_overrides(self.of_start, self.of_reload)
 
     def described(self) -> list[dict[str, object]]:
         """Return key, value and source of each, with what the file says, which it hides; None: the file does not set
         it.  Values of the environment may be secrets, and are left out.  Raises ConfigError.
         """
-        pairs = [override.partition("=")[::2] for override in self.in_force]
+        pairs = [override.partition("=")[::2] for override in self.effective]
         of_reload = {override.partition("=")[0] for override in self.of_reload}
         hidden = values_in_file(self.file, [key for key, _ in pairs])
         return [
@@ -297,7 +297,7 @@ class Overrides:
 
 def read_again(overrides: Overrides) -> Config:
     """Return what the file says now, with the overrides.  Raises ConfigError."""
-    return load(overrides.file, overrides.in_force)
+    return load(overrides.file, overrides.effective)
 
 
 def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
@@ -322,12 +322,12 @@ def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContex
     logs.set_level(after.log.level)
     changed = changed_keys(config, after)
     names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]
-    in_force = replace(
+    effective = replace(
         config,
         log=replace(config.log, level=after.log.level),
         server=replace(config.server, **{name: getattr(after.server, name) for name in names}),
     )
-    return Reloaded(in_force, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
+    return Reloaded(effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
 
 
 def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
@@ -523,7 +523,7 @@ class Supervisor:
         if done.waiting:
             log.warning("changed keys that wait for `lucevisor reload` or a start", keys=list(done.waiting))
 
-    def _on_hangup(self, hangup: Hangup) -> None:
+    def _on_hangup(self, hangup: HangupHandler) -> None:
         if hangup.ends:
             self.stop("SIGHUP, the terminal was closed")
         elif hangup.reloads:
