@@ -83,7 +83,7 @@ class EngineClient(Protocol):
 
     @property
     def holding(self) -> bool:
-        """Whether requests wait for a daemon that was lost."""
+        """True while requests wait for a daemon that was lost."""
 
     def submit(self, request: GenerationRequest, /) -> RequestHandle:
         """Queue a request; raises lucevisor.engine.request.SubmitError if it is rejected."""

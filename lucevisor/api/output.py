@@ -51,7 +51,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
+    """Addition of one or several tokens to a choice.  `event` is None where they add nothing that is shown.
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
     ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.

@@ -186,7 +186,7 @@ def _defaults(body: GenerationBody, ctx: AppContext, *, direct: bool, structured
 
 
 def searches_vocabulary(fields: dict[str, Any]) -> bool:
-    """Whether reading the body looks at every token: too long for the event loop."""
+    """Return whether reading the body visits every token, which takes too long for the event loop."""
     return bool(fields.get("dry_multiplier"))
 
 

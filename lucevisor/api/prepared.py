@@ -24,7 +24,7 @@ class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the Responses API needs besides.
+    """Options of the Responses API.
 
     ``echo``: JSON object of the request's fields that the response repeats.  ``items``: JSON array of the request's own
     input items.  ``store``: keep the response.  ``summary``: send reasoning as its summary.  ``encrypted``: send

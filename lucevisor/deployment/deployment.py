@@ -326,7 +326,7 @@ class Deployment:
 
     @property
     def failed(self) -> str | None:
-        """Which of the groups that serving needs is FAILED, and why; None if none is."""
+        """The group that serving needs and that is FAILED, with the reason; None if none is."""
         failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
         return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
@@ -418,7 +418,7 @@ class Deployment:
         return drafter.spec.model.layers if drafter and self.drafting and self.draft_group in groups else ()
 
     def draft_reason(self) -> str:
-        """Why a drafter that is configured is not attached; empty when it is, or there is none."""
+        """Return why a drafter that is configured is not attached; empty when it is, or there is none."""
         if self.drafting or self.placement is None or self._model.drafter is None:
             return ""
         if self.placement.draft is None:
@@ -480,7 +480,7 @@ class Deployment:
         return result
 
     def _check_loaded(self, group: str, loaded: Loaded) -> str:
-        """Why a daemon's weights must not join those of the others; empty when they are the same model's."""
+        """Return why a daemon's weights must not join those of the others; empty when they are the same model's."""
         if self._weights.admitted(loaded.identities):
             return ""
         return f"group {group} read another state of the files than the one that runs"

@@ -44,7 +44,7 @@ class ScoringStage:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why windows cannot be scored; empty when they can."""
+        """Return why windows cannot be scored; empty when they can."""
         return "" if self.attached else self._unavailable_reason
 
     @property

@@ -87,7 +87,7 @@ class GroupSupervisor:
 
     @property
     def reason(self) -> str:
-        """Why the group is in this state: after a failure, what failed."""
+        """The reason for the state: after a failure, what failed."""
         return self._machine.reason
 
     @property

@@ -29,7 +29,7 @@ class InvalidGroupTransition(Exception):
 
 
 class _AfterExit(Enum):
-    """What follows the exit of the present child."""
+    """The move after the exit of the present child."""
 
     RETRY = auto()
     STOP = auto()
@@ -37,7 +37,7 @@ class _AfterExit(Enum):
 
 
 class _Escalation(Enum):
-    """How far stopping the child has escalated."""
+    """Stage of the escalation that stops the child."""
 
     MESSAGE = auto()  # a shutdown message was sent
     GRACE = auto()  # nothing is sent: the child exits by itself

@@ -46,7 +46,7 @@ def test_a_drafter_is_taken_along_by_its_own_daemon() -> None:
     layers, units = open_spec(MODEL).layers, {Space.FULL: [1, 5], Space.RECURRENT: [3]}
     drafter = [layer for layer in layers if layer.space is Space.FULL][:1]
     memory = StateMemory(layers, Dtype.FLOAT32, units, drafter)
-    [pages, state] = memory._parts
+    pages, state = (file for _, file in memory.parts)
     ours = pages.tensors(LayerRange(0, len(layers)))
     drafts = pages.draft_tensors()
     assert {tensor.name for tensor in drafts} == {f"draft.{drafter[0].index}.{kind}" for kind in ("k", "v")}
