@@ -8,4 +8,6 @@ steps                            runner (read it first), boundary, token_ring, d
                                  cuda_graphs, warm
 devices                          device, check, timing, tuning
 tokens                           sampling, draws, scoring, masks, repetition, truncation
+attention backends               ops/attention (torch), ops/triton/paged_attention, ops/cpu/paged_attention.h;
+                                 ops/selection chooses
 """
