@@ -29,7 +29,7 @@ RowWait = Callable[[Doorbells, int, int], float]
 
 
 @dataclass(slots=True)
-class Arrival:
+class RowArrival:
     """When the rows of a step came: ``waited_s`` for them, until ``at``, and ``hop_s`` since their doorbell."""
 
     wait: Callable[[], float] = lambda: 0.0
@@ -115,20 +115,20 @@ class SharedMemoryBuffer:
         self._arena.close()
 
 
-def rows_of(
+def boundary_rows(
     boundaries: Sequence[BoundaryBuffer], source: int | None, step: Step, await_rows: RowWait | None
-) -> tuple[Tensor | None, Arrival]:
+) -> tuple[Tensor | None, RowArrival]:
     """Where the stage before writes the rows of a step, and what waits for them; nothing for the first stage."""
     if source is None:
-        return None, Arrival()
+        return None, RowArrival()
     boundary = boundaries[source]
     rows = boundary.read(step.region, step.n_tokens)
     if await_rows is None:
-        return rows, Arrival()
-    return rows, Arrival(partial(await_rows, boundary.bells, step.region, step.step_id))
+        return rows, RowArrival()
+    return rows, RowArrival(partial(await_rows, boundary.bells, step.region, step.step_id))
 
 
-def hand_over(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, wait: bool) -> QueuedStep | None:
+def write_boundary_rows(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, wait: bool) -> QueuedStep | None:
     """Hand the rows of a step to the next stage; without ``wait`` its bell is rung by what is returned."""
     boundary.write(step.region, rows, wait=wait)
     if not wait:

@@ -1,7 +1,7 @@
-"""Results of a step that nobody waits for on the host, so that the next step can be queued behind it at once.
+"""Asynchronous results of a step (async scheduling): the next step is queued before the host has them.
 
-Tokens and drafts: the next step reads them on the device (``Fill``), the host gets an asynchronous copy.  Rows for the
-next stage: its bell is rung when they have left the device.  All of it is over with ``settle``.
+The next step reads tokens and drafts on the device (``PlaceholderFill``), and the host gets an asynchronous copy.  The
+doorbell of boundary rows is rung when they have left the device.  ``wait`` completes a result.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class QueuedStep:
 
     @property
     def ready(self) -> bool:
-        """Whether ``settle`` returns at once."""
+        """Whether ``wait`` returns at once."""
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the device; ring."""
         self.done.synchronize()
         if self.bells is not None:
@@ -65,10 +65,10 @@ class DeferredTokens:
 
     @property
     def ready(self) -> bool:
-        """Whether ``settle`` returns at once."""
+        """Whether ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
-    def settle(self) -> dict[int, int]:
+    def wait(self) -> dict[int, int]:
         """Wait for the device; the tokens by sequence."""
         self.copied.synchronize()
         found = self.host.tolist()
@@ -107,10 +107,10 @@ class DeferredDrafts:
 
     @property
     def ready(self) -> bool:
-        """Whether ``settle`` returns at once."""
+        """Whether ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
-    def settle(self) -> list[Drafted]:
+    def wait(self) -> list[Drafted]:
         """Wait for the device."""
         self.copied.synchronize()
         tokens, probabilities = (x.tolist() for x in self.host)
@@ -118,7 +118,7 @@ class DeferredDrafts:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class PlaceholderFill:
     """Puts tokens that only the device knows into a step's metadata, whose number i is the id of row i.
 
     ``runs``: first row, first token and length of each run of neighbours.
@@ -128,7 +128,7 @@ class Fill:
     runs: list[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, tokens: Tensor, places: Sequence[tuple[int, int]]) -> Fill:
+    def of(cls, tokens: Tensor, places: Sequence[tuple[int, int]]) -> PlaceholderFill:
         """``places``: a row and the index of its token, rows ascending."""
         runs: list[tuple[int, int, int]] = []
         for row, at in places:

@@ -24,7 +24,7 @@ from lucevisor.protocol.messages import Shutdown
 from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Slice
 from lucevisor.protocol.transport import BlockingLink
 
-_LOOKS: Final = 20
+_POLLS_PER_LINK_CHECK: Final = 20
 """At a doorbell, between two looks at the link: some two microseconds."""
 _HOLD_MS: Final = 10
 """How long an answer waits for the next one at a doorbell: longer than most steps of a stage that shares its core."""
@@ -47,7 +47,7 @@ class Inbox:
         """The next frame that is not a mask, as BlockingLink.receive."""
         while True:
             frame = self._waiting.popleft() if self._waiting else self._link.receive()
-            if frame is None or not self._keep(frame):
+            if frame is None or not self._store_masks(frame):
                 return frame
 
     def wait(self, timeout_s: float) -> bool:
@@ -74,12 +74,12 @@ class Inbox:
             if self.is_cancelling:
                 raise StepCancelled(f"step {step_id}")
             spins = computing() or time.monotonic() < until
-            if spins and any(bells.rung(region, step_id) for _ in range(_LOOKS)):
+            if spins and any(bells.rung(region, step_id) for _ in range(_POLLS_PER_LINK_CHECK)):
                 break
-            self._look(bells, None if not spins else 0)
+            self._check_link(bells, None if not spins else 0)
         return min(bells.since_s(region), time.monotonic() - began)
 
-    def _look(self, bells: Doorbells, timeout_ms: int | None) -> None:
+    def _check_link(self, bells: Doorbells, timeout_ms: int | None) -> None:
         """Set aside a frame that has come; without a timeout sleep until there is one, or a bell is rung."""
         if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
@@ -94,10 +94,10 @@ class Inbox:
             if link not in ready:
                 return
         frame = self._link.receive()
-        if frame is not None and not self._keep(frame):
+        if frame is not None and not self._store_masks(frame):
             self._waiting.append(frame)
 
-    def take(self, step_id: int, slices: list[Slice]) -> Tensor | None:
+    def wait_for_masks(self, step_id: int, slices: list[Slice]) -> Tensor | None:
         """The masks of a step, uint8 [rows of its masked slices, bytes], once they are here.
 
         None when they never will be: the supervisor is gone or has dropped the sequences, so nobody reads the result.
@@ -107,7 +107,7 @@ class Inbox:
             frame = self._link.receive()
             if frame is None:
                 return None
-            if not self._keep(frame):
+            if not self._store_masks(frame):
                 self._waiting.append(frame)
                 if isinstance(frame.message, Reset | Shutdown):
                     return None
@@ -124,7 +124,7 @@ class Inbox:
             frame = self._link.receive()
             if frame is None:
                 break
-            if not self._keep(frame):
+            if not self._store_masks(frame):
                 self._waiting.append(frame)
         message = self._waiting[0].message if self._waiting else None
         return message if isinstance(message, DraftStep) and message.step.step_id == step_id else None
@@ -133,7 +133,7 @@ class Inbox:
         """Forget all masks: no step waits for them any more."""
         self._masks.clear()
 
-    def _keep(self, frame: Frame) -> bool:
+    def _store_masks(self, frame: Frame) -> bool:
         if not isinstance(frame.message, Masks):
             return False
         self._masks[frame.message.step_id] = frame.message, frame.payload

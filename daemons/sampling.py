@@ -17,12 +17,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from daemons.deferred import DeferredTokens, Fill
+from daemons.deferred import DeferredTokens, PlaceholderFill
 from daemons.draws import draw, draw_blindly, draw_index, draw_key, draws_blindly, put, take, uniform
 from daemons.errors import StateError
 from daemons.masks import apply_masks
 from daemons.ops.choices import likeliest
-from daemons.repetition import Breakers, Context, breakers_by_head, penalise_repetition
+from daemons.repetition import Breakers, TokenHistory, breakers_by_head, penalise_repetition
 from daemons.scoring import TokenReport, report_of, sampled_of
 from daemons.truncation import filtered, mirostat_keeps, next_mu
 from lucevisor.protocol.steps import (
@@ -31,7 +31,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     Operation,
     Sampled,
-    Sampling,
+    SamplingParams,
     Scored,
     Slice,
     Step,
@@ -49,7 +49,7 @@ class SamplingState:
     ``context``: the ids in order, and ``breakers``, for DRY.  ``mu``: where mirostat stands.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     mu: float = 0.0
     n_prompt: int = 0
     counts: Tensor | None = None
@@ -57,7 +57,7 @@ class SamplingState:
     bias_ids: Tensor | None = None
     bias: Tensor | None = None
     banned: Tensor | None = None
-    context: Context | None = None
+    context: TokenHistory | None = None
     breakers: Breakers = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ class Sampler:
     _invalid: list[int] = field(default_factory=list)  # sequences whose logits were NaN or infinite
 
     def open(
-        self, sequence: int, sampling: Sampling, history: list[int], mu: float | None = None, n_prompt: int = 0
+        self, sequence: int, sampling: SamplingParams, history: list[int], mu: float | None = None, n_prompt: int = 0
     ) -> None:
         """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry;
         ``mu``: where mirostat stands, None at its start; ``n_prompt``: tokens of its context that were not generated.
@@ -82,7 +82,7 @@ class Sampler:
         if sampling.mirostat is not None:
             state.mu = 2 * sampling.mirostat.tau if mu is None else mu
         if sampling.dry is not None:
-            state.context, state.breakers = Context(), breakers_by_head(sampling.dry)
+            state.context, state.breakers = TokenHistory(), breakers_by_head(sampling.dry)
         if sampling.penalised:
             state.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
             state.prompted = torch.zeros(self.vocabulary, dtype=torch.bool, device=self.device)
@@ -98,7 +98,7 @@ class Sampler:
         self.states.pop(sequence, None)
         self._last.pop(sequence, None)
 
-    def follow(self, operations: Sequence[Operation]) -> None:
+    def apply_operations(self, operations: Sequence[Operation]) -> None:
         """Open and close sequences as a step's operations say."""
         for operation in operations:
             if isinstance(operation, OpenSequence):
@@ -109,7 +109,7 @@ class Sampler:
     def replayed(self, steps: Sequence[Step]) -> None:
         """Follow steps that were computed while the daemon loaded."""
         for step in steps:
-            self.follow(step.operations)
+            self.apply_operations(step.operations)
             self.count_context(step.slices)
 
     def reset(self) -> None:
@@ -119,11 +119,11 @@ class Sampler:
         self._invalid.clear()
 
     def take_invalid(self) -> list[int]:
-        """The sequences whose logits, of the last ``sample`` or ``settle``, were NaN or infinite: void tokens."""
+        """Return the sequences whose logits were NaN or infinite since the last call; their tokens are void."""
         found, self._invalid = self._invalid, []
         return found
 
-    def known(self, step: Step) -> tuple[Step, Fill | None]:
+    def known(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
         """The step with the tokens its pending slices stand for; 0 where only the device knows them, which the second
         result puts in place.  Raises StateError where none was sampled.
         """
@@ -141,10 +141,10 @@ class Sampler:
                     raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no token was sampled before it")
             slices.append(s)
             row += len(s.tokens)
-        fill = Fill.of(deferred.tokens, places) if deferred is not None and places else None
+        fill = PlaceholderFill.of(deferred.tokens, places) if deferred is not None and places else None
         return replace(step, slices=slices), fill
 
-    def told(self, slices: Sequence[Slice]) -> list[Slice]:
+    def with_known_tokens(self, slices: Sequence[Slice]) -> list[Slice]:
         """Slices with the tokens that their pending ones stand for: the step before is settled, theirs is not."""
         return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
 
@@ -159,7 +159,7 @@ class Sampler:
         return found
 
     def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:
-        """Draw a token a slice as ``sample`` does, without waiting for the device; ``settle`` brings them.
+        """Draw a token a slice as ``sample`` does, without waiting for the device; ``finish_tokens`` brings them.
 
         None where the host has to look at something in between: then nothing was done.  ``logits`` as for ``sample``.
         """
@@ -175,9 +175,9 @@ class Sampler:
         self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens, valid)
         return self._deferred
 
-    def settle(self, deferred: DeferredTokens) -> list[Sampled]:
+    def finish_tokens(self, deferred: DeferredTokens) -> list[Sampled]:
         """Wait for deferred tokens.  Call it before the next ``sample``."""
-        found = deferred.settle()
+        found = deferred.wait()
         self._invalid += deferred.invalid
         self._last |= {sequence: token for sequence, token in found.items() if sequence in self.states}
         if self._deferred is deferred:
@@ -218,7 +218,7 @@ class Sampler:
         tokens that it draws, a row's each; None if the host takes part.
         """
         valid = finite_rows(logits)
-        rows: list[Sampling] = []
+        rows: list[SamplingParams] = []
         positions: list[int] = []
         blocks: list[Tensor] = []
         reports: list[TokenReport | None] = []
@@ -322,7 +322,7 @@ def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
 
 
 def _draw_rows(
-    logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int], meanwhile: Callable[[Tensor | None], None]
+    logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int], meanwhile: Callable[[Tensor | None], None]
 ) -> list[int]:
     """A token for each row of adjusted logits [n, V], greedy or drawn for its position; 0 for those of mirostat."""
     greedy = [i for i, s in enumerate(rows) if s.greedy]
@@ -332,7 +332,7 @@ def _draw_rows(
             return likeliest(logits)
         launched = DeferredTokens.of(range(len(rows)), logits.argmax(dim=-1))
         meanwhile(launched.tokens)
-        return [*launched.settle().values()]
+        return [*launched.wait().values()]
     meanwhile(None)
     sorting = [i for i, s in enumerate(rows) if s.sorts and not s.greedy and not s.uses_mirostat]
     drawn = [i for i, s in enumerate(rows) if not (s.greedy or s.sorts or s.uses_mirostat)]

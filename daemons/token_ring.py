@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from daemons.boundary import Arrival, RowWait
-from daemons.deferred import Fill
+from daemons.boundary import RowArrival, RowWait
+from daemons.deferred import PlaceholderFill
 from daemons.errors import StateError
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
@@ -31,17 +31,17 @@ class TokenRing:
         self._arena, self._vocabulary = arena, vocabulary
         self._regions = [arena.region(i).cast("q") for i in range(arena.plan.n_regions)]
 
-    def tell(self, step: Step | None, result: StepResult) -> None:
+    def publish(self, step: Step | None, result: StepResult) -> None:
         """Hand what a result has for the first stage to it: drafts, or the newest token of each sequence of ``step``.
 
         Not tokens of a step behind which drafts are made: no step starts before these.
         """
         if result.drafts:
-            self._put(result.step_id, {one.sequence: list(one.tokens) for one in result.drafts})
+            self._write(result.step_id, {one.sequence: list(one.tokens) for one in result.drafts})
         elif step is not None and result.sampled and not any(s.num_draft_tokens for s in step.slices):
-            self._put(step.step_id, {one.sequence: [one.token] for one in result.sampled})
+            self._write(step.step_id, {one.sequence: [one.token] for one in result.sampled})
 
-    def _put(self, step_id: int, tokens: Mapping[int, list[int]]) -> None:
+    def _write(self, step_id: int, tokens: Mapping[int, list[int]]) -> None:
         width = max(map(len, tokens.values()))
         numbers = array("q", [len(tokens), width, *tokens])
         for own in tokens.values():
@@ -91,7 +91,7 @@ def _without_tokens(s: Slice) -> Slice:
     return replace(s, tokens=[*s.tokens[: s.n_context], *[0] * s.n_drafts]) if s.drafts_pend else s
 
 
-class FollowingStep:
+class RunAheadStep:
     """A step whose pending tokens or drafts are made meanwhile.
 
     Called with the step's metadata, on any device, it waits and puts them there; then it has ``tokens``.
@@ -104,7 +104,7 @@ class FollowingStep:
         asked = step.depends_on_step or step.drafts_of
         self._ring, self._asked = ring, asked
         self._rows: dict[int, tuple[int, int]] = {}  # by sequence: of the first token to put there, and how many
-        self.arrival = Arrival(lambda: ring.wait(asked, await_tokens))
+        self.arrival = RowArrival(lambda: ring.wait(asked, await_tokens))
         self._found: dict[int, list[int]] = {}
         row = 0
         for piece in step.slices:
@@ -153,9 +153,9 @@ class FollowingStep:
             for i in range(n)
         ]
 
-    def _copies(self, metadata: Tensor, told: Sequence[int], width: int) -> list[tuple[Tensor, Tensor]]:
-        """What to copy where, if the ring has ``width`` tokens for each of the sequences ``told``."""
-        order = {sequence: i for i, sequence in enumerate(told)}
+    def _copies(self, metadata: Tensor, sequences: Sequence[int], width: int) -> list[tuple[Tensor, Tensor]]:
+        """What to copy where, if the ring has ``width`` tokens for each of the sequences ``sequences``."""
+        order = {sequence: i for i, sequence in enumerate(sequences)}
         if not self._rows:  # the supervisor has put others in their place
             return []
         places = [
@@ -164,4 +164,4 @@ class FollowingStep:
             if sequence in order
             for i in range(n)
         ]
-        return Fill.of(self._ring.tokens(self._asked, len(told), width), places).onto(metadata)
+        return PlaceholderFill.of(self._ring.tokens(self._asked, len(sequences), width), places).onto(metadata)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lucevisor.protocol.steps import Operation, SetPages, Slice
 
-MOST_ROWS: Final = 64
+MAX_ROWS: Final = 64
 """Rows of a sequence that wait at most: a pass over so many takes hardly longer than one over a single row."""
-MOST_ROWS_OF_ALL: Final = 512
+MAX_ROWS_OF_ALL: Final = 512
 """The same of all sequences: on a GPU a pass over 64 to 512 rows takes about as long, and steps of many sequences
 would have one every few steps."""
 
@@ -25,7 +25,7 @@ would have one every few steps."""
 class DeferredRows:
     """The rows that wait, by sequence; ``most`` of all sequences."""
 
-    def __init__(self, most: int = MOST_ROWS_OF_ALL) -> None:
+    def __init__(self, most: int = MAX_ROWS_OF_ALL) -> None:
         self.n_rows, self._most = 0, most
         self._slices: dict[int, list[Slice]] = {}
         self._features: dict[int, list[Tensor]] = {}
@@ -34,7 +34,7 @@ class DeferredRows:
         """Whether operations may run before the waiting rows are added: they only give sequences more pages."""
         return not self.n_rows or all(isinstance(operation, SetPages) for operation in operations)
 
-    def takes(self, slices: Sequence[Slice]) -> bool:
+    def accepts(self, slices: Sequence[Slice]) -> bool:
         """Whether the rows of a step that asks for no drafts may wait: one of each sequence, behind those that do."""
         if self.n_rows + len(slices) > self._most:
             return False
@@ -42,7 +42,7 @@ class DeferredRows:
             before = self._slices.get(s.sequence)
             if len(s.tokens) != 1 or s.states:
                 return False
-            if before and (before[-1].start + 1 != s.start or len(before) == MOST_ROWS):
+            if before and (before[-1].start + 1 != s.start or len(before) == MAX_ROWS):
                 return False
         return True
 
@@ -53,7 +53,7 @@ class DeferredRows:
             self._features.setdefault(s.sequence, []).append(row)
         self.n_rows += len(slices)
 
-    def take(self) -> tuple[list[Slice], Tensor]:
+    def pop_all(self) -> tuple[list[Slice], Tensor]:
         """Return all rows as one slice of each sequence, and their features [T, n E]; none waits any more."""
         slices = [
             msgspec.structs.replace(parts[-1], start=parts[0].start, tokens=[s.tokens[0] for s in parts])

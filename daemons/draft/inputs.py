@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons.boundary import BoundaryBuffer
-from daemons.deferred import DeferredDrafts, Fill
+from daemons.deferred import DeferredDrafts, PlaceholderFill
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
 from lucevisor.protocol.loading import DraftPlan, arena_regions
@@ -22,7 +22,7 @@ from lucevisor.protocol.steps import Drafted, DraftStep, Sampled, Slice, Step, t
 
 
 @dataclass(slots=True)
-class _KeptStep:
+class _StepInputs:
     """Of one step: captures by stage, and if the output stage is here the tokens sampled for each slice.
 
     ``slices``: with the tokens they started from, which a step that ran ahead does not say.
@@ -38,48 +38,48 @@ class DraftInputs:
 
     def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
         self.plan, self._boundaries = plan, boundaries
-        self._kept: dict[int, _KeptStep] = {}
-        self._lent: dict[int, _KeptStep] = {}  # by stage: the last step, whose captures are the stage's own memory
+        self._kept: dict[int, _StepInputs] = {}
+        self._lent: dict[int, _StepInputs] = {}  # by stage: the last step, whose captures are the stage's own memory
         self._drafts: dict[int, Sequence[int]] = {}  # by sequence: made last, and not verified yet
         self._deferred: DeferredDrafts | None = None  # newer ones, which the host does not know yet
         self._most = arena_regions(plan.stage + 1)
         self._copies: torch.cuda.Stream | None = None
 
-    def keep_captures(self, step: Step, stage: int, captures: Tensor) -> None:
-        """Keep a stage's captures, which its next step may overwrite: ``own`` comes before that."""
+    def store_captures(self, step: Step, stage: int, captures: Tensor) -> None:
+        """Keep a stage's captures, which its next step may overwrite: ``copy_captures`` comes before that."""
         kept = self._lent[stage] = self._of(step)
         kept.captures[stage] = captures
 
-    def own(self, stage: int) -> None:
+    def copy_captures(self, stage: int) -> None:
         """Copy a stage's last captures if they are still kept, before the stage runs again."""
         kept = self._lent.pop(stage, None)
         if kept is not None and stage in kept.captures:
             kept.captures[stage] = kept.captures[stage].clone()
 
-    def keep_slices(self, step: Step, slices: list[Slice]) -> None:
+    def store_slices(self, step: Step, slices: list[Slice]) -> None:
         """Keep the slices of a step with the tokens it started from, in place of those of a run that was recalled."""
         self._of(step).slices = slices
 
-    def keep_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
+    def store_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
         if step.upkeep:
             return  # no DraftStep asks for them
         found = tokens_by_sequence(sampled)
         self._of(step).tokens = [found.get(s.sequence, []) for s in step.slices]
 
-    def _of(self, step: Step) -> _KeptStep:
-        kept = self._kept.setdefault(step.step_id, _KeptStep())
+    def _of(self, step: Step) -> _StepInputs:
+        kept = self._kept.setdefault(step.step_id, _StepInputs())
         if len(self._kept) > self._most:
             self._kept.pop(next(iter(self._kept))).captures.clear()
         return kept
 
-    def take(self, message: DraftStep) -> tuple[Step, list[Tensor], list[list[int]]]:
+    def pop_step(self, message: DraftStep) -> tuple[Step, list[Tensor], list[list[int]]]:
         """The step with the tokens it started from, captures [T, n E] of each source, valid during the step, and the
         tokens sampled for each slice.
 
         Raises StateError when they are not in this daemon.
         """
         step = message.step
-        kept = self._release(step.step_id)
+        kept = self._pop(step.step_id)
         if not step.slices:  # a stage here may have computed some alone, which is not for the drafter
             return step, [], []
         if kept.slices is not None:
@@ -92,7 +92,7 @@ class DraftInputs:
         kept.captures.clear()
         return step, captures, tokens
 
-    def _captures(self, step: Step, kept: _KeptStep) -> list[Tensor]:
+    def _captures(self, step: Step, kept: _StepInputs) -> list[Tensor]:
         captures = []
         for source in self.plan.sources if step.n_tokens else ():
             if source.arena is not None:
@@ -106,7 +106,7 @@ class DraftInputs:
         return captures
 
     def extend(self, stage: DraftStage, message: DraftStep | None, drawn: Tensor | None) -> None:
-        """Let the draft stage take a step along before its tokens are known, if it can.  ``feed`` comes later.
+        """Let the draft stage take a step along before its tokens are known, if it can.  ``run`` comes later.
 
         ``drawn``: a token for each row that samples, which the device will have.  All messages before this one must
         have been fed.  Raises StateError.
@@ -118,12 +118,12 @@ class DraftInputs:
         if stage.extends_ahead(step):
             stage.extend(step, self._copied(self._captures(step, kept), stage), drawn)
 
-    def feed(self, stage: DraftStage, message: DraftStep, *, defer: bool = False) -> list[Drafted] | DeferredDrafts:
+    def run(self, stage: DraftStage, message: DraftStep, *, defer: bool = False) -> list[Drafted] | DeferredDrafts:
         """Let the draft stage take a step along, and return its drafts.
 
-        ``defer`` as in DraftStage.run; then ``settle`` says what they are.  Raises StateError.
+        ``defer`` as in DraftStage.run; then ``finish_drafts`` says what they are.  Raises StateError.
         """
-        step, captures, tokens = self.take(message)
+        step, captures, tokens = self.pop_step(message)
         if not stage.has_extended(step):
             captures = self._copied(captures, stage)
         drafts = stage.run(step, captures, tokens, defer=defer) if step.n_tokens else []
@@ -135,9 +135,9 @@ class DraftInputs:
             self._made(drafts)
         return drafts
 
-    def settle(self, deferred: DeferredDrafts) -> list[Drafted]:
-        """Wait for drafts that only the device knew.  Call it before the next ``feed``."""
-        drafts = deferred.settle()
+    def finish_drafts(self, deferred: DeferredDrafts) -> list[Drafted]:
+        """Wait for drafts that only the device knew.  Call it before the next ``run``."""
+        drafts = deferred.wait()
         self._made(drafts)
         return drafts
 
@@ -173,7 +173,7 @@ class DraftInputs:
         """Whether drafts were made that the host does not know yet."""
         return self._deferred is not None
 
-    def with_drafts(self, step: Step) -> tuple[Step, Fill | None]:
+    def with_drafts(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
         """Return a step with the drafts that its slices are to verify; 0 where only the device knows them, which the
         second result puts in place.  Raises StateError where none were made.
         """
@@ -192,14 +192,14 @@ class DraftInputs:
         if not places:
             for s in step.slices:
                 self._drafts.pop(s.sequence, None)
-        fill = Fill.of(deferred.tokens.reshape(-1), places) if deferred is not None and places else None
+        fill = PlaceholderFill.of(deferred.tokens.reshape(-1), places) if deferred is not None and places else None
         return replace(step, slices=filled), fill
 
-    def told(self, slices: Sequence[Slice]) -> list[Slice]:
+    def with_known_drafts(self, slices: Sequence[Slice]) -> list[Slice]:
         """Slices with the drafts that they verify, now that the host knows them."""
         return _filled(slices, self._drafts)
 
-    def _release(self, step_id: int) -> _KeptStep:
+    def _pop(self, step_id: int) -> _StepInputs:
         """What is kept of a step; forgets it and all steps before it."""
         while step_id in self._kept:
             first = next(iter(self._kept))
@@ -207,7 +207,7 @@ class DraftInputs:
             if first == step_id:
                 return kept
             kept.captures.clear()
-        return _KeptStep()
+        return _StepInputs()
 
     def reset(self) -> None:
         self._kept.clear()

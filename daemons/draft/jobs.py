@@ -32,7 +32,7 @@ class DraftJob(NamedTuple):
         return self.slice.num_draft_tokens
 
 
-def jobs_behind(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:
+def draft_jobs(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:
     """The drafts to make, those of equal length behind each other, of at most ``max_drafts``.
 
     ``tokens[i]``: sampled for slice i.  Raises StateError where that or what is asked for cannot be.

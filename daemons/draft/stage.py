@@ -19,16 +19,16 @@ from torch import Tensor
 
 from daemons.deferred import DeferredDrafts, recorded
 from daemons.device import inferring, launching, memory_free, prepare, torch_device, torch_dtype
-from daemons.draft.deferred import MOST_ROWS_OF_ALL, DeferredRows
+from daemons.draft.deferred import MAX_ROWS_OF_ALL, DeferredRows
 from daemons.draft.dflash import Dflash
 from daemons.draft.drafter import Drafter, Drafts
 from daemons.draft.gemma4_assistant import Gemma4Assistant
-from daemons.draft.jobs import DraftJob, jobs_behind, placeholder_draft, without_rejected
+from daemons.draft.jobs import DraftJob, draft_jobs, placeholder_draft, without_rejected
 from daemons.draft.mtp import Mtp
 from daemons.draft.vocabulary import DraftVocabulary, draft_vocabulary, shared_weights, vocabulary_weights
 from daemons.errors import StateError
 from daemons.graphs import StepGraphs
-from daemons.identities import expect, unchanged
+from daemons.identities import check_identities, unchanged
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
@@ -54,7 +54,7 @@ DRAFTERS: dict[type, type[Dflash] | type[Mtp] | type[Gemma4Assistant]] = {
 }
 
 
-class AheadStep(NamedTuple):
+class ExtendedStep(NamedTuple):
     """A step whose rows are in the context before its tokens are known: their hidden states, and the drafts behind it
     if they were begun.
     """
@@ -86,8 +86,8 @@ class DraftStage:
         self.pools = [pools]
         self.max_step_tokens, self.max_drafts = load.max_step_tokens, min(load.max_drafts, spec.max_drafts)
         self.sequences = Sequences(self.pools, _pools_of(load), load.max_sequences, forgets=load.attend_host)
-        self._deferred = DeferredRows(min(MOST_ROWS_OF_ALL, self.max_step_tokens))
-        self._ahead: AheadStep | None = None  # the last step that ``extend`` took
+        self._deferred = DeferredRows(min(MAX_ROWS_OF_ALL, self.max_step_tokens))
+        self._ahead: ExtendedStep | None = None  # the last step that ``extend`` took
         self.kernels = {f"{name} (drafter)": kernel for name, kernel in weights.selector.selected.items()}
         self.warnings = list(weights.selector.warnings)
         self.weight_bytes = weights.n_bytes
@@ -170,7 +170,7 @@ class DraftStage:
         """
         return self.device.type != "cpu" and all(token >= 0 for s in step.slices for token in s.tokens)
 
-    def _ahead_of(self, step: Step) -> AheadStep | None:
+    def _ahead_of(self, step: Step) -> ExtendedStep | None:
         return self._ahead if self._ahead is not None and self._ahead.step_id == step.step_id else None
 
     def has_extended(self, step: Step) -> bool:
@@ -191,11 +191,11 @@ class DraftStage:
         began, self.cold = recorded(self.device, timed=True), False
         self.apply(step.operations)
         features = self._features(step, captures)
-        self._seen(step.slices)
+        self._mark_used(step.slices)
         self.flush()
         hidden = self._extend(step, features)
         drafts = None if drawn is None else self._draft_behind_placeholders(step, hidden, drawn, began)
-        self._ahead = AheadStep(step.step_id, hidden, drafts)
+        self._ahead = ExtendedStep(step.step_id, hidden, drafts)
 
     def _draft_behind_placeholders(
         self, step: Step, hidden: Tensor, drawn: Tensor, began: torch.cuda.Event
@@ -227,29 +227,29 @@ class DraftStage:
         if not step.slices:
             return []
         began = recorded(self.device, timed=True) if defer else None
-        self._seen([] if self.has_extended(step) else step.slices, tokens)
+        self._mark_used([] if self.has_extended(step) else step.slices, tokens)
         if (ahead := self._ahead_of(step)) is not None:
             if defer and ahead.drafts is not None:
                 return ahead.drafts
-            return self._drafts(jobs_behind(step, tokens, self.spec.max_drafts), ahead.hidden, began)
+            return self._drafts(draft_jobs(step, tokens, self.spec.max_drafts), ahead.hidden, began)
         features, self.cold = self._features(step, captures), False
         if self.device.type == "cpu":
             step, features = without_rejected(step, features, tokens)
-        jobs = jobs_behind(step, tokens, self.spec.max_drafts)
-        if jobs or not self._deferred.takes(step.slices):
+        jobs = draft_jobs(step, tokens, self.spec.max_drafts)
+        if jobs or not self._deferred.accepts(step.slices):
             self.flush()
-        if not jobs and self._deferred.takes(step.slices):
+        if not jobs and self._deferred.accepts(step.slices):
             for s in step.slices:  # the other checks of a layout wait with the rows: they take as long as all of this
                 self.sequences.get(s.sequence, f"slice of sequence {s.sequence} at {s.start}")
             self._deferred.add(step.slices, features)
             return []
         return self._drafts(jobs, self._extend(step, features), began)
 
-    def _seen(self, slices: Sequence[Slice], tokens: Sequence[Sequence[int]] = ()) -> None:
+    def _mark_used(self, slices: Sequence[Slice], tokens: Sequence[Sequence[int]] = ()) -> None:
         """Note tokens of slices and sampled ones as used, in this order: drafts are drawn from those used last."""
         if self.draft_vocabulary is not None:
             for some in (*(s.tokens for s in slices), *tokens):
-                self.draft_vocabulary.seen(some)
+                self.draft_vocabulary.mark_used(some)
 
     def _extend(self, step: Step, features: Tensor) -> Tensor:
         """Add a step's rows to the context; their hidden states."""
@@ -261,7 +261,7 @@ class DraftStage:
                 hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
                 self.cold = self.cold or self.graphs.extend.cold
         if Space.RECURRENT in self._spaces:
-            self.sequences.keep_updates(step.slices)  # rows of its own states, of which one will be the live one's
+            self.sequences.record_updates(step.slices)  # rows of its own states, of which one will be the live one's
         return hidden
 
     def _drafts(
@@ -286,7 +286,7 @@ class DraftStage:
 
     @inferring
     def _add_deferred(self) -> None:
-        slices, features = self._deferred.take()
+        slices, features = self._deferred.pop_all()
         with launching(self.device):  # of any length: a graph of each would be used once
             self.drafter.extend(features, self._batch(self._layout(slices)))
 
@@ -373,5 +373,5 @@ def _open_spec(target: ModelSpec, load: Load, plan: DraftPlan) -> DraftSpec:
     """Open the drafter's files, which may be the target's."""
     assert target.files is not None
     paths = tuple(Path(file) for file in plan.files)
-    files = target.files if paths == target.files.paths else expect(open_draft(paths), plan.identities)
+    files = target.files if paths == target.files.paths else check_identities(open_draft(paths), plan.identities)
     return read_draft_spec(files, target, plan.kind, load.options)

@@ -143,7 +143,7 @@ class Sequences:
                 self._open(operation)
             case CloseSequence(sequence):
                 closed = self.get(sequence, "CloseSequence")
-                self._settle(closed, closed.state)
+                self._commit_state(closed, closed.state)
                 self._free_rows.append(closed.row)
                 del self.by_id[sequence]
             case CopyPage(space, source, target, n_tokens):
@@ -159,7 +159,7 @@ class Sequences:
                 self._check_whole("CopyState", target)
                 if self._tier(source) is self._tier(target) is Tier.HOST:
                     raise StateError("CopyState", f"states {source} and {target} both lie in host memory")
-                self._make(source)
+                self._materialise_state(source)
                 for pool in self.pools:
                     pool.copy_state(source, target)
             case ZeroState(state):
@@ -175,22 +175,22 @@ class Sequences:
                 opened = self.get(sequence, "UseState")
                 if is_draft and opened.updates and state not in opened.updates:
                     raise StateError("UseState", f"the last slice of sequence {sequence} left no state {state}")
-                self._settle(opened, state)
+                self._commit_state(opened, state)
                 opened.state = opened.state if is_draft else state
 
-    def keep_updates(self, slices: Sequence[Slice]) -> None:
+    def record_updates(self, slices: Sequence[Slice]) -> None:
         """Note the slices of a step that ran: several tokens that all have a row left updates."""
         for s in slices:
             if (opened := self.by_id.get(s.sequence)) is not None:
                 opened.updates = s.states if len(s.states) == len(s.tokens) > 1 else []
 
-    def settle(self, slices: Sequence[Slice]) -> None:
+    def commit_states(self, slices: Sequence[Slice]) -> None:
         """Make the live states of sequences that go on without a ``UseState``, before a step of these slices."""
         for s in slices:
             if (opened := self.by_id.get(s.sequence)) is not None and opened.updates:
-                self._settle(opened, opened.state)
+                self._commit_state(opened, opened.state)
 
-    def _settle(self, opened: OpenedSequence, state: int) -> None:
+    def _commit_state(self, opened: OpenedSequence, state: int) -> None:
         """Make ``state`` if it is one of those after the tokens of the last slice; nobody uses the others.
 
         A draft's is made in the place of the live one, which the sequence keeps.
@@ -199,12 +199,12 @@ class Sequences:
             rows, is_draft = opened.updates[: opened.updates.index(state) + 1], self.sizes.is_draft_state(state)
             for pool in self.pools:
                 if is_draft:
-                    pool.updates.make(opened.state, rows, opened.state, state)
+                    pool.updates.apply(opened.state, rows, opened.state, state)
                 else:
-                    pool.updates.make(opened.state, rows, state)
+                    pool.updates.apply(opened.state, rows, state)
         opened.updates = []
 
-    def _make(self, state: int) -> None:
+    def _materialise_state(self, state: int) -> None:
         """Make a state that is copied before it is known which one its sequence goes on with.
 
         The live one is made in its place, so the others follow from that: it is the first, as its token always counts.
@@ -215,7 +215,7 @@ class Sequences:
                 firsts = range(1, n) if state == live else ()  # whole ones before it, which no supervisor plans
                 for i in (*firsts, n):
                     for pool in self.pools:
-                        pool.updates.make(live, opened.updates[:i], opened.updates[i - 1])
+                        pool.updates.apply(live, opened.updates[:i], opened.updates[i - 1])
                 opened.updates = opened.updates[n:] if state == live else opened.updates
 
     def _check_unit(self, where: str, space: Space, unit: int) -> None:
@@ -280,7 +280,7 @@ class Sequences:
         where = f"PageOut of sequence {operation.sequence}"
         sequence = self.get(operation.sequence, where)
         table, entries, hosts = sequence.table(Space.FULL), operation.entries, operation.hosts
-        places = self._leaving(where, sequence, entries)
+        places = self._entry_places(where, sequence, entries)
         if hosts and len(hosts) != len(entries):
             raise StateError(where, f"{len(hosts)} pages in host memory for {len(entries)} entries")
         rows = [self._host_row(where, host) for host in hosts] if self.sizes.host_pages else []
@@ -329,7 +329,7 @@ class Sequences:
         self._moved(sequence, entries[0] - bisect_left(sequence.out, entries[0]))
 
     @staticmethod
-    def _leaving(where: str, sequence: OpenedSequence, entries: Sequence[int]) -> list[int]:
+    def _entry_places(where: str, sequence: OpenedSequence, entries: Sequence[int]) -> list[int]:
         """The places of entries in the ``full`` table; those right behind it were never there."""
         out, n_places = sequence.out, len(sequence.table(Space.FULL))
         stop = n_places + len(out)

@@ -55,7 +55,7 @@ class StateUpdates:
         """Updates of a layer, ``[rows, width]``."""
         return self._by_layer[layer]
 
-    def make(self, source: int, rows: Sequence[int], target: int, window: int | None = None) -> None:
+    def apply(self, source: int, rows: Sequence[int], target: int, window: int | None = None) -> None:
         """Make a state from another one, or in its place, and the updates of tokens, in order.
 
         ``window``: the row whose windows it gets; None: it has them.

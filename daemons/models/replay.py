@@ -22,7 +22,7 @@ from daemons.device import CPU, launching, memory_free, synchronize, torch_dtype
 from daemons.errors import StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.sequences import Sequences
-from daemons.models.blocks import Block, remember
+from daemons.models.blocks import Block, advance_state
 from daemons.models.replay_kernels import load_kernels
 from daemons.models.row_file import RowFile
 from daemons.models.shard import ShardModel
@@ -144,7 +144,7 @@ class LayerwiseReplay:
         synchronize(shard.device)
         if self.sequences is not None:
             for step in self.steps:  # a verify slice may be among those that were on their way
-                self.sequences.keep_updates(step.slices)
+                self.sequences.record_updates(step.slices)
         return self.sequences
 
     # ---- inside
@@ -154,7 +154,7 @@ class LayerwiseReplay:
         try:
             return ThreadExecutor(1, "replay"), ThreadExecutor(1, "replay rows")
         except MemoryError as error:
-            self._give_up(str(error))
+            self._decline(str(error))
             return None
 
     @torch.inference_mode()
@@ -174,7 +174,7 @@ class LayerwiseReplay:
             elif not self.problem:
                 self._begin(shard)
         except (torch.OutOfMemoryError, MemoryError, OSError, StateError) as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._decline(f"{type(error).__name__}: {error}")
 
     def _advance(self, shard: ShardModel, layer: Block, at: int) -> None:
         assert self.sequences is not None
@@ -187,7 +187,7 @@ class LayerwiseReplay:
                 chunk.rows = self._first_rows(shard, chunk, batch)
             # ends in torch's kernel, which waits for all ahead: the next chunk reads what these wrote
             if index + 1 == self._layers.stop and not self.whole:
-                remember(layer, chunk.rows, batch)  # nobody reads what it returns
+                advance_state(layer, chunk.rows, batch)  # nobody reads what it returns
                 chunk.rows = chunk.rows[:1].clone()
             else:
                 chunk.rows = layer(chunk.rows, batch)
@@ -206,7 +206,7 @@ class LayerwiseReplay:
         if shard.device != CPU:
             free = memory_free(shard.device)
             if needed + WORK_BYTES > free:
-                self._give_up(f"rows and weights take {needed} bytes, {free} are free")
+                self._decline(f"rows and weights take {needed} bytes, {free} are free")
                 return
             shares = (free - needed) // WORK_BYTES - 1  # one is for what loads meanwhile
             self.max_rows = max(1, min(shares, MAX_STEPS_AT_ONCE)) * self._load.max_step_tokens
@@ -287,7 +287,7 @@ class LayerwiseReplay:
             parts = [found[first - start : first - start + n] for first, n in chunk.places]
         return shard.from_boundary(torch.cat(parts), batch)
 
-    def _give_up(self, problem: str) -> None:
+    def _decline(self, problem: str) -> None:
         self.problem, self.sequences, self._all_rows = problem, None, None
         self._chunks.clear()
 

@@ -49,17 +49,17 @@ class RowFile:
         thread does not begin.
         """
         row_bytes = self._width * self._dtype.itemsize
-        at, slots = first * row_bytes, list[_Slot]()
+        at, slots = first * row_bytes, list[_PinnedBuffer]()
         if device == CPU:
             # by numpy, which raises MemoryError where torch raises a RuntimeError
             found = torch.from_numpy(np.empty(n * row_bytes, dtype=np.uint8))
         else:
             found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
-            slots += [_Slot() for _ in range(N_SLOTS)]
+            slots += [_PinnedBuffer() for _ in range(N_SLOTS)]
         n_readers = min(MOST_ROW_READERS, len(found) // LEAST_PART_BYTES)
         with ThreadExecutor(n_readers if n_readers > 1 else 0, "row reader") as readers:
             for part in torch.split(found, SLOT_BYTES):
-                while not self._has(at + len(part)):
+                while not self._is_written(at + len(part)):
                     time.sleep(POLL_S)
                 if slots:
                     slots.append(slot := slots.pop(0))
@@ -88,7 +88,7 @@ class RowFile:
                 raise OSError("the file of rows was cut off")
             view, at = view[n_read:], at + n_read
 
-    def _has(self, n_bytes: int) -> bool:
+    def _is_written(self, n_bytes: int) -> bool:
         """Whether the file has so many bytes by now.  Raises OSError if it never will."""
         seals = fcntl.fcntl(self._fd, fcntl.F_GET_SEALS)
         if os.fstat(self._fd).st_size >= n_bytes:
@@ -98,7 +98,7 @@ class RowFile:
         return False
 
 
-class _Slot:
+class _PinnedBuffer:
     """Page-locked memory between the file and a GPU, which torch keeps for the next one."""
 
     def __init__(self) -> None:

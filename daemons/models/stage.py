@@ -27,7 +27,7 @@ from lucevisor.model.values import Backend, Dtype, Space
 from lucevisor.model.workspace import GRAPH_ROWS
 from lucevisor.protocol.loading import DeviceUse, Load, StagePlan
 from lucevisor.protocol.messages import Progress
-from lucevisor.protocol.steps import OpenSequence, Operation, PageScores, Sampling, SetPages, Slice, Step
+from lucevisor.protocol.steps import OpenSequence, Operation, PageScores, SamplingParams, SetPages, Slice, Step
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class LoadedStage:
         """Whether decodes are captured on a cpu, for the report of kernel selection."""
         sequences = Sequences([s.pools for s in self.shards], load.pools, 1)
         spaces = [space for space in self.spec.spaces() if space is not Space.RECURRENT]
-        operations: list[Operation] = [OpenSequence(0, 0, Sampling()), *(SetPages(0, s, 0, [0]) for s in spaces)]
+        operations: list[Operation] = [OpenSequence(0, 0, SamplingParams()), *(SetPages(0, s, 0, [0]) for s in spaces)]
         for operation in operations:
             sequences.apply(operation)
         sequences.flush()
@@ -183,7 +183,7 @@ class LoadedStage:
         if n > self.max_step_tokens:
             raise StateError(where, f"{n} tokens, this daemon was loaded for steps of up to {self.max_step_tokens}")
         h = self._checked(rows_in, n, where)
-        self.sequences.settle(step.slices)
+        self.sequences.commit_states(step.slices)
         self.sequences.flush()
         layout = Layout(step.slices, self.sequences, self.spec, ranked=step.rank_pages)
         layout.fill = fill or layout.fill
@@ -216,7 +216,7 @@ class LoadedStage:
                         scores.append(rank_pages(graphs.batch, layout, shard.page_sums))
             if captured is not None:
                 captures.append(captured if device == self.device else captured.to(self.device, non_blocking=True))
-        self.sequences.keep_updates(step.slices)
+        self.sequences.record_updates(step.slices)
         assert h is not None
         joined = torch.cat(captures, dim=-1) if len(captures) > 1 else next(iter(captures), None)
         return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores), cold)

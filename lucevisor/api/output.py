@@ -16,12 +16,17 @@ import msgspec
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
-from lucevisor.protocol.steps import Sampling
-from lucevisor.text.detokenizer import Detokenizer
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.output_parser import ContentDelta, OutputEvent, OutputParser, ReasoningDelta, ToolCallDelta
-from lucevisor.text.stop import StopMatcher
-from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.text.output_parser import (
+    ContentDelta,
+    OutputEvent,
+    OutputParser,
+    ReasoningDelta,
+    StopMatcher,
+    ToolCallDelta,
+)
+from lucevisor.text.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -46,7 +51,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
+    """Addition of one or several tokens to a choice.  `event` is None where they add nothing that is shown.
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
     ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.
@@ -138,11 +143,11 @@ class OutputProcessor:
             end_ids += (event.stop_id,)
         reason, scores = self._reason(event, cut), event.prompt_scores
         deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores, self._n_tokens))
-        told = event.usage
-        n_accepted = self._n_accepted if cut else told.accepted_tokens
-        n_rejected = told.draft_tokens - n_accepted
+        counted = event.usage
+        n_accepted = self._n_accepted if cut else counted.accepted_tokens
+        n_rejected = counted.draft_tokens - n_accepted
         usage = ChoiceUsage(
-            told.prompt_tokens, told.cached_tokens, self._n_tokens, self._n_reasoning, n_accepted, n_rejected
+            counted.prompt_tokens, counted.cached_tokens, self._n_tokens, self._n_reasoning, n_accepted, n_rejected
         )
         return deltas, usage
 
@@ -242,7 +247,7 @@ class UsageTotals:
     rejected: int = 0
     timings: Timings | None = None
     compressed: Sequence[CompressedPrompt] = ()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
         """Add a choice; `new_prompt`: no earlier choice had the same prompt."""
@@ -272,10 +277,10 @@ class UsageTotals:
 
     def extension(self) -> dict[str, object]:
         """Return `lucevisor`, an extension of any API's usage: the sampling, and what PFlash kept, if anything."""
-        told: dict[str, object] = {"sampling": {name: getattr(self.sampling, name) for name in _SAMPLING}}
+        result: dict[str, object] = {"sampling": {name: getattr(self.sampling, name) for name in _SAMPLING}}
         asked = [prompt for prompt in self.compressed if prompt.outcome != "short"]
         if not asked:
-            return {"lucevisor": told}
+            return {"lucevisor": result}
         pflash: dict[str, object] = {
             "prompt_tokens": sum(prompt.n_before for prompt in self.compressed),
             "kept_tokens": sum(prompt.n_kept for prompt in self.compressed),
@@ -283,25 +288,25 @@ class UsageTotals:
         reasons = sorted({prompt.reason for prompt in asked if prompt.reason})
         if reasons:
             pflash["reason"] = "; ".join(reasons)
-        return {"lucevisor": told | {"pflash": pflash}}
+        return {"lucevisor": result | {"pflash": pflash}}
 
     def llama_timings(self) -> dict[str, float]:
         """Return llama.cpp's `timings`: tokens that were computed, and milliseconds of prefill and of decoding."""
         t = self.timings
         if t is None:
             return {}
-        told: dict[str, float] = {"cache_n": self.cached}
+        result: dict[str, float] = {"cache_n": self.cached}
         for name, n, seconds in (
             ("prompt", self.prompt - self.cached, t.prefill_s),
             ("predicted", self.generated, t.decode_s),
         ):
-            told |= {
+            result |= {
                 f"{name}_n": n,
                 f"{name}_ms": round(1e3 * seconds, 3),
                 f"{name}_per_token_ms": round(1e3 * seconds / n, 6) if n else 0.0,
                 f"{name}_per_second": round(n / seconds, 3) if seconds else 0.0,
             }
-        return told
+        return result
 
     def timings_json(self) -> dict[str, float]:
         """Return `timings`, an extension: seconds in the queue, of prefill and of decoding."""
@@ -415,11 +420,11 @@ def echoed_logprobs(
     for token, score in zip(prompt, [TokenScore(0.0), *scores], strict=True):
         records.append(TokenRecord(TokenEvent(token, score.logprob, score.top), at))
         at += len(text.push(token))
-    told = completion_logprobs(tokenizer, records)
+    result = completion_logprobs(tokenizer, records)
     of_answer = completion_logprobs(tokenizer, tokens)
-    told["token_logprobs"][0] = told["top_logprobs"][0] = None
+    result["token_logprobs"][0] = result["top_logprobs"][0] = None
     of_answer["text_offset"] = [n_echo + offset for offset in of_answer["text_offset"]]
-    return {name: told[name] + of_answer[name] for name in told}
+    return {name: result[name] + of_answer[name] for name in result}
 
 
 def encode_items(items: object) -> list[msgspec.Raw]:

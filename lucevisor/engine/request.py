@@ -17,7 +17,7 @@ import msgspec
 
 from lucevisor.engine.constraint import Constraint
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal[
@@ -65,7 +65,7 @@ class GenerationRequest:
     request_id: str
     prompt: Sequence[int]
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     turn_boundaries: tuple[int, ...] = ()
     client_id: str = ""

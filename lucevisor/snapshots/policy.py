@@ -1,6 +1,6 @@
 """Snapshot policy: what to save, what to restore, and disk eviction, by sizes and measured speeds.
 
-Decides about files without touching them.  Invariant: victims are the least recently used files, and no more than the
+Decides about files without touching them.  Invariant: evicts the least recently used files, and no more than the
 budget requires.
 """
 
@@ -291,7 +291,7 @@ class CacheFile:
     kind: FileKind = FileKind.SNAPSHOT
 
 
-def victims(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
+def files_to_evict(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
     """Select snapshots to remove, least recently used first, until all files together fit into ``disk_bytes``.
 
     Files that were set aside count but are never selected: they are evidence for the operator.  Nor are those in

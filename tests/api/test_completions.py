@@ -112,13 +112,14 @@ class TestWhole:
                 assert told["top_logprobs"][0] is None
                 assert told["top_logprobs"][1:n_prompt] == [{t: -0.5} for t in told["tokens"][1:n_prompt]]
 
-    async def test_a_prompt_that_is_scored_is_never_compressed(self, client):
+    async def test_a_prompt_that_is_scored_is_never_compressed(self, start):
         class Refusing:
             settings = SimpleNamespace(min_share=0.5)
 
             async def compress(self, *prompt):
                 raise AssertionError("a scored prompt was compressed")
 
+        client = await start()
         client.rig.context.compressor = Refusing()
         body = {"prompt": "Once upon a time", "echo": True, "logprobs": 0, "max_tokens": 1}
         status, answer = await client.ask(PLAIN, body)

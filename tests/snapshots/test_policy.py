@@ -17,10 +17,10 @@ from lucevisor.snapshots.policy import (
     SaveTrigger,
     SnapshotSpeeds,
     file_name,
+    files_to_evict,
     plan_shutdown_saves,
     read_name,
     reject_save_reason,
-    victims,
 )
 from tests.snapshots.snapshot_parts import FULL_ONLY, made_model, made_slot
 
@@ -165,7 +165,7 @@ USES = st.lists(
 @given(files=USES, budget=st.integers(0, 400), data=st.data())
 def test_victims(files, budget, data):
     keep = data.draw(st.sets(st.sampled_from([f.file for f in files]))) if files else set()
-    gone = victims(files, budget, keep)
+    gone = files_to_evict(files, budget, keep)
     total = sum(f.n_bytes for f in files)
     assert all(f.kind is FileKind.SNAPSHOT and f.file not in keep for f in gone)
     assert [f.used_s for f in gone] == sorted(f.used_s for f in gone)

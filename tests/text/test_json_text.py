@@ -75,7 +75,7 @@ def test_lone_surrogates_stay_escapes():
     assert call.arguments == '{"\\ud800": 1}'
 
 
-@pytest.mark.parametrize("deep", [63, 64, 65, 5000, 200_000])
+@pytest.mark.parametrize("deep", [63, 64, 65, 20_000])
 def test_nesting_is_bounded(deep):
     for opening, closing in (("[", "]"), ('{"a":', "}")):
         value = opening * deep + "1" + closing * deep

@@ -207,7 +207,7 @@ _STOP_TYPES: Final[dict[FinishReason, str]] = {"length": "limit", "stop": "eos",
 
 @dataclass(slots=True)
 class _Choice:
-    """What a choice was so far."""
+    """State of a choice."""
 
     n_prompt: int
     prompt: str
@@ -238,8 +238,8 @@ class LlamaCppFormatter(ResponseFormatter):
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the event of a delta."""
-        told = self._part(index, [delta])
-        return [told] if delta.event is not None or delta.tokens else ()
+        result = self._part(index, [delta])
+        return [result] if delta.event is not None or delta.tokens else ()
 
     def end(self, totals: UsageTotals) -> Sequence[object]:
         """Return the last event of each choice."""
@@ -247,8 +247,8 @@ class LlamaCppFormatter(ResponseFormatter):
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the object of the only choice, or a list of them."""
-        told = [self._whole(index, self._part(index, deltas), totals) for index, deltas in enumerate(choices)]
-        return told[0] if len(told) == 1 else told
+        result = [self._whole(index, self._part(index, deltas), totals) for index, deltas in enumerate(choices)]
+        return result[0] if len(result) == 1 else result
 
     def _part(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
         choice = self._choices[index]
@@ -301,7 +301,7 @@ class LlamaCppFormatter(ResponseFormatter):
             }
 
         event = record.event
-        return {**entry(event.token, event.logprob), "top_logprobs": [entry(*one) for one in event.top]}
+        return {**entry(event.token, event.logprob), "top_logprobs": [entry(*item) for item in event.top]}
 
 
 async def completion(request: web.Request) -> web.StreamResponse:

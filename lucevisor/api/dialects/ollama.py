@@ -299,7 +299,7 @@ def _add_messages(chat: ChatRequestBuilder, messages: Sequence[dict[str, Any]]) 
                 for call, id_ in zip(message.tool_calls, ids, strict=True)
             ]
         if message.role == "tool":
-            answered = next((one for one in waiting if message.tool_name in (None, one[0])), None)
+            answered = next((item for item in waiting if message.tool_name in (None, item[0])), None)
             if answered is not None:
                 waiting.remove(answered)
             made["tool_call_id"] = message.tool_call_id or (answered[1] if answered else f"call_{index}")
@@ -362,17 +362,17 @@ class OllamaFormatter(ResponseFormatter):
         content = "".join(event.text for event in events if isinstance(event, ContentDelta))
         thinking = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         calls = [self._call(event) for event in events if isinstance(event, ToolCallDelta)]
-        told: dict[str, object] = {"model": self.model, "created_at": created_at(time.time())}
+        result: dict[str, object] = {"model": self.model, "created_at": created_at(time.time())}
         part: dict[str, object] = {"role": "assistant", "content": content} if self.chat else {"response": content}
         if thinking:
             part["thinking"] = thinking
         if calls:
             part["tool_calls"] = calls
-        told |= {"message": part} if self.chat else part
+        result |= {"message": part} if self.chat else part
         tokens = [token for delta in deltas for token in delta.tokens]
         if self.logprobs and tokens:
-            told["logprobs"] = chat_logprobs(self.tokenizer, tokens)["content"]
-        return told | {"done": done}
+            result["logprobs"] = chat_logprobs(self.tokenizer, tokens)["content"]
+        return result | {"done": done}
 
     def _call(self, call: ToolCallDelta) -> dict[str, object]:
         function = {"index": call.index, "name": call.name, "arguments": msgspec.Raw(call.arguments.encode())}

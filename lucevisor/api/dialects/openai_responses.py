@@ -44,7 +44,7 @@ from lucevisor.api.schemas import (
 )
 from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class TextConfig(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    """How much the model thinks, and whether its thinking comes as a summary."""
+    """Effort of thinking, and the kind of its summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -224,7 +224,7 @@ _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text
 
 @dataclass(slots=True)
 class _Turn:
-    """What the assistant did since the last input."""
+    """Items of the assistant since the last input."""
 
     origin: str = ""
     reasoning: list[str] = field(default_factory=list)
@@ -546,7 +546,7 @@ def _translate_output(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
         chat.fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
 
 
-def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> dict[str, object]:
+def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams) -> dict[str, object]:
     """Return the fields of the request that the response repeats."""
     reasoning = body.reasoning
     return {
@@ -581,11 +581,11 @@ def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> di
 def _echoed_text(text: TextConfig) -> dict[str, object]:
     """Return the text configuration with the fields that its type has, also those that the request left out."""
     form = text.format or TextFormat("text")
-    told: dict[str, object] = {"type": form.type}
+    result: dict[str, object] = {"type": form.type}
     if form.type == "json_schema":
         more = {"description": form.description, "name": form.name or "", "schema": form.schema}
-        told |= {**more, "strict": bool(form.strict)}
-    return {"format": told, **({} if text.verbosity is None else {"verbosity": text.verbosity})}
+        result |= {**more, "strict": bool(form.strict)}
+    return {"format": result, **({} if text.verbosity is None else {"verbosity": text.verbosity})}
 
 
 def _echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -656,8 +656,8 @@ class ResponsesFormatter(ResponseFormatter):
 
     def failure(self, error: ApiError) -> Sequence[_Event]:
         """Return the event that ends a stream that fails."""
-        told = {"code": "server_error", "message": error.message}
-        return [self._event("response.failed", response=self._response("failed", error=told))]
+        fields = {"code": "server_error", "message": error.message}
+        return [self._event("response.failed", response=self._response("failed", error=fields))]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response."""
@@ -822,7 +822,7 @@ _CALL_TEXTS: Final = {"function_call": "arguments", "custom_tool_call": "input"}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which items of a list a client asks for: at most `limit`, those behind `after` in its order."""
+    """Items of a list to return: at most `limit`, those after `after` in its order."""
 
     limit: int
     after: str | None
@@ -885,12 +885,12 @@ def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: Page) 
 
 def _complete(item: _Json, item_id: str) -> _Json:
     """Return an item as clients read it, though they may send it shorter: with id, type, status and parts."""
-    told = {"id": item_id, "type": "message", "status": "completed", **item}
-    if told["type"] == "message" and isinstance(text := told["content"], str):
-        kind = "output_text" if told["role"] == "assistant" else "input_text"
+    result = {"id": item_id, "type": "message", "status": "completed", **item}
+    if result["type"] == "message" and isinstance(text := result["content"], str):
+        kind = "output_text" if result["role"] == "assistant" else "input_text"
         annotated: _Json = {"annotations": []} if kind == "output_text" else {}
-        told["content"] = [{"type": kind, "text": text, **annotated}]
-    return told
+        result["content"] = [{"type": kind, "text": text, **annotated}]
+    return result
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
