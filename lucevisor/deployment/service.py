@@ -99,7 +99,7 @@ class Readiness:
 
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
-    """Watch ``engine`` until cancelled."""
+    """Watch ``engine`` wait_until cancelled."""
     recovery = engine.recovery
     while True:
         while (since := recovery.since) is None:
@@ -254,7 +254,7 @@ class Service:
 
     @property
     def placement(self) -> Placement | None:
-        """The placement of the present deployment; None until all groups have said hello."""
+        """The placement of the present deployment; None wait_until all groups have said hello."""
         return self.deployment.placement
 
     # ---- life
@@ -267,11 +267,11 @@ class Service:
         """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.until(lambda: self.state in ("ready", "failed", "draining"))
+                await self.wait_until(lambda: self.state in ("ready", "failed", "draining"))
         return self.state == "ready"
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition``, of what groups and deployments do, holds."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait wait_until ``condition``, of what groups and deployments do, holds."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -523,7 +523,7 @@ class Service:
             self.snapshots = snapshots
         except LucevisorError as error:
             if self._stopping is None:
-                log.error("snapshots are off until the next start", reason=str(error))
+                log.error("snapshots are off wait_until the next start", reason=str(error))
         finally:
             self._opening = None
             self.on_change()

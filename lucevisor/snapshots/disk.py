@@ -98,7 +98,7 @@ def remove_leftover(path: Path) -> bool:
         os.close(fd)
 
 
-def set_aside(path: Path) -> Path:
+def rename_refused(path: Path) -> Path:
     """Rename a file so that no supervisor reads it again; return the new path.  Hold the directory's lock."""
     target, n = path.with_name(path.name + REFUSED), 0
     while target.exists():

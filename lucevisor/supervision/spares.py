@@ -58,12 +58,12 @@ class Spares:
         self._changed = asyncio.Event()
 
     @property
-    def use(self) -> list[SpareStatus]:
+    def statuses(self) -> list[SpareStatus]:
         """The spares, as `status` shows them."""
         heartbeats = [(spare, spare.daemon.heartbeat) for spare in self._spares.values()]
         return [SpareStatus(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
 
-    def keep(self) -> None:
+    def refill(self) -> None:
         """Start what is missing a little later: the group is READY, and has work to do first."""
         self._n_failed, self._n_wanted = 0, self._n
         self._fill_after(self._limits.spare_delay_s)
@@ -78,7 +78,7 @@ class Spares:
             await self._changed.wait()
         return bool(self._spares)
 
-    def take(self) -> Daemon | None:
+    def take_warm(self) -> Daemon | None:
         """Hand over a warm spare that has sent a heartbeat lately; None without one."""
         for number, spare in [*self._spares.items()]:
             if not spare.warm:
@@ -90,12 +90,12 @@ class Spares:
         return None
 
     def drop(self) -> None:
-        """Kill all, and start none before ``keep``."""
+        """Kill all, and start none before ``refill``."""
         self._cancel_fill()
         for number in [*self._spares]:
             self._drop(number)
 
-    async def ended(self) -> None:
+    async def wait_until_reaped(self) -> None:
         """Wait until what was dropped is reaped, or would be quarantined."""
         try:
             async with asyncio.timeout(self._limits.reap_s):
@@ -177,4 +177,4 @@ class Spares:
         self._n_failed += 1
         _log.warning("spare failed", group=self._group, reason=reason)
         if self._n and not configuration:
-            self._fill_after(min(self._limits.backoff_most_s, self._limits.backoff_first_s * 2.0**self._n_failed))
+            self._fill_after(min(self._limits.backoff_max_s, self._limits.backoff_min_s * 2.0**self._n_failed))
