@@ -127,13 +127,13 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
     those that did not happen.
     """
     store = service.snapshots.store if service.snapshots is not None else None
-    entries = store.entries if store is not None else []
+    entries, placement = store.entries if store is not None else [], service.placement
     return {
         "prefix_slots": now.n_slots,
-        "max_slots": service.config.cache.prefix_slots,
+        "max_slots": placement.prefix_slots if placement is not None else 0,
         "pinned": now.n_pinned,
         "bytes": now.n_bytes,
-        "memory": service.config.cache.memory,
+        "memory": placement.cache_bytes if placement is not None else 0,
         "prompts": now.n_prompts,
         "hits": now.n_hits,
         "evictions": now.n_evictions,

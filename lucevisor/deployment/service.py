@@ -167,8 +167,8 @@ def _prefix_settings(
     """Return the bounds of prefix slots, and the bytes of a page and a state over all shards."""
     unit_bytes = slot_unit_bytes(spec, placement.kv_dtype, drafter)
     return PrefixSettings(
-        max_slots=cache.prefix_slots,
-        memory_bytes=cache.memory,
+        max_slots=placement.prefix_slots,
+        memory_bytes=placement.cache_bytes,
         min_tokens=cache.min_tokens,
         checkpoint_pages=cache.checkpoint_pages,
         unit_bytes={space: unit_bytes[space] for space in placement.spaces},

@@ -160,6 +160,8 @@ class Placement:
     arenas: tuple[ArenaPlan, ...]
     journal_bytes: int = 0
     swap_bytes: int = 0
+    prefix_slots: int = 0
+    cache_bytes: int = 0
     draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""
