@@ -1,5 +1,6 @@
-"""Placement planner: which device holds which layers, from a model, a configuration and an inventory of devices.
+"""Placement planner: pipeline-parallel layer ranges for the devices, from a model, a configuration and an inventory.
 
+A layer is never split over devices: there is no tensor parallelism.
 Pure: the caller reads the model's header and queries the devices.  Each choice records its reason where it is made.
 Invariant: a Placement covers every layer once, in the order of ``target_devices``, and fits wherever the free memory is
 known; otherwise the result is an Infeasible with advice.

@@ -197,8 +197,8 @@ class _Preparation:
 
     def kinds(self, place: _Place) -> frozenset[str]:
         """The types that a schema's own ``type`` allows."""
-        given = place.schema.get("type", _ALL_KINDS)
-        kinds = [given] if isinstance(given, str) else given
+        type_ = place.schema.get("type", _ALL_KINDS)
+        kinds = [type_] if isinstance(type_, str) else type_
         if not isinstance(kinds, Sequence) or not kinds:
             raise _malformed(place, "type", "is neither a type nor a list of types")
         for kind in kinds:
@@ -318,15 +318,15 @@ class _SchemaWriter:
         self._conjuncts: list[Ready] = []  # which the value must fit as well
 
     def written(self) -> Ready:
-        done = set[tuple[str, ...]]()
+        written_groups = set[tuple[str, ...]]()
         for key in self._schema:
             group = _GROUPS.get(key)
-            if group is not None and group not in done:
-                done.add(group)
+            if group is not None and group not in written_groups:
+                written_groups.add(group)
                 self._write_group(group)
             elif key in self._WRITERS:
                 self._WRITERS[key](self, key)
-        if self._closing is not None and _OBJECT not in done:
+        if self._closing is not None and _OBJECT not in written_groups:
             self._object()
         if self._conjuncts:
             self._out["allOf"] = [*self._out.get("allOf", []), *self._conjuncts]
