@@ -245,7 +245,7 @@ def _run_all(
 
 
 def _most_sequences(sequences: Sequences) -> int:
-    """How many may be open at once, each with a state of its own where there are any."""
+    """Return how many sequences may be open at once, each with a recurrent state if the model has any."""
     n_live = sequences.sizes.device_states
     return min(sequences.max_sequences, n_live) if sequences.units[Space.RECURRENT] else sequences.max_sequences
 

@@ -47,7 +47,7 @@ class Ask(Protocol):
 
 @dataclass(slots=True)
 class Row:
-    """What happened during the faults of one kind."""
+    """Results of the faults of one kind."""
 
     times: int = 0
     n_right: int = 0

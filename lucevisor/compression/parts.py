@@ -1,7 +1,7 @@
-"""Which parts of a prompt may be shortened, from its tokens, its chat turns and their roles.  Pure.
+"""Parts of a prompt that may be shortened, from its tokens, its chat turns and their roles.
 
-Never shortened: what the chat template wrote, the system prompt and tools, what the assistant said, and in a chat of
-several turns the last ones.  Invariant: a part has no marker and lies in one turn.
+Text of the chat template, the system prompt, tools, the assistant's messages and the last turns of a longer chat are
+never shortened.  Invariant: a part has no marker and lies in one turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHORTENED: Final = frozenset({"user", "tool"})
 
 
 class TokenTexts(Protocol):
-    """What is asked of the tokenizer."""
+    """The methods used of a tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_marker(self, token_id: int) -> bool: ...

@@ -99,7 +99,7 @@ class Readiness:
 
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
-    """Watch ``engine`` wait_until cancelled."""
+    """End the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
     recovery = engine.recovery
     while True:
         while (since := recovery.since) is None:
@@ -254,7 +254,7 @@ class Service:
 
     @property
     def placement(self) -> Placement | None:
-        """The placement of the present deployment; None wait_until all groups have said hello."""
+        """The placement of the present deployment; None until all groups have said hello."""
         return self.deployment.placement
 
     # ---- life
@@ -271,7 +271,7 @@ class Service:
         return self.state == "ready"
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait wait_until ``condition``, of what groups and deployments do, holds."""
+        """Wait until ``condition`` holds, which is checked at each change of a group or deployment."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -457,7 +457,7 @@ class Service:
         self._on_engine(self.engine)
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
-        """Tell observer and engine what happens to the present deployment."""
+        """Report a group's change of state to observer and engine, if it belongs to the present deployment."""
         if deployment is not self.deployment:
             self._changed.set()
             return
@@ -496,7 +496,7 @@ class Service:
             self.snapshots.meter.add(result)
 
     def on_change(self) -> None:
-        """Wake whoever waits for a state."""
+        """Wake all waiters after a change of state."""
         if self.deployment.complete:
             self._loaded.set()
             self._weights.begin()
@@ -523,7 +523,7 @@ class Service:
             self.snapshots = snapshots
         except LucevisorError as error:
             if self._stopping is None:
-                log.error("snapshots are off wait_until the next start", reason=str(error))
+                log.error("snapshots are off until the next start", reason=str(error))
         finally:
             self._opening = None
             self.on_change()

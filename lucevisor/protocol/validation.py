@@ -66,7 +66,7 @@ class DaemonFacts:
 
 
 class _Fault(Exception):
-    """What cannot be true."""
+    """A value that cannot be true."""
 
 
 def fault_of(message: Message, payload: memoryview, daemon: DaemonFacts, asked: AskedStep | None = None) -> str:

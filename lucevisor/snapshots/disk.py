@@ -155,7 +155,7 @@ def unreadable(where: str, error: OSError) -> SnapshotError:
 
 
 def is_our_own(error: SnapshotError) -> bool:
-    """Whether a file was unreadable only for lack of descriptors or memory: it may be fine."""
+    """Return whether a file was unreadable only for lack of descriptors or memory: it may be fine."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _OURS
 
 

@@ -96,7 +96,7 @@ _log = structlog.get_logger("lucevisor.supervision")
 
 
 def without_reserved_names(fields: Mapping[str, Field]) -> dict[str, Field]:
-    """Return the fields of a daemon's log record under names that nothing else uses: `self` becomes `daemon_self`."""
+    """Return the fields of a daemon's log record with reserved names prefixed: `self` becomes `daemon_self`."""
     named: dict[str, Field] = {}
     for key, value in fields.items():
         name = key
@@ -122,7 +122,7 @@ class Daemon:
         self._callbacks = callbacks
         self._emit = emit
         self._ready = False
-        self._distrusted = False  # it said what cannot be true: nothing of it counts
+        self._distrusted = False  # it sent an impossible message, so all others are ignored
         self._facts = DaemonFacts(0.0)
         self._started_at = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
@@ -137,13 +137,13 @@ class Daemon:
         self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
 
     def join_group(self, number: int, emit: Callable[[ev.Event], None]) -> None:
-        """Let a spare join its group, under a child number of it; ``emit`` gets the events from now on."""
+        """Assign a spare to its group, with the child number ``number``; ``emit`` gets the events from now on."""
         self.number, self._emit = number, emit
 
     # ---- instructions of the machine
 
     def send_load(self) -> None:
-        """Ask the owner what to load, and send it."""
+        """Get the Load message from the owner, and send it."""
         assert self.hello is not None
         self._loading = asyncio.get_running_loop().create_task(self._load(self.hello), name=f"load of {self.name}")
 
@@ -159,14 +159,14 @@ class Daemon:
             self.child.send(signal)
 
     def announce_ready(self) -> None:
-        """Hand the link to the owner, who gets its frames from now on."""
+        """Pass the link to the owner, which gets its frames from now on."""
         assert self.hello is not None
         assert self.loaded is not None
         self._ready = True
         self._callbacks.on_ready(self.name, self.link, self.hello, self.loaded)
 
     def stop_delivering(self) -> None:
-        """Pass no more frames to the owner, which knows that this daemon is lost."""
+        """Stop passing frames to the owner, once this daemon has been reported lost."""
         self._ready = False
 
     # ---- what the process sends
@@ -216,7 +216,7 @@ class Daemon:
             self._emit(ev.LoadSent(self.number))
 
     def _check_frame(self, frame: Frame) -> bool:
-        """Check a frame; one that cannot be true ends the daemon."""
+        """Return whether a frame is valid; an impossible one fails the daemon."""
         if self._distrusted:
             return False
         self._facts.age_s = time.monotonic() - self._started_at

@@ -132,7 +132,7 @@ class GroupSupervisor:
 
     @property
     def spares(self) -> list[SpareStatus]:
-        """Processes that wait to take over."""
+        """Status of the warm standby processes."""
         return self._spares.statuses
 
     @property
@@ -183,11 +183,14 @@ class GroupSupervisor:
         return await self._wait_for(lambda state: state in states, timeout_s)
 
     def drained(self, child: int) -> None:
-        """Answer to `on_draining`: the owner has no work left at this child. Ignored when the child is gone."""
+        """Report, after `on_draining`, that the owner has no work left at this child.
+
+        Ignored when the child is gone.
+        """
         self._emit(ev.Drained(child))
 
     def overdue(self, what: str, waited_s: float) -> None:
-        """Report that the owner waited too long for `what`: the process is asked for its stacks, killed, restarted."""
+        """Report that `what` took too long: the process dumps its stacks, is killed and restarted."""
         if self._live_daemon is not None:
             self._emit(ev.Overdue(self._live_daemon.number, what, waited_s))
 

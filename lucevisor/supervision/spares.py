@@ -1,8 +1,7 @@
-"""Spare processes of one group: torch imported, hello said; one takes over where the present daemon ends.
+"""Warm standby processes of one group, which have imported torch and sent hello; one replaces a daemon that ends.
 
-Knows neither states nor steps: the group asks for a spare where it would start a process.  A failed spare affects no
-request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to this pool, never to
-both; every process that is dropped is killed and waited for.
+A failed spare affects no request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to
+this pool, never to both; every process that is dropped is killed and waited for.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class _Spare:
 
 
 class Spares:
-    """``n``: how many are kept while the group is READY.  ``clock``: of supervision."""
+    """The spares of a group.  ``n``: their number while the group is READY.  ``clock``: of supervision."""
 
     def __init__(
         self, group: str, n: int, launch: LaunchSpare, limits: SupervisionLimits, clock: Callable[[], float]
@@ -64,7 +63,7 @@ class Spares:
         return [SpareStatus(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
 
     def refill(self) -> None:
-        """Start what is missing a little later: the group is READY, and has work to do first."""
+        """Start missing spares after a delay, because a group that has become READY has work to do first."""
         self._n_failed, self._n_wanted = 0, self._n
         self._fill_after(self._limits.spare_delay_s)
 
@@ -79,7 +78,7 @@ class Spares:
         return bool(self._spares)
 
     def take_warm(self) -> Daemon | None:
-        """Hand over a warm spare that has sent a heartbeat lately; None without one."""
+        """Remove and return a warm spare with a recent heartbeat; None without one."""
         for number, spare in [*self._spares.items()]:
             if not spare.warm:
                 continue
@@ -96,7 +95,7 @@ class Spares:
             self._drop(number)
 
     async def wait_until_reaped(self) -> None:
-        """Wait until what was dropped is reaped, or would be quarantined."""
+        """Wait until dropped spares are reaped, or log those that SIGKILL does not end."""
         try:
             async with asyncio.timeout(self._limits.reap_s):
                 while self._ending:
