@@ -212,7 +212,7 @@ class SwapSpace(Protocol):
         """Begin to copy it back into reserved ids; then they are adopted, and the request resumed."""
 
     def drop(self, swapped: SwappedPrefix) -> None:
-        """Free the copy: nobody needs it any more."""
+        """Free the copy."""
 
 
 class PreemptionCandidates:
@@ -230,7 +230,7 @@ class PreemptionCandidates:
                 self._by_service.append(record)
         self._by_service.sort(key=lambda record: (-record.stint(chunk), record.arrival))
         self._most = max(self._held.values(), default=0)
-        self._by_share: dict[str, RequestRecord | None] = {}  # by client, what _richer found
+        self._by_share: dict[str, RequestRecord | None] = {}  # by client, the result of _richer
         self._longest = self._by_service[0].stint(chunk) if self._by_service else 0
 
     def victim(self, record: RequestRecord) -> RequestRecord | None:
@@ -245,7 +245,7 @@ class PreemptionCandidates:
         return next(self.victims_of(record.request, record.size), None)
 
     def _richer(self, client: str) -> RequestRecord | None:
-        """Return the running request that gives way to any request of a client, as its own client has two more."""
+        """Return a request of the client with the most sequences, if that has two more than ``client``."""
         if self._most < self._held[client] + 2:
             return None
         richest = (record for record in self._by_service if self._held[record.request.client_id] == self._most)
@@ -255,10 +255,8 @@ class PreemptionCandidates:
         return candidate
 
     def victims_of(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
-        """Return the running requests that give way to one with so many tokens to prefill, as it is shorter than their
-        service.
-
-        Each has its client's own sequence, or that of a client with more sequences.
+        """Yield the running requests that were served for longer than a waiting one may take: of its own client, or of
+        one with more sequences.
         """
         n_steps = -(-n_prompt // self._chunk) + request.max_tokens
         if n_steps > self._longest:  # nearly all of a long queue
@@ -298,7 +296,7 @@ class Preemption:
         return self.swap is not None and self.swap.n_writing > 0
 
     def candidates(self) -> PreemptionCandidates:
-        """Return who holds a sequence now."""
+        """Return the running requests as candidates for preemption."""
         return PreemptionCandidates(self._running, self._shares, self._chunk, swaps=self.swap is not None)
 
     def next_preemption(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
@@ -323,7 +321,7 @@ class Preemption:
         return operations + self.requeue(record)
 
     def requeue(self, record: RequestRecord) -> list[Operation]:
-        """Let a running request wait again, without what it holds in the shards."""
+        """Return a running request to the queue, without what it holds in the shards."""
         operations = self._running.close(record)
         record.move(RequestState.QUEUED)
         self._queue.add(record)
@@ -403,7 +401,9 @@ class Admission:
             if self._reuse.must_wait(record, self._running):
                 continue
             match = self._reuse.match(record)
-            if record.prefix.swapped is not None and not self._running.fits(record, match):
+            swapped = record.prefix.swapped
+            # What has come back is started or computed again: to wait for more room may be for ever.
+            if swapped is not None and match.position < swapped.n_tokens and not self._running.fits(record, match):
                 break
             if self._preemption.swap_in(record, match):
                 continue
@@ -536,7 +536,7 @@ class Scheduler:
         return [] if record is None else [self._finish(record, "error" if error else "cancelled", now, error=error)]
 
     def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
-        """The shards lost all sequences: requeue the running requests to ``keep``, end the others with ``error``."""
+        """Requeue the running requests to ``keep``, as the shards lost all sequences; end the others with ``error``."""
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
             record.goes_next = True
@@ -561,7 +561,7 @@ class Scheduler:
     def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, rings: bool = False) -> None:
         """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all.
 
-        ``rings``: of several stages the last one tells the first one tokens and drafts.
+        ``rings``: the last stage publishes tokens and drafts to the first one in shared memory.
         """
         self._operations[:0] = opening
         self.runs_ahead = rings or n_stages == 1
@@ -629,7 +629,7 @@ class Scheduler:
         return self._last_step + self._flushing
 
     def on_first_stage_done(self) -> bool:
-        """The first stage finished its oldest step; return whether prompts may have waited for that."""
+        """Record that the first stage finished its oldest step; return whether prompts may have waited for that."""
         self._n_at_first_stage = max(0, self._n_at_first_stage - 1)
         return RequestState.PREFILL in self.running.states
 
