@@ -153,7 +153,7 @@ class Engine:
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """The prefix index: to look at, to set hooks, to pin."""
+        """The prefix index."""
         return self.scheduler.reuse.index
 
     # ---- the pipeline
@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def state_restored(self) -> bool:
-        """Whether the stages that were restored last had the bytes of what was frozen."""
+        """Whether the stages that came back last had the bytes of the frozen state."""
         return self._stages.restored
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
@@ -257,9 +257,9 @@ class Engine:
         self._unavailable = error.message
 
     def lose_stages(self, stages: Collection[int], error: RequestError) -> bool:
-        """The daemon of some stages is lost: hold requests until ``restore``, and keep what the other stages have.
+        """Hold requests until ``restore``, as the daemons of some stages are lost; the other stages keep their state.
 
-        False: that is impossible, so it does what ``detach`` does.
+        Returns False where that is impossible: then it does what ``detach`` does.
         """
         if self.pipeline is None or not self.rebuilds or not self._stages.lose(self.pipeline, stages):
             self.detach(error)
@@ -533,8 +533,8 @@ class Freezer:
         """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
         are done; requests are held meanwhile.
 
-        Returns what the shards hold then, which the engine's ``restore`` or ``attach`` may be told to be kept.  None if
-        it took longer, or the pipeline was lost.
+        Returns what the shards hold then, for ``restore`` or ``attach`` with ``restored``.  None if it took longer, or
+        the pipeline was lost.
         """
         self._paused = True
         self._recovery.begin_hold(self._clock(), reason)
@@ -555,7 +555,7 @@ class Freezer:
             self._engine.proceed()
 
     def resume(self) -> None:
-        """The pipeline is whole: steps are planned again, after a freeze or a loss."""
+        """Plan steps again after a freeze or a loss: the pipeline is whole."""
         self._paused = False
         self._recovery.end_hold(self._clock())
 

@@ -4,7 +4,7 @@ A drafter is asked with the slice behind whose token it drafts.  The sequence th
 (``LiveSequence.waiting_for_step``), and its next slice verifies them.  Drafts take only pages and states that are free
 or that prefix slots can give.  docs/scheduling.md has the rules.
 
-Where the output stage's daemon makes the drafts, a slice may verify them before the supervisor knows them: it carries
+Where the output stage's daemon makes the drafts, a slice may verify them before the supervisor has them.  It carries
 ``PENDING`` until they are filled in (ADR 16).
 
 Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never reach behind a
@@ -122,7 +122,7 @@ class Drafting:
         self._pools.resume_draft_epoch() if restored else self._pools.begin_draft_epoch()
 
     def detach(self) -> None:
-        """Expect no drafts any more; the sequences that wait for some go on without."""
+        """Stop drafting; sequences that wait for drafts go on without."""
         if self.attached:
             self._was_suspended = self.suspended
             self._suspension.reset()
@@ -246,7 +246,7 @@ class Drafting:
             states = [live.state, *taken] if taken else []
         stop, num_draft_tokens = slice_.stop + n_drafts, self._num_draft_tokens(slice_, n_drafts)
         if not slice_.drafts and not num_draft_tokens:
-            return slice_, operations  # as most are
+            return slice_, operations
         if num_draft_tokens and not covered:
             operations += self._running.extend(live, stop, num_draft_tokens + 1)
             while num_draft_tokens and table.missing(stop, num_draft_tokens + 1):
@@ -272,7 +272,7 @@ class Drafting:
         return all_decodes(slices) and not any(slice_.num_draft_tokens or slice_.drafts_pend for slice_ in slices)
 
     def on_step_planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
-        """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
+        """Record a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
         if self.active and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
@@ -329,7 +329,7 @@ class Drafting:
             self.speculation.record_round(width, now - then, asked=True, cold=cold)
 
     def on_drafts(self, result: StepResult) -> bool:
-        """Take the drafts of a step, so that its sequences go on; return whether a step may have become possible.
+        """Store the drafts of a step, so that its sequences go on; return whether another step may be possible now.
 
         Raises WrongResult, changing nothing, if they do not answer the oldest step that the drafter has yet to answer.
         """
@@ -358,7 +358,7 @@ class Drafting:
         return not verified or len(self._running) > 1
 
     def on_tokens(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
-        """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
+        """Record the tokens drawn for a slice before they are appended; all but the last are accepted drafts."""
         record, n_accepted = part.record, len(drawn) - 1
         if part.num_real_drafts:
             self.speculation.record_verdict(record.drafts, part.num_real_drafts, min(n_accepted, part.num_real_drafts))
@@ -426,7 +426,7 @@ class Drafting:
 
     @staticmethod
     def _index(records: Iterable[RequestRecord]) -> None:
-        """Bring the n-grams of requests up to date, or nearer to it."""
+        """Index new tokens of requests, at most ``INDEX_TOKENS`` of them."""
         n_left = INDEX_TOKENS
         for record in records:
             if record.drafts.lookup is None:

@@ -118,7 +118,7 @@ class Journal:
             self._filings[step.step_id] = filing
 
     def remove_slices(self, step_id: int, sequences: Collection[int]) -> None:
-        """Some slices were taken out of a step in flight."""
+        """Remove the slices of some sequences from a step in flight."""
         filing = self._filings.get(step_id)
         if filing is None:
             return
@@ -131,7 +131,7 @@ class Journal:
         filing.parts[:] = remaining
 
     def on_stage_answered(self, step_id: int, boundary: int) -> None:
-        """A stage has written the rows of a step to a boundary: file them.
+        """File the rows of a step that a stage has written to a boundary.
 
         Behind those of drafts that were not made after all lies what the region had before: the next step's rows take
         their places, as they do of rejected drafts.
@@ -154,7 +154,7 @@ class Journal:
             if block is None or block.generation != part.generation:
                 block = self._block_for(boundary, part.page, part.generation)
             if block is None or block.n_rows < offset:
-                continue  # no room, or a gap that nobody can fill
+                continue  # no room, or a gap before it
             stop = offset + part.n
             copies.append(RowCopy(block.index, offset, part.row, part.n))
             if stop > block.n_rows:
@@ -163,11 +163,11 @@ class Journal:
             self._store.file(boundary, filing.region, copies)
 
     def free(self, region: int) -> None:
-        """A step with rows in a region is about to be sent."""
+        """Wait until no copy reads a region, for a step that is about to be sent."""
         self._store.free(region)
 
     def on_step_finished(self, step_id: int) -> None:
-        """The last stage has answered a step."""
+        """Forget a step that the last stage has answered."""
         self._filings.pop(step_id, None)
 
     def clear(self) -> None:

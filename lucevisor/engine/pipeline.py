@@ -174,8 +174,8 @@ class DraftRelay:
     """Steps to the draft stage, if one is ``attached``, and its answers back.
 
     ``stage``: its number, behind all stages.  ``in_flight``: the steps that have yet to end.  ``on_drafted`` gets the
-    answers; ``on_lost`` is told why the drafter was detached; ``on_known`` is called when steps that were sent without
-    their drafts have them, or never will.
+    answers.  ``on_lost`` is called with the reason when the drafter was detached, ``on_known`` when steps that were
+    sent without their drafts have them, or never will.
     """
 
     def __init__(
@@ -549,7 +549,7 @@ class Pipeline:
         for stage, held in enumerate(self._held):
             if stage not in self._cancelling and any(stage in entry.posted for entry in held):
                 self._cancelling.add(stage)
-                with contextlib.suppress(ProtocolError, OSError):  # it is lost, too, of which the owner hears
+                with contextlib.suppress(ProtocolError, OSError):  # lost, too: the owner is notified
                     self._links[stage].send(CancelPending(stage))
 
     def _take_back(self, message: PendingCancelled) -> None:
@@ -576,7 +576,7 @@ class Pipeline:
         self.on_steps_returned()
 
     def rebuild(self, stage: int, step: Step, link: StageLink) -> None:
-        """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` hears of its answer."""
+        """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` is called when it is answered."""
         self._rebuilding[stage, step.step_id] = (link, self._clock())
         link.send(encode(step, request_id=step.step_id, flags=stage))
 
@@ -625,7 +625,7 @@ class Pipeline:
         entry.sent_to.add(stage)
         if posted:
             entry.posted.add(stage)
-        if step.upkeep and entry.draft is not self.drafts.attached:  # it knows nothing of the sequences, or is gone
+        if step.upkeep and entry.draft is not self.drafts.attached:  # it has none of the sequences, or is gone
             entry.step = step = replace(step, upkeep=False)
             entry.frames.clear()
         self._held[stage].append(entry)

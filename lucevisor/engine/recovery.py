@@ -110,7 +110,7 @@ class Recovery:
         """Count the last loss or restart under a running request, once; return whether it is held."""
         if record.loss != self._n_begun:
             n_known, lost = len(record.tokens), self._reason == "loss"
-            counts = lost and record.n_in_flight > 0  # what only waited for its next chunk killed nobody
+            counts = lost and record.n_in_flight > 0  # a request that only waits for its next chunk is not to blame
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
             record.recovered = record.recovered or lost
             record.loss, record.lost_at = self._n_begun, n_known

@@ -114,15 +114,15 @@ class RunningRequests(Collection[RequestRecord]):
     def release_ahead(self) -> bool:
         """Release the pages behind the tokens of all sequences, which only drafts would fill; False if there are none.
 
-        What is drafted in steps in flight is still written there, and nobody reads it: drafts are cut to the pages.
+        Steps in flight may still write drafts there.  These are never read, because drafts are cut to the pages.
         """
         lives = [(record.live, len(record.tokens)) for record in self._records.values() if record.live is not None]
         return sum(live.table.shrink(max(n_tokens, live.n_scheduled)) for live, n_tokens in lives) > 0
 
     def end_verification(self, live: LiveSequence) -> list[Operation]:
-        """Give back what a verify slice took for drafts that were rejected, or whose verdict nobody waits for.
+        """Release what a verify slice took for drafts, and go on from the state after the last accepted one.
 
-        The shards make the live state before anything else of it is used: they have what the slice's tokens do to it.
+        The shards make that state from the updates of the slice before they use it.
         """
         live.n_scheduled = live.n_computed
         if not live.draft_states:

@@ -131,8 +131,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 class ScheduledStep:
     """A step between plan and result.  ``parts``: by sequence id at the time of the plan.
 
-    ``plain``: it has no slice but decodes without drafts that ask for neither drafts nor scores, as most steps; masks
-    they may have.
+    ``plain``: all slices are decodes without drafts that ask for neither drafts nor scores, as in most steps.  They may
+    have masks.
     """
 
     step_id: int

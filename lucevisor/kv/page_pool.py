@@ -293,7 +293,7 @@ class PagePools:
         self[Space.FULL].epoch = 0
 
     def in_use(self) -> dict[Space, list[int]]:
-        """Return the ids in use by space, device and host together, but for states after drafts: nobody keeps those."""
+        """Return the ids in use by space, device and host together, without states after drafts."""
         units = {space: allocator.in_use() for space, allocator in self._allocators.items()}
         for space, cached in self.slot_pools._allocators.items():
             if cached is not self._allocators[space]:

@@ -63,7 +63,7 @@ def allocator_problems(allocator: PageAllocator, owners: Iterable[Owner]) -> Ite
     for page in allocator.ids:
         n, known = allocator.ref_count(page), names.pop(page, [])
         if n != len(known):
-            who = ", ".join(known) or "nobody"
+            who = ", ".join(known) or "none"
             yield f"{allocator.name}: id {page} counts {n} owners, known are {len(known)} ({who})"
     for page, known in names.items():
         yield f"{allocator.name}: id {page} of {', '.join(known)} is outside the pool"
