@@ -12,19 +12,10 @@ from pathlib import Path
 
 from lucevisor.app.model_files import open_model
 from lucevisor.config import load
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
-
-
-class Observer:
-    """Watches nothing."""
-
-    def state(self, *_):
-        pass
-
-    progress = ready = state
 
 
 def groups_toml(options, threads=0):

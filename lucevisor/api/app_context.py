@@ -11,52 +11,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol
 
-from lucevisor.api.keys import ApiKeys
+from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import EncodedResponse, PreparedRequest
+from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.errors import LucevisorError
+from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTrace:
-    """One request that is over.  Times in seconds: `started_s` and `ended_s` on the monotonic clock, `queue_s` and
-    `first_token_s` from the start; `first_token_s` is None if it generated nothing.
-
-    `headers` carry the caller's trace context (traceparent, tracestate).
-    """
-
-    method: str
-    path: str
-    status: int
-    headers: Mapping[str, str]
-    request_id: str
-    key: str
-    model: str
-    started_s: float
-    ended_s: float
-    generates: bool
-    queue_s: float
-    first_token_s: float | None
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    accepted_tokens: int
-    error: str
-
-
-Trace = Callable[[RequestTrace], str]
-"""Takes a request; returns its trace id in hexadecimal digits, empty if it is not traced."""
-
-
-def no_trace(_: RequestTrace) -> str:
-    """Trace nothing."""
-    return ""
 
 
 class RequestHandle(Protocol):
@@ -74,12 +40,50 @@ class RequestHandle(Protocol):
     ) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """One request.  Times in seconds, `started_s` and `ended_s` on the monotonic clock, the others from the start.
+
+    `headers` are the client's.
+    """
+
+    request_id: str
+    started_s: float
+    method: str = ""
+    path: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    status: int = 0
+    ended_s: float = 0.0
+    caller: Caller = field(default_factory=Caller)
+    stream: EventStream | None = None
+    handles: Sequence[RequestHandle] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    accepted_tokens: int = 0  # accepted drafts among the generated tokens
+    rejected_tokens: int = 0  # drafts that were verified and rejected
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    fields: dict[str, object] = field(default_factory=dict)  # further fields of the log line
+
+    @property
+    def error(self) -> str:
+        """The message of the error that the client got, or empty."""
+        return str(self.fields.get("error", ""))
+
+    def cancel(self) -> None:
+        """Cancel the request's sequences; its handler sees them end and tells the client."""
+        for handle in self.handles:
+            handle.cancel()
+
+
 class EngineClient(Protocol):
     """The engine, as seen by the API."""
 
     @property
     def holding(self) -> bool:
-        """Whether requests wait for a daemon that was lost."""
+        """True while requests wait for a daemon that was lost."""
 
     def submit(self, request: GenerationRequest, /) -> RequestHandle:
         """Queue a request; raises lucevisor.engine.request.SubmitError if it is rejected."""
@@ -172,49 +176,6 @@ class NotReadyPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMetrics:
-    """Memory of a device in bytes; `name` is GROUP:INDEX.  `total` is 0 where it is not known."""
-
-    name: str
-    weights: int
-    state: int
-    free: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMetrics:
-    """One backend group for the metrics.  `restarts`: count by reason, from a closed list.  `spare_bytes`: resident, of
-    each spare that is warm.  `rss_bytes`: resident, of the daemon."""
-
-    name: str
-    state: str
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    spare_bytes: Sequence[int] = ()
-    rss_bytes: int = 0
-    devices: Sequence[DeviceMetrics] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotMetrics:
-    """Snapshots for metrics and status.
-
-    ``n_files``, ``file_bytes``: usable files of this model; the rest is counted since the start.  ``restore_s``: from
-    the decision until the slot is in use.  ``failures``: count by reason, for every possible reason.
-    """
-
-    n_files: int
-    file_bytes: int
-    n_saved: int
-    saved_bytes: int
-    save_s: float
-    n_restored: int
-    restored_bytes: int
-    restore_s: float
-    failures: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """Limits of the HTTP side.  `host` is the configured bind address; times in seconds, sizes in bytes."""
 
@@ -248,20 +209,20 @@ def _not_known() -> float | None:
     return None
 
 
-def _no_status() -> dict[str, object]:
-    return {}
+def _no_status() -> dict[str, Any]:
+    return {"groups": []}
 
 
 def _no_restart(group: str, now: bool, /) -> None:
     raise LucevisorError(f"group {group!r} cannot be restarted here")
 
 
-def _no_groups() -> Sequence[GroupMetrics]:
-    return ()
-
-
-def _no_snapshots() -> SnapshotMetrics | None:
+def _no_snapshots() -> SnapshotStore | None:
     return None
+
+
+def _no_trace(_: RequestContext) -> str:
+    return ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -281,11 +242,10 @@ class AppContext:
     admin_keys: ApiKeys = field(default_factory=ApiKeys)  # none: no restarts over HTTP
     settings: ApiSettings = field(default_factory=ApiSettings)
     ready_in_s: Callable[[], float | None] = _not_known  # None: not known
-    groups: Callable[[], Sequence[GroupMetrics]] = _no_groups
-    status: Callable[[], Mapping[str, object]] = _no_status  # the JSON of `lucevisor status --json`
+    status: Callable[[], Mapping[str, Any]] = _no_status  # the JSON of `lucevisor status --json`
     restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
-    snapshots: Callable[[], SnapshotMetrics | None] = _no_snapshots  # None while they are off
-    trace: Trace = no_trace  # of every request that is over, but for health checks and the like
+    snapshots: Callable[[], SnapshotStore | None] = _no_snapshots  # None while they are off
+    trace: Callable[[RequestContext], str] = _no_trace  # record a request that has ended; return its trace id
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
     engine: EngineClient | None = None

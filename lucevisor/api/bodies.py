@@ -22,6 +22,7 @@ from lucevisor.api.parameters import searches_vocabulary
 from lucevisor.api.prepared import EncodedResponse, PreparedRequest
 from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies
 from lucevisor.api.schemas import decode_object
+from lucevisor.api.sse import ClientGone
 from lucevisor.compression.compressor import Compressor
 from lucevisor.kv.tokens import TokenBuffer
 
@@ -125,3 +126,35 @@ def _too_many(settings: ApiSettings) -> ApiError:
         code="queue_full",
         headers={"Retry-After": "1"},
     )
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """Return a response with a JSON body."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+async def respond_encoded(
+    request: web.Request, reader: Reader, add_to_body: AddToBody | None = None
+) -> web.StreamResponse:
+    """Answer a request that needs no model, in parts, so that a long response does not block the loop."""
+    return await send_parts(request, await prepare(request, reader, add_to_body))
+
+
+async def send_parts(request: web.Request, parts: object) -> web.StreamResponse:
+    """Send a response that was prepared in parts; raises ClientGone."""
+    assert isinstance(parts, list)
+    if len(parts) == 1:
+        return web.Response(body=parts[0], content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = sum(map(len, parts))
+    try:
+        async with asyncio.timeout(request.app[APP_CONTEXT].settings.write_timeout_s):
+            await response.prepare(request)
+            for part in parts:
+                await response.write(part)
+            await response.write_eof()
+    except (TimeoutError, ConnectionError) as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientGone(str(error) or "the client read too slowly") from None
+    return response

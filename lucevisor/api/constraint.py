@@ -1,4 +1,4 @@
-"""What a request says about the form of its output, as one grammar: the way in for every endpoint.
+"""Constrained output: the form that a request asks for, as one grammar for every endpoint.
 
 Knows the parameters of OpenAI, vLLM and llama.cpp.  Invariant: a request has at most one form, and a form that cannot
 be enforced is refused with the parameter's name.
@@ -18,12 +18,12 @@ from lucevisor.api.prepared import OutputGrammar
 from lucevisor.api.schemas import GenerationBody, JsonSchemaFormat, ResponseFormat, ToolChoice
 from lucevisor.errors import show
 from lucevisor.text.grammar import forms
-from lucevisor.text.grammar.calls import MAX_CALLS, Function, calls_in_text, calls_only, freed, functions
 from lucevisor.text.grammar.forms import Part
 from lucevisor.text.grammar.matcher import Grammar, GrammarError
 from lucevisor.text.grammar.rules import Rules
-from lucevisor.text.output_format import ReasoningTags
-from lucevisor.text.tools import ToolFormat, Tools
+from lucevisor.text.reasoning import ReasoningTags, after_reasoning
+from lucevisor.text.tools import Function, ToolFormat, Tools
+from lucevisor.text.tools.constraint import MAX_CALLS, calls_in_text, calls_only, freed, functions
 
 MAX_OPTIONS: Final = 1024
 """Texts of a choice."""
@@ -65,12 +65,12 @@ def constrains(fields: Mapping[str, object]) -> bool:
 
 
 def _is_strict(tool: object) -> bool:
-    """Whether a tool of any of the APIs asks for its schema to be enforced."""
+    """Return whether a tool of any of the APIs asks for its schema to be enforced."""
     if not isinstance(tool, Mapping):
         return False
     inner = tool.get("tools")  # of a namespace
     asked = (tool, tool.get("function"), *(inner if isinstance(inner, list) else ()))
-    return any(isinstance(one, Mapping) and one.get("strict") for one in asked)
+    return any(isinstance(item, Mapping) and item.get("strict") for item in asked)
 
 
 def requested_form(body: GenerationBody) -> Form | None:
@@ -96,7 +96,7 @@ def requested_calls(tools: Tools, choice: object, form: Form | None, *, parallel
     offered, max_calls = functions(tools), MAX_CALLS if parallel else 1
     if choice == "required":
         return Calls("tool_choice", offered, max_calls, required=True)
-    if offered and (form is not None or any(one.strict for one in offered)):
+    if offered and (form is not None or any(item.strict for item in offered)):
         return Calls("tools", offered, max_calls)
     return None
 
@@ -126,7 +126,7 @@ def output_grammar(
     else:
         return None
     if form is not None or (calls is not None and calls.required):
-        start = rules.after_reasoning(start, tags, inside=inside)
+        start = after_reasoning(rules, start, tags, inside=inside)
     grammar = OutputGrammar(grammar=rules.grammar(start), param=param)
     try:
         compiled(grammar, ctx)

@@ -9,30 +9,29 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import ClassVar, Final
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, RequestHandle
+from lucevisor.api.app_context import AppContext, RequestContext, RequestHandle
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.output import ChoiceDelta, Envelope, GenerationFailed, OutputOptions, OutputProcessor, UsageTotals
+from lucevisor.api.output import ChoiceDelta, Envelope, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, RequestContext, context_of
+from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, context_of
 from lucevisor.api.sse import EventFormat, EventStream
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
-from lucevisor.text.reasoning_budget import ReasoningBudget
-
-_ANSWER_TOKENS: Final = 1024
-"""Tokens that a thinking budget leaves for the answer, or a quarter of those allowed if they are few."""
+from lucevisor.text.reasoning import ReasoningBudget
+from lucevisor.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,12 @@ class ResponseId:
         return cls(prefix + secrets.token_hex(12), int(time.time()))
 
 
-def make_jobs(prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, response: ResponseId) -> list[Job]:
+def make_jobs(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> list[Job]:
     """Return one job per choice: choice i of prompt p is number n*p + i."""
     options = prepared.options
     jobs = []
-    ends = frozenset[int]() if options.ignore_eos else ctx.tokenizer.eos_ids | ctx.stop_ids
+    ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else ctx.tokenizer.eos_ids | ctx.stop_ids)
+    output_format = None if ctx.template is None else ctx.template.output_format
     for p, prompt in enumerate(prepared.prompts):
         room = max(1, ctx.max_context - len(prompt))
         for i in range(options.n):
@@ -61,33 +61,30 @@ def make_jobs(prepared: PreparedRequest, output: OutputOptions, ctx: AppContext,
                 prompt=prompt,
                 max_tokens=room if options.max_tokens is None else options.max_tokens,
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
-                stop_ids=frozenset(options.stop_ids) | ends,
+                stop_ids=ends,
                 turn_boundaries=tuple(options.turn_ends[p]),
-                constraint=_constraint(prepared, output, ctx, room, frozenset(options.stop_ids) | ends),
+                constraint=_constraint(prepared, ctx, room, ends),
                 score_prompt=options.score_prompt,
             )
-            jobs.append(Job(request=request, processor=OutputProcessor(ctx.tokenizer, output), new_prompt=i == 0))
+            processor = OutputProcessor(ctx.tokenizer, options, output_format)
+            jobs.append(Job(request=request, processor=processor, new_prompt=i == 0))
     return jobs
 
 
-def _constraint(
-    prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, room: int, ends: frozenset[int]
-) -> Constraint | None:
-    """Return what one choice must be: its grammar, its thinking budget and its least length, where it has them."""
-    inner, least = _form(prepared, output, ctx, room), prepared.options.min_tokens
-    return inner if least == 0 else MinTokens(least, ends, ctx.tokenizer.n_vocab, inner)
-
-
-def _form(prepared: PreparedRequest, output: OutputOptions, ctx: AppContext, room: int) -> Constraint | None:
-    """Return the grammar of one choice, its thinking budget with room for an answer, both or neither."""
+def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: frozenset[int]) -> Constraint | None:
+    """Return what one choice must be: its grammar, its thinking budget with room for an answer, and its minimum length,
+    where it has them."""
     options = prepared.options
     matcher = None if prepared.grammar is None else prepared.grammar.matcher()
+    inner: Constraint | None = matcher
     tags = None if ctx.template is None else ctx.template.output_format.reasoning
-    if options.max_thinking_tokens is None or tags is None:
-        return matcher
-    limit = min(options.max_tokens or room, room)
-    n_tokens = min(options.max_thinking_tokens, limit - min(_ANSWER_TOKENS, limit // 4))
-    return ReasoningBudget(n_tokens, tags, ctx.tokenizer, inside=output.reasoning_open, inner=matcher)
+    if options.max_thinking_tokens is not None and tags is not None:
+        limit = min(options.max_tokens or room, room)
+        # At least 1024 tokens are left for the answer, or a quarter of those allowed if they are few.
+        n_tokens = min(options.max_thinking_tokens, limit - min(1024, limit // 4))
+        inner = ReasoningBudget(n_tokens, tags, ctx.tokenizer, inside=options.reasoning_open, inner=matcher)
+    least = options.min_tokens
+    return inner if least == 0 else MinTokens(least, ends, ctx.tokenizer.n_vocab, inner)
 
 
 def make_envelope(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> Envelope:
@@ -104,23 +101,65 @@ def make_envelope(prepared: PreparedRequest, ctx: AppContext, response: Response
     )
 
 
-class ResponseFormatter(EventFormat, Protocol):
+class ResponseFormatter(EventFormat, ABC):
     """Formats the JSON of one response of one endpoint.  `index` is the index of a choice.
 
     A response is either streamed (start, delta, end, or failure) or full.
     """
 
     def start(self, index: int) -> Sequence[object]:
-        """Return the events that open a choice in a stream."""
+        """Return the events that open a choice in a stream: none where the first delta does."""
+        return ()
 
+    @abstractmethod
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the events of one delta."""
 
+    @abstractmethod
     def end(self, totals: UsageTotals) -> Sequence[object]:
         """Return the last events, after those of all choices."""
 
+    @abstractmethod
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the body of a response that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiFormatter(ResponseFormatter):
+    """The common parts of OpenAI's chat and plain completions.
+
+    `n`: choices per prompt; `token_ids`: those of `prompts` and answers were requested.
+    """
+
+    chunk_kind: ClassVar[str]
+    envelope: Envelope
+    tokenizer: Tokenizer
+    n: int
+    prompts: Sequence[Sequence[int]]
+    logprobs: bool
+    token_ids: bool
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the chunk with the usage and no choice, if it was requested."""
+        return self.envelope.usage_chunk(self.chunk_kind, totals)
+
+    def prompt_ids(self, index: int) -> dict[str, object]:
+        """Return the ids of a choice's prompt, if they were requested."""
+        return {"prompt_token_ids": list(self.prompts[index // self.n])} if self.token_ids else {}
+
+    def chunk(self, index: int, choice: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
+        """Return the chunk of a delta."""
+        return self.envelope.chunk(self.chunk_kind, index, self.with_ids(choice, [delta]), delta.n_tokens)
+
+    def with_ids(self, choice: dict[str, object], deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
+        """Return a choice with the ids of its tokens, if they were requested."""
+        ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        return choice | {"token_ids": ids} if self.token_ids else choice
+
+    def response(self, kind: str, choices: list[dict[str, object]], totals: UsageTotals) -> dict[str, object]:
+        """Return the body of a response that is not streamed."""
+        usage = {"usage": totals.usage(), "timings": totals.timings_json()}
+        return {**self.envelope.head(kind), "choices": choices, **usage}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +230,6 @@ async def respond(
     request: web.Request,
     prepared: PreparedRequest,
     formatter: ResponseFormatter,
-    output: OutputOptions,
     response: ResponseId,
     prompt_param: str,
 ) -> web.StreamResponse:
@@ -202,7 +240,7 @@ async def respond(
     ctx, context, options = request.app[APP_CONTEXT], context_of(request), prepared.options
     headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
     _log_once(options.ignored, request.app[IGNORED_BEFORE])
-    jobs = make_jobs(prepared, output, ctx, response)
+    jobs = make_jobs(prepared, ctx, response)
     await _submit(ctx, jobs, prompt_param, context)
     run = _Response(jobs, formatter, prepared.compressed, context, request.app[METRICS])
     try:

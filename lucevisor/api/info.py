@@ -18,7 +18,7 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import read_body
+from lucevisor.api.bodies import json_response, read_body
 from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.parameters import check_model
 from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, METRICS
@@ -27,7 +27,10 @@ from lucevisor.text.output_format import OutputFormat
 
 
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models, in the shapes of OpenAI's and Anthropic's lists at once."""
+    """List the served model.
+
+    The list has the shapes of OpenAI's and Anthropic's at once.
+    """
     card = _model(request.app[APP_CONTEXT])
     return json_response(
         {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
@@ -35,14 +38,14 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def model(request: web.Request) -> web.Response:
-    """GET /v1/models/{id}; ids may hold slashes."""
+    """Describe one model."""
     ctx = request.app[APP_CONTEXT]
     check_model(request.match_info["id"], ctx)
     return json_response(_model(ctx))
 
 
 async def props(request: web.Request) -> web.Response:
-    """GET /props: the fields of llama.cpp's server that exist here."""
+    """Return the server's properties: the fields of llama.cpp's server that exist here."""
     ctx = request.app[APP_CONTEXT]
     tokenizer, defaults = ctx.tokenizer, ctx.defaults
     eos = [tokenizer.decode([i], skip_special=False) for i in sorted(tokenizer.eos_ids)]
@@ -68,7 +71,7 @@ async def props(request: web.Request) -> web.Response:
 
 
 async def slots(request: web.Request) -> web.Response:
-    """GET /slots, as llama.cpp's server: one for each sequence, the busy ones first, as they have no fixed places."""
+    """List the slots for sequences, as llama.cpp's server does: the busy ones first, as they have no fixed places."""
     ctx = request.app[APP_CONTEXT]
     busy = 0
     if ctx.engine is not None:
@@ -82,12 +85,12 @@ async def slots(request: web.Request) -> web.Response:
 
 
 async def health(_: web.Request) -> web.Response:
-    """GET /health: 200 as long as the event loop responds."""
+    """Return 200 while the server is alive."""
     return json_response({"status": "ok"})
 
 
 async def ready(request: web.Request) -> web.Response:
-    """GET /ready: 200 when the pipeline is ready, else 503 naming what is not."""
+    """Return whether the pipeline is ready, and what is not."""
     parts = request.app[APP_CONTEXT].not_ready()
     if not parts:
         return json_response({"status": "ready"})
@@ -96,7 +99,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics, for Prometheus."""
+    """Return the metrics for Prometheus."""
     body, content_type = request.app[METRICS].render(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -131,10 +134,6 @@ def _model(ctx: AppContext) -> dict[str, object]:
     }
 
 
-def json_response(body: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
-
-
 _FILES: Final = Path(__file__).with_name("page")
 _SCRIPTS: Final = ("draw.js", "box.js", "markdown.js", "chat.js")
 
@@ -147,7 +146,7 @@ class RestartBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def page(_: web.Request) -> web.Response:
-    """GET /."""
+    """Return the status page."""
     body, policy = document()
     headers = {
         "Content-Security-Policy": policy,
@@ -187,16 +186,16 @@ def _source(text: str) -> str:
 
 
 async def status(request: web.Request) -> web.Response:
-    """GET /status: the JSON of `lucevisor status --json`; `admin` says whether restarts are possible here."""
+    """Return the status, as `lucevisor status --json` prints it; `admin`: whether restarts are possible here."""
     ctx = request.app[APP_CONTEXT]
     body = {**ctx.status(), "admin": ctx.admin_keys.required}
-    return web.Response(
-        body=msgspec.json.encode(body), content_type="application/json", headers={"Cache-Control": "no-store"}
-    )
+    response = json_response(body)
+    response.headers["Cache-Control"] = "no-store"
+    return response
 
 
 async def restart(request: web.Request) -> web.Response:
-    """POST /admin/restart: begin the restart of a group; GET /status shows its progress."""
+    """Begin the restart of a group's daemon; needs an admin key.  GET /status shows its progress."""
     body: list[bytes] = []
     try:
         await read_body(request, body)
@@ -209,6 +208,4 @@ async def restart(request: web.Request) -> web.Response:
         request.app[APP_CONTEXT].restart(order.group, order.now)
     except LucevisorError as error:
         raise ApiError(409, str(error), code="not_restarted") from None
-    return web.Response(
-        body=msgspec.json.encode({"restarting": order.group}), status=202, content_type="application/json"
-    )
+    return json_response({"restarting": order.group}, 202)

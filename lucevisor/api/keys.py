@@ -23,8 +23,8 @@ _SALT: Final = secrets.token_bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: an opaque id of the key, for stored responses, and the key's name, if it has one; both are
-    empty where no key is required.  ``share``: who gets a fair share, an opaque id of the key or else of the address.
+    """Sender of a request: an opaque id of the key, for stored responses, and the key's name, if it has one; both are
+    empty where no key is required.  ``share``: an opaque id of the key or of the address, for fair scheduling.
     """
 
     id: str = ""
@@ -58,11 +58,11 @@ class ApiKeys:
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """Replace the keys; running requests continue."""
-        self._known = tuple((_digest(each.key), each.name) for each in keys)
+        self._known = tuple((_digest(item.key), item.name) for item in keys)
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key."""
+        """True if requests need a key."""
         return bool(self._known)
 
     def caller(self, token: str) -> Caller | None:

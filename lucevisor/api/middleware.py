@@ -25,7 +25,7 @@ from lucevisor.api.access import (
     is_preflight,
     preflight,
 )
-from lucevisor.api.app_context import RequestTrace
+from lucevisor.api.app_context import RequestContext
 from lucevisor.api.connections import HttpConnection
 from lucevisor.api.errors import CLIENT_CLOSED, ApiError, internal_error, unavailable
 from lucevisor.api.request_context import (
@@ -33,7 +33,6 @@ from lucevisor.api.request_context import (
     APP_CONTEXT,
     METRICS,
     START_LIMITER,
-    RequestContext,
     attach,
     context_of,
     has_context,
@@ -62,7 +61,14 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
     if isinstance(connection, HttpConnection):
         connection.on_request_start()
     await request.app[START_LIMITER].acquire()
-    context = RequestContext(request_id_of(request), time.monotonic(), path=request.path)
+    context = RequestContext(
+        request_id_of(request),
+        time.monotonic(),
+        method=request.method,
+        path=request.path,
+        headers=request.headers,
+        model=request.app[APP_CONTEXT].model.name,
+    )
     attach(request, context)
     active = request.app[ACTIVE]
     active.contexts.add(context)
@@ -75,7 +81,8 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
             active.contexts.discard(context)
             if isinstance(connection, HttpConnection):
                 connection.on_request_end()
-            _account(request, context, status)
+            context.status, context.ended_s = status, time.monotonic()
+            _account(request, context)
 
 
 def refuse_expectations(application: BaseHandler) -> BaseHandler:
@@ -179,17 +186,14 @@ def _nearest_path(request: web.Request) -> str:
     return f"; did you mean {near[0]}?" if near else "; GET /openapi.json lists all"
 
 
-def _account(request: web.Request, context: RequestContext, status: int) -> None:
-    request.app[METRICS].answered(status, context.caller.name, context.prompt_tokens, context.generated_tokens)
-    ended_s = time.monotonic()
-    duration_s = ended_s - context.started_s
-    if context.handles:
-        request.app[METRICS].generated(duration_s)
+def _account(request: web.Request, context: RequestContext) -> None:
+    metrics = request.app[METRICS]
+    metrics.answered(context)
     fields: dict[str, object] = {
-        "method": request.method,
-        "path": request.path,
-        "status": status,
-        "duration_s": round(duration_s, 6),
+        "method": context.method,
+        "path": context.path,
+        "status": context.status,
+        "duration_s": round(context.ended_s - context.started_s, 6),
     }
     if context.handles:
         fields |= {
@@ -204,36 +208,10 @@ def _account(request: web.Request, context: RequestContext, status: int) -> None
     if context.caller.name:
         fields["key"] = context.caller.name
     quiet = request.path in _QUIET
-    if not quiet and (trace_id := _trace(request, context, status, ended_s)):
+    if not quiet and (trace_id := request.app[APP_CONTEXT].trace(context)):
         fields["trace_id"] = trace_id
-    level = "debug" if quiet else "info" if status < 500 else "warning"
+    level = "debug" if quiet else "info" if context.status < 500 else "warning"
     getattr(log, level)("request", **fields, **context.fields)
-
-
-def _trace(request: web.Request, context: RequestContext, status: int, ended_s: float) -> str:
-    """Trace a request that is over; return its trace id, empty if it is not traced."""
-    ctx = request.app[APP_CONTEXT]
-    return ctx.trace(
-        RequestTrace(
-            method=request.method,
-            path=request.path,
-            status=status,
-            headers={name: request.headers.get(name, "") for name in ("traceparent", "tracestate")},
-            request_id=context.request_id,
-            key=context.caller.name,
-            model=ctx.model.name,
-            started_s=context.started_s,
-            ended_s=ended_s,
-            generates=bool(context.handles),
-            queue_s=context.queue_s,
-            first_token_s=context.first_token_s,
-            prompt_tokens=context.prompt_tokens,
-            cached_tokens=context.cached_tokens,
-            generated_tokens=context.generated_tokens,
-            accepted_tokens=context.accepted_tokens,
-            error=str(context.fields.get("error", "")),
-        )
-    )
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:

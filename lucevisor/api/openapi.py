@@ -1,64 +1,95 @@
-"""GET /openapi.json, with request bodies generated from the types that decode them.
+"""The routes of the API, and GET /openapi.json, which describes them.
 
-Invariant: a parameter is in the document if and only if the server accepts it.
+Summaries are those of the handlers, and request bodies are generated from the types that decode them, so a parameter
+is in the document if and only if the server accepts it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
 from lucevisor import __version__
-from lucevisor.api.dialects.anthropic import CountTokensBody, MessagesBody
-from lucevisor.api.dialects.llamacpp import DetokenizeBody, InfillBody, LlamaCompletionBody, TokenizeBody
-from lucevisor.api.dialects.ollama import OllamaChatBody, OllamaGenerateBody, ShowBody
-from lucevisor.api.dialects.openai_chat import ChatBody
-from lucevisor.api.dialects.openai_completions import CompletionBody
-from lucevisor.api.dialects.openai_responses import ResponsesBody
-from lucevisor.api.info import RestartBody
+from lucevisor.api import info
+from lucevisor.api.access import ADMIN_PATHS, OLLAMA_PATHS
+from lucevisor.api.dialects import anthropic, llamacpp, ollama
+from lucevisor.api.dialects import openai_responses as responses
+from lucevisor.api.dialects.openai_chat import ChatBody, chat_completions
+from lucevisor.api.dialects.openai_completions import CompletionBody, completions
 
-_BODIES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
-    "/v1/chat/completions": (ChatBody, "Create a chat completion."),
-    "/v1/completions": (CompletionBody, "Create a completion of a text or of token ids."),
-    "/v1/messages": (MessagesBody, "Create a message, as Anthropic's API does."),
-    "/v1/messages/count_tokens": (CountTokensBody, "Count the tokens of a prompt."),
-    "/v1/responses": (ResponsesBody, "Create a response, as OpenAI's Responses API does."),
-    "/v1/responses/input_tokens": (ResponsesBody, "Count the tokens of a response's prompt."),
-    "/api/chat": (OllamaChatBody, "Continue a chat, as Ollama's API does."),
-    "/api/generate": (OllamaGenerateBody, "Continue a prompt, as Ollama's API does."),
-    "/api/show": (ShowBody, "Describe the served model, as Ollama's API does."),
-    "/chat/completions": (ChatBody, "Create a chat completion, as /v1/chat/completions does."),
-    "/responses": (ResponsesBody, "Create a response, as /v1/responses does."),
-    "/completion": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
-    "/completions": (LlamaCompletionBody, "Continue a prompt, as llama.cpp's server does."),
-    "/infill": (InfillBody, "Fill a gap in a text, as llama.cpp's server does."),
-    "/apply-template": (ChatBody, "Return the prompt of a chat request as text."),
-    "/tokenize": (TokenizeBody, "Convert a text to token ids."),
-    "/detokenize": (DetokenizeBody, "Convert token ids to text."),
-    "/admin/restart": (RestartBody, "Begin the restart of a group's daemon; needs an admin key."),
-}
-_READS: Final = {
-    "/v1/models": "List the served model.",
-    "/models": "List the served model, as /v1/models does.",
-    "/v1/models/{id}": "Describe one model.",
-    "/v1/responses/{id}": "Return a stored response, or its events.",
-    "/v1/responses/{id}/input_items": "List the items that a stored response answers.",
-    "/api/tags": "List the served model, as Ollama's API does.",
-    "/api/ps": "List the loaded model, as Ollama's API does.",
-    "/api/version": "Return the release of Ollama whose fields /api/ has.",
-    "/props": "Return the server's properties.",
-    "/slots": "List the slots for sequences, as llama.cpp's server does.",
-    "/health": "Return 200 while the server is alive.",
-    "/v1/health": "Return 200 while the server is alive, as /health does.",
-    "/ready": "Return whether the pipeline is ready, and what is not.",
-    "/metrics": "Return the metrics for Prometheus.",
-    "/openapi.json": "Return this document.",
-    "/": "Return the status page.",
-    "/status": "Return the status, as `lucevisor status --json` prints it.",
-}
+_EVENTS: Final = "text/event-stream"  # events cannot be described in OpenAPI 3.1
+_LINES: Final = "application/x-ndjson"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path and its handler.  `stream`: content type of its streams."""
+
+    method: str
+    path: str
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    body: type[msgspec.Struct] | None = None
+    stream: str = ""
+
+
+def _post(path: str, handler: Any, body: type[msgspec.Struct], stream: str = "") -> Route:
+    return Route("POST", path, handler, body, stream)
+
+
+def _get(path: str, handler: Any) -> Route:
+    return Route("GET", path, handler)
+
+
+async def openapi(_: web.Request) -> web.Response:
+    """Return this document."""
+    return web.Response(body=_document(), content_type="application/json")
+
+
+ROUTES: Final = (
+    _post("/v1/chat/completions", chat_completions, ChatBody, _EVENTS),
+    _post("/v1/completions", completions, CompletionBody, _EVENTS),
+    _post("/v1/messages", anthropic.messages, anthropic.MessagesBody, _EVENTS),
+    _post("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),
+    _post("/v1/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
+    _post("/v1/responses/input_tokens", responses.count_input_tokens, responses.ResponsesBody),
+    _get("/v1/responses/{id}", responses.get_response),
+    _get("/v1/responses/{id}/input_items", responses.list_input_items),
+    Route("DELETE", "/v1/responses/{id}", responses.delete_response),
+    _get("/v1/models", info.models),
+    _get("/v1/models/{id:.+}", info.model),
+    _post("/api/chat", ollama.ollama_chat, ollama.OllamaChatBody, _LINES),
+    _post("/api/generate", ollama.ollama_generate, ollama.OllamaGenerateBody, _LINES),
+    _post("/api/show", ollama.show_model, ollama.ShowBody),
+    _get("/api/tags", ollama.tags),
+    _get("/api/ps", ollama.running),
+    _get("/api/version", ollama.version),
+    _post("/chat/completions", chat_completions, ChatBody, _EVENTS),  # llama.cpp has these without /v1, too
+    _post("/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
+    _get("/models", info.models),
+    _get("/v1/health", info.health),
+    _post("/completion", llamacpp.completion, llamacpp.LlamaCompletionBody, _EVENTS),
+    _post("/completions", llamacpp.completion, llamacpp.LlamaCompletionBody, _EVENTS),
+    _post("/infill", llamacpp.infill, llamacpp.InfillBody, _EVENTS),
+    _post("/apply-template", llamacpp.apply_template, ChatBody),
+    _post("/tokenize", llamacpp.tokenize, llamacpp.TokenizeBody),
+    _post("/detokenize", llamacpp.detokenize, llamacpp.DetokenizeBody),
+    _get("/props", info.props),
+    _get("/slots", info.slots),
+    _get("/health", info.health),
+    _get("/ready", info.ready),
+    _get("/metrics", info.metrics),
+    _get("/openapi.json", openapi),
+    _get("/", ollama.root),
+    _get("/status", info.status),
+    _post("/admin/restart", info.restart, info.RestartBody),
+)
 _QUERIES: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "/v1/responses/{id}": {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
     "/slots": {"fail_on_no_slot": {}},
@@ -68,14 +99,6 @@ _QUERIES: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "after": {"type": "string"},
     },
 }
-_ADMIN: Final = frozenset({"/admin/restart"})
-_STREAMED: Final = frozenset(
-    [
-        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
-        *("/chat/completions", "/responses", "/completion", "/completions", "/infill"),
-    ]
-)
-_LINES: Final = frozenset({"/api/chat", "/api/generate"})
 _TEXT: Final = {"type": "string"}
 _ANTHROPIC_ERROR: Final = {
     "type": "object",
@@ -96,29 +119,22 @@ _ERRORS: Final = {
     "429": "The queue is full; retry after Retry-After seconds.",
     "503": "The pipeline is not ready; retry after Retry-After seconds.",
 }
-_POST_ERRORS: Final = ("400", "401", "404", "413", "429", "503")
-_ADMIN_ERRORS: Final = ("400", "401", "403", "409", "413")
-
-
-async def openapi(_: web.Request) -> web.Response:
-    """Return the document."""
-    return web.Response(body=_document(), content_type="application/json")
 
 
 @functools.cache
 def _document() -> bytes:
-    _, schemas = msgspec.json.schema_components(
-        [kind for kind, _ in _BODIES.values()], ref_template="#/components/schemas/{name}"
-    )
+    bodies = [route.body for route in ROUTES if route.body is not None]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     nullable_text = {"type": ["string", "null"]}
     fields = {"message": _TEXT, "type": _TEXT, "param": nullable_text, "code": nullable_text}
     error = {"type": "object", "required": list(fields), "properties": fields}
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": error}}
     schemas["AnthropicError"] = _ANTHROPIC_ERROR
     schemas["OllamaError"] = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
-    paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
-    paths |= {path: {"get": _simple(path, "get", summary)} for path, summary in _READS.items()}
-    paths["/v1/responses/{id}"]["delete"] = _simple("/v1/responses/{id}", "delete", "Forget a stored response.")
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        path = re.sub(r":[^}]*\}", "}", route.path)  # without patterns
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -136,45 +152,41 @@ def _document() -> bytes:
     )
 
 
-def _post(path: str, kind: type[msgspec.Struct], summary: str) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if path in _LINES:
-        content["application/x-ndjson"] = {}
-    if path in _STREAMED:
-        content["text/event-stream"] = {}  # events, which OpenAPI 3.1 cannot describe
-    body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
-    return {
-        "summary": summary,
-        "operationId": path.strip("/").replace("/", "_").replace("-", "_"),
-        "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": {
-            "202" if path in _ADMIN else "200": {"description": "The answer.", "content": content},
-            **_error_responses(path, _ADMIN_ERRORS if path in _ADMIN else _POST_ERRORS),
-        },
-    }
-
-
-def _simple(path: str, method: str, summary: str) -> dict[str, Any]:
-    """Return an operation without a body."""
-    name = path.strip("/").replace("/", "_").replace("{id}", "one").replace(".", "_") or "page"
-    queries = _QUERIES.get(path, {}) if method == "get" else {}
-    ids = "{id}" in path
-    statuses = (*(("400",) if queries and ids else ()), "401", *(("404",) if ids else ("503",) if queries else ()))
+def _operation(route: Route, path: str) -> dict[str, Any]:
+    name = path.strip("/").replace("/", "_").replace("{id}", "one")
+    name = (name.replace("-", "_") if route.body else name.replace(".", "_")) or "page"
+    queries = _QUERIES.get(path, {}) if route.method == "GET" else {}
+    answer: dict[str, Any] = {"description": "The answer."}
+    status, has_id = "200", "{id}" in path
+    if path.startswith(ADMIN_PATHS):
+        status, errors = "202", ["400", "401", "403", "409", "413"]
+    elif route.body is not None:
+        errors = ["400", "401", "404", "413", "429", "503"]
+    else:
+        errors = [*(["400"] if queries and has_id else []), "401"]
+        errors += ["404"] if has_id else ["503"] if queries else []
     operation: dict[str, Any] = {
-        "summary": summary,
-        "operationId": name if method == "get" else f"{method}_{name}",
-        "responses": {"200": {"description": "The answer."}, **_error_responses(path, statuses)},
+        "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
+        "operationId": f"delete_{name}" if route.method == "DELETE" else name,
+        "responses": {status: answer, **_error_responses(path, errors)},
     }
-    parameters: list[dict[str, Any]] = [{"name": name, "in": "query", "schema": queries[name]} for name in queries]
-    if ids:
-        parameters.insert(0, {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
+    if route.body is not None:
+        schema = {"schema": {"$ref": f"#/components/schemas/{route.body.__name__}"}}
+        operation["requestBody"] = {"required": True, "content": {"application/json": schema}}
+        answer["content"] = {"application/json": {"schema": {"type": "object"}}}
+        if route.stream:
+            answer["content"][route.stream] = {}
+    parameters: list[dict[str, Any]] = (
+        [{"name": "id", "in": "path", "required": True, "schema": _TEXT}] if has_id else []
+    )
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in queries.items()]
     if parameters:
         operation["parameters"] = parameters
     return operation
 
 
-def _error_responses(path: str, statuses: tuple[str, ...]) -> dict[str, Any]:
+def _error_responses(path: str, statuses: list[str]) -> dict[str, Any]:
     name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-    name = "OllamaError" if path.startswith("/api/") else name
+    name = "OllamaError" if path.startswith(OLLAMA_PATHS) else name
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {status: {"description": _ERRORS[status], "content": content} for status in statuses}

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import msgspec
 
+from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
-from lucevisor.protocol.steps import Sampling
-from lucevisor.text.detokenizer import Detokenizer
-from lucevisor.text.output_parser import ContentDelta, OutputEvent, OutputParser, ReasoningDelta, ToolCallDelta
-from lucevisor.text.stop import StopMatcher
-from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.protocol.steps import SamplingParams
+from lucevisor.text.output_format import OutputFormat
+from lucevisor.text.output_parser import (
+    ContentDelta,
+    OutputEvent,
+    OutputParser,
+    ReasoningDelta,
+    StopMatcher,
+    ToolCallDelta,
+)
+from lucevisor.text.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -44,7 +51,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
+    """Addition of one or several tokens to a choice.  `event` is None where they add nothing that is shown.
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
     ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.
@@ -74,34 +81,23 @@ class ChoiceUsage:
     rejected: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
-    """How the tokens of a request are read.  `make_parser` is None for plain completions: all text is content.
+class OutputProcessor:
+    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence.
 
-    `stops` end the answer where they are in its content, behind `min_tokens`; `include_stop`: that includes them.
-    `prompt_only`: there is no answer, the engine's one token aside.
+    `output_format`: how the model marks reasoning and calls; unused where all text is content.
     """
 
-    stops: Sequence[str] = ()
-    include_stop: bool = False
-    min_tokens: int = 0
-    prompt_only: bool = False
-    make_parser: Callable[[], OutputParser] | None = None
-    visible: frozenset[int] = frozenset()  # control tokens whose text the parser must see
-    reasoning_open: bool = False
-    one_tool_call: bool = False  # end after the first call
-
-
-class OutputProcessor:
-    """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence."""
-
-    def __init__(self, tokenizer: Tokenizer, options: OutputOptions) -> None:
-        self._detokenizer = Detokenizer(tokenizer, options.visible)
+    def __init__(
+        self, tokenizer: Tokenizer, options: GenerationOptions, output_format: OutputFormat | None = None
+    ) -> None:
+        self._options = options
+        self._parser: OutputParser | None = None
+        visible = frozenset[int]()  # control tokens whose text the parser must see
+        if not options.plain and output_format is not None:
+            self._parser = OutputParser(options.reasoning_open, options.tools, output_format)
+            visible = output_format.visible_ids(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, visible)
         self._stop = StopMatcher(options.stops, included=options.include_stop)
-        self._parser = options.make_parser() if options.make_parser is not None else None
-        self._min_tokens = options.min_tokens
-        self._prompt_only = options.prompt_only
-        self._one_tool_call = options.one_tool_call
         self._in_reasoning = options.reasoning_open
         self._held: list[TokenRecord] = []  # consumed, not reported in a delta yet
         self._n_chars = 0
@@ -113,7 +109,7 @@ class OutputProcessor:
 
     def token(self, event: TokenEvent) -> list[ChoiceDelta]:
         """Process a token; return the deltas that can be sent now.  Tokens after `ended` are ignored."""
-        if self.ended or self._prompt_only:
+        if self.ended or self._options.prompt_only:
             return []
         self._n_tokens += 1
         self._n_accepted += event.drafted
@@ -142,16 +138,16 @@ class OutputProcessor:
             deltas = self._deltas(self._shown(events, last=True))
         rest = self._taken(last=True)
         end_ids = tuple(record.event.token for record in rest)
-        if event.stop_id is not None and not cut and not self._prompt_only:
+        if event.stop_id is not None and not cut and not self._options.prompt_only:
             self._n_tokens += 1
             end_ids += (event.stop_id,)
         reason, scores = self._reason(event, cut), event.prompt_scores
         deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores, self._n_tokens))
-        told = event.usage
-        n_accepted = self._n_accepted if cut else told.accepted_tokens
-        n_rejected = told.draft_tokens - n_accepted
+        counted = event.usage
+        n_accepted = self._n_accepted if cut else counted.accepted_tokens
+        n_rejected = counted.draft_tokens - n_accepted
         usage = ChoiceUsage(
-            told.prompt_tokens, told.cached_tokens, self._n_tokens, self._n_reasoning, n_accepted, n_rejected
+            counted.prompt_tokens, counted.cached_tokens, self._n_tokens, self._n_reasoning, n_accepted, n_rejected
         )
         return deltas, usage
 
@@ -168,7 +164,7 @@ class OutputProcessor:
         shown: list[OutputEvent] = []
         for event in events:
             if isinstance(event, ContentDelta):
-                early = self._n_tokens <= self._min_tokens
+                early = self._n_tokens <= self._options.min_tokens
                 self._show(event.text if early else self._stop.push(event.text), shown)
                 self.ended = self._stop.matched is not None
             else:
@@ -176,7 +172,7 @@ class OutputProcessor:
                 shown.append(event)
                 if isinstance(event, ToolCallDelta):
                     self._n_calls += 1
-                    self.ended = self._one_tool_call
+                    self.ended = self._options.one_tool_call
             if self.ended:
                 return shown
         if last:
@@ -224,7 +220,7 @@ class OutputProcessor:
         return tuple(taken)
 
     def _reason(self, event: FinishedEvent, cut: bool) -> FinishReason:
-        if self._prompt_only:
+        if self._options.prompt_only:
             return "length"
         if event.reason == "length" and self._stop.matched is None and not cut:
             return "length"
@@ -251,7 +247,7 @@ class UsageTotals:
     rejected: int = 0
     timings: Timings | None = None
     compressed: Sequence[CompressedPrompt] = ()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
         """Add a choice; `new_prompt`: no earlier choice had the same prompt."""
@@ -281,10 +277,10 @@ class UsageTotals:
 
     def extension(self) -> dict[str, object]:
         """Return `lucevisor`, an extension of any API's usage: the sampling, and what PFlash kept, if anything."""
-        told: dict[str, object] = {"sampling": {name: getattr(self.sampling, name) for name in _SAMPLING}}
+        result: dict[str, object] = {"sampling": {name: getattr(self.sampling, name) for name in _SAMPLING}}
         asked = [prompt for prompt in self.compressed if prompt.outcome != "short"]
         if not asked:
-            return {"lucevisor": told}
+            return {"lucevisor": result}
         pflash: dict[str, object] = {
             "prompt_tokens": sum(prompt.n_before for prompt in self.compressed),
             "kept_tokens": sum(prompt.n_kept for prompt in self.compressed),
@@ -292,25 +288,25 @@ class UsageTotals:
         reasons = sorted({prompt.reason for prompt in asked if prompt.reason})
         if reasons:
             pflash["reason"] = "; ".join(reasons)
-        return {"lucevisor": told | {"pflash": pflash}}
+        return {"lucevisor": result | {"pflash": pflash}}
 
     def llama_timings(self) -> dict[str, float]:
         """Return llama.cpp's `timings`: tokens that were computed, and milliseconds of prefill and of decoding."""
         t = self.timings
         if t is None:
             return {}
-        told: dict[str, float] = {"cache_n": self.cached}
+        result: dict[str, float] = {"cache_n": self.cached}
         for name, n, seconds in (
             ("prompt", self.prompt - self.cached, t.prefill_s),
             ("predicted", self.generated, t.decode_s),
         ):
-            told |= {
+            result |= {
                 f"{name}_n": n,
                 f"{name}_ms": round(1e3 * seconds, 3),
                 f"{name}_per_token_ms": round(1e3 * seconds / n, 6) if n else 0.0,
                 f"{name}_per_second": round(n / seconds, 3) if seconds else 0.0,
             }
-        return told
+        return result
 
     def timings_json(self) -> dict[str, float]:
         """Return `timings`, an extension: seconds in the queue, of prefill and of decoding."""
@@ -424,11 +420,11 @@ def echoed_logprobs(
     for token, score in zip(prompt, [TokenScore(0.0), *scores], strict=True):
         records.append(TokenRecord(TokenEvent(token, score.logprob, score.top), at))
         at += len(text.push(token))
-    told = completion_logprobs(tokenizer, records)
+    result = completion_logprobs(tokenizer, records)
     of_answer = completion_logprobs(tokenizer, tokens)
-    told["token_logprobs"][0] = told["top_logprobs"][0] = None
+    result["token_logprobs"][0] = result["top_logprobs"][0] = None
     of_answer["text_offset"] = [n_echo + offset for offset in of_answer["text_offset"]]
-    return {name: told[name] + of_answer[name] for name in told}
+    return {name: result[name] + of_answer[name] for name in result}
 
 
 def encode_items(items: object) -> list[msgspec.Raw]:

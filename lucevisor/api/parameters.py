@@ -14,9 +14,8 @@ from lucevisor.api.app_context import AppContext, SamplingDefaults
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.schemas import EFFORT_BUDGETS, MAX_BIASES, MAX_CHOICES, GenerationBody
 from lucevisor.errors import show
-from lucevisor.protocol.steps import Dry, Mirostat, Sampling
-from lucevisor.text.sequence_breakers import TooManyTokens, breaker_tokens
-from lucevisor.text.tokenizer import Tokenizer
+from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
+from lucevisor.text.tokenizer import Tokenizer, TooManyTokens, breaker_tokens
 
 _QUICK_CHARS: Final = 16 * 1024
 """Texts up to this length are always tokenised, in a few milliseconds."""
@@ -45,7 +44,7 @@ def check_length(text: str, param: str, ctx: AppContext) -> None:
     limit = ctx.max_prompt
     if limit <= 0 or len(text) < max(limit, _QUICK_CHARS):
         return
-    least = ctx.tokenizer.bound.least_tokens(text)
+    least = ctx.tokenizer.bound.min_tokens(text)
     if least >= limit:
         raise _overflow(f"has at least {least} tokens", param, limit)
 
@@ -76,6 +75,22 @@ def _overflow(what: str, param: str, max_context: int) -> ApiError:
     )
 
 
+def common_options(body: GenerationBody, ctx: AppContext, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options that chat and plain completions share; `names`: parameters without effect."""
+    stream = body.stream_options
+    return {
+        "ignore_eos": bool(body.ignore_eos),
+        "stops": body.stops,
+        "include_stop": bool(body.include_stop_str_in_output),
+        "stop_ids": tuple(check_token_ids(body.stop_token_ids or (), "stop_token_ids", ctx)),
+        "ignored": names,
+        "stream": bool(body.stream),
+        "include_usage": bool(stream and stream.include_usage),
+        "continuous_usage": bool(stream and stream.continuous_usage_stats),
+        "token_ids": bool(body.return_token_ids),
+    }
+
+
 def max_tokens_of(n_tokens: int | None) -> int | None:
     """Return the tokens that an answer may have; None, as -1 in a request: up to the end of the context."""
     return None if n_tokens == -1 else n_tokens
@@ -87,11 +102,6 @@ def check_min_tokens(body: GenerationBody, most: int | None) -> int:
     if most is not None and least > most:
         raise bad_parameter("min_tokens", f"{least} is more than max_tokens = {most}; send less")
     return least
-
-
-def check_stop_ids(body: GenerationBody, ctx: AppContext) -> tuple[int, ...]:
-    """Return the ids that end the answer; raises ApiError for one that is not a token."""
-    return tuple(check_token_ids(body.stop_token_ids or (), "stop_token_ids", ctx))
 
 
 def check_choices(n: int | None, n_prompts: int) -> int:
@@ -133,7 +143,7 @@ def sampling_params(
     *,
     direct: bool = False,
     structured: bool = False,
-) -> Sampling:
+) -> SamplingParams:
     """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs;
     `direct`: the prompt leaves no room for thinking; `structured`: the answer has a grammar or may call tools.
 
@@ -142,7 +152,7 @@ def sampling_params(
     default = _defaults(body, ctx, direct=direct, structured=structured)
     temperature = _or(body.temperature, default.temperature)
     eos = ctx.tokenizer.eos_ids if body.ignore_eos else frozenset()
-    return Sampling(
+    return SamplingParams(
         temperature=temperature if temperature >= _COLDEST else 0.0,
         top_k=max(0, int(_or(body.top_k, default.top_k))),
         top_p=_or(body.top_p, default.top_p),
@@ -176,7 +186,7 @@ def _defaults(body: GenerationBody, ctx: AppContext, *, direct: bool, structured
 
 
 def searches_vocabulary(fields: dict[str, Any]) -> bool:
-    """Whether reading the body looks at every token: too long for the event loop."""
+    """Return whether reading the body visits every token, which takes too long for the event loop."""
     return bool(fields.get("dry_multiplier"))
 
 

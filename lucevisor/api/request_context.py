@@ -6,17 +6,13 @@ import asyncio
 import re
 import secrets
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, RequestHandle
-from lucevisor.api.keys import Caller
+from lucevisor.api.app_context import AppContext, RequestContext
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.response_store import ResponseStore
-from lucevisor.api.sse import EventStream
 
 
 class LoopLimiter:
@@ -53,31 +49,6 @@ class LoopLimiter:
 APP_CONTEXT: Final = web.AppKey("app_context", AppContext)
 METRICS: Final = web.AppKey("metrics", Metrics)
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-@dataclass(slots=True, eq=False)
-class RequestContext:
-    """One request in service.  Times in seconds, `started_s` on the monotonic clock."""
-
-    request_id: str
-    started_s: float
-    path: str = ""
-    caller: Caller = field(default_factory=Caller)
-    stream: EventStream | None = None
-    handles: Sequence[RequestHandle] = ()
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    accepted_tokens: int = 0  # accepted drafts among the generated tokens
-    rejected_tokens: int = 0  # drafts that were verified and rejected
-    queue_s: float = 0.0
-    first_token_s: float | None = None
-    fields: dict[str, object] = field(default_factory=dict)  # further fields of the log line
-
-    def cancel(self) -> None:
-        """Cancel the request's sequences; its handler sees them end and tells the client."""
-        for handle in self.handles:
-            handle.cancel()
 
 
 _KEY: Final = web.RequestKey("context", RequestContext)

@@ -326,7 +326,7 @@ def _find_surrogate(value: object, path: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRules:
-    """How an API treats parameters that its bodies do not declare.
+    """Rules of an API for parameters that its bodies do not declare.
 
     `harmless`: accepted without effect, with their types; `refused`: rejected with the reason, unless empty; `neutral`:
     accepted with these values only; `aliases`: other names of declared ones.  `open`: unknown parameters count as
@@ -465,18 +465,18 @@ def _choices_at(kind: Any, path: str) -> list[Any]:
     types: list[Any] = [_type_info(kind)]
     for name, _ in _STEP.findall(path):
         inside: list[Any] = []
-        for one in _members(types):
-            if name and isinstance(one, inspect.StructType):
-                inside += [field.type for field in one.fields if field.encode_name == name]
+        for item in _members(types):
+            if name and isinstance(item, inspect.StructType):
+                inside += [field.type for field in item.fields if field.encode_name == name]
             else:  # of an array or a dict
-                inside += [getattr(one, part) for part in ("item_type", "value_type") if hasattr(one, part)]
+                inside += [getattr(item, part) for part in ("item_type", "value_type") if hasattr(item, part)]
         types = inside
-    return [value for one in _members(types) if isinstance(one, inspect.LiteralType) for value in one.values]
+    return [value for item in _members(types) if isinstance(item, inspect.LiteralType) for value in item.values]
 
 
 def _members(types: list[Any]) -> list[Any]:
     """Return types, and those of which unions among them consist."""
-    return [part for one in types for part in (one.types if isinstance(one, inspect.UnionType) else (one,))]
+    return [part for item in types for part in (item.types if isinstance(item, inspect.UnionType) else (item,))]
 
 
 def _value_at(value: object, path: str) -> object:

@@ -1,4 +1,4 @@
-"""Application and server: listening sockets, routes, serving, draining."""
+"""The HTTP application and server: listening sockets, routes, serving, graceful drain."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from typing import Final
 
 from aiohttp import web
 
-from lucevisor.api import info
-from lucevisor.api import info as page
 from lucevisor.api.app_context import AppContext
 from lucevisor.api.connections import ConnectionRunner
-from lucevisor.api.dialects import anthropic, llamacpp, ollama
-from lucevisor.api.dialects import openai_responses as responses
-from lucevisor.api.dialects.llamacpp import apply_template, detokenize, tokenize
-from lucevisor.api.dialects.openai_chat import chat_completions
-from lucevisor.api.dialects.openai_completions import completions
 from lucevisor.api.metrics import Metrics
 from lucevisor.api.middleware import refuse_expectations, request_middleware, set_headers, wait_until_idle
-from lucevisor.api.openapi import openapi
+from lucevisor.api.openapi import ROUTES
 from lucevisor.api.request_context import (
     ACTIVE,
     APP_CONTEXT,
@@ -130,46 +123,10 @@ def create_app(ctx: AppContext) -> web.Application:
     app[START_LIMITER] = LoopLimiter(_STARTS_PER_ITERATION)
     app.on_response_prepare.append(set_headers)
     app.on_shutdown.append(_close_preprocessor)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/completions", completions),
-            web.post("/v1/messages", anthropic.messages),
-            web.post("/v1/messages/count_tokens", anthropic.count_tokens),
-            web.post("/v1/responses", responses.create_response),
-            web.post("/v1/responses/input_tokens", responses.count_input_tokens),
-            web.get("/v1/responses/{id}", responses.get_response),
-            web.get("/v1/responses/{id}/input_items", responses.list_input_items),
-            web.delete("/v1/responses/{id}", responses.delete_response),
-            web.get("/v1/models", info.models),
-            web.get("/v1/models/{id:.+}", info.model),
-            web.post("/api/chat", ollama.ollama_chat),
-            web.post("/api/generate", ollama.ollama_generate),
-            web.post("/api/show", ollama.show_model),
-            web.get("/api/tags", ollama.tags),
-            web.get("/api/ps", ollama.running),
-            web.get("/api/version", ollama.version),
-            web.post("/chat/completions", chat_completions),  # llama.cpp has these without /v1, too
-            web.post("/responses", responses.create_response),
-            web.get("/models", info.models),
-            web.get("/v1/health", info.health),  # and this one with it
-            web.post("/completion", llamacpp.completion),
-            web.post("/completions", llamacpp.completion),
-            web.post("/infill", llamacpp.infill),
-            web.post("/apply-template", apply_template),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/props", info.props),
-            web.get("/slots", info.slots),
-            web.get("/health", info.health),
-            web.get("/ready", info.ready),
-            web.get("/metrics", info.metrics),
-            web.get("/openapi.json", openapi),
-            web.get("/", ollama.root),
-            web.get("/status", page.status),
-            web.post("/admin/restart", page.restart),
-        ]
-    )
+    for route in ROUTES:
+        app.router.add_route(route.method, route.path, route.handler)
+        if route.method == "GET":
+            app.router.add_route("HEAD", route.path, route.handler)
     return app
 
 

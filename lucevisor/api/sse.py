@@ -7,8 +7,9 @@ status; the events of a later error are the last, and only a complete stream end
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import ClassVar, Final, Literal
 
 import msgspec
 from aiohttp import web
@@ -34,14 +35,14 @@ _TYPES: Final[dict[StreamStyle, str]] = {
 }
 
 
-class EventFormat(Protocol):
-    """How an API writes its streams."""
+class EventFormat:
+    """Format of the streams of an API."""
 
-    @property
-    def style(self) -> StreamStyle: ...
+    style: ClassVar[StreamStyle] = "data"
 
     def failure(self, error: ApiError) -> Sequence[object]:
         """Return the events that end a stream that fails."""
+        return [error.body()]
 
 
 class EventStream:
@@ -69,7 +70,7 @@ class EventStream:
 
     @property
     def started(self) -> bool:
-        """Whether the head was sent, so that the status can no longer change."""
+        """True once the head was sent: the status can no longer change."""
         return self.response.prepared
 
     async def send(self, events: Sequence[object]) -> None:
@@ -102,27 +103,24 @@ class EventStream:
         return data
 
     async def _write(self, data: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                if not self.response.prepared:
-                    await self.response.prepare(self._request)
-                await self.response.write(data)
-        except TimeoutError:
-            self._drop()
-            raise ClientGone(f"the client read nothing, or too little, for {self._timeout_s:g} s") from None
-        except ConnectionError as error:
-            raise ClientGone(str(error)) from None
+        async with self._client():
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write(data)
 
     async def _end(self) -> None:
+        async with self._client():
+            await self.response.write_eof()
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[None]:
+        """Raise ClientGone if the client disconnects, or reads too little meanwhile."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self.response.write_eof()
+                yield
         except TimeoutError:
-            self._drop()
+            if self._request.transport is not None:
+                self._request.transport.abort()
             raise ClientGone(f"the client read nothing, or too little, for {self._timeout_s:g} s") from None
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
-
-    def _drop(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()

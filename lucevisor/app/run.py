@@ -1,20 +1,25 @@
 """`lucevisor start` below the command line: builds a service, its HTTP endpoint and its admin socket, and serves.
 
 The first SIGINT or SIGTERM (or `lucevisor stop`) gives running requests a moment to end, the second shortens every
-deadline, the third kills the daemons.  SIGHUP reads the configuration again.
+deadline, the third kills the daemons.  SIGHUP reads the configuration again, and applies what needs no new deployment;
+`lucevisor reload` has the service apply the rest first.  A configuration with an error changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
+import resource
 import signal
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final
 
 import structlog
 import uvloop
@@ -26,26 +31,31 @@ from lucevisor.api.app_context import (
     ModelCard,
     NotReadyPart,
     SamplingDefaults,
-    SnapshotMetrics,
-    no_trace,
 )
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.request_context import ACTIVE
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.cache_operations import CacheOperations
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
-from lucevisor.app.model_cards import FamilyCard, find_card
-from lucevisor.app.model_files import open_model, open_tokenizer
-from lucevisor.app.process import EarlySignals, Hangup, connections_within, freeze_gc, raise_file_limit
-from lucevisor.app.reload import Overrides, apply, keys_at_once, keys_of, read_again, tls_of
+from lucevisor.app.model_files import FamilyCard, find_card, open_model, open_tokenizer
 from lucevisor.app.rundir import RunDirectory, log_path
-from lucevisor.app.status import Address, LoadProgress, group_metrics, status
+from lucevisor.app.status import LoadProgress, status
 from lucevisor.app.systemd import Notifier, SystemdReport, listen_sockets, watchdog_s
-from lucevisor.config import Config
+from lucevisor.config import (
+    ApiKey,
+    Config,
+    ServerConfig,
+    changed_keys,
+    load,
+    merge_overrides,
+    read_api_keys,
+    server_context,
+    values_in_file,
+)
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.preflight import check_before_start
 from lucevisor.deployment.served_model import ServedModel
@@ -69,10 +79,106 @@ RUN_DIRECTORY_S = 1.0
 log = structlog.get_logger("lucevisor")
 
 
-class Display(Observer, Protocol):
-    """Watches a start, and is told the address."""
+_MAX_FILES: Final = 65536
 
-    def listening(self, url: str) -> None: ...
+
+class EarlySignals:
+    """Handles SIGINT, SIGTERM and SIGHUP until the loop does.  Loses none, neither where Python ignores exceptions, in
+    a finaliser, nor between the start of the loop and its handlers.
+
+    `asked`: the name of a signal that asks for the end; `reload`: whether a SIGHUP asked for that.
+    """
+
+    def __init__(self) -> None:
+        self.asked = ""
+        self.reload = False
+        self.hangup = HangupHandler()
+        self._raising = True
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def stop_raising(self) -> None:
+        """Only record signals from now on.  Raises KeyboardInterrupt if there was one that asks for the end."""
+        self._raising = False
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP and not self.hangup.ends:
+            self.reload = self.reload or self.hangup.reloads
+            return
+        self.asked = signal.Signals(number).name
+        if self._raising:
+            raise KeyboardInterrupt
+
+
+class HangupHandler:
+    """Meaning of a SIGHUP: stop if the terminal that the process runs in was closed, else reload.
+
+    Under nohup, or in a session without a terminal as `--daemon` and systemd make it, a closed terminal ends nothing.
+    """
+
+    def __init__(self) -> None:
+        self._ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._in_terminal = _has_terminal()
+
+    @property
+    def ends(self) -> bool:
+        """True if a SIGHUP now asks for the end."""
+        return self._closed and not self._ignored
+
+    @property
+    def reloads(self) -> bool:
+        """True if a SIGHUP now asks for a reload."""
+        return not self._closed
+
+    @property
+    def _closed(self) -> bool:
+        return self._in_terminal and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def freeze_gc() -> None:
+    """Exclude what exists now from later collections, and make full ones rare.  Call it when everything is built.
+
+    A full collection visits every container: 17 ms with 500 running requests, and as much again for the model's
+    vocabulary and the imported modules.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 5, 100)  # a full one after 350,000 allocations, at most 40 MB of garbage
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files as far as the hard limit allows, to 65,536 at most, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_within(n_files: int, n_groups: int) -> int:
+    """Return how many of `n_files` connections may use, at least a quarter.  Links, pipes and starting a daemon need
+    the others.
+    """
+    return max(n_files // 4, n_files - 192 - 16 * n_groups)
+
+
+class Display(Observer):
+    """Watches a start, and the address; this one does nothing."""
+
+    def listening(self, url: str) -> None:
+        """Called when the endpoint has its address, long before it is ready."""
 
 
 def run(config: Config, name: str, observer: Display, options: RunOptions) -> ExitCode:
@@ -141,6 +247,101 @@ async def _run(
     return await Supervisor(config, model, run_dir, observer, options).run(early)
 
 
+_RELOADED_KEYS: Final = {"log.level", "server.api_keys_file", "server.admin_keys_file", "server.cors_origins"}
+_TLS_KEYS: Final = {"server.tls_cert_file", "server.tls_key_file"}
+"""Applied only with HTTPS on: a listening socket cannot begin to speak TLS, or cease to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """``config``: what is in force now.  ``changed``: keys with a new value in force; ``waiting``: keys whose new value
+    is not.
+    """
+
+    config: Config
+    changed: Sequence[str]
+    waiting: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """`KEY=VALUE` overrides of `start`, and those of the last `lucevisor reload`, which replace those of the same key
+    until the next one.
+    """
+
+    file: Path
+    of_start: Sequence[str]
+    of_reload: Sequence[str] = ()
+
+    @property
+    def effective(self) -> list[str]:
+        return merge_overrides(self.of_start, self.of_reload)
+
+    def described(self) -> list[dict[str, object]]:
+        """Return key, value and source of each, with what the file says, which it hides; None: the file does not set
+        it.  Values of the environment may be secrets, and are left out.  Raises ConfigError.
+        """
+        pairs = [override.partition("=")[::2] for override in self.effective]
+        of_reload = {override.partition("=")[0] for override in self.of_reload}
+        hidden = values_in_file(self.file, [key for key, _ in pairs])
+        return [
+            {
+                "key": key,
+                "value": None if ".env." in key else value,
+                "source": "reload" if key in of_reload else "start",
+                "hides": None if ".env." in key else hidden[key],
+            }
+            for key, value in pairs
+        ]
+
+
+def read_again(overrides: Overrides) -> Config:
+    """Return what the file says now, with the overrides.  Raises ConfigError."""
+    return load(overrides.file, overrides.effective)
+
+
+def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
+    """Return the keys that ``apply`` applies."""
+    return _RELOADED_KEYS | _TLS_KEYS if tls is not None and after.server.tls_cert_file else set(_RELOADED_KEYS)
+
+
+def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContext | None) -> Reloaded:
+    """Apply what needs no new deployment of ``after``, and read the files of keys and TLS again.
+
+    Raises ConfigError, and then changes nothing.
+    """
+    client_keys, admin_keys = keys_of(after.server)
+    at_once = keys_at_once(after, tls)
+    if tls is not None and after.server.tls_cert_file:
+        files = Path(after.server.tls_cert_file), Path(after.server.tls_key_file)
+        server_context(*files)  # a pair that does not fit would leave the context without a key
+        tls.load_cert_chain(*files)
+    context.keys.replace(client_keys)
+    context.admin_keys.replace(admin_keys)
+    context.settings = replace(context.settings, cors_origins=after.server.cors_origins)
+    logs.set_level(after.log.level)
+    changed = changed_keys(config, after)
+    names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]
+    effective = replace(
+        config,
+        log=replace(config.log, level=after.log.level),
+        server=replace(config.server, **{name: getattr(after.server, name) for name in names}),
+    )
+    return Reloaded(effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
+
+
+def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
+    """Return the context of HTTPS, None for HTTP.  Raises ConfigError."""
+    return server_context(Path(server.tls_cert_file), Path(server.tls_key_file)) if server.tls_cert_file else None
+
+
+def keys_of(server: ServerConfig) -> tuple[Sequence[ApiKey], Sequence[ApiKey]]:
+    """Return the keys of clients and of operators.  Raises ConfigError."""
+    clients = read_api_keys(Path(server.api_keys_file)) if server.api_keys_file else ()
+    admins = read_api_keys(Path(server.admin_keys_file), "server.admin_keys_file") if server.admin_keys_file else ()
+    return clients, admins
+
+
 class Supervisor:
     """A service, its HTTP endpoint and its admin socket.  Create it in a running loop."""
 
@@ -165,6 +366,7 @@ class Supervisor:
         self._progress = LoadProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
+        self.cache = CacheOperations(self.service)
         self._add_running(self._context)
         self._app = create_app(self._context)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
@@ -172,7 +374,6 @@ class Supervisor:
         self._handover = Handover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
-        self.cache = CacheOperations(self.service)
         self._n_stops = 0
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop keeps no reference to them
 
@@ -243,7 +444,7 @@ class Supervisor:
 
     async def _watch_run_directory(self) -> None:
         """Make the run directory whole again when something of it was removed, so that commands find this process."""
-        told = ""
+        result = ""
         while True:
             await asyncio.sleep(RUN_DIRECTORY_S)
             if not self.url or self._handover.pending or self.run_dir.whole:
@@ -253,12 +454,12 @@ class Supervisor:
                 await self._endpoint.open_admin()
                 await self._handover.listen_again()
             except (OSError, LucevisorError) as error:
-                if str(error) != told:
+                if str(error) != result:
                     log.error("the run directory was removed and cannot be made again: no command finds this process",
                               path=str(self.run_dir.path), pid=os.getpid(), reason=str(error))  # fmt: skip
-                told = str(error)
+                result = str(error)
             else:
-                told = ""
+                result = ""
                 log.warning("the run directory was removed and is made again", path=str(self.run_dir.path))
 
     def _prepare(self) -> None:
@@ -286,9 +487,8 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())
-        address = Address(self.url, self.config.server.tls_cert_file)
         compressor, name = self._context.compressor, self.run_dir.name
-        return status(self.service, name, address, self._progress, requests, compressor, self._described)
+        return status(self.service, name, self.url, self._progress, requests, compressor, self._described)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         return await self.service.wait_ready(timeout_s)
@@ -323,7 +523,7 @@ class Supervisor:
         if done.waiting:
             log.warning("changed keys that wait for `lucevisor reload` or a start", keys=list(done.waiting))
 
-    def _on_hangup(self, hangup: Hangup) -> None:
+    def _on_hangup(self, hangup: HangupHandler) -> None:
         if hangup.ends:
             self.stop("SIGHUP, the terminal was closed")
         elif hangup.reloads:
@@ -367,11 +567,11 @@ class Supervisor:
     def _add_running(self, context: AppContext) -> None:
         """Give the API what changes while the supervisor runs."""
         context.ready_in_s = self.service.ready_in_s
-        context.groups = lambda: group_metrics(self.service)
         context.status = self.status
         context.restart = self._begin_restart
-        context.snapshots = self._snapshot_figures
-        context.trace = self._traces or no_trace
+        context.snapshots = self.cache.open_store
+        if self._traces is not None:
+            context.trace = self._traces
 
     def _on_engine(self, engine: Engine) -> None:
         placement = self.service.placement
@@ -393,10 +593,6 @@ class Supervisor:
             if g.state is not State.READY
         ]
         return parts or [NotReadyPart("pipeline", self.service.state, self.service.reason())]
-
-    def _snapshot_figures(self) -> SnapshotMetrics | None:
-        snapshots = self.service.snapshots
-        return figures(snapshots.store) if snapshots is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from lucevisor.api.app_context import DeviceMetrics, GroupMetrics
 from lucevisor.app import logs
-from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import Observer, Service
@@ -24,19 +21,14 @@ from lucevisor.protocol.messages import Progress
 from lucevisor.supervision.group import GroupSupervisor
 from lucevisor.supervision.states import State
 
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address of the endpoint; the certificate is empty without TLS."""
-
-    url: str
-    tls_cert_file: str
+_RESTART_REASONS: Final = ("failure", "lack", "operator")
+"""All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
 
 
 def status(
     service: Service,
     name: str,
-    address: Address,
+    url: str,
     progress: LoadProgress,
     requests: list[dict[str, object]],
     compressor: Compressor | None = None,
@@ -50,8 +42,8 @@ def status(
     return {
         "name": name,
         "pid": os.getpid(),
-        "url": address.url,
-        "tls_cert_file": address.tls_cert_file,
+        "url": url,
+        "tls_cert_file": service.config.server.tls_cert_file,
         "log": str(logs.path() or ""),
         "overrides": list(overrides),
         "state": service.state,
@@ -134,24 +126,25 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
     Snapshots: ``dir`` is empty while they are off; ``snapshots`` files can be used; ``failures`` by reason, without
     those that did not happen.
     """
-    disk = figures(service.snapshots.store) if service.snapshots is not None else None
+    store = service.snapshots.store if service.snapshots is not None else None
+    entries, placement = store.entries if store is not None else [], service.placement
     return {
         "prefix_slots": now.n_slots,
-        "max_slots": service.config.cache.prefix_slots,
+        "max_slots": placement.prefix_slots if placement is not None else 0,
         "pinned": now.n_pinned,
         "bytes": now.n_bytes,
-        "memory": service.config.cache.memory,
+        "memory": placement.cache_bytes if placement is not None else 0,
         "prompts": now.n_prompts,
         "hits": now.n_hits,
         "evictions": now.n_evictions,
         "tokens": {"memory": 0, "disk": 0} | now.tokens,
-        "dir": str(service.snapshots.store.directory.absolute()) if service.snapshots is not None else "",
-        "disk": service.snapshots.store.budget if service.snapshots is not None else service.config.cache.disk,
-        "snapshots": disk.n_files if disk is not None else 0,
-        "snapshot_bytes": disk.file_bytes if disk is not None else 0,
-        "saved": disk.n_saved if disk is not None else 0,
-        "restored": disk.n_restored if disk is not None else 0,
-        "failures": {reason: n for reason, n in disk.failures.items() if n} if disk is not None else {},
+        "dir": str(store.directory.absolute()) if store is not None else "",
+        "disk": store.budget if store is not None else service.config.cache.disk,
+        "snapshots": len(entries),
+        "snapshot_bytes": sum(entry.n_bytes for entry in entries),
+        "saved": store.statistics.n_saved if store is not None else 0,
+        "restored": store.statistics.n_restored if store is not None else 0,
+        "failures": dict(store.statistics.failures) if store is not None else {},
     }
 
 
@@ -169,6 +162,7 @@ def _group(service: Service, group: GroupSupervisor, progress: LoadProgress) -> 
         "retry_in_s": None if group.retry_in_s is None else round(group.retry_in_s, 3),
         "loading": progress.loading(group.name),
         "restarts": group.restarts,
+        "restart_reasons": {reason: service.restart_reasons[group.name][reason] for reason in _RESTART_REASONS},
         "quarantined": group.quarantined,
         "stages": [s.index for s in stages],
         "devices": devices(group),
@@ -268,7 +262,7 @@ def _engine(statistics: EngineStatistics | None) -> dict[str, Any]:
     }
 
 
-class LoadProgress:
+class LoadProgress(Observer):
     """An observer that passes everything on to another one."""
 
     def __init__(self, observer: Observer) -> None:
@@ -279,13 +273,11 @@ class LoadProgress:
         self._shards: dict[str, dict[tuple[int, int], Progress]] = {}
 
     def state(self, group: str, state: State, reason: str) -> None:
-        """Called when a group changes its state."""
         self._states[group] = state, reason, time.monotonic()
         self._shards.pop(group, None)
         self._observer.state(group, state, reason)
 
     def progress(self, group: str, progress: Progress) -> None:
-        """Called when a shard has loaded more bytes."""
         if (
             group in self._states and self._states[group][0] is State.LOADING
         ):  # reports have a channel of their own and may come after READY
@@ -293,7 +285,6 @@ class LoadProgress:
         self._observer.progress(group, progress)
 
     def ready(self, service: Service) -> None:
-        """Called when the endpoint is ready."""
         if self.announced:
             self._observer.ready(service)
 
@@ -326,37 +317,3 @@ class LoadProgress:
             "done_bytes": sum(shard.done_bytes for shard in shards),
             "total_bytes": sum(shard.total_bytes for shard in shards),
         }
-
-
-_RESTART_REASONS: Final = ("failure", "lack", "operator")
-"""All reasons: a counter that first appears with 1 hides that restart from Prometheus' increase()."""
-
-
-def group_metrics(service: Service) -> list[GroupMetrics]:
-    """Return the figures of all groups as of now."""
-    return [
-        GroupMetrics(
-            name=name,
-            state=group.state.name.lower(),
-            restarts={reason: service.restart_reasons[name][reason] for reason in _RESTART_REASONS},
-            spare_bytes=[spare.rss_bytes for spare in group.spares if spare.warm],
-            rss_bytes=group.heartbeat.rss_bytes if group.heartbeat is not None else 0,
-            devices=_device_metrics(group),
-        )
-        for name, group in service.groups.items()
-    ]
-
-
-def _device_metrics(group: GroupSupervisor) -> list[DeviceMetrics]:
-    """Return one record a device; a device with several shards has the sum of their bytes."""
-    by_device: dict[str, DeviceMetrics] = {}
-    for shard in devices(group):
-        name, before = shard["device"], by_device.get(shard["device"])
-        by_device[name] = DeviceMetrics(
-            name=name,
-            weights=shard["weight_bytes"] + (before.weights if before is not None else 0),
-            state=shard["state_bytes"] + (before.state if before is not None else 0),
-            free=shard["free_bytes"],
-            total=shard["total_bytes"],
-        )
-    return list(by_device.values())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from lucevisor import __version__
-from lucevisor.api.app_context import RequestTrace
+from lucevisor.api.app_context import RequestContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -45,7 +45,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("lucevisor", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def __call__(self, request: RequestTrace) -> str:
+    def __call__(self, request: RequestContext) -> str:
         """Make the spans of a request that is over; return its trace id."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, set_span_in_context
 
@@ -97,7 +97,7 @@ def configured(environ: Mapping[str, str] = os.environ) -> Traces | None:
     return Traces(BatchSpanProcessor(OTLPSpanExporter()))
 
 
-def _attributes(request: RequestTrace) -> dict[str, str | int]:
+def _attributes(request: RequestContext) -> dict[str, str | int]:
     """Attributes by OpenTelemetry's semantic conventions; ours begin with `lucevisor.`."""
     attributes: dict[str, str | int] = {
         "http.request.method": request.method,
@@ -105,12 +105,12 @@ def _attributes(request: RequestTrace) -> dict[str, str | int]:
         "http.response.status_code": request.status,
         "lucevisor.request_id": request.request_id,
     }
-    if request.key:
-        attributes["lucevisor.key"] = request.key
+    if request.caller.name:
+        attributes["lucevisor.key"] = request.caller.name
     if request.error:
         attributes["error.type"] = str(request.status)
         attributes["error.message"] = request.error
-    if request.generates:
+    if request.handles:
         attributes |= {
             "gen_ai.provider.name": "lucevisor",
             "gen_ai.request.model": request.model,
@@ -122,9 +122,9 @@ def _attributes(request: RequestTrace) -> dict[str, str | int]:
     return attributes
 
 
-def _parts(request: RequestTrace) -> list[tuple[str, float, float]]:
+def _parts(request: RequestContext) -> list[tuple[str, float, float]]:
     """Return name, begin and end of the parts of a request that generates, on the monotonic clock."""
-    if not request.generates or request.first_token_s is None:
+    if not request.handles or request.first_token_s is None:
         return []
     first_s = request.started_s + request.first_token_s
     started_s = min(first_s, request.started_s + request.queue_s)

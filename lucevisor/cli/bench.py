@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lucevisor.cli.options import OutputFile, config_argument
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load, merge_overrides
 from lucevisor.errors import ExitCode
 
@@ -90,7 +89,7 @@ def bench(
     from lucevisor.app.benchmark import bench as run
     from lucevisor.app.model_files import open_model
     from lucevisor.deployment.probe import tune
-    from lucevisor.deployment.service import Service
+    from lucevisor.deployment.service import Observer, Service
 
     if answer == 1:
         raise click.UsageError("--answer 1: a speed needs two tokens at least; 0 measures no answers")
@@ -118,7 +117,7 @@ def bench(
                 json_file.write_text(json.dumps(record, indent=1) + "\n")
 
         async def everything() -> str:
-            service = Service(loaded, model, Path(directory), SilentDisplay())
+            service = Service(loaded, model, Path(directory), Observer())
             return table(await run(service, wanted, rounds, peer, keep, click.echo))
 
         click.echo(runner.run(everything()))

@@ -138,8 +138,8 @@ def _ask(client: OpenAI, status: dict[str, Any], question: str, max_tokens: int,
     seconds = time.monotonic() - began
     devices = (device for group in status["groups"] for device in group["devices"])
     path = " -> ".join("{} [{},{})".format(device["device"], *device["layers"]) for device in devices)
-    told = f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s, computed by {path}"
-    click.echo(f"\n   the stream paused for {gap_s:.2f} s, and no token was lost" if kill else f"\n   {told}")
+    result = f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s, computed by {path}"
+    click.echo(f"\n   the stream paused for {gap_s:.2f} s, and no token was lost" if kill else f"\n   {result}")
     return text.strip()
 
 

@@ -15,7 +15,6 @@ import uvloop
 from lucevisor.app import logs
 from lucevisor.app.model_files import open_model
 from lucevisor.cli.options import OutputFile, config_argument
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import Config, load
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.service import Observer, Service
@@ -56,7 +55,7 @@ def logits(config: Path, overrides: tuple[str, ...], ids_file: Path, out: Path) 
         tempfile.TemporaryDirectory(prefix="lucevisor-logits-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        result = runner.run(logits_of(loaded, model, Path(directory), ids, SilentDisplay()))
+        result = runner.run(logits_of(loaded, model, Path(directory), ids, Observer()))
     with out.open("wb") as file:
         np.savez(file, logits=result.logits, hidden=result.hidden, input_ids=np.asarray(ids, dtype=np.int32))
     click.echo(f"{out}: logits {list(result.logits.shape)}, hidden {list(result.hidden.shape)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from lucevisor.app.rundir import find, is_locked
+from lucevisor.app.rundir import Running, find, is_locked
 from lucevisor.cli.admin_client import AdminClient, call_and_watch
 from lucevisor.cli.options import Seconds, target_options
 from lucevisor.errors import ExitCode, LucevisorError, NotRunningError
@@ -73,15 +73,11 @@ def restart(group: str | None, rolling: bool, now: bool, name: str | None, socke
     if (group is None) == (not rolling):
         raise click.UsageError("name a GROUP, or give --rolling for all of them")
     target = find(name, socket)
-    before = AdminClient(target.socket).call("GET", "/status")["engine"]
-    began = time.monotonic()
-    order: dict[str, Any] = {"groups": [] if rolling else [group], "now": now}
-    answer = call_and_watch(AdminClient(target.socket), "restart", "/restart", order, timeout_s=3600.0)
-    done = [g for g in answer["groups"] if rolling or g["name"] == group]
-    for entry in done:
-        click.echo(f"group {entry['name']} is {entry['state']}, pid {entry['pid']}, restarts {entry['restarts']}")
-    click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
-    click.echo(_recovered(before["recovery"], answer["engine"]["recovery"]))
+    answer, summary = _change(target, "restart", {"groups": [] if rolling else [group], "now": now})
+    for entry in answer["groups"]:
+        if rolling or entry["name"] == group:
+            click.echo(f"group {entry['name']} is {entry['state']}, pid {entry['pid']}, restarts {entry['restarts']}")
+    click.echo(summary)
     return ExitCode.DONE
 
 
@@ -99,10 +95,7 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
 
     Keys that cannot change while requests run are refused by name, and nothing changes.
     """
-    target = find(name, socket)
-    before = AdminClient(target.socket).call("GET", "/status")["engine"]
-    began = time.monotonic()
-    answer = call_and_watch(AdminClient(target.socket), "reload", "/reload", {"set": overrides}, timeout_s=3600.0)
+    answer, summary = _change(find(name, socket), "reload", {"set": overrides})
     for key, value in answer["changed"].items():
         click.echo(f"{key} = {json.dumps(value)}" if value is not None else f"{key} is gone")
     if not answer["changed"]:
@@ -113,9 +106,17 @@ def reload(overrides: tuple[str, ...], name: str | None, socket: Path | None) ->
             f"{device['device']} [{device['layers'][0]},{device['layers'][1]})" for device in group["devices"]
         )
         click.echo(f"group {group['name']} is {group['state']}, pid {group['pid']}: {layers or 'no layers'}")
-    click.echo(f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s")
-    click.echo(_recovered(before["recovery"], answer["engine"]["recovery"]))
+    click.echo(summary)
     return ExitCode.DONE
+
+
+def _change(target: Running, what: str, order: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Have a supervisor carry out an order; return its status, and how long it and the requests took."""
+    client = AdminClient(target.socket)
+    before, began = client.call("GET", "/status")["engine"]["recovery"], time.monotonic()
+    answer = call_and_watch(client, what, f"/{what}", order, timeout_s=3600.0)
+    took = f"{target.name} is {answer['state']} after {time.monotonic() - began:.1f} s"
+    return answer, f"{took}\n{_recovered(before, answer['engine']['recovery'])}"
 
 
 def _recovered(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from lucevisor.app import logs
+from lucevisor.app.run import Display
 from lucevisor.app.status import LoadProgress
 from lucevisor.config import Config
 from lucevisor.supervision.states import State
@@ -32,28 +33,12 @@ _QUARTERS = 4
 log = structlog.get_logger("lucevisor")
 
 
-class SilentDisplay:
-    """An observer that does nothing."""
-
-    def state(self, group: str, state: State, reason: str) -> None:
-        """Do nothing."""
-
-    def progress(self, group: str, progress: Progress) -> None:
-        """Do nothing."""
-
-    def ready(self, service: Service) -> None:
-        """Do nothing."""
-
-    def listening(self, url: str) -> None:
-        """Do nothing."""
-
-
-class StartDisplay:
+class StartDisplay(Display):
     """An observer of the service and of its address.  ``with`` it, the live view is on."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._progress = LoadProgress(SilentDisplay())
+        self._progress = LoadProgress(Display())
         self._quarters: dict[tuple[str, int, int], int] = {}
         self._url = ""
         self._announced = self._away = False
@@ -76,11 +61,9 @@ class StartDisplay:
         self._console = None
 
     def listening(self, url: str) -> None:
-        """Called when the endpoint has its address, long before it is ready."""
         self._url = url
 
     def state(self, group: str, state: State, reason: str) -> None:
-        """Called when a group changes its state, which is also logged."""
         self._progress.state(group, state, reason)
         if state in _ENDING:
             self._end()
@@ -91,7 +74,6 @@ class StartDisplay:
             self._begin()
 
     def progress(self, group: str, progress: Progress) -> None:
-        """Called when a shard has loaded more bytes."""
         self._progress.progress(group, progress)
         if self._console is not None or not progress.total_bytes:
             return
@@ -105,7 +87,6 @@ class StartDisplay:
                      bytes=progress.total_bytes)  # fmt: skip
 
     def ready(self, service: Service) -> None:
-        """Called whenever requests are served, again and again."""
         self._end()
         self._quarters.clear()
         seconds = time.monotonic() - self._began

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lucevisor.config.api_keys import read_api_keys
+from lucevisor.config.credentials import read_api_keys, server_context
 from lucevisor.config.formats import (
     BACKENDS,
     CURVE_POINT,
@@ -27,7 +27,6 @@ from lucevisor.config.formats import (
 )
 from lucevisor.config.schema import keys_of
 from lucevisor.config.sections import GROUPS, SECTIONS, VISIBLE_DEVICES, Config, GroupConfig, Notice
-from lucevisor.config.tls import server_context
 from lucevisor.errors import NO_VALUE, ConfigError, suggest
 
 OVERRIDE = "--set"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,29 +18,9 @@ from lucevisor.config.schema import FieldKey, Text, keys_of, plain
 from lucevisor.config.sections import GROUPS, SECTIONS, Config, GroupConfig
 from lucevisor.errors import NO_VALUE, ConfigError, ConfigErrors, nearest, suggest
 
-MAX_FILE_BYTES: Final = 256 * 1024
-MAX_NAME_PARTS: Final = 8
-"""Parts of a dotted name; the longest in the schema, groups.NAME.env.VARIABLE, has four."""
-MAX_KEYS: Final = 1000
-"""Assignments and table headers in a file, including inline tables."""
+MAX_FILE_BYTES: Final = 64 * 1024
+"""Time and memory of tomllib grow with the square of the parts of a dotted name."""
 _MAX_OVERRIDES = 256
-
-# Possessive and with optional closing quotes, so that no character is looked at twice; what never closes, tomllib
-# refuses.
-_TOKEN: Final = re.compile(
-    r"""
-      (?P<part> \"{3} (?: [^"\\] | \\. | "{1,2}(?!") )*+ "{0,5}
-              | '{3} (?: [^'] | '{1,2}(?!') )*+ '{0,5}
-              | " (?: [^"\\\n] | \\. )*+ "?
-              | ' [^'\n]*+ '?
-              | [A-Za-z0-9_+:-]++ )
-    | (?P<blank> [ \t]++ )
-    | (?P<dot> \. )
-    | (?P<key> = | ^\[ )
-    | (?P<other> \#[^\n]*+ | . )
-    """,
-    re.VERBOSE | re.DOTALL | re.MULTILINE,
-)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -129,42 +108,16 @@ def _read_tree(path: Path) -> Mapping[str, object]:
         hint = f"nearest: {path.with_name(near)}" if near else "name a configuration file"
         raise wrong(f"cannot be read: {why}", f"{hint}; etc/lucevisor.toml shows every key") from None
     if len(content) > MAX_FILE_BYTES:
-        raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", "name a configuration file in TOML, not a model")
+        hint = "`lucevisor init MODEL > box.toml` writes one for a model"
+        raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", hint)
     try:
         text = content.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise wrong(f"is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
-    if exceeded := _exceeded_limit(text):
-        raise wrong(exceeded, "name a configuration file; etc/lucevisor.toml shows every key")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, too many digits, nested too deep
         raise wrong(f"is not TOML: {error}", "quote text, and write lists in square brackets") from None
-
-
-def _exceeded_limit(text: str) -> str:
-    """Return which limit `text` exceeds, or an empty string.
-
-    tomllib keeps every prefix of a dotted name, so time and memory grow quadratically with its parts: 50,000 parts take
-    6 GB.  Within these limits both are linear.
-    """
-    n_keys = n_dots = 0
-    for token in _TOKEN.finditer(text):
-        match token.lastgroup:
-            case "dot":
-                n_dots += 1
-            case "key":
-                n_keys, n_dots = n_keys + 1, 0
-            case "other":
-                n_dots = 0
-            case _:  # a part, or blanks beside a dot
-                continue
-        if n_dots >= MAX_NAME_PARTS or n_keys > MAX_KEYS:
-            line = text.count("\n", 0, token.start()) + 1
-            if n_keys > MAX_KEYS:
-                return f"has more than {MAX_KEYS} keys (line {line})"
-            return f"has a dotted name of more than {MAX_NAME_PARTS} parts (line {line})"
-    return ""
 
 
 def _overridden(tree: Mapping[str, object], overrides: Sequence[str], pending: PendingConfig) -> dict[str, object]:

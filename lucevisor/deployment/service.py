@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import structlog
 
@@ -167,8 +167,8 @@ def _prefix_settings(
     """Return the bounds of prefix slots, and the bytes of a page and a state over all shards."""
     unit_bytes = slot_unit_bytes(spec, placement.kv_dtype, drafter)
     return PrefixSettings(
-        max_slots=cache.prefix_slots,
-        memory_bytes=cache.memory,
+        max_slots=placement.prefix_slots,
+        memory_bytes=placement.cache_bytes,
         min_tokens=cache.min_tokens,
         checkpoint_pages=cache.checkpoint_pages,
         unit_bytes={space: unit_bytes[space] for space in placement.spaces},
@@ -189,12 +189,17 @@ _MOVING: Final = RequestError("shard_lost", "layers are moving to other daemons;
 log = structlog.get_logger("service")
 
 
-class Observer(Protocol):
-    """Watches a start: the progress bars of the command line, or a test."""
+class Observer:
+    """Watches a start; this one does nothing."""
 
-    def state(self, group: str, state: State, reason: str) -> None: ...
-    def progress(self, group: str, progress: Progress) -> None: ...
-    def ready(self, service: Service) -> None: ...
+    def state(self, group: str, state: State, reason: str) -> None:
+        """Called when a group changes its state."""
+
+    def progress(self, group: str, progress: Progress) -> None:
+        """Called when a shard has loaded more bytes."""
+
+    def ready(self, service: Service) -> None:
+        """Called whenever requests are served, again and again."""
 
 
 class Service:
@@ -386,7 +391,7 @@ class Service:
         return "degraded" if self._was_ready else "starting"
 
     def reason(self) -> str:
-        """Why requests are not served now; empty when they are."""
+        """Return why requests are not served now; empty when they are."""
         if self.state == "ready":
             return ""
         if self._stopping is not None:
@@ -401,7 +406,7 @@ class Service:
         return "; ".join(parts) or "the pipeline is being put together"
 
     def failure(self) -> str:
-        """Why groups that requests need are given up, each reason once; empty while none is."""
+        """Return why groups that requests need are given up, each reason once; empty while none is."""
         if self.deployment.unfit:
             return "the model does not fit: " + self.deployment.unfit.replace("\n", "; ")
         reasons: dict[str, list[str]] = {}
@@ -458,7 +463,7 @@ class Service:
             return
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
-            self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
+            self.restart_reasons[group]["lack" if self.groups[group].short_of_resources else "failure"] += 1
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
             if state is State.FAILED:

@@ -42,8 +42,8 @@ def read_experts(keys: Keys, *, width: int | None, shared_width: int | None, gat
     width = keys.integer("expert_feed_forward_length", width)
     function = keys.integer("expert_gating_func", gating, low=0)
     if function not in GATING:
-        known = ", ".join(f"{number} ({name})" for number, name in GATING.items())
-        raise keys.error("expert_gating_func", f"is {function}, known are {known}")
+        functions = ", ".join(f"{number} ({name})" for number, name in GATING.items())
+        raise keys.error("expert_gating_func", f"is {function}, known are {functions}")
     return Experts(
         n_experts=n_experts,
         n_used=n_used,

@@ -112,10 +112,10 @@ class GgufFiles:
         Raises GgufError when the file was truncated since its header was read, OSError when it cannot be read.
         """
         n = max(0, tensor.n_bytes - start if n is None else min(n, tensor.n_bytes - start))
-        found = self.parts[tensor.part].read(tensor.offset + start, n)
-        if len(found) < n:
+        raw = self.parts[tensor.part].read(tensor.offset + start, n)
+        if len(raw) < n:
             raise GgufError(str(self.paths[tensor.part]), f"tensor {tensor.name!r}", _CUT)
-        return found
+        return raw
 
     @property
     def identities(self) -> tuple[FileIdentity, ...]:

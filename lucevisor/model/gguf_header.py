@@ -214,23 +214,23 @@ def _tensor_table(
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
         raise reader.fail("metadata value 'general.alignment'", f"{alignment!r} is not a power of two up to 1048576")
     rows: list[TensorInfo] = []
-    seen: set[str] = set()
+    names: set[str] = set()
     for i in range(n_tensors):
         info = _tensor_row(reader, i)
-        if info.name in seen:
+        if info.name in names:
             raise reader.fail(f"tensor {info.name!r}", "appears twice")
         if info.offset % alignment:
             raise reader.fail(
                 f"tensor {info.name!r}", f"offset {info.offset} is not a multiple of the alignment {alignment}"
             )
-        seen.add(info.name)
+        names.add(info.name)
         rows.append(info)
     start = (reader.at + alignment - 1) // alignment * alignment
     check_overlap(reader.file, rows)
-    needed = max((start + info.offset + info.n_bytes for info in rows), default=0)
-    if needed > total:
+    end = max((start + info.offset + info.n_bytes for info in rows), default=0)
+    if end > total:
         cut = next(info.name for info in rows if start + info.offset + info.n_bytes > total)
-        missing = f"{needed - total} of {needed} bytes are missing, the file is truncated: download it again"
+        missing = f"{end - total} of {end} bytes are missing, the file is truncated: download it again"
         raise TruncatedFileError(reader.file, f"tensor {cut!r}", missing)
     tensors = {
         info.name: TensorInfo(info.name, info.kind, info.shape, start + info.offset, info.n_bytes) for info in rows

@@ -37,7 +37,7 @@ class Rotary:
 def read_rotary(keys: Keys, head_dim: int, options: Mapping[str, str]) -> Rotary:
     """Read ``rope.dimension_count``, ``rope.freq_base`` and ``rope.scaling.*``.  Raises GgufError, also for
     an unsupported scaling type."""
-    n = keys.even("rope.dimension_count", head_dim, most=head_dim)
+    n = keys.even("rope.dimension_count", head_dim, high=head_dim)
     return Rotary(n, keys.number("rope.freq_base", 10000.0, above=0.0), read_yarn(keys, options))
 
 

@@ -40,13 +40,13 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """One layer's rows (``axis`` 0) or columns (``axis`` 1) [``start``, ``stop``) of a matrix of shape ``whole`` that
-    holds data of every layer.
+    """One layer's rows (``axis`` 0) or columns (``axis`` 1) [``start``, ``stop``) of a matrix of shape
+    ``full_shape`` that holds data of every layer.
 
     Parts of consecutive layers are adjacent, so a shard's part is one range.
     """
 
-    whole: tuple[int, int]
+    full_shape: tuple[int, int]
     axis: int
     start: int
     stop: int
@@ -54,7 +54,7 @@ class MatrixPart:
     @property
     def shape(self) -> tuple[int, int]:
         n = self.stop - self.start
-        return (n, self.whole[1]) if self.axis == 0 else (self.whole[0], n)
+        return (n, self.full_shape[1]) if self.axis == 0 else (self.full_shape[0], n)
 
 
 def update_width(n_key: int, n_value: int, dim: int) -> int:
@@ -219,9 +219,9 @@ class Keys:
             raise self.error(key, f"is {value!r}, expected true or false")
         return value
 
-    def even(self, key: str, default: int, *, most: int) -> int:
+    def even(self, key: str, default: int, *, high: int) -> int:
         """An even number from 2 to ``most``, such as the rotary dims of a head."""
-        value = self.integer(key, default, low=2, high=most)
+        value = self.integer(key, default, low=2, high=high)
         if value % 2:
             raise self.error(key, f"is {value}, expected an even number")
         return value
@@ -276,7 +276,7 @@ def assemble(
     output = {"output.weight": (vocabulary, hidden_size)} if "output.weight" in files.tensors else embedding_tensors
     output_tensors = {"output_norm.weight": (hidden_size,)} | output
     shared_tensors = dict(shared or {})
-    parts = {name: part.whole for layer in layers for name, part in layer.parts.items()}
+    parts = {name: part.full_shape for layer in layers for name, part in layer.parts.items()}
     used: set[str] = set()
     groups: list[Mapping[str, tuple[int, ...]]] = [
         embedding_tensors,
@@ -315,8 +315,8 @@ def _check_layers(files: GgufFiles, unused: Sequence[str], keys: Keys) -> None:
     """Raise GgufError when the file has layers beyond its block count: without them answers would be silently wrong."""
     n_blocks = keys.integer("block_count")
     for name in unused:
-        kind, _, rest = name.partition(".")
-        index = rest.partition(".")[0]
+        kind, _, name_in_layer = name.partition(".")
+        index = name_in_layer.partition(".")[0]
         if kind == "blk" and index.isdecimal() and int(index) >= n_blocks:
             where = str(files.paths[files.tensors[name].part])
             raise GgufError(
@@ -347,16 +347,16 @@ def _check_gaps(files: GgufFiles, used: AbstractSet[str]) -> None:
 def check_tensors(files: GgufFiles, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise GgufError naming file and tensor when one is missing or has an unexpected shape."""
     for name, shape in expected.items():
-        found = files.tensors.get(name)
-        if found is None:
+        info = files.tensors.get(name)
+        if info is None:
             raise GgufError(
                 str(files.paths[0]), f"tensor {name!r}", "is missing: the file is incomplete or of another family"
             )
-        if found.shape != shape:
+        if info.shape != shape:
             raise GgufError(
-                str(files.paths[found.part]),
-                f"tensor {found.name!r}",
-                f"has shape {list(found.shape)}, the metadata require {list(shape)}",
+                str(files.paths[info.part]),
+                f"tensor {info.name!r}",
+                f"has shape {list(info.shape)}, the metadata require {list(shape)}",
             )
 
 
@@ -377,9 +377,9 @@ def main_quant(files: GgufFiles) -> str:
 
 def tensor(files: GgufFiles, name: str) -> TensorInfo:
     """The tensor ``name``.  Raises GgufError when it is missing."""
-    found = files.tensors.get(name)
-    if found is None:
+    info = files.tensors.get(name)
+    if info is None:
         raise GgufError(
             str(files.paths[0]), f"tensor {name!r}", "is missing: the file is incomplete or of another family"
         )
-    return found
+    return info

@@ -57,7 +57,7 @@ class TensorLayout:
     @property
     def read_bytes(self) -> int:
         """Bytes read from the file: columns of a matrix are selected from whole rows."""
-        shape = self.shape if self.part is None or self.part.axis == 0 else self.part.whole
+        shape = self.shape if self.part is None or self.part.axis == 0 else self.part.full_shape
         return prod(shape[:-1]) * row_bytes(self.kind, shape[-1])
 
 
@@ -67,10 +67,10 @@ def tensor_format(
     """Format of one tensor.  Lookup tables keep the file's codes: only the rows of a step are dequantised."""
     if role is TensorRole.EXACT:
         return WeightFormat.FLOAT32
-    found = weight_format(kind, shape, backend, dtype)
-    if role is TensorRole.LOOKUP and found is not WeightFormat.PACKED:
+    fmt = weight_format(kind, shape, backend, dtype)
+    if role is TensorRole.LOOKUP and fmt is not WeightFormat.PACKED:
         return WeightFormat.BLOCKS if kind.name in NATIVE else WeightFormat(dtype.value)
-    return found
+    return fmt
 
 
 def matrix_role(name: str, shape: tuple[int, ...]) -> TensorRole:

@@ -9,15 +9,14 @@ then no second child is started until the first has exited; any other FAILED is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 
 from lucevisor.protocol.process import EXIT_CONFIGURATION
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.events import ProcessSignal, Timer
+from lucevisor.supervision.events import CancelTimer, ProcessSignal, StartTimer, Timer
 from lucevisor.supervision.policy import RestartPolicy, SupervisionLimits
 from lucevisor.supervision.states import TRANSITIONS, State
-from lucevisor.supervision.timers import Timers
 
 N_LOGGED = 64  # events kept for the message of an InvalidGroupTransition
 
@@ -30,7 +29,7 @@ class InvalidGroupTransition(Exception):
 
 
 class _AfterExit(Enum):
-    """What follows the exit of the present child."""
+    """The move after the exit of the present child."""
 
     RETRY = auto()
     STOP = auto()
@@ -38,13 +37,63 @@ class _AfterExit(Enum):
 
 
 class _Escalation(Enum):
-    """How far stopping the child has escalated."""
+    """Stage of the escalation that stops the child."""
 
     MESSAGE = auto()  # a shutdown message was sent
     GRACE = auto()  # nothing is sent: the child exits by itself
     TERM = auto()
     STACKS = auto()  # it hangs: its stacks are being written
     KILL = auto()
+
+
+_EARLY_S = 0.01  # event loops count milliseconds
+
+
+class Timers:
+    """Each change returns the instructions that carry it out."""
+
+    def __init__(self) -> None:
+        self._due: dict[Timer, float] = {}
+        self._looked: set[Timer] = set()
+
+    def due(self, timer: Timer) -> float | None:
+        """Return when `timer` is over; None when it does not run."""
+        return self._due.get(timer)
+
+    def due_after(self, timer: Timer, at: float) -> bool:
+        """Return whether `timer` runs, and longer than until `at`."""
+        return timer in self._due and at < self._due[timer]
+
+    def arm(self, timer: Timer, now: float, after_s: float) -> StartTimer:
+        """Start or restart a timer."""
+        self._looked.discard(timer)
+        self._due[timer] = now + after_s
+        return StartTimer(timer, after_s)
+
+    def disarm(self, *timers: Timer) -> Iterator[CancelTimer]:
+        """Cancel those of `timers` that run."""
+        for timer in timers:
+            self._looked.discard(timer)
+            if self._due.pop(timer, None) is not None:
+                yield CancelTimer(timer)
+
+    def fired(self, timer: Timer, now: float) -> StartTimer | bool:
+        """Take a timer that fired: True when it is over, False when none runs, else the instruction to restart it."""
+        due = self._due.get(timer)
+        if due is None:
+            return False
+        if now < due - _EARLY_S:
+            return StartTimer(timer, due - now)
+        del self._due[timer]
+        return True
+
+    def recheck(self, timer: Timer, now: float, after_s: float) -> StartTimer | None:
+        """Return the instruction that starts an expired timer once more; None when this was the second time."""
+        if timer in self._looked:
+            return None
+        started = self.arm(timer, now, after_s)
+        self._looked.add(timer)
+        return started
 
 
 class Machine:
@@ -61,7 +110,7 @@ class Machine:
         self.pid = 0
         self.restarts = 0
         self.quarantined = False
-        self.lacking = False  # in BACKOFF: because there were no descriptors, memory or processes left
+        self.short_of_resources = False  # in BACKOFF: because there were no descriptors, memory or processes left
         self._n_children = 0
         self._spawned = False
         self._load_sent = False
@@ -100,17 +149,17 @@ class Machine:
         match event:
             case ev.TimerFired(timer):
                 self._on_timer(timer)
-            case ev.Beat(_, phase):
+            case ev.HeartbeatReceived(_, phase):
                 if self.state in _WATCHED:
                     self._arm_pulse(phase)
-            case ev.Progressed():
+            case ev.ProgressReceived():
                 if self.state is State.LOADING and self._load_sent:
                     self._arm(Timer.LOAD, self.limits.load_stall_s)
-            case ev.StartAsked():
+            case ev.StartRequested():
                 self._on_start_asked()
-            case ev.StopAsked(deadline_s, drain_s):
+            case ev.StopRequested(deadline_s, drain_s):
                 self._on_stop_asked(deadline_s, drain_s)
-            case ev.RestartAsked(deadline_s, drain_s):
+            case ev.RestartRequested(deadline_s, drain_s):
                 self._on_restart_asked(deadline_s, drain_s)
             case ev.Drained():
                 if self.state is State.DRAINING:
@@ -130,7 +179,7 @@ class Machine:
             case ev.SpawnFailed(_, reason, configuration):
                 self._on_gone(reason, configuration, lack=not configuration)
             case ev.Exited(_, code, _, _):
-                self._on_gone(event.how(self.pid), code == EXIT_CONFIGURATION)
+                self._on_gone(event.describe(self.pid), code == EXIT_CONFIGURATION)
 
     # ---- requests from outside
 
@@ -216,7 +265,7 @@ class Machine:
         self._spawned = self._load_sent = self._announced = self._configuration = False
         self._after_exit = _AfterExit.RETRY
         self._fault = ""
-        self.lacking = False
+        self.short_of_resources = False
         self._kill_by = None
         self._transition(State.STARTING, reason)
         self._out.append(ev.Spawn(self.child))
@@ -295,7 +344,7 @@ class Machine:
             )
             self._pause_failed()
         else:
-            self.lacking = lack
+            self.short_of_resources = lack
             self._transition(State.BACKOFF, reason)
             self._arm(Timer.BACKOFF, delay_s)
 
@@ -314,7 +363,7 @@ class Machine:
             return
         match timer:
             case Timer.BACKOFF:
-                if not self.lacking:
+                if not self.short_of_resources:
                     self.restarts += 1
                     self.policy.restarted(self._now)
                 self._start("backoff over" if self.state is State.BACKOFF else "tried again after it was given up")
@@ -323,7 +372,7 @@ class Machine:
             case Timer.ESCALATION:
                 self._on_escalation()
             case Timer.HELLO | Timer.LOAD | Timer.PULSE:
-                again = self._timers.look_again(timer, self._now, self.limits.second_look_s)
+                again = self._timers.recheck(timer, self._now, self.limits.recheck_s)
                 if again is None:
                     self._lose(self._silence(timer), _Escalation.STACKS)
                 else:

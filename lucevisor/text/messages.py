@@ -119,7 +119,7 @@ def _with_malformed_calls_as_text(message: dict[str, object]) -> dict[str, objec
     texts = [f"{f['name']}({f['arguments']})" for f in functions if not isinstance(f["arguments"], dict)]
     if not texts or not isinstance(calls, list):
         return message
-    kept = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
+    well_formed = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
     content = message.get("content") or ""
     joined: object
     if isinstance(content, list):
@@ -127,7 +127,7 @@ def _with_malformed_calls_as_text(message: dict[str, object]) -> dict[str, objec
     else:
         joined = "\n".join([*([str(content)] if content else []), *texts])
     result = {name: value for name, value in message.items() if name != "tool_calls"}
-    return result | {"content": joined} | ({"tool_calls": kept} if kept else {})
+    return result | {"content": joined} | ({"tool_calls": well_formed} if well_formed else {})
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -159,16 +159,16 @@ def _encodable(value: object) -> object:
 def _with_one_system_message(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
     """Join the system messages that open a chat, and make later ones the user's, as coding agents send both."""
     n_opening = next((i for i, m in enumerate(messages) if m["role"] not in _SYSTEM), len(messages))
-    rest = [{**m, "role": "user"} if m["role"] in _SYSTEM else m for m in messages[n_opening:]]
+    talk = [{**m, "role": "user"} if m["role"] in _SYSTEM else m for m in messages[n_opening:]]
     if n_opening < 2:
-        return [*messages[:n_opening], *rest]
+        return [*messages[:n_opening], *talk]
     contents = [m.get("content") or "" for m in messages[:n_opening]]
     joined: object
     if all(isinstance(content, str) for content in contents):
         joined = "\n\n".join(map(str, contents))
     else:
         joined = [part for content in contents for part in _parts(content)]
-    return [{**messages[0], "content": joined}, *rest]
+    return [{**messages[0], "content": joined}, *talk]
 
 
 def _parts(content: object) -> list[object]:

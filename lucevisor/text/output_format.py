@@ -9,26 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lucevisor.text.reasoning import CHANNEL, THINK, ReasoningTags
 from lucevisor.text.tokenizer import Segment, Tokenizer
 from lucevisor.text.tools import ToolFormat, detect_tool_format
-
-
-@dataclass(frozen=True)
-class ReasoningTags:
-    """The tags around reasoning; `label`: a word after the opening tag that is not part of the reasoning.
-
-    `inline`: the opening tag is a control token, so it opens reasoning at any position; otherwise only at the start of
-    an answer, as the same letters further on are quoted text.
-    """
-
-    open: str
-    close: str
-    label: str = ""
-    inline: bool = False
-
-
-THINK = ReasoningTags("<think>", "</think>")
-CHANNEL = ReasoningTags("<|channel>", "<channel|>", label="thought\n", inline=True)
 
 
 @dataclass(frozen=True)

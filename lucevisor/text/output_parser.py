@@ -1,4 +1,4 @@
-"""Streaming parser that splits a model's output into content, reasoning and tool calls.
+"""Streaming output parser (reasoning parser and tool parser): splits output into content, reasoning and tool calls.
 
 Knows tags, not tokens or HTTP. Invariant: the result does not depend on how the text was chunked, and nothing is lost
 but recognised tags, the whitespace next to them and the label of a reasoning block. Text that starts like a tool call
@@ -17,7 +17,6 @@ from enum import Enum, auto
 from typing import Final
 
 from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.stop import overlap
 from lucevisor.text.tools import Tools, has_tool, read_call
 
 _LINE_ENDS: Final = "\n"
@@ -121,9 +120,9 @@ class OutputParser:
             if not final and self._tags.open.startswith(start):
                 return False
         tags = self._tags_to_find()
-        found = [(position, tag) for tag in tags if (position := self._text.find(tag)) >= 0]
-        if found:
-            self._take_tag(*min(found))
+        matches = [(position, tag) for tag in tags if (position := self._text.find(tag)) >= 0]
+        if matches:
+            self._take_tag(*min(matches))
             return True
         held = 0
         if tags and not final:
@@ -165,12 +164,12 @@ class OutputParser:
 
     def _take_tag(self, position: int, tag: str) -> None:
         before, after = self._text[:position], self._text[position + len(tag) :]
-        kept = before.rstrip()
-        self._emit(kept, self.position)
+        text = before.rstrip()
+        self._emit(text, self.position)
         self._text = after
         if self._calls and tag in (self._calls.open, self._calls.bare[0]):
             self._call_in, self._state = self._state, _ParserState.CALL
-            self._call_blanks = before[len(kept) :]
+            self._call_blanks = before[len(text) :]
             self._searched, self._unclosed = 0, -1
             self._opening = tag
             self._close = self._calls.close if tag == self._calls.open else self._calls.bare[1]
@@ -252,3 +251,52 @@ class OutputParser:
             self._events[-1] = kind(last.text + text)
         else:
             self._events.append(kind(text))
+
+
+class StopMatcher:
+    """Holds back text that may start a stop string; `matched` is the stop string found, or None.
+
+    The emitted text does not depend on how the stream was chunked.  The stop string that completes first wins, of those
+    that end at the same character the longest.
+    """
+
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
+        """`included`: a stop string is text, too.
+
+        Raises ValueError for an empty stop string, which would stop before the first character.
+        """
+        if any(not stop for stop in stops):
+            raise ValueError("stop: a stop string is empty; leave it out or give it a character")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._included = included
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Return the text that is safe to emit; "" after a match."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        pending = self._held + text
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := pending.find(stop)) >= 0]
+        if matches:
+            end, start, self.matched = min(matches)
+            self._held = ""
+            return pending[: end if self._included else start]
+        held = max(overlap(pending, stop) for stop in self._stops)
+        self._held = pending[len(pending) - held :]
+        return pending[: len(pending) - held]
+
+    def flush(self) -> str:
+        """Return the held-back text at the end of a generation without a match."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, needle: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `needle`."""
+    for length in range(min(len(text), len(needle) - 1), 0, -1):
+        if text.endswith(needle[:length]):
+            return length
+    return 0

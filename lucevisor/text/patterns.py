@@ -71,9 +71,9 @@ class Length:
         self._last = length
         self.largest = max(self.largest, min(self._begun + length, MAX_FORCED))
 
-    def repeat(self, least: int) -> None:
+    def repeat(self, min_times: int) -> None:
         """The last part so many times."""
-        self._last = min(self._last * least, MAX_FORCED)
+        self._last = min(self._last * min_times, MAX_FORCED)
         self.largest = max(self.largest, min(self._begun + self._last, MAX_FORCED))
 
     def choose(self) -> None:
@@ -183,20 +183,20 @@ def _escape(token: str, *, in_class: bool) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def told(schema: str) -> str:
+def compile_error(schema: str) -> str:
     """Return what llguidance says against a schema (as JSON), empty if it compiles."""
     try:
         grammar = f'{{"grammars":[{{"json_schema":{schema}}}]}}'
-        said: str = LLMatcher.validate_grammar(grammar, limits=LIMITS)
+        message: str = LLMatcher.validate_grammar(grammar, limits=LIMITS)
     except BaseException as error:
         if not is_panic(error):
             raise
         return "it takes too much work"
-    return said
+    return message
 
 
 @functools.lru_cache(maxsize=1024)
-def gives_up(grammar: str) -> bool:
+def exceeds_work_limit(grammar: str) -> bool:
     """Return whether the first characters of a text take llguidance too much work, by a grammar of texts (as JSON).
 
     The first mask behind a character takes most: an intersection of expressions is searched for a text that ends.
@@ -217,9 +217,9 @@ def gives_up(grammar: str) -> bool:
     return matcher.is_error()
 
 
-def nothing_fits(said: str) -> bool:
+def nothing_fits(message: str) -> bool:
     """Return whether llguidance says that a schema allows no value."""
-    return "nsatisfiable" in said or "Regex is empty" in said
+    return "nsatisfiable" in message or "Regex is empty" in message
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,21 +227,21 @@ def checked(pattern: str) -> str:
     """Return an ECMA expression translated.  Raises PatternError if it cannot be compiled."""
     expression = translated(pattern)
     check_length(expression)
-    said = told(json.dumps({"type": "string", "pattern": expression}))
-    if said and not nothing_fits(said):
-        raise PatternError(_reason(said))
+    message = compile_error(json.dumps({"type": "string", "pattern": expression}))
+    if message and not nothing_fits(message):
+        raise PatternError(_reason(message))
     return expression
 
 
-def _reason(said: str) -> str:
-    for found, reason in (
+def _reason(message: str) -> str:
+    for sign, reason in (
         ("look-around", "look-ahead and look-behind cannot be enforced"),
         ("lookarounds", "word boundaries cannot be enforced"),
         ("backreferences", "back-references cannot be enforced"),
     ):
-        if found in said:
+        if sign in message:
             return reason
-    error = re.search(r"error: (.*)", said)
+    error = re.search(r"error: (.*)", message)
     return f"the expression cannot be compiled: {error.group(1)}" if error else "the expression takes too much work"
 
 
@@ -268,14 +268,14 @@ def is_covered(pattern: str, names: Iterable[str]) -> bool:
 
     llguidance offers a key for such a pattern, and after the comma nothing may follow.
     """
-    others = {
+    other_names = {
         "type": "object",
         "properties": dict.fromkeys(names, False),
         "patternProperties": {pattern: True},
         "additionalProperties": False,
         "minProperties": 1,
     }
-    matcher = _matcher(others)
+    matcher = _matcher(other_names)
     return not (matcher.try_consume_tokens([ord("{")]) and any(matcher.compute_bitmask()[:32]))  # without the end
 
 

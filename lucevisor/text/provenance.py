@@ -155,13 +155,13 @@ class TracedText(str):
     def _locate(self, pieces: Sequence[str], sep: str | None) -> list[str]:
         """Return the pieces of a split as slices of this text, each found after the previous one."""
         _check_pieces(len(pieces))
-        found: list[str] = []
+        located: list[str] = []
         start = 0
         for piece in pieces:
             start = self.find(piece, start) if sep is None else start
-            found.append(self[start : start + len(piece)])
+            located.append(self[start : start + len(piece)])
             start += len(piece) + (len(sep) if sep is not None else 0)
-        return found
+        return located
 
     def _cut(self, parts: tuple[str, str, str]) -> tuple[str, str, str]:
         first, middle = len(parts[0]), len(parts[0]) + len(parts[1])

@@ -176,9 +176,9 @@ class ChatTemplate:
         return sorted(text for text in texts if tokenizer.token_id(text) is not None)
 
     def _checked(self, extra: Mapping[str, object], enable_thinking: bool | None) -> dict[str, object]:
-        taken = sorted((_RESERVED | self._tokens.keys()) & extra.keys())
-        if taken:
-            raise TemplateError(f"chat_template_kwargs.{taken[0]} is set by the server; leave it out")
+        reserved = sorted((_RESERVED | self._tokens.keys()) & extra.keys())
+        if reserved:
+            raise TemplateError(f"chat_template_kwargs.{reserved[0]} is set by the server; leave it out")
         if enable_thinking is None:
             return dict(extra)
         if extra.get("enable_thinking", enable_thinking) != enable_thinking:

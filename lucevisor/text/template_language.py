@@ -153,7 +153,7 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         extensions = ["jinja2.ext.loopcontrols", _GenerationTag]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters.update(tojson=_to_json, join=_join, replace=_replace, indent=_indent)
-        self.filters = {name: template_limits.counted_filter(name, each) for name, each in self.filters.items()}
+        self.filters = {name: template_limits.counted_filter(name, function) for name, function in self.filters.items()}
         del self.globals["lipsum"]  # generates unlimited text, and no chat template needs it
         self.globals.update(
             raise_exception=_raise_exception,
@@ -168,16 +168,16 @@ class TemplateLanguage(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and not isinstance(owner, TracedText) and __obj.__name__ in _FOLLOWED_METHODS:
             __obj = getattr(TracedText.of(owner), __obj.__name__)
         template_limits.check_call(__obj, args, kwargs)
-        made = super().call(__context, __obj, *args, **kwargs)
-        template_limits.step(made)
-        return made
+        result = super().call(__context, __obj, *args, **kwargs)
+        template_limits.step(result)
+        return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator whose result may be larger than its operands."""
         template_limits.check_operator(operator, left, right)
-        made = super().call_binop(context, operator, left, right)
-        template_limits.step(made)
-        return made
+        result = super().call_binop(context, operator, left, right)
+        template_limits.step(result)
+        return result
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parse a template, and count each iteration of its loops as a step."""
@@ -224,9 +224,9 @@ def _replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None
 def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     """Jinja's `indent` filter, origins kept."""
     indention = width if isinstance(width, str) else " " * width
-    head, *rest = (TracedText.of(s) + "\n").splitlines()
-    if len(s) + len(rest) * len(indention) > MAX_CHARS:
+    head, *lines_below = (TracedText.of(s) + "\n").splitlines()
+    if len(s) + len(lines_below) * len(indention) > MAX_CHARS:
         raise template_limits.TemplateLimitExceeded(f"indents to more than {MAX_CHARS} characters")
-    lines = [indention + line if line or blank else line for line in rest]
+    lines = [indention + line if line or blank else line for line in lines_below]
     indented = TracedText("\n").join([head, *lines])
     return indention + indented if first else indented

@@ -1,7 +1,7 @@
 """Resource limits for rendering a chat template, which is an untrusted program that came with the weights.
 
-Knows Jinja's operators, filters and calls, not messages. Invariant: a rendering ends after MAX_STEPS steps or MAX_CPU_S
-seconds of its thread, whichever comes first, and no step makes a text longer than MAX_CHARS; beyond that it raises
+Knows Jinja's operators, filters and calls, not messages. Invariant: a rendering ends after MAX_CPU_S
+seconds of its thread, and no step makes a text longer than MAX_CHARS; beyond that it raises
 `TemplateLimitExceeded`.
 """
 
@@ -21,8 +21,6 @@ from lucevisor.text.provenance import MAX_CHARS
 
 MAX_SOURCE_CHARS: Final = 256 << 10
 """Ten times the longest published template; Jinja takes 1.6 KB per character to compile."""
-MAX_STEPS: Final = 10_000_000
-"""Loop iterations, calls and filters; a message takes a few dozen."""
 MAX_CPU_S: Final = 5.0
 MAX_MADE: Final = 1 << 30
 """Characters, with list items counted as eight, that all steps of a rendering may create together."""
@@ -66,30 +64,28 @@ def budget() -> Iterator[None]:
         _BUDGET.reset(token)
 
 
-def step(made: object = None) -> None:
+def step(value: object = None) -> None:
     """Count one step and the value it created; raises TemplateLimitExceeded."""
-    left = _BUDGET.get()
-    if left is None:
+    used = _BUDGET.get()
+    if used is None:
         return
-    left.n_steps += 1
-    if isinstance(made, str | bytes):
-        left.n_made += len(made)
-    elif isinstance(made, Sequence | dict | set):
-        left.n_made += _ITEM_CHARS * len(made)
-    if left.n_steps > MAX_STEPS:
-        raise TemplateLimitExceeded(f"takes more than {MAX_STEPS} steps")
-    if left.n_made > MAX_MADE:
+    used.n_steps += 1
+    if isinstance(value, str | bytes):
+        used.n_made += len(value)
+    elif isinstance(value, Sequence | dict | set):
+        used.n_made += _ITEM_CHARS * len(value)
+    if used.n_made > MAX_MADE:
         raise TemplateLimitExceeded(f"makes more than {MAX_MADE} characters on the way")
-    if left.n_steps % _STEPS_PER_TIME_CHECK == 0 and time.thread_time() > left.deadline_s:
+    if used.n_steps % _STEPS_PER_TIME_CHECK == 0 and time.thread_time() > used.deadline_s:
         raise TemplateLimitExceeded(f"takes longer than {MAX_CPU_S:g} s")
 
 
-def nested(made: Any) -> Any:
+def nested(literal: Any) -> Any:
     """Return a list, tuple or dict literal of a template, counting everything inside as steps.
 
     A list that holds the previous list twice doubles each time: printing or comparing the fortieth would never end.
     """
-    inside = [made]
+    inside = [literal]
     while inside:
         value = inside.pop()
         if isinstance(value, dict):
@@ -97,7 +93,7 @@ def nested(made: Any) -> Any:
         elif isinstance(value, list | tuple):
             inside.extend(value)
         step()
-    return made
+    return literal
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
@@ -145,9 +141,9 @@ def counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
             _check_widths(name, [arg for arg in args[1:] if isinstance(arg, int | str)], kwargs)
         if name == "format":
             _check_format(str(args[0]))
-        made = function(*args, **kwargs)
-        step(made)
-        return made
+        result = function(*args, **kwargs)
+        step(result)
+        return result
 
     return counted
 

@@ -42,29 +42,29 @@ class TokenBound:
         """`alphabet` translates the letters that byte-level tokens are written in (code points) to bytes."""
         self._nfc = scheme.normal is Normal.NFC
         self._sets = _byte_sets()
-        most = [0] * len(self._sets)
+        max_counts = [0] * len(self._sets)
         masks = [frozenset(np.flatnonzero(row).tolist()) for row in self._sets[256:]]
         for raw in set(_forms(vocabulary, token_bytes, scheme, alphabet)):
             values = set(raw)
             for value in values:
-                if not most[value] or (len(values) < len(raw) and raw.count(value) > most[value]):
-                    most[value] = raw.count(value)
+                if not max_counts[value] or (len(values) < len(raw) and raw.count(value) > max_counts[value]):
+                    max_counts[value] = raw.count(value)
             for index, mask in enumerate(masks, 256):
-                if len(raw) > most[index]:
-                    most[index] = max(most[index], sum(map(mask.__contains__, raw)))
-        self._most = np.maximum(np.array(most, np.int64), 1)
-        self.longest_bytes = int(most[-1])
+                if len(raw) > max_counts[index]:
+                    max_counts[index] = max(max_counts[index], sum(map(mask.__contains__, raw)))
+        self._most = np.maximum(np.array(max_counts, np.int64), 1)
+        self.max_token_bytes = int(max_counts[-1])
         """Bytes that one token stands for at most."""
         self._known = _stands_for_every_byte(vocabulary, scheme)
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Return a number of tokens that the text certainly has, whichever of its characters are trusted."""
         if not self._known:
             return 0
         plain = text.isascii()
         data = text.encode() if plain else SURROGATES.sub("\ufffd", text).encode()
         if self._nfc and not plain:
-            return -(-len(data) // (NFC_SHRINKS * self.longest_bytes))
+            return -(-len(data) // (NFC_SHRINKS * self.max_token_bytes))
         counts = np.zeros(256, np.int64)
         for start in range(0, len(data), _CHUNK_BYTES):
             counts += np.bincount(np.frombuffer(data[start : start + _CHUNK_BYTES], np.uint8), minlength=256)

@@ -11,10 +11,11 @@ piece, so that merges cross the boundary between template and message as in trai
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from tokenizers import AddedToken, models
@@ -32,6 +33,8 @@ from lucevisor.text.vocabulary import (
     require,
 )
 
+MAX_BREAKER_SEQUENCES: Final = 16384
+"""Token sequences of all sequence breakers of a request."""
 _MARKER_TYPES: Final = frozenset([TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED])
 _HIDDEN_TYPES: Final = frozenset([TokenType.CONTROL, TokenType.UNKNOWN])
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -158,14 +161,78 @@ class Tokenizer:
         return ids
 
 
+class Detokenizer:
+    """The text of one stream; `visible`: control tokens to keep, such as tags for the output parser.
+
+    The joined results, flush included, equal the bytes of all visible tokens decoded at once, invalid ones replaced
+    by U+FFFD; no result ends inside a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, visible: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._visible = frozenset(visible)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes; "" for a control token or an incomplete character."""
+        if token_id not in self._visible and self._tokenizer.is_special(token_id):
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """Return U+FFFD for the bytes of an incomplete character at the end of the stream."""
+        return self._decoder.decode(b"", final=True)
+
+
+class TooManyTokens(Exception):
+    """A breaker is in so many tokens that hardly any text lies between two of them."""
+
+
+def breaker_tokens(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences in which a breaker's text begins and ends, so that the DRY penalty finds it.
+
+    Each is one token, or a token that ends with a breaker's beginning and the tokens of its rest.  Looks at the whole
+    vocabulary.  Raises TooManyTokens.
+    """
+    sequences = {sequence for text in texts for sequence in _breaker_sequences(tokenizer, text)}
+    if len(sequences) > MAX_BREAKER_SEQUENCES:
+        raise TooManyTokens(f"the breakers are in {len(sequences)} tokens, more than {MAX_BREAKER_SEQUENCES}")
+    return tuple(sorted(sequences))
+
+
+@lru_cache(maxsize=64)
+def _breaker_sequences(tokenizer: Tokenizer, text: str) -> tuple[tuple[int, ...], ...]:
+    raw, sequences = text.encode("utf-8", "surrogatepass"), list[tuple[int, ...]]()
+    beginnings = [raw[:n] for n in range(len(raw) - 1, 0, -1)]
+    for token in range(tokenizer.n_vocab):
+        word = tokenizer.token_bytes(token)
+        if raw in word:
+            sequences.append((token,))
+            continue
+        sequences += [
+            (token, *tokenizer.encode(rest))
+            for beginning in beginnings
+            if word.endswith(beginning) and (rest := _decoded(raw[len(beginning) :]))
+        ]
+    return tuple(sequences)
+
+
+def _decoded(raw: bytes) -> str:
+    """Return bytes as text, "" if they are not."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
 def _scheme(metadata: Mapping[str, object]) -> Scheme:
     model = require(metadata, MODEL_KEY, str)
     if model not in ("gpt2", "gemma4"):
         raise TokenizerError(f"{MODEL_KEY} = {model!r} is not known; known are 'gpt2' (byte-pair merges) and 'gemma4'")
     pre = "gemma4" if model == "gemma4" else require(metadata, PRE_KEY, str, "default")
     if pre not in SCHEMES:
-        known = ", ".join(sorted(SCHEMES))
-        raise TokenizerError(f"{PRE_KEY} = {pre!r} is not known, so text could be split wrongly; known are {known}")
+        names = ", ".join(sorted(SCHEMES))
+        raise TokenizerError(f"{PRE_KEY} = {pre!r} is not known, so text could be split wrongly; known are {names}")
     return SCHEMES[pre]
 
 
@@ -244,9 +311,9 @@ def _byte_alphabet() -> dict[int, str]:
     Printable Latin-1 bytes stand for themselves, the other 68 for the characters from U+0100 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    unprintable = [byte for byte in range(0x100) if byte not in set(printable)]
     table = {byte: chr(byte) for byte in printable}
-    table.update({0x100 + index: chr(byte) for index, byte in enumerate(others)})
+    table.update({0x100 + index: chr(byte) for index, byte in enumerate(unprintable)})
     return table
 
 

@@ -115,8 +115,8 @@ class Vocabulary:
 def named_tokens(metadata: Mapping[str, object]) -> dict[str, str]:
     """Return the texts of tokens with a role, by their names in chat templates (`bos_token`, ...)."""
     tokens = require(metadata, TOKENS_KEY, list, [])
-    found = {name: _token_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key, name in _ROLES.items()}
-    return {name: tokens[token_id] for name, token_id in found.items() if token_id is not None}
+    ids = {name: _token_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key, name in _ROLES.items()}
+    return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
 def require(metadata: Mapping[str, object], key: str, kind: type[_T], default: _T | None = None) -> _T:

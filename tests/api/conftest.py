@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from lucevisor.api.server import create_app, listen, serve
-from tests.api.scripted_model import Rig, Script, Seen, tokenizer
+from tests.api.scripted_model import Rig, Script, Seen, say, tokenizer
 
 
 async def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
@@ -129,9 +129,22 @@ def live() -> Iterator[Callable[..., Live]]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
     """A server in a thread, for the tests of a module."""
-    one = Live(Rig)
-    yield one
-    one.close()
+    live = Live(Rig)
+    yield live
+    live.close()
+
+
+@pytest.fixture
+async def shared_client(server: Live) -> AsyncIterator[Client]:
+    """A client of the server of the module, as new: starting one, and its preprocessing worker, takes seconds."""
+
+    def renew(rig: Rig) -> None:
+        rig.stage.script, rig.stage.step_s = say("Hello!"), 0.0
+        rig.stage.opened.clear()
+
+    server.do(renew)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+        yield Client(server.rig, server.runner, server.url, session)
 
 
 def script(server: Live, value: Script, step_s: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lucevisor.api.app_context import AppContext, GroupMetrics, ModelCard, NotReadyPart
+from lucevisor.api.app_context import AppContext, ModelCard, NotReadyPart
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.engine.core import Engine, EngineSettings
 from lucevisor.engine.limits import EngineLimits
@@ -26,7 +26,7 @@ from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, Sampling, Step, StepResult
+from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, SamplingParams, Step, StepResult
 from lucevisor.protocol.steps import Scored as PromptScores
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def tokenizer() -> Tokenizer:
 class Seen:
     """What a script knows when it chooses the next token of a sequence."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     prompt: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
 
@@ -171,6 +171,12 @@ class ScriptedStage:
         return StepResult(step.step_id, 0, sampled, compute_s=0.25, wait_s=0.125, scored=scored)
 
 
+def group_status(name: str, state: str, *devices: dict[str, object], **restarts: int) -> dict[str, object]:
+    """A group as in the status, with its restarts by reason."""
+    figures = {"restart_reasons": restarts, "devices": devices, "spares": [], "rss_bytes": 0}
+    return {"name": name, "state": state, **figures}
+
+
 class Rig:
     """Engine, stage and context of one server.  Make it inside the running loop."""
 
@@ -200,7 +206,7 @@ class Rig:
             "template": ChatTemplate.from_gguf(metadata()),
             "preprocessor": Preprocessor(metadata()),
             "not_ready": lambda: self.waiting_for,
-            "groups": lambda: [GroupMetrics("left", "ready", {"exited": 2}), GroupMetrics("right", "loading")],
+            "status": lambda: {"groups": [group_status("left", "ready", exited=2), group_status("right", "loading")]},
             "engine": self.engine,
             "max_context": self.limits.max_context,
             "max_sequences": self.limits.max_sequences,

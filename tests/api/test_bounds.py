@@ -16,6 +16,11 @@ CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 
 
+@pytest.fixture
+def client(shared_client):
+    return shared_client
+
+
 def tool(parameters: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 

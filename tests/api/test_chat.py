@@ -11,6 +11,7 @@ from lucevisor.api.app_context import SamplingDefaults
 from lucevisor.api.dialects.openai_chat import read_chat
 from lucevisor.api.parameters import budget_of
 from lucevisor.text.template import ChatTemplate
+from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, Rig, dice, ids_of, say, tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -20,6 +21,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 UNDER_WAY = (
     6  # tokens sampled until a sequence that its reader cancels ends: steps run ahead, the reader is turns behind
 )
+
+
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 class TestWhole:
@@ -57,7 +63,7 @@ class TestWhole:
                 "lucevisor": {"sampling": OPENAI_SAMPLING},
             },
         }
-        assert client.rig.n_busy == 0
+        await until(lambda: client.rig.n_busy == 0)
 
     async def test_the_prompt_is_the_templates(self, client):
         await client.chat("Hi <|im_end|>", enable_thinking=True)
@@ -121,7 +127,7 @@ class TestWhole:
         _, answer = await client.chat(tools=[TOOL], parallel_tool_calls=False)
         assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
         assert len(client.rig.stage.opened[-1].generated) <= answer["usage"]["completion_tokens"] + UNDER_WAY
-        assert client.rig.n_busy == 0
+        await until(lambda: client.rig.n_busy == 0)
 
     async def test_stop_strings(self, client):
         client.rig.stage.script = say("one two three four", end=False)
@@ -131,7 +137,7 @@ class TestWhole:
         n = answer["usage"]["completion_tokens"]
         assert n == len(ids_of("one two three"))
         assert len(client.rig.stage.opened[-1].generated) <= n + UNDER_WAY
-        assert client.rig.n_busy == 0
+        await until(lambda: client.rig.n_busy == 0)
 
     async def test_logprobs(self, client):
         client.rig.stage.script = dice
@@ -557,7 +563,7 @@ class TestRefusals:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["error"]["param"] == param
-        assert client.rig.n_busy == 0
+        await until(lambda: client.rig.n_busy == 0)
 
     async def test_a_prompt_too_long_has_its_code(self, client):
         _, answer = await client.chat("word " * 600)

@@ -8,9 +8,15 @@ from types import SimpleNamespace
 import pytest
 import structlog
 
+from tests.api.conftest import until
 from tests.api.scripted_model import MODEL, OPENAI_SAMPLING, dice, ids_of, say, tokenizer
 
 PLAIN = "/v1/completions"
+
+
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 class TestWhole:
@@ -106,13 +112,14 @@ class TestWhole:
                 assert told["top_logprobs"][0] is None
                 assert told["top_logprobs"][1:n_prompt] == [{t: -0.5} for t in told["tokens"][1:n_prompt]]
 
-    async def test_a_prompt_that_is_scored_is_never_compressed(self, client):
+    async def test_a_prompt_that_is_scored_is_never_compressed(self, start):
         class Refusing:
             settings = SimpleNamespace(min_share=0.5)
 
             async def compress(self, *prompt):
                 raise AssertionError("a scored prompt was compressed")
 
+        client = await start()
         client.rig.context.compressor = Refusing()
         body = {"prompt": "Once upon a time", "echo": True, "logprobs": 0, "max_tokens": 1}
         status, answer = await client.ask(PLAIN, body)
@@ -190,7 +197,7 @@ class TestRefusals:
     async def test_400_names_the_parameter(self, client, fields, param):
         status, answer = await client.ask(PLAIN, fields)
         assert (status, answer["error"]["param"]) == (400, param)
-        assert client.rig.n_busy == 0
+        await until(lambda: client.rig.n_busy == 0)
 
 
 class TestParametersOfOtherServers:

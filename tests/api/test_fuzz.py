@@ -245,7 +245,7 @@ def check(status, kind, raw):
 
 
 @given(requests())
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bodies(server, connection, case):
     path, body = case
     check(*post(connection, path, json.dumps(body).encode()))
@@ -253,7 +253,7 @@ def test_bodies(server, connection, case):
 
 
 @given(anthropic_bodies, st.booleans())
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 def test_anthropic_bodies(server, connection, body, counted):
     path = "/v1/messages/count_tokens" if counted else "/v1/messages"
     status, kind, raw = post(connection, path, json.dumps(body).encode())
@@ -271,7 +271,7 @@ def test_anthropic_bodies(server, connection, body, counted):
 
 
 @given(response_bodies)
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 def test_response_bodies(server, connection, body):
     status, kind, raw = post(connection, "/v1/responses", json.dumps(body).encode())
     assert status in (200, 400, 404, 413, 429), raw
@@ -285,7 +285,7 @@ def test_response_bodies(server, connection, body):
 
 
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bytes(server, connection, data):
     for path in (
         "/v1/chat/completions",
@@ -301,7 +301,7 @@ def test_bytes(server, connection, data):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_good_body_with_damage(server, connection, data):
     """Bytes changed, cut or put in: JSON that almost is, and values that almost fit."""
     good = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stop": ["x"], "logit_bias": {"5": 1}}

@@ -13,6 +13,11 @@ from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say, tokenize
 PLAIN = "/completion"
 
 
+@pytest.fixture
+def client(shared_client):
+    return shared_client
+
+
 def with_fim() -> Tokenizer:
     """The demo's tokenizer with tokens for gaps."""
     tokens, types = list(metadata()["tokenizer.ggml.tokens"]), list(metadata()[TYPES_KEY])

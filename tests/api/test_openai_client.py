@@ -10,6 +10,7 @@ import pytest
 
 from lucevisor.api.keys import ApiKeys
 from lucevisor.config import ApiKey
+from tests.api.conftest import script
 from tests.api.scripted_model import MODEL, Rig, dice, ids_of, say
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -26,13 +27,6 @@ def server(live):
 def client(server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120) as one:
         yield one
-
-
-def script(server, value, step_s=0.0):
-    def put(rig):
-        rig.stage.script, rig.stage.step_s = value, step_s
-
-    server.do(put)
 
 
 def test_models(client):
@@ -62,34 +56,6 @@ def test_chat_stream_with_usage(client, server):
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + len(ids_of("Hello, wörld 🎉!")) + 1
-
-
-def test_stop_and_length(client, server):
-    script(server, say("one two three", end=False))
-    answer = client.chat.completions.create(model=MODEL, messages=HI, stop=["two"])
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one ", "stop")
-    answer = client.chat.completions.create(model=MODEL, messages=HI, max_completion_tokens=2)
-    assert answer.choices[0].finish_reason == "length"
-    *_, last = client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True)
-    assert last.choices[0].finish_reason == "length"
-
-
-def test_seed_and_n(client, server):
-    script(server, dice)
-    ask = {"model": MODEL, "messages": HI, "max_tokens": 8, "seed": 5}
-    first, second = (client.chat.completions.create(**ask).choices[0].message.content for _ in range(2))
-    assert first == second
-    texts = [c.message.content for c in client.chat.completions.create(**ask, n=3).choices]
-    assert texts[0] == first
-    assert len(set(texts)) == 3
-
-
-def test_logit_bias(client, server):
-    script(server, dice)
-    answer = client.chat.completions.create(
-        model=MODEL, messages=HI, max_tokens=3, logit_bias={"305": 100}, extra_body={"return_token_ids": True}
-    )
-    assert answer.choices[0].model_extra["token_ids"] == [305] * 3
 
 
 def test_logprobs(client, server):
@@ -123,14 +89,6 @@ def test_streamed_tools_with_the_clients_own_accumulator(client, server):
     assert final.choices[0].message.content == "Wait."
     assert final.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
     assert final.choices[0].finish_reason == "tool_calls"
-
-
-def test_reasoning(client, server):
-    script(server, say("Hm.\n</think>\n\nYes."))
-    answer = client.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="high")
-    assert answer.choices[0].message.model_extra["reasoning_content"] == "Hm."
-    assert answer.choices[0].message.content == "Yes."
-    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
 
 
 def test_completions(client, server):

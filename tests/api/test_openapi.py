@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 
 import msgspec
+import pytest
 
 from lucevisor.api.dialects.openai_chat import ChatBody
 from lucevisor.api.server import create_app
 from tests.api.scripted_model import Rig
+
+
+@pytest.fixture
+def client(shared_client):
+    return shared_client
 
 
 async def test_every_route_is_in_it_and_every_path_is_a_route(client):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputOptions, OutputProcessor
+from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor
+from lucevisor.api.prepared import GenerationOptions
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_format import OutputFormat
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tools import FORMATS
 from tests.api.scripted_model import ids_of, metadata, tokenizer
@@ -28,8 +30,12 @@ def end(
     return FinishedEvent(reason, Usage(3, 0, n), TIMINGS, error, stop_id if reason == "stop" else None)  # type: ignore[arg-type]
 
 
+def options(**fields: Any) -> GenerationOptions:
+    return GenerationOptions(sampling=SamplingParams(), turn_ends=[[]], **fields)
+
+
 def plain(*stops: str) -> OutputProcessor:
-    return OutputProcessor(tokenizer(), OutputOptions(stops=stops))
+    return OutputProcessor(tokenizer(), options(plain=True, stops=stops))
 
 
 def chat(
@@ -42,18 +48,14 @@ def chat(
 ) -> OutputProcessor:
     template = ChatTemplate.from_gguf(metadata())
     assert template is not None
-    form = template.output_format
-    return OutputProcessor(
-        tokenizer(),
-        OutputOptions(
-            stops=stops,
-            include_stop=include,
-            make_parser=partial(OutputParser, thinking, TOOLS if tools else [], form),
-            visible=form.visible_ids(tokenizer()),
-            reasoning_open=thinking,
-            one_tool_call=one,
-        ),
+    wanted = options(
+        stops=stops,
+        include_stop=include,
+        tools=TOOLS if tools else [],
+        reasoning_open=thinking,
+        one_tool_call=one,
     )
+    return OutputProcessor(tokenizer(), wanted, template.output_format)
 
 
 def read(reader: OutputProcessor, text: str, last: FinishedEvent | None = None) -> tuple[list[ChoiceDelta], object]:
@@ -257,8 +259,8 @@ class TestStopsInChat:
     )
     def test_it_is_not_seen_inside_a_call_of_any_format(self, kind, call, stops):
         form = OutputFormat(None, next(form for _, form in FORMATS if type(form).__module__.endswith(kind)))
-        options = OutputOptions(stops=stops, make_parser=partial(OutputParser, False, TOOLS, form))
-        deltas, _ = read(OutputProcessor(tokenizer(), options), "Well" + call)
+        processor = OutputProcessor(tokenizer(), options(stops=tuple(stops), tools=TOOLS), form)
+        deltas, _ = read(processor, "Well" + call)
         assert [p.event.arguments for p in deltas if isinstance(p.event, ToolCallDelta)] == ['{"a": "x\\ny"}']
         assert (content(deltas), deltas[-1].finish_reason, deltas[-1].stop) == ("Well", "tool_calls", None)
 

@@ -84,6 +84,7 @@ BODIES = [
     ("tokenize", {}),
     ("detokenize", {"tokens": [1, 2, 3, 8184]}),
     ("detokenize", {"tokens": [-1]}),
+    ("chat", b"{" * 10_000),
 ]
 
 
@@ -109,7 +110,7 @@ async def test_a_process_reads_as_the_server_does(preprocessor):
     context = Rig(attach=False).context
     for name, fields in BODIES:
         reader = READERS[name]
-        body = json.dumps(fields).encode()
+        body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
         try:
             here = reader(decode_object(body), context)
         except ApiError as error:
@@ -119,14 +120,8 @@ async def test_a_process_reads_as_the_server_does(preprocessor):
         except ApiError as error:
             there = error
         assert outcome(there) == outcome(here), fields
-        if "seed" in fields:
+        if isinstance(fields, dict) and "seed" in fields:
             assert there.options.sampling == here.options.sampling
-
-
-async def test_no_json(preprocessor):
-    with pytest.raises(ApiError) as caught:
-        await preprocessor.read(read_chat, [b"{" * 10_000], Rig(attach=False).context)
-    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
 def children() -> list[psutil.Process]:

@@ -7,6 +7,11 @@ import pytest
 from tests.api.scripted_model import Rig, ids_of, tokenizer
 
 
+@pytest.fixture
+def client(shared_client):
+    return shared_client
+
+
 async def test_there_and_back(client):
     text = "Hello, wörld 🎉 <|im_end|>"
     status, answer = await client.ask("/tokenize", {"content": text})

@@ -19,7 +19,7 @@ import structlog
 import uvloop
 
 from lucevisor.api.server import create_app, listen, serve
-from lucevisor.app import process
+from lucevisor.app.run import freeze_gc
 from tests.api.scripted_model import Rig
 
 PERIOD_S = 0.001
@@ -52,7 +52,7 @@ async def main() -> None:
     assert rig.context.preprocessor is not None
     rig.context.preprocessor.start(rig.context)
     runner, url = await serve(create_app(rig.context), listen("127.0.0.1", 0))
-    process.freeze_gc()
+    freeze_gc()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     watch = Watch()

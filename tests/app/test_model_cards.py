@@ -10,7 +10,7 @@ import pytest
 from lucevisor.api.app_context import AppContext, ModelCard, SamplingDefaults
 from lucevisor.api.parameters import sampling_params
 from lucevisor.api.schemas import GenerationBody
-from lucevisor.app.model_cards import FamilyCard, card_files, find_card
+from lucevisor.app.model_files import FamilyCard, card_files, find_card
 from lucevisor.model.families import FAMILIES
 from tests.api.scripted_model import metadata, tokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from lucevisor.app.reload import Overrides, apply, keys_of, read_again, tls_of
+from lucevisor.app.run import Overrides, apply, keys_of, read_again, tls_of
 from lucevisor.config import Config, load
 from lucevisor.errors import ConfigError
 from tests.api.scripted_model import Rig

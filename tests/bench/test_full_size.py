@@ -69,6 +69,7 @@ def test_files_open_and_every_tensor_is_used(shape, tmp_path):
             assert abs(values.mean()) < 0.01, t.name
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_on_two_cpu_groups(tmp_path, forker):
     command = [
         sys.executable, "-m", "tests.forked_command", "bench/full_size.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -103,15 +102,6 @@ async def test_the_process_that_has_a_file_open_is_killed(supervised: Supervised
     await FAULTS["killed while saving"](supervised.target, random.Random(1))
     assert supervised.processes[0].pid == before
     assert writing.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE])
-def test_limits_are_lifted_also_of_processes_that_were_started_meanwhile(supervised: Supervised, limit: int) -> None:
-    process = psutil.Process(supervised.processes[0].pid)
-    before = process.rlimit(limit)
-    with faults._limited([process.pid], limit):
-        assert process.rlimit(limit) == (0, before[1])
-    assert process.rlimit(limit) == before
 
 
 async def test_a_damaged_snapshot_differs_in_one_bit(supervised: Supervised, tmp_path: Path) -> None:

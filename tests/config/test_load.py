@@ -287,19 +287,12 @@ def test_a_byte_order_mark_is_skipped(file, tmp_path):
         (b"\xff\xfe", "is not UTF-8 text (byte 0)"),
         (b"[model", "is not TOML"),
         (b"[model]\npath = 'a'\npath = 'b'\n", "is not TOML"),
-        (b"x = " + b"[" * 100_000, "is not TOML"),
+        (b"x = " + b"[" * 50_000, "is not TOML"),
         (b"x = " + b"9" * 10_000, "is not TOML"),
-        (b"#" * (2**18 + 1), "is larger than 256 KiB"),
-        (b"a" + b".a" * 50_000 + b" = 1", "has a dotted name of more than 8 parts (line 1)"),
-        (b"\n[" + b"'a'. " * 8 + b"a]", "has a dotted name of more than 8 parts (line 2)"),
-        (b"x = {" + b"a.a.a.a.a.a.a.a.a = 1}", "has a dotted name of more than 8 parts (line 1)"),
-        (b"a=1\n" * 1001, "has more than 1000 keys (line 1001)"),
-        (b'"\\' * 100_000, "is not TOML"),
+        (b"#" * (2**16 + 1), "is larger than 64 KiB"),
+        (b'"\\' * 30_000, "is not TOML"),
     ],
-    ids=[
-        *("utf-8", "syntax", "duplicate", "nested", "digits", "large"),
-        *("names", "table", "inline", "keys", "escaped quotes"),
-    ],
+    ids=["utf-8", "syntax", "duplicate", "nested", "digits", "large", "escaped quotes"],
 )
 def test_files_that_are_no_configuration(tmp_path, content, why):
     path = tmp_path / "box.toml"
@@ -309,25 +302,14 @@ def test_files_that_are_no_configuration(tmp_path, content, why):
     assert error.hint
 
 
-def test_dots_in_text_numbers_and_comments_are_no_names(tmp_path):
-    dots = ".".join("abcdefghijkl")
-    path = tmp_path / "box.toml"
-    path.write_text(
-        f'# {dots}\n[model]\npath = "{dots}"\n[groups.a]\nbackend = "cpu"\n[groups.a.env]\nA = """\n"{dots}\\""""\n'
-        f"B = '''{dots}'''\n[placement]\ntarget_layer_split = [1.0,2.0,3.0,4.0,5.0,6.0,7.0,8.0,9.0,1.5]\n"
-        f"target_devices = [{', '.join(repr(f'a:{i}') for i in range(10))}]\n"
-    )
-    assert load(path).groups["a"].env["B"] == dots
-
-
 def test_overrides_are_counted(file):
     with pytest.raises(ConfigError, match=r"^--set: is given 257 times, more than 256"):
         load(file(SMALLEST), ["server.port=0"] * 257)
 
 
 def test_a_list_and_the_errors_told_are_bounded(file):
-    with pytest.raises(ConfigError, match=r"target_devices = .*: has 40000 items, more than 1024"):
-        load(file("[placement]\ntarget_devices = [" + "'a:x'," * 40_000 + "]"))
+    with pytest.raises(ConfigError, match=r"target_devices = .*: has 10000 items, more than 1024"):
+        load(file("[placement]\ntarget_devices = [" + "'a:x'," * 10_000 + "]"))
     with pytest.raises(ConfigError) as caught:
         load(file("[server]\n" + "".join(f"k{i} = 1\n" for i in range(900))))
     assert len(caught.value.errors) > 900

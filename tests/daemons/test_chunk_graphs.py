@@ -220,18 +220,3 @@ def test_which_steps_are_padded():
     [group] = layout((0, 50, 40)).groups
     assert replace(group, full_starts=[GRAPH_LENGTH - 48]).padded(GRAPH_ROWS) is not None
     assert replace(group, full_starts=[GRAPH_LENGTH - 47]).padded(GRAPH_ROWS) is None
-
-
-def test_metadata_of_pad_rows():
-    plain = open_layouts("gemma4_e2b")((1, 70, 45))
-    padded = plain.padded(GRAPH_ROWS)
-    assert padded is not None
-    assert (padded.n_rows, plain.n_rows) == (48, 45)
-    n_columns = 2 + len(plain.spaces)
-    columns, wanted = (
-        x.metadata[: n_columns * x.n_rows].reshape(n_columns, x.n_rows).tolist() for x in (padded, plain)
-    )
-    assert [column[:45] for column in columns] == wanted
-    assert [column[45:] for column in columns] == [[0] * 3, [114] * 3, *[[-1] * 3] * len(plain.spaces)]
-    numbers, others = padded.metadata[n_columns * 48 :].tolist(), plain.metadata[n_columns * 45 :].tolist()
-    assert numbers == others == [70, 70, 1, *others[3:4], 70 % 64, 45]

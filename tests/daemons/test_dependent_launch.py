@@ -17,7 +17,10 @@ triton = importlib.util.find_spec("triton")
 DISASSEMBLER = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else Path()
 
 
-pytestmark = pytest.mark.skipif(not DISASSEMBLER.is_file(), reason="Triton's wheel has no nvdisasm here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not DISASSEMBLER.is_file(), reason="Triton's wheel has no nvdisasm here"),
+]
 
 
 def machine_code(folder: Path, kernel: str, file: str, architecture: str, constants: tuple[str, ...]) -> list[str]:

@@ -27,13 +27,8 @@ def child(*words: object) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("Q8_0", "bfloat16"),
-        *(pytest.param(*kinds, marks=pytest.mark.slow) for kinds in (("F32", "float32"), ("BF16", "bfloat16"))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "bfloat16"), ("F32", "float32"), ("BF16", "bfloat16")])
 def test_the_peak_beside_what_stays_is_below_the_largest_tensor_and_a_little(tmp_path, kind, dtype):
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("no /proc/self/clear_refs: the kernel cannot set a peak back")

@@ -3,25 +3,21 @@
 import dataclasses
 import os
 
-import gguf
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from daemons.device import CPU
 from daemons.errors import DeviceError, LoadError, StateError
-from daemons.models.loader import Rows, WeightLoader
+from daemons.models.loader import WeightLoader
 from daemons.models.shard import ShardConfig, ShardModel
 from daemons.models.stage import LoadedStage
 from daemons.ops.selection import KernelSelector
-from daemons.weights.reading import HostMemory
 from lucevisor.model.families import open_spec
 from lucevisor.model.quant_types import BY_NAME, REPACKED
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import shard_layouts, weight_bytes
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
-from lucevisor.protocol.messages import Progress
 from lucevisor.protocol.steps import Slice, Step
 from tests.combinations import combinations
 from tests.daemons.cpu_kernels import needs_cpu_kernels
@@ -97,13 +93,6 @@ def test_loaded_bytes_are_the_planned_bytes(files, kinds, backend, dtype, tied):
         assert whole == sum(r.n_bytes for r in kept)
 
 
-def test_quantised_weights_are_the_same_float32_numbers(files):
-    wanted = logits(open_spec(files(NATIVE, expand=True, tied=False)))
-    found = logits(open_spec(files(NATIVE, tied=False)))
-    assert torch.equal(found, wanted)
-    assert float(wanted.std()) > 0.1
-
-
 def test_a_tied_table_of_another_form_than_the_head(files):
     """bfloat16 on the cpu: the output matrix is int8, the lookup keeps the file's blocks."""
     spec = open_spec(files(["Q6_K"]))
@@ -148,31 +137,6 @@ def test_packed_torch_forms_stay_near_the_dequantised_product(files, kind, witho
     assert float(product_error(x, product.weight).norm()) < error <= float(allowed.norm())
 
 
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-@pytest.mark.parametrize("kinds", [NATIVE, ["Q4_K"], ["IQ3_S"]])
-def test_reading_in_small_chunks_changes_nothing(files, kinds, dtype, monkeypatch):
-    spec = open_spec(files(kinds))
-    wanted = logits(spec, load_stages(spec, how=How(dtype)))
-    monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 5000)
-    assert torch.equal(logits(spec, load_stages(spec, how=How(dtype))), wanted)
-
-
-def test_row_ranges_of_several_matrices_come_in_the_order_asked_for(files, monkeypatch):
-    monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 3000)
-    path = files(NATIVE)
-    spec = open_spec(path)
-    kept = shard_layouts(
-        spec, LayerRange(0, 1), embedding=False, output=False, backend=Backend.CPU, dtype=Dtype.FLOAT32
-    )
-    weights = WeightLoader(spec.files, kept, KernelSelector(CPU, torch.float32), lambda done, total: None)
-    gate, up = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
-    product = weights.linear(Rows(gate, ((10, 12), (0, 3))), Rows(up), Rows(gate, ((200, 256),)))
-    weights.close()
-    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
-    wanted = np.concatenate([stored[gate][10:12], stored[gate][0:3], stored[up], stored[gate][200:256]])
-    np.testing.assert_array_equal(product.weight.numpy(), wanted)
-
-
 @needs_cpu_kernels
 def test_what_was_chosen_and_converted_is_told(files):
     stage = load_stages(open_spec(files(["IQ3_S", "Q4_K", "Q8_0"])), how=How(Dtype.BFLOAT16))[0]
@@ -188,40 +152,6 @@ def test_without_a_compiler_torch_computes_and_that_is_told(files, without_cpu_k
     assert stage.kernels["cpu linear Q8_0"].startswith("int8")
     (warning,) = stage.warnings
     assert warning == "the cpu computes with torch alone, several times slower than with C++ kernels: no C++ compiler"
-
-
-def test_progress_reaches_the_total(files, monkeypatch):
-    monkeypatch.setattr("daemons.weights.reading.REPORT_S", 0.0)
-    monkeypatch.setattr("daemons.models.loader.BATCH_BYTES", 60000)
-    spec = open_spec(files(NATIVE))
-    seen: list[Progress] = []
-    load = Load([], Dtype.FLOAT32, Dtype.FLOAT32, [], [], pools_of(spec), 4, 64)
-    plan = StagePlan(
-        2, [ShardPlan(0, LayerRange(0, 2)), ShardPlan(0, LayerRange(2, 4))], None, None, embedding=True, output=True
-    )
-    LoadedStage.load(spec, plan, load, Backend.CPU, seen.append)
-    read = [p for p in seen if p.phase == "read"]
-    assert {p.stage for p in seen} == {2}
-    assert len(read) > 20
-    ends = [p for p in read if p.done_bytes == p.total_bytes]
-    assert len(ends) == 2
-    # the tied table is read by the first shard as a lookup, by the last as the output matrix
-    assert sum(p.total_bytes for p in ends) == spec.files.total_bytes + spec.files.tensors["token_embd.weight"].n_bytes
-
-
-def test_host_memory_gives_aligned_room_until_it_is_full():
-    memory = HostMemory.reserve(3000)
-    assert memory is not None
-    a, b = memory.take((10, 7), torch.bfloat16), memory.take((5,), torch.float32)
-    assert a is not None
-    assert b is not None
-    a.fill_(1)
-    b.fill_(2)
-    assert a.data_ptr() % 2**21 == 0
-    assert b.data_ptr() % 64 == 0
-    assert float(a.sum()) == 70
-    assert memory.take((4 << 20,), torch.uint8) is None
-    assert HostMemory.reserve(1 << 60) is None
 
 
 # ---- refusals

@@ -70,7 +70,7 @@ def test_bytes_go_to_disk_and_back_from_both_memories(formats: tuple[Dtype, Dtyp
             stream.save(segment, io)
         assert (tmp_path / "slot").stat().st_size == at
         states = StateMap(SPEC, [target])
-        states.expect(to)
+        states.invalidate_host_pages(to)
         segments, conversions = states.to_restore(to, tensors)
         for segment in segments:
             stream.restore(segment, io)

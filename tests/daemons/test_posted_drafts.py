@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import Tensor
 
+from daemons.draft import stage as stage_module
+from daemons.draft.drafter import Drafts
+from daemons.draft.jobs import PlaceholderDraft
+from daemons.draft.stage import DraftJob, DraftStage
+from daemons.kv.batch import Layout
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend
 from lucevisor.protocol.codec import encode
@@ -20,13 +28,55 @@ from lucevisor.protocol.steps import (
     StepResult,
     UseState,
 )
-from tests.daemons.test_queued_drafts import N, draft_partly_right, plain_tokens
 from tests.daemons.test_queued_steps import GREEDY, N_REGIONS, LateEvent, TwoStages, opening, two_stages, wait_until
 from tests.daemons.test_run_ahead import BACKENDS, Daemon
 from tests.families.golden import opened
 from tests.model.drafter_files import MTP
 
-ROUNDS = 8
+N, ROUNDS = 3, 8
+
+
+def plain_tokens(daemon: Daemon, n: int) -> dict[int, list[int]]:
+    """What each sequence draws without drafts."""
+    for i in range(n):
+        daemon.run([Slice(s, 5 + s + i, [drawn[-1]], True) for s, drawn in daemon.drawn.items()])
+        daemon.settle()
+    return daemon.drawn
+
+
+def draft_partly_right(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[int, Sequence[int]]) -> None:
+    """Random drafters are never right: let the first i % 3 drafts of position i be, of what each sequence draws."""
+    draft = DraftStage._draft
+
+    def partly_right(stage: DraftStage, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
+        found = draft(stage, jobs, hidden)
+        for row, job in enumerate(jobs):
+            at = job.position - 5 - job.slice.sequence + 1
+            for i, token in enumerate(wanted[job.slice.sequence][at : at + job.position % 3]):
+                found.tokens[row, i] = token
+        return found
+
+    draft_at, placeholder_draft, begins = DraftStage._draft_at, stage_module.placeholder_draft, dict[int, Tensor]()
+
+    def noted(
+        layouts: Sequence[Layout], drafts: Sequence[int], first_row: int, drawn: Tensor
+    ) -> PlaceholderDraft | None:
+        found = placeholder_draft(layouts, drafts, first_row, drawn)
+        if found is not None:
+            begins[id(found.layout)] = int(layouts[0].metadata[layouts[0].n_rows]) + found.row - first_row
+        return found
+
+    def partly_right_unseen(stage: DraftStage, layout: Layout, hidden: Tensor, index: Tensor) -> Drafts:
+        """As ``partly_right``, of drafts whose position only the device knows."""
+        found = draft_at(stage, layout, hidden, index)
+        if (position := begins.pop(id(layout), None)) is not None:
+            i, following = (x.to(position.device) for x in (torch.arange(N), torch.tensor(wanted[0])))
+            found.tokens[0] = torch.where(i < position % 3, following[position - 4 + i], found.tokens[0])
+        return found
+
+    monkeypatch.setattr(DraftStage, "_draft", partly_right)
+    monkeypatch.setattr(DraftStage, "_draft_at", partly_right_unseen)
+    monkeypatch.setattr(stage_module, "placeholder_draft", noted)
 
 
 @dataclass

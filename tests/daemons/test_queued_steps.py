@@ -47,7 +47,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     Operation,
     PendingCancelled,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -59,7 +59,7 @@ from tests.daemons.test_run_ahead import BACKENDS, Reporter
 from tests.families.golden import opened
 from tests.families.pipeline import pools_of
 
-GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=0.9, seed=3)
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=3)
 LATE_S = 0.004
 WAIT_S = 20.0
 N_REGIONS = arena_regions(2)
@@ -150,7 +150,7 @@ class TwoStages:
 
     def post(self, step: Step, stage: int) -> None:
         """As the supervisor does: the first stage waits only for tokens and drafts."""
-        posted = POSTED if stage or step.waits else 0
+        posted = POSTED if stage or step.waits_for_tokens else 0
         self.links[stage].send(encode(step, step.step_id, stage | posted))
 
     def answer(self, stage: int) -> StepResult | PendingCancelled:
@@ -183,7 +183,7 @@ def two_stages(spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path |
         both.close()
 
 
-def opening(spec: ModelSpec, sequence: int, sampling: Sampling) -> list[Operation]:
+def opening(spec: ModelSpec, sequence: int, sampling: SamplingParams) -> list[Operation]:
     operations: list[Operation] = [OpenSequence(sequence, sequence, sampling)]
     for space in spec.spaces():
         recurrent = space is Space.RECURRENT
@@ -281,36 +281,6 @@ def test_a_bell_is_rung_when_the_rows_have_left_the_device(monkeypatch: pytest.M
         second = both.answer(1)
         assert isinstance(second, StepResult)
         assert len(second.sampled) == 1
-
-
-def test_a_step_is_answered_between_the_launches_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = opened("qwen35")
-    event, heard, in_time = LateEvent(at=float("inf")), threading.Event(), list[bool]()
-    monkeypatch.setattr("daemons.runner.recorded", lambda _: event)
-    with two_stages(golden.spec, Backend.CPU, 0.05) as both:
-        stage, link = both.runners[1].stages[1], both.links[1]
-        link.send(encode(Step(1, 1, opening(golden.spec, 0, GREEDY), [Slice(0, 0, golden.ids[:5], False)]), 1, 1))
-        wait_until(lambda: event.polled > 0)
-        forward = stage.forward
-
-        def launched(*args: object) -> object:
-            out = forward(*args)  # type: ignore[arg-type]
-            event.at = 0.0
-            return out
-
-        def queued(_: object) -> LateEvent:
-            in_time.append(heard.wait(WAIT_S))
-            return LateEvent(at=0.0)
-
-        monkeypatch.setattr(stage, "forward", launched)
-        monkeypatch.setattr("daemons.runner.recorded", queued)
-        link.send(encode(Step(2, 2, opening(golden.spec, 1, GREEDY), [Slice(1, 0, golden.ids[:5], False)]), 2, 1))
-        for number in (1, 2):
-            result = both.answer(1)
-            heard.set()
-            assert isinstance(result, StepResult)
-            assert result.step_id == number
-    assert in_time == [True]
 
 
 def test_a_device_that_fails_is_reported_with_the_step_that_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:

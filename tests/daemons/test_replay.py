@@ -26,7 +26,7 @@ from lucevisor.protocol.steps import (
     CopyPage,
     CopyState,
     OpenSequence,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -50,7 +50,7 @@ def steps_of(spec) -> list[Step]:
     recurrent = Space.RECURRENT in spec.spaces()
     opening, copies = [], [CopyPage(Space.FULL, 2, 5, 6)]
     for sequence, pages in enumerate(([1, 2, 3], [7, 6, 4])):
-        opening += [OpenSequence(sequence, sequence, Sampling()), SetPages(sequence, Space.FULL, 0, pages)]
+        opening += [OpenSequence(sequence, sequence, SamplingParams()), SetPages(sequence, Space.FULL, 0, pages)]
         opening += [ZeroState(sequence)] * recurrent
     copies += [CopyState(0, 4)] * recurrent
     slices = [Slice(0, 0, tokens(1, 70), sample=False), Slice(0, 70, tokens(2, 80), sample=False)]
@@ -166,43 +166,12 @@ def test_rows_come_from_where_they_lie():
         file.read(0, 1 << 46, cpu)
 
 
-@pytest.mark.parametrize("n_rows", [1, 7, 40])
-def test_rows_go_to_a_gpu_through_slots(monkeypatch, n_rows):
-    """Of four rows each, which are not taken again before they are copied."""
-    rows = torch.arange(4.0 * n_rows).view(n_rows, 4)
-    monkeypatch.setattr(row_file, "CPU", torch.device("meta"))  # as if the cpu were a GPU
-    monkeypatch.setattr(row_file, "SLOT_BYTES", 64)
-    monkeypatch.setattr(row_file, "LEAST_PART_BYTES", 24)  # two threads fill a slot
-    empty, waited = torch.empty, []
-    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
-    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    file = RowFile(file_of(rows, 2), 4, torch.float32)
-    assert torch.equal(file.read(2, n_rows, torch.device("cpu")), rows)
-    assert len(waited) == max(0, -(-n_rows // 4) - 2)
-    with pytest.raises(OSError, match="before row"):
-        file.read(3, n_rows, torch.device("cpu"))
-
-
-def test_rows_for_which_no_memory_can_be_locked_are_not_read(monkeypatch):
-    def refused(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(row_file, "CPU", torch.device("meta"))
-    file, empty = RowFile(file_of(torch.zeros(4, 4), 0), 4, torch.float32), torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *shape, pin_memory=False, **o: refused() if pin_memory else empty(*shape, **o)
-    )
-    with pytest.raises(MemoryError, match="page-locked"):
-        file.read(0, 4, torch.device("cpu"))
-
-
 @pytest.mark.usefixtures("no_thread_begins")
 def test_rows_whose_readers_find_no_memory_to_begin_are_not_read(monkeypatch):
     rows = torch.arange(40.0).view(10, 4)
     file = RowFile(file_of(rows, 0), 4, torch.float32)
     assert torch.equal(file.read(0, 9, torch.device("cpu")), rows[:9])  # so few need none
-    monkeypatch.setattr(row_file, "LEAST_PART_BYTES", 24)
+    monkeypatch.setattr(row_file, "MIN_PART_BYTES", 24)
     with pytest.raises(MemoryError, match="did not begin"):
         file.read(0, 9, torch.device("cpu"))
 
@@ -265,7 +234,7 @@ def test_a_verify_slice_on_its_way_leaves_what_its_tokens_do_to_a_state(dtype: D
     """Its verdict comes when all stages are back, and with it the state is made."""
     spec = open_spec(DEMO)
     plan = StagePlan(0, [ShardPlan(0, LayerRange(0, 2))], None, 0, embedding=True, output=False)
-    opening = [OpenSequence(0, 0, Sampling()), ZeroState(0), SetPages(0, Space.FULL, 0, [1])]
+    opening = [OpenSequence(0, 0, SamplingParams()), ZeroState(0), SetPages(0, Space.FULL, 0, [1])]
     prompt = Slice(0, 0, tokens(1, 9), sample=False)
     verify = Slice(0, 9, [7, 8, 9], sample=True, n_drafts=2, states=[0, 6, 4])
     steps = [Step(0, 0, opening), Step(1, 0, [], [prompt]), Step(2, 0, [], [verify])]

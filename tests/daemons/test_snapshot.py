@@ -11,9 +11,8 @@ from safetensors import safe_open
 
 from daemons.errors import StateError
 from daemons.ops.paged import Pages
-from daemons.snapshots import state_map as rows_of
 from daemons.snapshots import streams
-from daemons.snapshots.state_map import StateMap, split_ranges
+from daemons.snapshots.state_map import StateMap
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.messages import Restore, Restored, Save, SlotPlace, TransferFailed
 from lucevisor.snapshots.store import SnapshotStore
@@ -229,17 +228,6 @@ def test_short_writes_and_reads_go_on_where_they_stopped(spec, tmp_path, monkeyp
     monkeypatch.undo()
     assert pipeline.save(store, ids_of(spec, N), fresh).snapshot.checksums == first.snapshot.checksums
     store.close()
-
-
-def test_split_ranges_keep_every_row_in_order():
-    source = random.Random(3)
-    for _ in range(200):
-        ranges = [(source.randrange(1000), source.randrange(1, 90)) for _ in range(source.randrange(8))]
-        most = source.randrange(1, 120)
-        parts = list(split_ranges(ranges, most))
-        assert all(sum(n for _, n in part) <= most and len(part) <= rows_of.MAX_RANGES for part in parts)
-        flat = [first + i for part in parts for first, n in part for i in range(n)]
-        assert flat == [first + i for first, n in ranges for i in range(n)]
 
 
 # ---- places and tensors that do not fit

@@ -12,9 +12,8 @@ from daemons.device import CPU
 from daemons.errors import DeviceError, StateError
 from daemons.kv.batch import Batch, Layout
 from daemons.kv.pools import Pools
-from daemons.kv.sequences import MIN_ENTRIES, Sequences
+from daemons.kv.sequences import Sequences
 from daemons.ops.attention import reference
-from daemons.ops.operations import SHORT_SLICE
 from daemons.ops.paged import Pages
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
@@ -25,7 +24,7 @@ from lucevisor.protocol.steps import (
     CopyState,
     OpenSequence,
     PageOut,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     ZeroState,
@@ -55,7 +54,7 @@ def make(kv_dtype: Dtype = Dtype.FLOAT32, **options: int) -> tuple[ModelSpec, Po
 
 
 def opened(sequence: int = 1, state: int = 0) -> OpenSequence:
-    return OpenSequence(sequence, state, Sampling())
+    return OpenSequence(sequence, state, SamplingParams())
 
 
 @pytest.fixture(autouse=True)
@@ -64,18 +63,6 @@ def _same_numbers_each_time():
 
 
 # ---- pools
-
-
-@pytest.mark.parametrize("kv_dtype", list(Dtype))
-@pytest.mark.parametrize("head_dim", [8, 32, 80])
-def test_pools_take_the_bytes_the_spec_says(kv_dtype, head_dim):
-    spec, pools, _ = make(kv_dtype, head_dim=head_dim)
-    layers = LayerRange(0, 4)
-    wanted = sum(
-        spec.unit_bytes(space, layers, kv_dtype) * n
-        for space, n in ((Space.FULL, 12), (Space.WINDOW, 8), (Space.RECURRENT, 5))
-    )
-    assert pools.nbytes == wanted
 
 
 TORCH = {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}
@@ -203,20 +190,6 @@ def full_only() -> ModelSpec:
     return replace(spec, layers=spec.layers[:1])
 
 
-def test_the_most_sequences_can_be_open_and_be_opened_again():
-    _, _, sequences = make()
-    for i in range(3):
-        sequences.apply(opened(i))
-    with pytest.raises(StateError, match="3 sequences are open"):
-        sequences.apply(opened(9))
-    sequences.apply(CloseSequence(1))
-    sequences.apply(opened(9))
-    assert sorted(s.row for s in sequences.by_id.values()) == [0, 1, 2]
-    sequences.reset()
-    for i in range(3):
-        sequences.apply(opened(i))
-
-
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_device_tables_follow_the_operations(seed):
@@ -309,31 +282,6 @@ def test_rows_keep_the_order_of_slices_and_groups_find_theirs():
 
 
 @pytest.mark.parametrize(
-    ("n", "starts", "groups"),
-    [
-        (1, (0, 63, 64), [(1, 0, 3)]),
-        (2, (0, 63, 64), [(2, 0, 3)]),
-        (SHORT_SLICE, (0, 63, 64), [(SHORT_SLICE, 0, 3)]),
-        (SHORT_SLICE + 1, (0, 63, 64), [(SHORT_SLICE + 1, 0, 2), (SHORT_SLICE + 1, 63, 1)]),
-    ],
-)
-def test_short_slices_of_equal_length_are_one_group_wherever_they_start(
-    n: int, starts: tuple[int, ...], groups: list[tuple[int, int, int]]
-) -> None:
-    spec, _, sequences = make()
-    slices = []
-    for s, start in enumerate(starts):
-        sequences.apply(opened(s, s))
-        for space in (Space.FULL, Space.WINDOW):
-            table_of(sequences, s, [s, s + 3], space)
-        slices.append(Slice(s, start, [1] * n, True))
-    sequences.flush()
-    layout = Layout(slices, sequences, spec)
-    assert [(g.n, g.offset, len(g.starts)) for g in layout.groups] == groups
-    assert (layout.graph_key is not None) == (n <= SHORT_SLICE)
-
-
-@pytest.mark.parametrize(
     ("slice_", "message"),
     [
         (Slice(1, 0, [1, 2, 3], True, 3), "3 drafts among 3 tokens"),
@@ -364,31 +312,6 @@ def test_verify_slices_that_contradict_themselves_or_others_are_refused(slice_: 
             Layout(slices, sequences, spec)
         assert message in str(caught.value)
         assert caught.value.where == "slice of sequence 1 at 0" or "twice" in message
-
-
-@pytest.mark.parametrize(("sizes", "entries"), [((3000, 0, 0), 3000), ((12, 0, 5000), 5000), ((12, 8, 0), MIN_ENTRIES)])
-def test_a_table_has_room_for_all_pages_of_its_pool_at_once(sizes: tuple[int, int, int], entries: int) -> None:
-    """It never moves then, and graphs that read it stay."""
-    full, window, host = sizes
-    spec = make_spec()
-    pools = PoolSizes(full_pages=full, window_pages=window, states=0, host_pages=host)
-    sequences = Sequences([Pools(spec, LayerRange(0, 1), CPU, Dtype.FLOAT32, pools)], pools, max_sequences=3)
-    sequences.apply(opened())
-    table_of(sequences, 1, [3])
-    sequences.flush()
-    assert sequences.tables(CPU)[Space.FULL].shape == (3, entries)
-
-
-def test_a_model_without_recurrent_layers_writes_no_states() -> None:
-    spec = make_spec()
-    spec = replace(spec, layers=spec.layers[:1])
-    sizes = PoolSizes(full_pages=12, window_pages=0, states=0)
-    sequences = Sequences([Pools(spec, LayerRange(0, 1), CPU, Dtype.FLOAT32, sizes)], sizes, max_sequences=3)
-    sequences.apply(opened())
-    table_of(sequences, 1, [3])
-    assert Layout([Slice(1, 0, [1, 2, 3], True, 2)], sequences, spec).n_rows == 3
-    with pytest.raises(StateError, match="2 recurrent states to write, and the model has none"):
-        Layout([Slice(1, 0, [1, 2, 3], True, 1, [0, 1])], sequences, spec)
 
 
 @settings(max_examples=60, deadline=None)
@@ -479,20 +402,3 @@ def test_gathered_keys_are_those_a_position_may_see(seed, window):
                 heads = [attention_error(q[row, h], k[:, h // group], v[:, h // group], 1.0) for h in range(q.shape[1])]
                 assert bool(((found[row] - wanted).abs().amax(dim=-1) <= 2 * torch.tensor(heads)).all())
                 row += 1
-
-
-def test_states_that_follow_each_other_are_read_in_place():
-    spec, pools, sequences = make()
-    for s, state in ((0, 2), (1, 3), (2, 0)):
-        sequences.apply(opened(s, state))
-        table_of(sequences, s, [s])
-        table_of(sequences, s, [s], Space.WINDOW)
-    states = pools.state(2, "delta")
-    together = batch_of(spec, sequences, [Slice(0, 0, [1], True), Slice(1, 0, [1], True)]).groups[0]
-    view = together.load_state(states)
-    view += 1
-    together.store_state(states, view)
-    assert float(states[2:4].min()) == 1
-    apart = batch_of(spec, sequences, [Slice(0, 0, [1], True), Slice(2, 0, [1], True)]).groups[0]
-    apart.store_state(states, apart.load_state(states) + 2)
-    assert [float(states[i].max()) for i in range(5)] == [2, 0, 3, 1, 0]

@@ -35,18 +35,6 @@ def test_each_kind_of_layer_is_timed(name):
         assert (timing.end_decode_s > 0) == (timing.end_prefill_s > 0) == (span.embedding or span.output)
 
 
-def test_more_work_takes_longer():
-    """Eight layers against one, and 512 rows against one: in one of some tries, as other work takes cores meanwhile."""
-    spans = [Span(0, LayerRange(0, 1)), Span(0, LayerRange(0, 8), output=True)]
-    seen = []
-    for _ in range(5):
-        one, eight = run_check(order(DEMO, spans, 512), Backend.CPU, []).timings
-        seen.append((eight.decode_s / one.decode_s, eight.prefill_s / one.prefill_s, one.prefill_s / one.decode_s))
-        if seen[-1][0] > 3 and seen[-1][1] > 3 and seen[-1][2] > 5:
-            return
-    raise AssertionError(f"decode and prefill of eight layers against one, prefill against decode: {seen}")
-
-
 def test_layers_that_cannot_be_run_are_a_line_and_no_times():
     spans = [Span(0, LayerRange(0, 1)), Span(0, LayerRange(7, 9))]
     checked = run_check(order(DEMO, spans, 8), Backend.CPU, [])

@@ -133,13 +133,3 @@ def test_an_interpreter_with_the_right_torch(tmp_path, cuda, hip, backend):
     python = python_with_torch(tmp_path, "2.13.0", cuda, hip)
     config = load(DEMO, [f"groups.right.python={python}", f"groups.right.backend={backend}", "draft.kind=off"])
     check_before_start(config, open_model(config))
-
-
-def test_everything_at_once(bare_python):
-    error = refused(
-        f"groups.left.python={bare_python}", "groups.right.python=/nowhere/python", "groups.right.cores=8191",
-        "placement.target_layer_split=0-4,4-9",
-    )  # fmt: skip
-    assert [one.key for one in error.errors] == [
-        "placement.target_layer_split", "groups.right.cores", "groups.right.python", "groups.left.python",
-    ]  # fmt: skip

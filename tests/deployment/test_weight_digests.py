@@ -12,11 +12,12 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.deployment import digest_cache, weight_digests
+from lucevisor.deployment import weight_digests
 from lucevisor.deployment.weight_digests import DigestsStopped, FileChangedError, HashProgress, digest_tensors
 from lucevisor.model.families import open_spec
 from lucevisor.model.fingerprint import fingerprint
 from lucevisor.model.gguf_files import open_model, part_paths
+from lucevisor.model.values import FileIdentity
 from tests.model.test_fingerprint import write
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -123,14 +124,14 @@ def test_hashing_can_be_stopped(tmp_path: Path) -> None:
 def kept(tmp_path: Path) -> tuple[Path, tuple, dict[str, str]]:
     files = open_spec(write(tmp_path / "m.gguf")).files
     digests = digest_tensors(files)
-    digest_cache.write(tmp_path / "cache", files.identities, digests)
+    weight_digests.write_digests(tmp_path / "cache", files.identities, digests)
     return tmp_path / "cache", files.identities, digests
 
 
 def test_digests_come_back(kept) -> None:
     directory, identities, digests = kept
-    assert digest_cache.read(directory, identities, digests) == digests
-    assert [p.name for p in directory.iterdir()] == [digest_cache.path_of(directory, identities).name]
+    assert weight_digests.read_digests(directory, identities, digests) == digests
+    assert [p.name for p in directory.iterdir()] == [weight_digests.digests_path(directory, identities).name]
 
 
 @pytest.mark.parametrize("what", ["device", "inode", "n_bytes", "mtime_ns", "ctime_ns", "header"])
@@ -140,9 +141,9 @@ def test_another_identity_is_another_file(kept, what: str) -> None:
     directory, (identity,), digests = kept
     value = getattr(identity, what)
     other = msgspec.structs.replace(identity, **{what: value + 1 if isinstance(value, int) else "0" * 64})
-    assert digest_cache.read(directory, (other,), digests) is None
-    digest_cache.path_of(directory, (identity,)).rename(digest_cache.path_of(directory, (other,)))
-    assert digest_cache.read(directory, (other,), digests) is None
+    assert weight_digests.read_digests(directory, (other,), digests) is None
+    weight_digests.digests_path(directory, (identity,)).rename(weight_digests.digests_path(directory, (other,)))
+    assert weight_digests.read_digests(directory, (other,), digests) is None
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,39 +151,29 @@ def test_another_identity_is_another_file(kept, what: str) -> None:
 def test_damage_anywhere_is_never_believed(tmp_path_factory, share: float, bit: int) -> None:
     directory = tmp_path_factory.mktemp("cache")
     digests = {f"blk.{i}.w": f"{i:032x}" for i in range(3)}
-    identities = (digest_cache.FileIdentity(1, 2, 3, 4, 5, "ab" * 32),)
-    digest_cache.write(directory, identities, digests)
-    path = digest_cache.path_of(directory, identities)
+    identities = (FileIdentity(1, 2, 3, 4, 5, "ab" * 32),)
+    weight_digests.write_digests(directory, identities, digests)
+    path = weight_digests.digests_path(directory, identities)
     flip(path, int(share * path.stat().st_size), bit)
-    assert digest_cache.read(directory, identities, digests) in (None, digests)
+    assert weight_digests.read_digests(directory, identities, digests) in (None, digests)
     os.truncate(path, int(share * path.stat().st_size))
-    assert digest_cache.read(directory, identities, digests) is None
-
-
-def test_other_tensors_and_bad_digests_are_not_believed(tmp_path: Path) -> None:
-    identities = (digest_cache.FileIdentity(1, 2, 3, 4, 5, "ab" * 32),)
-    digest_cache.write(tmp_path, identities, {"a": "0" * 32})
-    assert digest_cache.read(tmp_path, identities, ["a"]) == {"a": "0" * 32}
-    assert digest_cache.read(tmp_path, identities, ["a", "b"]) is None
-    assert digest_cache.read(tmp_path, identities, ["b"]) is None
-    digest_cache.write(tmp_path, identities, {"a": "x" * 32})
-    assert digest_cache.read(tmp_path, identities, ["a"]) is None
+    assert weight_digests.read_digests(directory, identities, digests) is None
 
 
 def test_a_directory_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    identities = (digest_cache.FileIdentity(1, 2, 3, 4, 5, ""),)
+    identities = (FileIdentity(1, 2, 3, 4, 5, ""),)
     for directory in (tmp_path / "file", tmp_path / "file" / "inside"):
-        digest_cache.write(directory, identities, {"a": "0" * 32})
-        assert digest_cache.read(directory, identities, ["a"]) is None
+        weight_digests.write_digests(directory, identities, {"a": "0" * 32})
+        assert weight_digests.read_digests(directory, identities, ["a"]) is None
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     (tmp_path / "speeds-1.json").write_text("another's")
-    for i in range(digest_cache.KEPT + 5):
-        identities = (digest_cache.FileIdentity(1, i, 3, 4, 5, ""),)
-        digest_cache.write(tmp_path, identities, {"a": "0" * 32})
-        os.utime(digest_cache.path_of(tmp_path, identities), (1000 + i, 1000 + i))
-    assert len(list(tmp_path.glob("weights-*.json"))) == digest_cache.KEPT
-    assert digest_cache.read(tmp_path, identities, ["a"]) is not None
+    for i in range(weight_digests.KEPT + 5):
+        identities = (FileIdentity(1, i, 3, 4, 5, ""),)
+        weight_digests.write_digests(tmp_path, identities, {"a": "0" * 32})
+        os.utime(weight_digests.digests_path(tmp_path, identities), (1000 + i, 1000 + i))
+    assert len(list(tmp_path.glob("weights-*.json"))) == weight_digests.KEPT
+    assert weight_digests.read_digests(tmp_path, identities, ["a"]) is not None
     assert (tmp_path / "speeds-1.json").exists()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from daemons.draft.deferred import MOST_ROWS, MOST_ROWS_OF_ALL, DeferredRows
+from daemons.draft.deferred import MAX_ROWS
 from daemons.draft.stage import DraftStage
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Space
@@ -17,10 +17,9 @@ from lucevisor.protocol.steps import (
     CopyPage,
     CopyState,
     OpenSequence,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
-    UseState,
 )
 from tests.drafters.test_stage import KINDS, Driver, Text, alone, assert_same, load, load_again
 
@@ -52,7 +51,7 @@ def test_plain_decodes_are_added_together_and_draft_the_same(stage: DraftStage) 
     rows = counted(stage)
     for i in range(70):
         driver.step(*((text, 1, 0) for text in texts[: 1 + (i >= 5)]))
-    assert rows == [2 * MOST_ROWS - 5]  # 5 of the first text alone, then of each, until the first has too many
+    assert rows == [2 * MAX_ROWS - 5]  # 5 of the first text alone, then of each, until the first has too many
     found = driver.step((texts[0], 1, 4), (texts[1], 1, 4))
     assert rows[1:] == [12, 2]
     again = load_again(stage)
@@ -67,7 +66,7 @@ def test_deferred_rows_are_computed_before_a_prefix_is_taken_from_them(stage: Dr
     for _ in range(3):
         driver.step((first, 1, 0))
     own = driver.free.pop()
-    stage.apply([CopyState(0, 5), OpenSequence(1, 6, Sampling()), CopyState(5, 6)])
+    stage.apply([CopyState(0, 5), OpenSequence(1, 6, SamplingParams()), CopyState(5, 6)])
     stage.apply([CopyPage(Space.FULL, first.pages[1], own, 36), SetPages(1, Space.FULL, 0, [first.pages[0], own])])
     second = Text(1, 6, first.ids, first.captures, 100, [first.pages[0], own])
     [found] = driver.step((second, 20, 5))
@@ -87,38 +86,8 @@ def test_deferred_rows_of_a_closed_sequence_do_not_go_into_pages_of_another(stag
     assert_same(found, alone(load_again(stage), 2, 41, 5))
 
 
-def test_a_reset_drops_them(stage: DraftStage) -> None:
-    driver = Driver(stage)
-    driver.step((driver.open(0, 0, seed=1), 1, 0))
-    stage.reset()
-    rows = counted(stage)
-    stage.flush()
-    assert rows == []
-
-
 def decode(sequence: int, start: int, **more: object) -> Slice:
     return Slice(sequence, start, [7], True, **more)  # type: ignore[arg-type]
-
-
-def test_only_rows_behind_those_that_wait_may_wait() -> None:
-    rows = DeferredRows()
-    assert rows.takes([decode(0, 5), decode(1, 9)])
-    rows.add([decode(0, 5), decode(1, 9)], torch.zeros(2, 3))
-    assert rows.takes([decode(0, 6), decode(1, 10), decode(2, 0)])
-    assert not rows.takes([decode(0, 7)])
-    assert not rows.takes([decode(0, 5)])
-    assert not rows.takes([decode(0, 6, states=[3])])
-    assert not rows.takes([Slice(0, 6, [7, 8], True)])
-    assert rows.takes([decode(s, 0) for s in range(2, MOST_ROWS_OF_ALL)])
-    assert not rows.takes([decode(s, 0) for s in range(2, MOST_ROWS_OF_ALL + 1)])
-    assert rows.allows([SetPages(0, Space.FULL, 1, [3])])
-    assert not rows.allows([SetPages(0, Space.FULL, 1, [3]), UseState(0, 1)])
-    rows.add([decode(1, 10, draft_from=4), decode(0, 6)], torch.ones(2, 3))
-    slices, features = rows.take()
-    assert slices == [Slice(0, 5, [7, 7], True), Slice(1, 9, [7, 7], True, draft_from=4)]
-    assert features[:, 0].tolist() == [0, 1, 0, 1]
-    assert rows.n_rows == 0
-    assert rows.allows([UseState(0, 1)])
 
 
 def test_a_daemon_adds_them_before_it_saves_a_slot() -> None:

@@ -32,7 +32,7 @@ from lucevisor.protocol.steps import (
     Drafted,
     OpenSequence,
     Operation,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -40,7 +40,7 @@ from lucevisor.protocol.steps import (
     ZeroState,
 )
 from tests.drafters.drafted import load_draft
-from tests.families.pipeline import DRAFT_STATES, PAGES, STATES, How, load_stages, pools_of
+from tests.families.pipeline import load_stages, pools_of
 from tests.model.drafter_files import DFLASH2, GOLDEN, MTP, TARGET, UPSTREAM, copy, tensors_of
 
 KINDS = {"dflash": (TARGET, UPSTREAM), "dflash2": (TARGET, DFLASH2), "mtp": (MTP, MTP)}
@@ -86,7 +86,7 @@ class Driver:
         random = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 288, (n,), generator=random).tolist()
         text = Text(sequence, state, ids, torch.randn(n, self.width, generator=random))
-        self.stage.apply([OpenSequence(sequence, state, Sampling()), ZeroState(state)])
+        self.stage.apply([OpenSequence(sequence, state, SamplingParams()), ZeroState(state)])
         return text
 
     def grow(self, text: Text, n: int) -> list[Operation]:
@@ -189,7 +189,7 @@ def test_a_restored_prefix_is_as_a_fresh_one(stage):
     stage.apply([CopyState(0, 5)])
     kept = list(first.pages)
     driver.step((first, 20, 3))
-    stage.apply([OpenSequence(1, 6, Sampling()), CopyState(5, 6)])
+    stage.apply([OpenSequence(1, 6, SamplingParams()), CopyState(5, 6)])
     own = driver.free.pop()
     stage.apply([CopyPage(Space.FULL, kept[1], own, 36), SetPages(1, Space.FULL, 0, [kept[0], own])])
     second = Text(1, 6, first.ids, first.captures, 100, [kept[0], own])
@@ -232,20 +232,6 @@ def test_a_window_forgets_and_a_full_layer_does_not():
         assert (a.tokens == b.tokens and a.probabilities == pytest.approx(b.probabilities)) == forgets
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2"])  # an MTP head reads one layer
-def test_captures_of_several_sources_are_one(kind):
-    stage = load(kind)
-    split = load(kind, sources=[1, len(stage.spec.captures) - 1])
-    driver = Driver(split)
-    text = driver.open(0, 0, seed=2)
-    operations = driver.grow(text, 60)
-    split.apply(operations)
-    step = Step(1, 0, [], [Slice(0, 0, text.ids[:50], True, num_draft_tokens=4)])
-    parts = [x.contiguous() for x in text.captures[:50].split([64, driver.width - 64], dim=-1)]
-    [found] = split.run(step, parts, [[text.ids[50]]])
-    assert_same(found, alone(stage, 2, 50, 4))
-
-
 # ---- weights of the vocabulary
 
 
@@ -267,32 +253,6 @@ def test_the_output_stage_shares_its_matrices(kind):
         assert_same(alone(stage, 8, 40, 4), wanted)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_a_tied_matrix_is_shared_without_the_embedding(dtype, tmp_path):
-    path = copy(tmp_path / "tied.gguf", TARGET, rename=lambda n: None if n == "output.weight" else n)
-    model, how = open_spec(path), How(dtype, dtype)
-    _, tail = load_stages(model, [4], how)
-    tied, own = (load_draft(model, UPSTREAM, how=how, output_stage=stage) for stage in (tail, None))
-    driver_texts = []
-    for stage in (tied, own):
-        driver = Driver(stage)
-        text = driver.open(0, 0, 8)
-        text.captures = text.captures.to(stage.dtype)
-        driver_texts += driver.step((text, 40, 4))
-    assert driver_texts[0].tokens == driver_texts[1].tokens
-    # in bfloat16 a cpu packs the output matrix, so either has a table, and nothing else
-    assert own.weight_bytes - tied.weight_bytes == (288 * 64 * 4 if dtype is Dtype.FLOAT32 else 0)
-
-
-def test_bytes_are_those_of_the_plan(stage):
-    layouts = stage.spec.layouts(Backend.CPU, Dtype.FLOAT32, with_output=False, with_embedding=False)
-    assert stage.weight_bytes == sum(x.n_bytes for x in layouts)
-    [use] = stage.usage()
-    pages = stage.spec.model.unit_bytes(Space.FULL, stage.spec.layers, Dtype.FLOAT32) * PAGES
-    states = stage.spec.model.unit_bytes(Space.RECURRENT, stage.spec.layers, Dtype.FLOAT32) * (STATES + DRAFT_STATES)
-    assert (use.weight_bytes, use.state_bytes) == (stage.weight_bytes, pages + states)
-
-
 def test_a_head_with_experts_is_the_layer_it_is_made_of(tmp_path):
     """The golden MoE model with a copy of its last layer as head: both compute the same of the same rows."""
     source = GOLDEN / "qwen35moe" / "model.gguf"
@@ -309,7 +269,7 @@ def test_a_head_with_experts_is_the_layer_it_is_made_of(tmp_path):
     [whole] = load_stages(model)
     rows, found = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), []
     for one, layer in ((stage, stage.drafter.layer), (whole, whole.shards[0].layers[3])):
-        one.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [3])])
+        one.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [3])])
         one.sequences.flush()
         layout = Layout([Slice(0, 0, [1] * 20, True)], one.sequences, one.spec if one is whole else one.spec.model)
         with torch.inference_mode():
@@ -325,7 +285,7 @@ def run(
     stage: DraftStage, s: Slice, captures: Sequence[Tensor] | None = None, tokens: Sequence[Sequence[int]] = ((1,),)
 ):
     width = Driver(stage).width
-    stage.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [3])])
+    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [3])])
     return stage.run(Step(4, 0, [], [s]), [torch.zeros(len(s.tokens), width)] if captures is None else captures, tokens)
 
 
@@ -344,22 +304,6 @@ def test_what_contradicts_the_plan_is_refused(stage):
         run(stage, Slice(0, 0, [1], True, num_draft_tokens=1), tokens=[[288]])
     with pytest.raises(StateError, match=r"it attends to positions from (99|100) on"):
         run(stage, Slice(0, 0, [1], True, num_draft_tokens=1, draft_from=99))
-
-
-def test_drafts_need_their_pages(stage):
-    n = stage.spec.max_drafts
-    last = 64 - n - (0 if stage.plan.kind is DraftKind.MTP else 1)  # the newest token's position, at the latest
-    assert run(stage, Slice(0, 0, [1] * last, True, num_draft_tokens=n))
-    with pytest.raises(
-        StateError, match=f"slice of sequence 0 at {last + 1}: the full table of 1 entries lacks a page"
-    ):
-        run(stage, Slice(0, 0, [1] * (last + 1), True, num_draft_tokens=n))
-
-
-def test_nothing_is_drafted_where_nothing_was_sampled_or_asked_for(stage):
-    assert run(stage, Slice(0, 0, [1] * 9, False, num_draft_tokens=3), tokens=[[]]) == []
-    assert run(stage, Slice(0, 0, [1] * 9, True), tokens=[[5]]) == []
-    assert stage.run(Step(4, 0, [], []), [], []) == []
 
 
 def test_a_file_that_was_replaced_is_not_loaded(tmp_path):

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden"
@@ -37,7 +36,7 @@ def write_config(directory: Path, model: Path, groups: dict[str, int], ranges: S
 async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) -> AsyncIterator[Service]:
     """The service of ``config``, READY; stopped at the end."""
     loaded = load(config, overrides)
-    service = Service(loaded, open_model(loaded), directory, SilentDisplay())
+    service = Service(loaded, open_model(loaded), directory, Observer())
     try:
         await service.start()
         assert await service.wait_ready(180.0), service.reason()
@@ -46,7 +45,9 @@ async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) 
         await service.stop(0.0)
 
 
-async def generate(service: Service, prompt: Sequence[int], n: int, sampling: Sampling | None = None) -> list[int]:
+async def generate(
+    service: Service, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None
+) -> list[int]:
     """Token ids of one request."""
     tokens, finished = await generate_all(service, prompt, n, sampling)
     assert finished.reason == "length", finished
@@ -54,7 +55,7 @@ async def generate(service: Service, prompt: Sequence[int], n: int, sampling: Sa
 
 
 async def generate_all(
-    service: Service, prompt: Sequence[int], n: int, sampling: Sampling | None = None, turns: Sequence[int] = ()
+    service: Service, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None, turns: Sequence[int] = ()
 ) -> tuple[list[int], FinishedEvent]:
     """Token ids of one request, and how it ended."""
     assert service.engine is not None
@@ -62,7 +63,7 @@ async def generate_all(
         request_id=f"test-{next(_numbers)}",
         prompt=tuple(int(i) for i in prompt),
         max_tokens=n,
-        sampling=sampling or Sampling(temperature=0.0),
+        sampling=sampling or SamplingParams(temperature=0.0),
         turn_boundaries=tuple(turns),
     )
     tokens: list[int] = []

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.model.families import open_spec
 from lucevisor.supervision.states import State
 from tests.e2e.process import Cli
@@ -65,7 +64,7 @@ def two_groups(tmp_path: Path, model: Path, extra: str = "") -> Path:
 
 async def test_cut_before_the_daemons_load(model: Path, tmp_path: Path) -> None:
     config = load(write_config(tmp_path, model, {"left": 1}, ["0-8"]))
-    service = Service(config, open_model(config), tmp_path, SilentDisplay())
+    service = Service(config, open_model(config), tmp_path, Observer())
     change(model, "cut")
     try:
         await service.start()

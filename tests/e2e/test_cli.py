@@ -163,8 +163,8 @@ def test_plan_does_not_say_that_it_fits_when_a_group_cannot_run(cli: Cli) -> Non
     assert not cli.socket().parent.exists()
 
 
-def test_doctor_passes_on_this_machine(user_cli: Cli) -> None:
-    done = user_cli.run("doctor", str(DEMO))
+def test_doctor_passes_on_this_machine(cli: Cli) -> None:
+    done = cli.run("doctor", str(DEMO))
     assert "all groups can run" in done.stdout
     assert "arena" in done.stdout
 

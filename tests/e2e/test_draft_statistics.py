@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import urllib.request
 from collections import Counter
@@ -104,17 +103,3 @@ def test_usage_metrics_status_and_log_agree_with_the_tokens(demo: Cli) -> None:
     lines = map(json.loads, demo.run("logs").stdout.splitlines())
     logged = [line for line in lines if line.get("event") == "request" and "accepted_tokens" in line]
     assert [line["accepted_tokens"] for line in logged] == [now["origins"][one]["accepted"] for one in ORIGINS]
-
-
-def test_status_tells_of_drafts_in_80_columns(demo: Cli) -> None:
-    ask(demo, [QUESTION])
-    draft, shown = demo.status()["draft"], [line.rstrip() for line in demo.run("status", "-v").stdout.splitlines()]
-    told = shown[next(i for i, line in enumerate(shown) if line.startswith("drafter ")) :][:7]
-    assert told[0] == f"drafter {draft['name']} (dflash) on right:0 is attached"
-    assert re.fullmatch(rf"  \d+% of {draft['verified']} drafts were right; \d\.\d\d tokens a step", told[1])
-    assert not re.search(r", width \d", demo.run("status").stdout)
-    del told[1]
-    assert told[1].startswith(f"  {draft['acceptance_length']:.2f} tokens a verify slice (")
-    assert told[1].endswith(f"width {WIDTH}")
-    assert told[2].startswith(f"  accepted {draft['accepted']} of {draft['verified']} verified, ")
-    assert max(map(len, told)) <= 80, told

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import structlog
 
-from lucevisor.app.status import Address, LoadProgress, status
-from lucevisor.cli.progress import SilentDisplay
+from lucevisor.app.status import LoadProgress, status
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
 from tests.combinations import slow
 from tests.e2e.process import DEMO, Cli
@@ -70,7 +69,7 @@ async def drafting(service: Service) -> None:
 
 def draft_of(service: Service) -> dict[str, Any]:
     """What the status says of the drafter."""
-    return dict(status(service, "t", Address("", ""), LoadProgress(SilentDisplay()), [])["draft"])
+    return dict(status(service, "t", "", LoadProgress(Observer()), [])["draft"])
 
 
 def n_steps(service: Service) -> int:
@@ -105,7 +104,7 @@ async def test_a_drafter_anywhere_gives_the_golden_tokens(
 
 async def test_sampled_tokens_are_those_of_plain_decoding(tmp_path: Path) -> None:
     prompt, _ = trace("dflash")
-    sampling = Sampling(temperature=0.8, top_p=0.9, seed=7, repetition_penalty=1.1)
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=7, repetition_penalty=1.1)
     found = []
     for draft in ('kind = "off"', f'path = "{DFLASH}"'):
         async with running(two_groups(tmp_path, TARGET, draft), tmp_path) as service:
@@ -130,13 +129,13 @@ async def test_8_streams_go_on_when_the_drafters_group_dies(tmp_path: Path, how:
     async with running(config, tmp_path) as service:
         await drafting(service)
         if not _alone:
-            _alone.extend([await generate(service, one, 100) for one in prompts])
+            _alone.extend([await generate(service, one, N) for one in prompts])
         assert _alone[0][:N] == wanted
         aside, engine = service.groups["aside"], service.engine
         assert engine is not None
         pid, others = aside.pid, [service.groups[name].pid for name in ("left", "right")]
         assert pid is not None
-        streams = asyncio.gather(*(generate(service, one, 100) for one in prompts))
+        streams = asyncio.gather(*(generate(service, one, N) for one in prompts))
         await until(lambda: engine.statistics().running == 8)
         if how == "kill":
             os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ import pytest
 from lucevisor.api.app_context import AppContext, ModelCard
 from lucevisor.api.parameters import sampling_params
 from lucevisor.api.schemas import GenerationBody
-from lucevisor.app.model_cards import FamilyCard, card_files
+from lucevisor.app.model_files import FamilyCard, card_files
 from lucevisor.model.families import open_spec
 from tests.api.scripted_model import tokenizer
 from tests.e2e.service import GOLDEN, generate, running, write_config

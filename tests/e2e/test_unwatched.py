@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -75,32 +73,6 @@ def test_a_start_in_the_background_imports_nothing_from_the_current_directory(cl
     assert "the log ends with this process" in cli.run("logs", "--level", "warning").stdout
     cli.stop()
     assert not run_directory.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_default_limits_survive_a_kill_every_three_seconds_for_a_minute_under_load(cli: Cli) -> None:
-    status = cli.start(DEMO, "engine.dtype=float32")
-    clients = Clients(status["url"], 4)
-    try:
-        end = time.monotonic() + 60.0
-        n_kills = 0
-        while time.monotonic() < end:
-            time.sleep(3.0)
-            status = cli.status()
-            assert status["state"] != "failed", status["reason"]
-            if pid := status["groups"][n_kills % 2]["pid"]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    n_kills += 1
-        wait_until(lambda: cli.status()["state"] == "ready", 90, "ready by itself")
-        n_done = len(clients.ended)
-        wait_until(lambda: len(clients.ended) > n_done + 8, 90, "requests are served")
-    finally:
-        clients.finish()
-    assert n_kills > 5
-    assert {how for _, _, how, _ in clients.ended} == {"done"}
-    cli.stop()
 
 
 def ask_long(url: str, n: int, n_lines: int = 60, more: str = "") -> tuple[int, int]:

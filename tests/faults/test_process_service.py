@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from lucevisor.app.model_files import open_model
-from lucevisor.cli.progress import SilentDisplay
 from lucevisor.config import load
 from lucevisor.deployment import deployment as deployment_module
 from lucevisor.deployment import service as service_module
 from lucevisor.deployment.admin_operations import AdminOperations
-from lucevisor.deployment.service import Service
+from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
 from tests.e2e.process import ROOT
 from tests.supervision.real_groups import brisk, stage_tiny, until
@@ -46,7 +45,7 @@ def config_of(tmp_path: Path, limit: int = 5, **how: str) -> Path:
 @asynccontextmanager
 async def serving(config_file: Path, directory: Path, **limits: float) -> AsyncIterator[Service]:
     config = load(config_file, [])
-    service = Service(config, open_model(config), directory, SilentDisplay(), limits=brisk(**limits))
+    service = Service(config, open_model(config), directory, Observer(), limits=brisk(**limits))
     try:
         await service.start()
         yield service
@@ -56,7 +55,7 @@ async def serving(config_file: Path, directory: Path, **limits: float) -> AsyncI
 
 async def ask(service: Service) -> FinishedEvent:
     assert service.engine is not None
-    request = GenerationRequest(request_id="r", prompt=(1, 2), max_tokens=4, sampling=Sampling(temperature=0.0))
+    request = GenerationRequest(request_id="r", prompt=(1, 2), max_tokens=4, sampling=SamplingParams(temperature=0.0))
     with service.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, FinishedEvent):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -210,19 +209,6 @@ def test_a_full_disk_makes_room_of_the_oldest_snapshots(tmp_path):
         must_fail(store, made_slot(12_000, start=999), "disk_full", "ENOSPC 28: No space left on device")
         assert len(store.scan()) == len(kept)  # none was removed for what has no room at all
         store.close()
-
-
-def test_a_file_size_limit(tmp_path):
-    store = made_store(tmp_path)
-    entry, data = saved_before(store)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        must_fail(store, made_slot(), "disk_full", "EFBIG 27")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert restore(store, entry) == data
-    store.close()
 
 
 def test_a_directory_that_went_away_is_made_again(tmp_path):

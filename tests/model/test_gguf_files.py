@@ -42,9 +42,9 @@ def test_all_parts_form_one_table_with_the_bytes_written(tmp_path, tensors_per_p
     assert model.tensors.keys() == arrays.keys()
     assert model.total_bytes == sum(a.nbytes for a in arrays.values())
     for name, array in arrays.items():
-        found = model.tensors[name]
-        assert found.shape == array.shape
-        assert model.read(found) == array.tobytes()
+        info = model.tensors[name]
+        assert info.shape == array.shape
+        assert model.read(info) == array.tobytes()
 
 
 def test_any_part_leads_to_all_in_order(tmp_path):
@@ -68,12 +68,12 @@ def test_a_part_number_out_of_range_is_rejected(tmp_path, name):
 
 def test_swapped_parts_are_refused(tmp_path):
     write(tmp_path / "m.gguf", 3)
-    one, two = tmp_path / "m-00001-of-00003.gguf", tmp_path / "m-00002-of-00003.gguf"
-    one.rename(tmp_path / "x")
-    two.rename(one)
-    (tmp_path / "x").rename(two)
+    first, second = tmp_path / "m-00001-of-00003.gguf", tmp_path / "m-00002-of-00003.gguf"
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
     with pytest.raises(GgufError, match=r"split\.no.*says 1, but it is part 0 by its name"):
-        open_model(part_paths(one))
+        open_model(part_paths(first))
 
 
 def test_a_part_of_another_split_is_refused(tmp_path):
@@ -150,15 +150,6 @@ def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path):
     assert model.read(model.tensors["t"], 8, 4) == struct.pack("<f", 2)
 
 
-def test_a_lying_header_of_a_large_file_costs_no_more_than_a_header(tmp_path):
-    """A sparse file of 1 TB that claims more metadata than a header may hold."""
-    path = tmp_path / "m.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + raw.text("k") + struct.pack("<IIQ", 9, 0, 1 << 38))
-    os.truncate(path, 1 << 40)
-    with pytest.raises(GgufError, match="of the 134217728 allowed for a header"):
-        open_model([path])
-
-
 def test_a_file_truncated_while_open_is_an_error_and_not_a_signal(tmp_path):
     arrays = write(tmp_path / "m.gguf", 0)
     model = open_model([tmp_path / "m.gguf"])
@@ -201,12 +192,3 @@ def test_identities_reveal_every_change_of_a_part(tmp_path):
     os.replace(shutil.copy(paths[2], tmp_path / "copy"), paths[2])
     assert paths[2].stat().st_ino != model.identities[2].inode
     assert model.changed() == paths
-
-
-def test_files_are_closed_when_unreferenced(tmp_path):
-    write(tmp_path / "m.gguf", 3)
-    before = len(os.listdir("/proc/self/fd"))
-    model = open_model(sorted(tmp_path.iterdir()))
-    assert len(os.listdir("/proc/self/fd")) == before + 3
-    del model
-    assert len(os.listdir("/proc/self/fd")) == before

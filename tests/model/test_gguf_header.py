@@ -39,10 +39,10 @@ def assert_equal_to_the_oracle(path: Path) -> None:
     assert ours.data_offset == theirs.data_offset
     assert list(ours.tensors) == [t.name for t in theirs.tensors]
     for t in theirs.tensors:
-        found = ours.tensors[t.name]
-        assert found.shape == tuple(int(n) for n in reversed(t.shape)), t.name
-        assert (found.kind.name, found.offset, found.n_bytes) == (t.tensor_type.name, t.data_offset, t.n_bytes), t.name
-        assert bytes(data[found.offset : found.offset + found.n_bytes]) == t.data.tobytes(), t.name
+        info = ours.tensors[t.name]
+        assert info.shape == tuple(int(n) for n in reversed(t.shape)), t.name
+        assert (info.kind.name, info.offset, info.n_bytes) == (t.tensor_type.name, t.data_offset, t.n_bytes), t.name
+        assert bytes(data[info.offset : info.offset + info.n_bytes]) == t.data.tobytes(), t.name
 
 
 def test_block_sizes_are_those_of_the_format():
@@ -196,11 +196,11 @@ BAD = {
 
 
 def test_the_good_header_is_good():
-    found = parse(memoryview(GOOD), "good.gguf")
-    assert found.metadata["a.texts"] == ["x", "", "yz"]
-    assert found.metadata["a.flags"] == [True, False]
-    assert found.tensors["v"].n_bytes == 144
-    assert found.tensors["w"].shape == (2, 4)
+    header = parse(memoryview(GOOD), "good.gguf")
+    assert header.metadata["a.texts"] == ["x", "", "yz"]
+    assert header.metadata["a.flags"] == [True, False]
+    assert header.tensors["v"].n_bytes == 144
+    assert header.tensors["w"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -273,10 +273,7 @@ def test_random_bytes_behind_the_magic(data):
 
 N_LARGE = 20_000
 LARGE = {
-    "bytes": raw.header([raw.array("k", raw.U8, [200] * N_LARGE * 8)], []),
     "flags": raw.header([raw.array("k", raw.BOOL, [True] * N_LARGE * 8)], []),
-    "floats": raw.header([raw.array("k", raw.F32, [float(i) for i in range(N_LARGE)])], []),
-    "empty texts": raw.header([raw.array("k", raw.STRING, [""] * N_LARGE)], []),
     "short texts": raw.header([raw.array("k", raw.STRING, [f"{i:x}" for i in range(N_LARGE)])], []),
     "nested": raw.header(
         [raw.text("k") + struct.pack("<IIQ", raw.ARRAY, raw.ARRAY, N_LARGE) + struct.pack("<IQ", raw.U8, 0) * N_LARGE],

@@ -11,10 +11,9 @@ import pytest
 from lucevisor.model.families import open_spec, read_spec
 from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.gguf_header import GgufError
-from lucevisor.model.spec import Keys, LayerSpec, ModelSpec, StateTensor
-from lucevisor.model.values import Backend, Dtype, LayerRange, Space
-from lucevisor.model.weight_layout import shard_layouts
-from tests.model.qwen35_file import QWEN35_08B, QWEN36_27B, QWEN36_35B_A3B, Shape, tensors, write
+from lucevisor.model.spec import Keys
+from lucevisor.model.values import Dtype, LayerRange, Space
+from tests.model.qwen35_file import QWEN35_08B, QWEN36_27B, QWEN36_35B_A3B, Shape, write
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 TINY = Shape()
@@ -83,26 +82,6 @@ def test_full_size_headers_have_the_published_sizes(tmp_path, shape, file_bytes,
     assert spec.unit_bytes(Space.WINDOW, everything, Dtype.FLOAT16) == 0
 
 
-def tensor_names(spec: ModelSpec, start: int, stop: int) -> list[str]:
-    """What a shard of these layers loads."""
-    ends = {"embedding": start == 0, "output": stop == spec.n_layers}
-    layouts = shard_layouts(spec, LayerRange(start, stop), **ends, backend=Backend.CPU, dtype=Dtype.FLOAT32)
-    return [layout.name for layout in layouts]
-
-
-def test_shards_name_every_tensor_of_the_file_once(tiny):
-    spec = read_spec(tiny)
-    parts = [tensor_names(spec, start, stop) for start, stop in ((0, 3), (3, 4), (4, 8))]
-    assert sorted(name for part in parts for name in part) == sorted(tensors(TINY))
-    assert sorted(tensor_names(spec, 0, 8)) == sorted(tensors(TINY))
-
-
-def test_a_tied_embedding_is_listed_on_both_shards_but_once_on_one(tmp_path):
-    spec = open_spec(write(tmp_path / "tied.gguf", dataclasses.replace(TINY, tied=True)))
-    shards = [tensor_names(spec, start, stop) for start, stop in ((0, 4), (4, 8), (0, 8))]
-    assert [names.count("token_embd.weight") for names in shards] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.0.ssm_a", "blk.7.attn_k.weight"])
 def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path, name):
     with pytest.raises(GgufError, match=rf"missing\.gguf: tensor '{name}': is missing"):
@@ -154,21 +133,3 @@ def test_keys_name_the_expected_type():
     ]:
         with pytest.raises(GgufError, match=reason):
             call()
-
-
-def sharing_spec() -> ModelSpec:
-    """Eight layers; 5 and 7 read the pages of 2, 6 those of 3."""
-    source = {5: 2, 6: 3, 7: 2}
-    page = (StateTensor("k", (64, 2, 32)),)
-    layers = tuple(
-        LayerSpec(i, Space.WINDOW if i % 2 else Space.FULL, {}, () if i in source else page, i % 2 * 64, source.get(i))
-        for i in range(8)
-    )
-    return ModelSpec("any", "shared", "F32", 8, 8, 8, layers, {}, {}, 8, None)
-
-
-def test_no_boundary_between_a_layer_and_the_one_it_shares_with():
-    spec = sharing_spec()
-    assert [b for b in range(9) if spec.legal_boundary(b)] == [0, 1, 2, 8]
-    assert spec.window == 64
-    assert spec.unit_bytes(Space.FULL, LayerRange(0, 8), Dtype.FLOAT32) == 3 * 64 * 64 * 4  # layers 0, 2, 4

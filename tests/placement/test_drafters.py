@@ -103,17 +103,6 @@ def test_an_index_that_does_not_exist_is_refused_with_the_nearest(small, dflash,
     assert caught.value.hint == "nearest: hip:1"
 
 
-def test_an_mtp_head_has_a_row_for_every_recurrent_state(head_27b, tmp_path):
-    spec, head = head_27b
-    config = configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=4, pages=1000, max_context=64000)
-    p = placed(spec, config, {"cuda": [gpu(0, 80)]}, head)
-    assert p.draft_device is not None
-    page_bytes = head.model.unit_bytes(Space.FULL, head.layers, p.kv_dtype)
-    assert p.draft_device.state_bytes == 1000 * page_bytes + (p.pools.states + 4 * 6) * 5120 * 4
-    assert p.draft is not None
-    assert p.draft.captures == (63,)
-
-
 def test_a_draft_vocabulary_has_room_beside_the_drafter(head_27b, dflash, small, tmp_path):
     """61,952 rows of 5,120 columns in Q6_K with a token id each, on a GPU, also beside a copy of the whole matrix."""
     spec, head = head_27b
@@ -127,20 +116,6 @@ def test_a_draft_vocabulary_has_room_beside_the_drafter(head_27b, dflash, small,
         assert p.draft_device.weight_bytes == sum(layout.n_bytes for layout in layouts) + rows
     assert head.draft_vocabulary_bytes(Backend.CPU, Dtype.BFLOAT16) == 0
     assert dflash.draft_vocabulary_bytes(Backend.CUDA, Dtype.BFLOAT16) == 0  # few tokens, none of them packed
-
-
-def test_the_drafter_takes_from_the_pages_of_its_device(head_27b, tmp_path):
-    spec, head = head_27b
-    with_head, without = (
-        placed(spec, configure(tmp_path, ["cuda:0"], [1], AUTO, max_sequences=1), {"cuda": [gpu(0, 24)]}, drafter)
-        for drafter in (head, None)
-    )
-    assert with_head.draft is not None
-    assert 0.5 * without.pools.full_pages < with_head.pools.full_pages < without.pools.full_pages
-    device, own = with_head.devices[0], with_head.draft_device
-    assert own is not None
-    assert device.needed_bytes + own.needed_bytes <= (device.free_bytes or 0) - device.reserve_bytes
-    assert own.fits
 
 
 # ---- when it does not fit
@@ -178,15 +153,6 @@ def test_a_configured_drafter_that_does_not_fit_is_refused_with_the_numbers(head
     assert shortage.needed_bytes == result.placement.draft_device.needed_bytes
     assert "it fits with draft.kind = off" in result.advice
     assert "hip:0 is" in result.message
-
-
-def test_an_automatic_drafter_on_a_device_of_its_own_is_left_out_with_the_reason(head_27b, tmp_path):
-    spec, head = head_27b
-    config = configure(tmp_path, ["cuda:0"], [1], AUTO | {"device": "hip:0"}, max_sequences=1, pages=600)
-    p = placed(spec, config, {"cuda": [gpu(0, 40)], "hip": [gpu(0, 1)]}, head)
-    assert p.draft is None
-    assert p.draft_left_out.startswith("hip:0 is ")
-    assert p.groups == ("cuda",)
 
 
 # ---- how many drafts, and what verifying them takes

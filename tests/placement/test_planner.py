@@ -19,12 +19,6 @@ from tests.placement.made import BOX, BOX_SPLIT, CPUS, GIB, box, configure, cpu,
 # ---- what is where
 
 
-def test_the_published_split_of_64_layers(big, tmp_path):
-    p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), box())
-    assert [str(d.layers) for d in p.devices] == ["[0,5)", "[5,35)", "[35,64)"]
-    assert [(s.group, str(s.layers)) for s in p.stages] == [("cuda", "[0,5)"), ("hip", "[5,64)")]
-
-
 def test_gpus_hold_the_bytes_of_the_file(big, tmp_path):
     """Every type of the Q4_K_M mix rests on a GPU as it is, and float32 vectors and taps stay float32."""
     p = placed(big, configure(tmp_path, BOX, BOX_SPLIT), box())
@@ -173,12 +167,6 @@ def test_settings_that_do_less_than_they_say_are_named(demo, tmp_path):
     assert "engine.prefill_chunk = 10000 is cut to max_context = 8192" in notices
 
 
-def test_nothing_is_noted_about_defaults_and_what_is_fully_used(demo, tmp_path):
-    assert placed(demo, configure(tmp_path, CPUS)).notices == ()
-    used = {"pages": 8 * 64, "max_context": 4096, "max_sequences": 8, "prefill_chunk": 4096}
-    assert placed(demo, configure(tmp_path, CPUS, **used)).notices == ()
-
-
 # ---- the prefill chunk
 
 
@@ -193,21 +181,6 @@ def test_chunks_do_not_take_much_of_the_context(big, tmp_path, gib, chunk):
     assert p.max_context >= 0.9 * usual.max_context
     assert p.pools.full_pages >= 0.9 * usual.pools.full_pages
     assert chunk == 2048 or longer.pools.full_pages < 0.9 * usual.pools.full_pages
-
-
-@pytest.mark.parametrize(
-    ("devices", "inventory"),
-    [
-        (CPUS, {"left": [cpu()], "right": [cpu()]}),
-        (["cuda:0", "left:0"], {"cuda": [gpu(0, 80)], "left": [cpu()]}),
-        (["cuda:0"], None),
-    ],
-    ids=["cpus", "a cpu behind a gpu", "unknown memory"],
-)
-def test_chunks_are_short_elsewhere(demo, tmp_path, devices, inventory):
-    p = placed(demo, configure(tmp_path, devices), inventory)
-    assert p.prefill_chunk == 512
-    assert not any(reason.startswith("prefill_chunk") for reason in p.reasons)
 
 
 # ---- refused, wrong

@@ -14,7 +14,7 @@ from lucevisor.config import DeviceRef
 from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.placement.result import PlacedDrafter, Placement
 from lucevisor.placement.stages import LoadFiles, arenas_of, load_message, shards_of, stages_of
-from lucevisor.protocol.loading import ArenaPlan, CaptureSource, DraftKind, Load, PoolSizes, ShardPlan
+from lucevisor.protocol.loading import ArenaPlan, CaptureSource, DraftKind, Load, PoolSizes
 
 
 def placement(devices: list[str], draft: str = "", captures: Sequence[int] = ()) -> Placement:
@@ -48,35 +48,6 @@ def placement(devices: list[str], draft: str = "", captures: Sequence[int] = ())
     )
 
 
-def test_a_group_that_comes_again_gets_another_stage():
-    p = placement(["cuda:0", "hip:0", "cuda:1"])
-    assert [(s.index, s.group, str(s.layers)) for s in p.stages] == [
-        (0, "cuda", "[0,1)"),
-        (1, "hip", "[1,2)"),
-        (2, "cuda", "[2,3)"),
-    ]
-    cuda, hip = load_message(p, "cuda", LoadFiles(["/m.gguf"]), 3), load_message(p, "hip", LoadFiles(["/m.gguf"]))
-    assert [(s.stage, s.source, s.target) for s in cuda.stages] == [(0, None, 0), (2, 1, None)]
-    assert [a.boundary for a in cuda.arenas] == [0, 1]
-    assert [(s.stage, s.source, s.target) for s in hip.stages] == [(1, 0, 1)]
-    assert [(s.embedding, s.output) for s in (*cuda.stages, *hip.stages)] == [
-        (True, False),
-        (False, True),
-        (False, False),
-    ]
-    assert [s.shards for s in cuda.stages] == [[ShardPlan(0, LayerRange(0, 1))], [ShardPlan(1, LayerRange(2, 3))]]
-    assert (cuda.threads, hip.threads) == (3, 0)
-
-
-def test_consecutive_shards_of_a_group_are_one_stage():
-    p = placement(["cuda:0", "hip:0", "hip:1"])
-    assert [[str(shard.device) for shard in s.shards] for s in p.stages] == [["cuda:0"], ["hip:0", "hip:1"]]
-    assert [a.tokens for a in p.arenas] == [False, True]
-    assert p.groups == ("cuda", "hip")
-    hip = load_message(p, "hip", LoadFiles(["/m.gguf"]))
-    assert hip.stages[0].shards == [ShardPlan(0, LayerRange(1, 2)), ShardPlan(1, LayerRange(2, 3))]
-
-
 def test_sampled_tokens_have_an_arena_between_the_last_daemon_and_the_first():
     p = placement(["a:0", "b:0", "c:0"])
     assert p.arenas[-1] == ArenaPlan(2, 8 * (2 + 2 * 4), 6, tokens=True)
@@ -97,28 +68,6 @@ FILES = LoadFiles(["/m.gguf"])
 DRAFT_FILES = LoadFiles(["/d.gguf"])
 
 
-def test_a_drafter_beside_the_output_stage_gets_the_captures_of_other_daemons():
-    p = placement(["cuda:0", "hip:0"], "hip:0", [0, 1])
-    assert p.groups == ("cuda", "hip")
-    regions = 6  # of each of three stages one step that runs and one that waits
-    assert p.arenas == (
-        ArenaPlan(0, 64 * 10 * 2, regions),
-        ArenaPlan(0, 64 * 8 * 2, regions, capture=True),
-        ArenaPlan(1, 8 * (2 + 2 * 4), regions, tokens=True),
-    )
-    cuda, hip = load_message(p, "cuda", FILES), load_message(p, "hip", FILES, draft_files=DRAFT_FILES)
-    assert (cuda.draft, cuda.stages[0].captures, cuda.stages[0].target, cuda.stages[0].capture_target) == (
-        None, [0], 0, 1,
-    )  # fmt: skip
-    assert (hip.stages[0].captures, hip.stages[0].capture_target) == ([1], None)
-    assert hip.draft is not None
-    assert (hip.draft.stage, hip.draft.device, hip.draft.layers, hip.draft.files) == (
-        2, 0, LayerRange(0, 2), ["/d.gguf"],
-    )  # fmt: skip
-    assert hip.draft.sources == [CaptureSource(0, [0], 1), CaptureSource(1, [1], None)]
-    assert hip.arenas == cuda.arenas == list(p.arenas)
-
-
 def test_a_drafter_alone_in_a_group_gets_all_captures_and_no_stage():
     p = placement(["left:0", "right:0", "right:1"], "third:3", [2, 1])
     assert p.groups == ("left", "right", "third")
@@ -134,14 +83,6 @@ def test_a_drafter_alone_in_a_group_gets_all_captures_and_no_stage():
     assert third.draft.sources == [CaptureSource(1, [2, 1], 0)]
     assert third.draft.device == 3
     assert load_message(p, "left", FILES).stages[0].captures == []
-
-
-def test_one_daemon_for_everything_needs_no_arena():
-    p = placement(["left:0"], "left:0", [0])
-    load = load_message(p, "left", FILES, draft_files=DRAFT_FILES)
-    assert load.arenas == []
-    assert load.draft is not None
-    assert load.draft.sources == [CaptureSource(0, [0], None)]
 
 
 @given(

@@ -64,14 +64,6 @@ def test_any_split_gives_the_same_frames(stream, sizes):
     assert connection.take_descriptors() == []
 
 
-@given(stream=streams(max_frames=3), size=st.integers(1, 3))
-def test_byte_by_byte(stream, size):
-    test = connection_for(stream)
-    for data, fds in pieces(stream, [size] * len(stream.data)):
-        test.receive(data, fds)
-    assert seen(test.events()) == sent(stream)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(

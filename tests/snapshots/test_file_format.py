@@ -67,12 +67,6 @@ def test_which_tensors_a_slot_has():
     }
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 63, 64, 65, 1000])
-def test_a_short_slot_keeps_all_of_a_window(n):
-    found = {t.name: t for t in slot_tensors(LAYERS, n, Dtype.FLOAT32)}
-    assert (found["layers.2.k"].first, found["layers.2.k"].shape[0]) == (max(0, n - 15), min(n, 15))
-
-
 @given(
     n=st.integers(1, 400),
     kv_dtype=st.sampled_from(Dtype),
@@ -148,13 +142,6 @@ def test_every_flipped_bit_of_the_header_is_found():
             with pytest.raises(SnapshotError) as caught:
                 read(hurt + data, snapshot.file_bytes)
             assert caught.value.fault is not Fault.MISFIT, (at, bit)
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 50, 100])
-def test_a_file_shorter_than_a_header(size):
-    with pytest.raises(SnapshotError) as caught:
-        header_bytes(pack(lay_out(model(), slot()))[:size][:8], size)
-    assert caught.value.fault is Fault.TRUNCATED
 
 
 @pytest.mark.parametrize("change", [-1, -4096, 1])
@@ -269,18 +256,6 @@ def test_another_shape_of_state_under_the_same_fingerprint_is_refused(layers):
     assert caught.value.fault is Fault.MISFIT
 
 
-@pytest.mark.parametrize("kv_dtype", list(Dtype))
-def test_another_kv_dtype_fits(kv_dtype):
-    check_fits(lay_out(model(kv_dtype), slot()), model())
-
-
-def test_each_daemon_gets_its_own_layers():
-    snapshot = lay_out(model(), slot())
-    parts = [snapshot.of_layers(LayerRange(a, b)) for a, b in ((0, 1), (1, 2), (2, 4))]
-    assert [{t.layer for t in part} for part in parts] == [{0}, {1}, {2}]
-    assert sorted(t.name for part in parts for t in part) == sorted(t.name for t in snapshot.tensors)
-
-
 def drafter(mark="d" * 64, layers=LAYERS[1:2]):
     return DraftModel(mark, tuple(replace(layer, index=i) for i, layer in enumerate(layers)))
 
@@ -321,11 +296,3 @@ def test_a_drafters_recurrent_state_is_of_one_length():
     snapshot = lay_out(running, slot(10, with_draft=True))
     assert holds_draft(snapshot, running, 10)
     assert not holds_draft(snapshot, running, 9)
-
-
-def test_a_missing_tensor_of_the_drafter_is_named():
-    snapshot = lay_out(model(draft=drafter(layers=LAYERS[1:2])), slot(10, with_draft=True))
-    grown = model(draft=drafter(layers=(LAYERS[1], LAYERS[1])))
-    with pytest.raises(SnapshotError, match=r"tensor draft\.1\.[kv].*is missing") as caught:
-        check_fits(snapshot, grown)
-    assert caught.value.fault is Fault.MISFIT

@@ -97,13 +97,6 @@ def test_a_slot_of_full_attention_is_used_in_part(tmp_path):
     store.close()
 
 
-def test_saving_a_slot_again_replaces_its_file(store):
-    first, second = save(store, seed=1), save(store, seed=2)
-    assert first.file == second.file
-    assert names(store.directory) == [first.file]
-    assert restore(store, second)
-
-
 def test_the_least_recently_used_go_first(tmp_path):
     now = [1000.0]
     store = made_store(tmp_path, clock=lambda: now[0])
@@ -190,17 +183,6 @@ def test_files_of_another_model_are_left_alone(tmp_path):
     other.close()
 
 
-def test_a_renamed_file_of_another_model_is_left_alone(tmp_path):
-    other, store = made_store(tmp_path, made_model("Made 2B", "cd")), made_store(tmp_path)
-    entry = save(other)
-    name = entry.file.replace("cd" * 8, "ab" * 8)
-    (tmp_path / entry.file).rename(tmp_path / name)
-    assert store.scan() == []
-    assert names(tmp_path) == [name]
-    store.close()
-    other.close()
-
-
 def test_an_invalid_file_with_our_name_is_set_aside_once(store):
     good = save(store)
     name = good.file[:-28] + "0123456789abcdef.safetensors"
@@ -234,22 +216,6 @@ def test_a_replaced_file_is_refused(store):
     (store.directory / b.file).rename(store.directory / a.file)
     with pytest.raises(SnapshotRefused, match="replaced"):
         store.open_for_restore(a)
-
-
-def test_lack_of_descriptors_does_not_refuse_the_file(store, monkeypatch):
-    entry = save(store)
-    real = os.open
-
-    def out_of_descriptors(path, *args, **kwargs):
-        if str(path).endswith(entry.file):
-            raise OSError(24, "Too many open files")
-        return real(path, *args, **kwargs)
-
-    monkeypatch.setattr(disk.os, "open", out_of_descriptors)
-    with pytest.raises(SnapshotRefused, match="EMFILE"):
-        store.open_for_restore(entry)
-    monkeypatch.undo()
-    assert names(store.directory) == [entry.file]
 
 
 # ---- two supervisors
@@ -325,8 +291,3 @@ def test_many_threads_save_prune_and_scan_at_once(tmp_path):
 
 
 # ---- the directory itself
-
-
-def test_the_directory_is_private(tmp_path):
-    made_store(tmp_path / "a" / "b").close()
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,17 +45,3 @@ def test_jitter_stays_between_half_and_the_whole_step(rng, n):
         delay_s = policy.delay_s(0.0) or 0.0
     step_s = min(limits.backoff_first_s * 2 ** (n - 1), limits.backoff_most_s)
     assert 0.5 * step_s <= delay_s <= step_s
-
-
-@pytest.mark.parametrize(
-    ("phase", "loading", "limit_s"),
-    [
-        ("idle", False, 10.0),
-        ("step", False, 30.0),
-        ("check", False, 120.0),
-        ("load", False, 30.0),
-        ("idle", True, 120.0),
-    ],
-)
-def test_silence_limits(phase, loading, limit_s):
-    assert SupervisionLimits().silence_s(phase, loading=loading) == limit_s

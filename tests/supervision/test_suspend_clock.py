@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -78,34 +74,3 @@ async def test_a_timeout_ends_the_wait_and_one_that_is_not_reached_does_nothing(
 async def wait_long() -> None:
     async with suspend_clock.timeout(30.0):
         await asyncio.sleep(30)
-
-
-WAITING = """
-import asyncio, uvloop
-from lucevisor import suspend_clock
-
-async def main():
-    over = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().add_reader(0, over.set_result, None)
-    print("waits", flush=True)
-    async with suspend_clock.timeout(2.5):
-        await over
-    print("heard", flush=True)
-
-with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-    runner.run(main())
-"""
-
-
-def test_a_stopped_process_hears_what_came_meanwhile():
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "waits\n"
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(4.0)
-        os.kill(process.pid, signal.SIGCONT)
-        process.stdin.write("news\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "heard\n"
-        process.stdin.close()

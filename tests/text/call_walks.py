@@ -7,13 +7,13 @@ import json
 import random
 from typing import Any
 
-from lucevisor.text.grammar.calls import calls_in_text, calls_only, functions
 from lucevisor.text.grammar.matcher import GrammarCompiler, Matcher
 from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, OutputParser, ToolCallDelta
 from lucevisor.text.tokenizer import Tokenizer
 from lucevisor.text.tools import FORMATS, ToolFormat
+from lucevisor.text.tools.constraint import calls_in_text, calls_only, functions
 from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata
 
 Tool = dict[str, Any]

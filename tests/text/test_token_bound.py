@@ -18,10 +18,10 @@ from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata, demo_m
 @functools.cache
 def tokenizers() -> dict[str, Tokenizer]:
     markers = {"<|im_end|>": CONTROL, "<|think|>": USER_DEFINED, "\n\n\n": USER_DEFINED}
-    made = {pre: byte_metadata(pre, markers) for pre in ("qwen2", "qwen35", "llama-bpe", "laguna", "default")}
+    by_scheme = {pre: byte_metadata(pre, markers) for pre in ("qwen2", "qwen35", "llama-bpe", "laguna", "default")}
     return {
         name: Tokenizer.from_gguf(metadata)
-        for name, metadata in {**made, "demo": demo_metadata(), "gemma": gemma_metadata()}.items()
+        for name, metadata in {**by_scheme, "demo": demo_metadata(), "gemma": gemma_metadata()}.items()
     }
 
 
@@ -51,8 +51,8 @@ pieces = st.one_of(
 def test_a_text_never_has_fewer_tokens(name, runs):
     tokenizer = tokenizers()[name]
     segments = [Segment(text, trusted) for text, trusted in runs]
-    least = tokenizer.bound.least_tokens("".join(text for text, _ in runs))
-    assert least <= len(tokenizer.encode_segments(segments))
+    bound = tokenizer.bound.min_tokens("".join(text for text, _ in runs))
+    assert bound <= len(tokenizer.encode_segments(segments))
 
 
 @pytest.mark.parametrize("name", ["demo", "gemma", "llama-bpe"])
@@ -61,19 +61,19 @@ def test_every_token_alone_and_repeated(name):
     for token_id in range(0, tokenizer.n_vocab, 5):
         text = tokenizer.decode([token_id], skip_special=False)
         for times in (1, 3):
-            assert tokenizer.bound.least_tokens(text * times) <= len(tokenizer.encode(text * times, parse_special=True))
+            assert tokenizer.bound.min_tokens(text * times) <= len(tokenizer.encode(text * times, parse_special=True))
 
 
 def test_how_far_nfc_shortens():
     """No character's longest spelling is longer than NFC_SHRINKS times what NFC writes for it."""
+    composed = [c for c in map(chr, range(0x110000)) if unicodedata.decomposition(c) or "\uac00" <= c <= "\ud7a3"]
+    apart = {c: unicodedata.normalize("NFD", c) for c in composed}
     longest: dict[str, int] = {}  # the most bytes of one character that stands for this one alone
-    characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
-    parts = {c: unicodedata.normalize("NFD", c) for c in characters}
-    for c, apart in parts.items():
-        if len(apart) == 1:
-            longest[apart] = max(longest.get(apart, 0), len(c.encode()))
-    for c, apart in parts.items():
-        spelled = sum(longest[part] for part in apart)
+    for c, parts in apart.items():
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, len(parts.encode())), len(c.encode()))
+    for c, parts in (apart | {c: c for c in longest}).items():
+        spelled = sum(longest.get(part, len(part.encode())) for part in parts)
         assert len(c.encode()) <= spelled
         if unicodedata.normalize("NFC", c) == c:
             assert spelled <= NFC_SHRINKS * len(c.encode()), hex(ord(c))
@@ -81,12 +81,12 @@ def test_how_far_nfc_shortens():
 
 def test_where_it_matters():
     bound = tokenizers()["demo"].bound
-    assert bound.longest_bytes == 40
-    assert bound.least_tokens("") == 0
-    assert bound.least_tokens(" " * 4000) == 100
-    assert bound.least_tokens("x" * 1_000_000) > 100_000  # no token holds many x
-    assert bound.least_tokens("The quick brown fox. " * 50_000) >= 50_000
-    assert bound.least_tokens("日" * 400_000) == 400_000 * 3 // (NFC_SHRINKS * 40)  # NFC: by bytes alone
+    assert bound.max_token_bytes == 40
+    assert bound.min_tokens("") == 0
+    assert bound.min_tokens(" " * 4000) == 100
+    assert bound.min_tokens("x" * 1_000_000) > 100_000  # no token holds many x
+    assert bound.min_tokens("The quick brown fox. " * 50_000) >= 50_000
+    assert bound.min_tokens("日" * 400_000) == 400_000 * 3 // (NFC_SHRINKS * 40)  # NFC: by bytes alone
 
 
 def test_unknown_when_characters_are_fused():
@@ -98,4 +98,4 @@ def test_unknown_when_characters_are_fused():
         if t != "<0x41>"
     ]
     more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
-    assert Tokenizer.from_gguf({**metadata, **more}).bound.least_tokens("x" * 10_000) == 0
+    assert Tokenizer.from_gguf({**metadata, **more}).bound.min_tokens("x" * 10_000) == 0

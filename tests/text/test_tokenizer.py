@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE
 
-from lucevisor.text.tokenizer import Segment, Tokenizer
+from lucevisor.text.tokenizer import Detokenizer, Segment, Tokenizer
 from lucevisor.text.vocabulary import TokenizerError
 from tests.text.awkward import AWKWARD
 from tests.text.vocabularies import (
@@ -174,10 +174,10 @@ class TestGemma:
         gemma = pytest.importorskip("transformers.models.gemma.tokenization_gemma")
         tokens = gemma_metadata()["tokenizer.ggml.tokens"]
         merges = [tuple(merge.split(" ")) for merge in gemma_metadata()["tokenizer.ggml.merges"]]
-        made = gemma.GemmaTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, mask_token="<pad>")
-        made.add_tokens([AddedToken("\n" * n, normalized=False) for n in (1, 2, 3)])
-        made.add_tokens([AddedToken(marker, normalized=False) for marker in GEMMA_MARKERS])
-        return made
+        oracle = gemma.GemmaTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, mask_token="<pad>")
+        oracle.add_tokens([AddedToken("\n" * n, normalized=False) for n in (1, 2, 3)])
+        oracle.add_tokens([AddedToken(marker, normalized=False) for marker in GEMMA_MARKERS])
+        return oracle
 
     def test_awkward_strings_have_the_ids_of_transformers(self):
         oracle = self.oracle()
@@ -291,3 +291,45 @@ class TestRefusals:
         metadata["tokenizer.ggml.tokens"] += ["", "", "[PAD1]"]
         metadata["tokenizer.ggml.token_type"] += [1, 5, 5]
         assert Tokenizer.from_gguf(metadata).n_vocab == 267
+
+
+# -- Detokenizer
+
+single_bytes = [i for i in range(DEMO.n_vocab) if len(DEMO.token_bytes(i)) == 1]
+
+
+def stream(ids, visible=()):
+    detokenizer = Detokenizer(DEMO, visible)
+    return [detokenizer.push(i) for i in ids] + [detokenizer.flush()]
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, DEMO.n_vocab - 1), st.sampled_from(single_bytes)), max_size=40),
+    st.sets(st.integers(8182, 8191)),
+)
+@settings(max_examples=500, deadline=None)
+def test_pieces_join_to_the_bytes_decoded_at_once(ids, visible):
+    shown = [i for i in ids if i in visible or not DEMO.is_special(i)]
+    whole = b"".join(map(DEMO.token_bytes, shown)).decode("utf-8", errors="replace")
+    assert "".join(stream(ids, visible)) == whole
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_no_piece_ends_inside_a_character(text):
+    ids = [i for character in text for i in DEMO.encode(character)]
+    pieces = stream(ids)
+    assert "".join(pieces) == "".join(DEMO.decode(DEMO.encode(character)) for character in text)
+    assert sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
+
+
+def test_bytes_wait_for_the_rest_of_their_character():
+    ids = [i for i in single_bytes if DEMO.token_bytes(i) in (b"\xe2", b"\x82", b"\xac")]
+    ids.sort(key=lambda i: b"\xe2\x82\xac".index(DEMO.token_bytes(i)))
+    assert stream(ids) == ["", "", "€", ""]
+    assert stream(ids[:2]) == ["", "", "\ufffd"]
+
+
+def test_control_tokens_show_only_if_asked():
+    assert stream([8183, 8184]) == ["", "", ""]
+    assert stream([8183, 8184], visible=[8184]) == ["", "<|im_end|>", ""]
+    assert stream([8186]) == ["<think>", ""]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.text import json_text
+from lucevisor.text.parameters import read_value
 from lucevisor.text.tools import FORMATS
-from lucevisor.text.tools.parameters import read_value
 from lucevisor.text.tools.xml_function import XmlFunction
 
 GEMMA, PAIRS, XML, JSON = (tool_format for _, tool_format in FORMATS)
@@ -32,8 +32,8 @@ TOOLS = [
 
 
 def call(tool_format, body, tools=TOOLS):
-    found = tool_format.parse(body, tools)
-    return found and (found.name, json.loads(found.arguments))
+    parsed = tool_format.parse(body, tools)
+    return parsed and (parsed.name, json.loads(parsed.arguments))
 
 
 @pytest.mark.parametrize(

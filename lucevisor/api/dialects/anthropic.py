@@ -17,10 +17,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import prepare
-from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, chat_output
+from lucevisor.api.bodies import prepare, respond_encoded
+from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, respond
+from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals
 from lucevisor.api.parameters import budget_of
 from lucevisor.api.prepared import PreparedRequest
@@ -71,7 +71,7 @@ RULES: Final = ParameterRules(
 
 
 class AnthropicToolChoice(msgspec.Struct):
-    """Whether and which tools are called."""
+    """Choice of tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -79,7 +79,7 @@ class AnthropicToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model thinks, and whether its thinking is sent (`display`)."""
+    """Switch of thinking; `display`: its text is sent, or not."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -101,7 +101,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class PromptBody(msgspec.Struct, kw_only=True):
-    """What makes a prompt, common to both endpoints.  None: absent, the default applies."""
+    """Fields of a prompt, common to both endpoints.  None: absent, the default applies."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -410,12 +410,12 @@ SIGNATURE: Final = "unsigned"
 
 _Event = dict[str, object]
 _FIELDS: Final = {"text": "text", "thinking": "thinking", "tool_use": "input"}
-"""What the deltas of a block add up to."""
+"""Field of a block that its deltas add up to, by type."""
 _STOP_REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 @dataclass(slots=True, kw_only=True)
-class MessageFormatter:
+class MessageFormatter(ResponseFormatter):
     """One response.  `n_prompt`: tokens of the prompt; `max_tokens`: as requested; `show_reasoning`: send its text."""
 
     response_id: str
@@ -556,7 +556,7 @@ def _usage(totals: UsageTotals) -> _Event:
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    """Handle one request for a message."""
+    """Create a message, as Anthropic's API does."""
     prepared = await prepare(request, read_messages)
     assert isinstance(prepared, PreparedRequest)
     ctx, options = request.app[APP_CONTEXT], prepared.options
@@ -569,11 +569,9 @@ async def messages(request: web.Request) -> web.StreamResponse:
         max_tokens=options.max_tokens,
         show_reasoning=options.show_reasoning,
     )
-    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "messages")
+    return await respond(request, prepared, formatter, response, "messages")
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
-    """Return how many tokens the prompt of a request has."""
-    parts = await prepare(request, read_count_tokens)
-    assert isinstance(parts, list)
-    return web.Response(body=b"".join(parts), content_type="application/json")
+    """Count the tokens of a prompt."""
+    return await respond_encoded(request, read_count_tokens)

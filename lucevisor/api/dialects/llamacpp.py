@@ -5,7 +5,6 @@ The bodies are open: llama.cpp ignores what it does not know, and its clients se
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -14,11 +13,11 @@ import msgspec
 from aiohttp import web
 
 from lucevisor.api.app_context import AppContext, Reader
-from lucevisor.api.bodies import prepare
+from lucevisor.api.bodies import prepare, respond_encoded
 from lucevisor.api.dialects.openai_chat import read_apply_template
-from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, plain_output, read_completion
-from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, respond
+from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, read_completion
+from lucevisor.api.errors import bad_parameter
+from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
 from lucevisor.api.output import MIN_LOGPROB, ChoiceDelta, FinishReason, TokenRecord, UsageTotals, token_text
 from lucevisor.api.parameters import check_length, check_model, check_token_ids
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
@@ -35,7 +34,7 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import ClientGone, StreamStyle
+from lucevisor.api.sse import StreamStyle
 from lucevisor.text.infill import OtherFile
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -208,7 +207,7 @@ _STOP_TYPES: Final[dict[FinishReason, str]] = {"length": "limit", "stop": "eos",
 
 @dataclass(slots=True)
 class _Choice:
-    """What a choice was so far."""
+    """State of a choice."""
 
     n_prompt: int
     prompt: str
@@ -219,7 +218,7 @@ class _Choice:
 
 
 @dataclass(slots=True, kw_only=True)
-class LlamaCppFormatter:
+class LlamaCppFormatter(ResponseFormatter):
     """One response.  `prompts`: of each choice; `settings`: of the sampler; `token_ids`: they were requested."""
 
     model: str
@@ -237,27 +236,19 @@ class LlamaCppFormatter:
         decode = self.tokenizer.decode
         self._choices = [_Choice(len(prompt), decode(prompt, skip_special=False)) for prompt in self.prompts]
 
-    def start(self, index: int) -> Sequence[object]:
-        """Return nothing: the first delta opens the answer."""
-        return ()
-
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the event of a delta."""
-        told = self._part(index, [delta])
-        return [told] if delta.event is not None or delta.tokens else ()
+        result = self._part(index, [delta])
+        return [result] if delta.event is not None or delta.tokens else ()
 
     def end(self, totals: UsageTotals) -> Sequence[object]:
         """Return the last event of each choice."""
         return [self._whole(index, {"content": "", "tokens": []}, totals) for index in range(len(self._choices))]
 
-    def failure(self, error: ApiError) -> Sequence[object]:
-        """Return the error's body."""
-        return [error.body()]
-
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the object of the only choice, or a list of them."""
-        told = [self._whole(index, self._part(index, deltas), totals) for index, deltas in enumerate(choices)]
-        return told[0] if len(told) == 1 else told
+        result = [self._whole(index, self._part(index, deltas), totals) for index, deltas in enumerate(choices)]
+        return result[0] if len(result) == 1 else result
 
     def _part(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
         choice = self._choices[index]
@@ -310,16 +301,16 @@ class LlamaCppFormatter:
             }
 
         event = record.event
-        return {**entry(event.token, event.logprob), "top_logprobs": [entry(*one) for one in event.top]}
+        return {**entry(event.token, event.logprob), "top_logprobs": [entry(*item) for item in event.top]}
 
 
 async def completion(request: web.Request) -> web.StreamResponse:
-    """Continue a prompt."""
+    """Continue a prompt, as llama.cpp's server does."""
     return await _generated(request, read_llama_completion)
 
 
 async def infill(request: web.Request) -> web.StreamResponse:
-    """Fill a gap in a text."""
+    """Fill a gap in a text, as llama.cpp's server does."""
     return await _generated(request, read_infill)
 
 
@@ -336,7 +327,7 @@ async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse
         token_ids=options.token_ids,
     )
     param = "prompt" if reader is read_llama_completion else "input_suffix"
-    return await respond(request, prepared, formatter, plain_output(options), ResponseId.now("cmpl-"), param)
+    return await respond(request, prepared, formatter, ResponseId.now("cmpl-"), param)
 
 
 def _settings(options: GenerationOptions) -> dict[str, object]:
@@ -357,35 +348,15 @@ def _settings(options: GenerationOptions) -> dict[str, object]:
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    """Return the token ids of a text."""
-    return await _send(request, await prepare(request, read_tokenize))
+    """Convert a text to token ids."""
+    return await respond_encoded(request, read_tokenize)
 
 
 async def apply_template(request: web.Request) -> web.StreamResponse:
-    """Return the prompt that a chat request would be answered for."""
-    return await _send(request, await prepare(request, read_apply_template))
+    """Return the prompt of a chat request as text."""
+    return await respond_encoded(request, read_apply_template)
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
-    """Return the text of token ids, control tokens included."""
-    return await _send(request, await prepare(request, read_detokenize))
-
-
-async def _send(request: web.Request, parts: object) -> web.StreamResponse:
-    """Send a response in parts, so that a long one does not block the loop."""
-    assert isinstance(parts, list)
-    if len(parts) == 1:
-        return web.Response(body=parts[0], content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    response.content_length = sum(map(len, parts))
-    try:
-        async with asyncio.timeout(request.app[APP_CONTEXT].settings.write_timeout_s):
-            await response.prepare(request)
-            for part in parts:
-                await response.write(part)
-            await response.write_eof()
-    except (TimeoutError, ConnectionError) as error:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ClientGone(str(error) or "the client read too slowly") from None
-    return response
+    """Convert token ids to text, control tokens included."""
+    return await respond_encoded(request, read_detokenize)

@@ -18,11 +18,11 @@ from aiohttp import web
 
 from lucevisor import __version__
 from lucevisor.api.app_context import AppContext, ModelCard, Reader
-from lucevisor.api.bodies import prepare
-from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, chat_output
-from lucevisor.api.dialects.openai_completions import infill_ids, plain_output, read_completion
+from lucevisor.api.bodies import json_response, prepare, send_parts
+from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
+from lucevisor.api.dialects.openai_completions import infill_ids, read_completion
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, respond
+from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
 from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
@@ -218,10 +218,9 @@ def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
         fields.pop(name, None)
     prompt = infill_ids(body.prompt or "", body.suffix, (), "suffix", ctx) if body.suffix else body.prompt
     try:
-        prepared = read_completion({**fields, "prompt": prompt, "logprobs": logprobs}, ctx)
+        return read_completion({**fields, "prompt": prompt, "logprobs": logprobs}, ctx)
     except ApiError as error:
         raise error.renamed(_NAMES.get(error.param or "", error.param or "")) from None
-    return PreparedRequest(msgspec.structs.replace(prepared.options, plain=True), prepared.prompts)
 
 
 def _continued(prepared: PreparedRequest, context: list[int], ctx: AppContext) -> PreparedRequest:
@@ -300,7 +299,7 @@ def _add_messages(chat: ChatRequestBuilder, messages: Sequence[dict[str, Any]]) 
                 for call, id_ in zip(message.tool_calls, ids, strict=True)
             ]
         if message.role == "tool":
-            answered = next((one for one in waiting if message.tool_name in (None, one[0])), None)
+            answered = next((item for item in waiting if message.tool_name in (None, item[0])), None)
             if answered is not None:
                 waiting.remove(answered)
             made["tool_call_id"] = message.tool_call_id or (answered[1] if answered else f"call_{index}")
@@ -316,7 +315,7 @@ def created_at(seconds: float) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class OllamaFormatter:
+class OllamaFormatter(ResponseFormatter):
     """One response.  ``chat``: of /api/chat, else of /api/generate; ``context``: ids of the conversation so far, which
     the answer's are added to, None if they are not sent."""
 
@@ -329,10 +328,6 @@ class OllamaFormatter:
     _reason: FinishReason = "stop"
 
     style: ClassVar[StreamStyle] = "lines"
-
-    def start(self, index: int) -> Sequence[object]:
-        """Return nothing: the first delta opens the answer."""
-        return ()
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the object of a delta."""
@@ -367,17 +362,17 @@ class OllamaFormatter:
         content = "".join(event.text for event in events if isinstance(event, ContentDelta))
         thinking = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         calls = [self._call(event) for event in events if isinstance(event, ToolCallDelta)]
-        told: dict[str, object] = {"model": self.model, "created_at": created_at(time.time())}
+        result: dict[str, object] = {"model": self.model, "created_at": created_at(time.time())}
         part: dict[str, object] = {"role": "assistant", "content": content} if self.chat else {"response": content}
         if thinking:
             part["thinking"] = thinking
         if calls:
             part["tool_calls"] = calls
-        told |= {"message": part} if self.chat else part
+        result |= {"message": part} if self.chat else part
         tokens = [token for delta in deltas for token in delta.tokens]
         if self.logprobs and tokens:
-            told["logprobs"] = chat_logprobs(self.tokenizer, tokens)["content"]
-        return told | {"done": done}
+            result["logprobs"] = chat_logprobs(self.tokenizer, tokens)["content"]
+        return result | {"done": done}
 
     def _call(self, call: ToolCallDelta) -> dict[str, object]:
         function = {"index": call.index, "name": call.name, "arguments": msgspec.Raw(call.arguments.encode())}
@@ -407,26 +402,26 @@ Codex wants 0.13.4, the first with /v1/responses; 0.14.0 is the first with /v1/m
 
 
 async def root(request: web.Request) -> web.Response:
-    """GET /: what Ollama's own clients look for, the status page for everybody else."""
+    """Return the status page, but to Ollama's own clients the text that they look for."""
     if request.headers.get("User-Agent", "").startswith("ollama"):
         return web.Response(text="Ollama is running")
     return await page(request)
 
 
 async def ollama_chat(request: web.Request) -> web.StreamResponse:
-    """POST /api/chat."""
+    """Continue a chat, as Ollama's API does."""
     return await _generated(request, read_ollama_chat)
 
 
 async def ollama_generate(request: web.Request) -> web.StreamResponse:
-    """POST /api/generate."""
+    """Continue a prompt, as Ollama's API does."""
     return await _generated(request, read_ollama_generate)
 
 
 async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse:
     prepared = await prepare(request, reader)
     if not isinstance(prepared, PreparedRequest):
-        return web.Response(body=b"".join(prepared), content_type="application/json")
+        return await send_parts(request, prepared)
     ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("")
     is_chat = reader is read_ollama_chat
     formatter = OllamaFormatter(
@@ -437,24 +432,23 @@ async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse
         logprobs=options.logprobs,
         context=None if is_chat or options.plain else list(prepared.prompts[0]),
     )
-    output = plain_output(options) if options.plain else chat_output(options, ctx)
-    return await respond(request, prepared, formatter, output, response, "messages" if is_chat else "prompt")
+    return await respond(request, prepared, formatter, response, "messages" if is_chat else "prompt")
 
 
 async def tags(request: web.Request) -> web.Response:
-    """GET /api/tags: the served model."""
-    return _json({"models": [_model(request.app[APP_CONTEXT])]})
+    """List the served model, as Ollama's API does."""
+    return json_response({"models": [_model(request.app[APP_CONTEXT])]})
 
 
 async def running(request: web.Request) -> web.Response:
-    """GET /api/ps: the served model, which is never unloaded."""
+    """List the loaded model, as Ollama's API does: it is never unloaded."""
     ctx = request.app[APP_CONTEXT]
     more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": ctx.model.size_bytes}
-    return _json({"models": [_model(ctx) | more | {"context_length": ctx.max_context}]})
+    return json_response({"models": [_model(ctx) | more | {"context_length": ctx.max_context}]})
 
 
 async def show_model(request: web.Request) -> web.StreamResponse:
-    """POST /api/show."""
+    """Describe the served model, as Ollama's API does."""
     await prepare(request, read_show)
     ctx = request.app[APP_CONTEXT]
     card, template = ctx.model, ctx.template
@@ -462,7 +456,7 @@ async def show_model(request: web.Request) -> web.StreamResponse:
     capabilities = ["completion", *(name for name in ("tools", "thinking") if able[name])]
     if InfillTokens.of(ctx.tokenizer) is not None:
         capabilities.append("insert")
-    return _json(
+    return json_response(
         {
             "modelfile": "",
             "parameters": "\n".join(f"{k} {v}" for k, v in msgspec.to_builtins(ctx.defaults).items()),
@@ -482,8 +476,8 @@ async def show_model(request: web.Request) -> web.StreamResponse:
 
 
 async def version(_: web.Request) -> web.Response:
-    """GET /api/version."""
-    return _json({"version": OLLAMA_VERSION, "lucevisor": __version__})
+    """Return the release of Ollama whose fields /api/ has."""
+    return json_response({"version": OLLAMA_VERSION, "lucevisor": __version__})
 
 
 def _model(ctx: AppContext) -> dict[str, object]:
@@ -520,7 +514,3 @@ def _details(ctx: AppContext) -> dict[str, object]:
         "parameter_size": _rounded(card.n_parameters),
         "quantization_level": card.quant,
     }
-
-
-def _json(body: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
@@ -21,11 +20,9 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, make_envelope, respond
+from lucevisor.api.generation import OpenAiFormatter, ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
-    Envelope,
-    OutputOptions,
     TokenRecord,
     UsageTotals,
     chat_logprobs,
@@ -37,8 +34,8 @@ from lucevisor.api.parameters import (
     check_common,
     check_length,
     check_min_tokens,
-    check_stop_ids,
     check_tokens,
+    common_options,
     max_tokens_of,
     n_top_logprobs,
     random_seed,
@@ -59,12 +56,10 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
-from lucevisor.text.output_parser import ContentDelta, OutputParser, ReasoningDelta, ToolCallDelta
+from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
-from lucevisor.text.tokenizer import Tokenizer
 
 
 class ReasoningObject(msgspec.Struct):
@@ -159,11 +154,11 @@ class CustomTool(msgspec.Struct):
 
 def custom_function(tool: CustomTool) -> dict[str, Any]:
     """Return a custom tool as a function of one text.  Its grammar is told to the model, and not enforced."""
-    told = [tool.description or ""]
+    description = [tool.description or ""]
     if (grammar := tool.grammar) is not None:
-        told.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
+        description.append(f"The input must follow this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
     schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-    return {"name": tool.name, "description": "\n\n".join(filter(None, told)), "parameters": schema}
+    return {"name": tool.name, "description": "\n\n".join(filter(None, description)), "parameters": schema}
 
 
 class _Tool(msgspec.Struct):
@@ -341,17 +336,9 @@ def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
         max_tokens=max_tokens,
         min_tokens=check_min_tokens(body, max_tokens),
         n=check_choices(body.n, 1),
-        ignore_eos=bool(body.ignore_eos),
-        stops=body.stops,
-        include_stop=bool(body.include_stop_str_in_output),
-        stop_ids=check_stop_ids(body, ctx),
-        ignored=ignored(ChatBody, fields, more=_unused(body, template)),
+        **common_options(body, ctx, ignored(ChatBody, fields, more=_unused(body, template))),
         grammar=grammar,
         max_thinking_tokens=None if tags is None else _thinking_budget(body, ctx, template),
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
-        token_ids=bool(body.return_token_ids),
         logprobs=n_top >= 0,
         tools=tools,
         custom=custom_names(body.tools or []),
@@ -567,28 +554,17 @@ class ChatRequestBuilder:
         return param
 
 
-_CHUNK = "chat.completion.chunk"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFormatter:
-    """One response.  `token_ids`: they were requested, and those of the `prompt`; `custom`: names of tools whose input
-    is text; `reasoning`: it is shown."""
+class ChatFormatter(OpenAiFormatter):
+    """`custom`: names of tools whose input is text; `reasoning`: it is shown."""
 
-    envelope: Envelope
-    tokenizer: Tokenizer
-    logprobs: bool
-    token_ids: bool
-    prompt: Sequence[int] = ()
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
     custom: Sequence[str] = ()
     reasoning: bool = True
 
-    style: ClassVar[StreamStyle] = "data"
-
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk that names the role."""
-        chunks = self._chunk(index, {"role": "assistant", "content": ""}, ChoiceDelta(None))
-        return [{**chunk, **self._prompt()} for chunk in chunks]
+        return [self._chunk(index, {"role": "assistant", "content": ""}, ChoiceDelta(None)) | self.prompt_ids(index)]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
@@ -603,42 +579,21 @@ class ChatFormatter:
                 fields["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
             case None:
                 pass
-        return self._chunk(index, fields, delta)
-
-    def end(self, totals: UsageTotals) -> Sequence[object]:
-        """Return the chunk with the usage and no choice, if it was requested."""
-        return self.envelope.usage_chunk(_CHUNK, totals)
-
-    def failure(self, error: ApiError) -> Sequence[object]:
-        """Return the error's body."""
-        return [error.body()]
+        return [self._chunk(index, fields, delta)]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
-        return {
-            **self.envelope.head("chat.completion"),
-            "choices": [self._full_choice(index, deltas) for index, deltas in enumerate(choices)],
-            "usage": totals.usage(),
-            "timings": totals.timings_json(),
-            **self._prompt(),
-        }
+        bodies = [self._full_choice(index, deltas) for index, deltas in enumerate(choices)]
+        return self.response("chat.completion", bodies, totals) | self.prompt_ids(0)
 
-    def _prompt(self) -> dict[str, object]:
-        return {"prompt_token_ids": list(self.prompt)} if self.token_ids else {}
-
-    def _chunk(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> Sequence[dict[str, object]]:
-        return [self.envelope.chunk(_CHUNK, index, self._choice(index, fields, delta), delta.n_tokens)]
-
-    def _choice(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
+    def _chunk(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
             "delta": fields,
             "logprobs": self._logprobs(delta.tokens),
             "finish_reason": delta.finish_reason,
         }
-        if self.token_ids:
-            choice["token_ids"] = list(delta.token_ids)
-        return choice
+        return self.chunk(index, choice, delta)
 
     def _full_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
         events = [delta.event for delta in deltas]
@@ -660,15 +615,13 @@ class ChatFormatter:
             "logprobs": self._logprobs([token for delta in deltas for token in delta.tokens], full=True),
             "finish_reason": deltas[-1].finish_reason,
         }
-        if self.token_ids:
-            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
-        return choice
+        return self.with_ids(choice, deltas)
 
     def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
         if not self.logprobs or not (full or any(token.content for token in tokens)):
             return None
-        told = chat_logprobs(self.tokenizer, tokens)
-        return {**told, "content": encode_items(told["content"])} if full else told
+        result = chat_logprobs(self.tokenizer, tokens)
+        return {**result, "content": encode_items(result["content"])} if full else result
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Globally unique, as the response id is; clients send it back with the tool's result.
@@ -680,7 +633,7 @@ class ChatFormatter:
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Handle one chat request."""
+    """Create a chat completion."""
     prepared = await prepare(request, read_chat)
     assert isinstance(prepared, PreparedRequest)
     ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("chatcmpl-")
@@ -689,23 +642,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         tokenizer=ctx.tokenizer,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
-        prompt=prepared.prompts[0],
+        n=options.n,
+        prompts=prepared.prompts,
         custom=options.custom,
         reasoning=options.show_reasoning,
     )
-    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "messages")
-
-
-def chat_output(options: GenerationOptions, ctx: AppContext) -> OutputOptions:
-    """Return how the tokens of a chat request are read, in all APIs that have messages."""
-    assert ctx.template is not None
-    output_format = ctx.template.output_format
-    return OutputOptions(
-        stops=options.stops,
-        include_stop=options.include_stop,
-        min_tokens=options.min_tokens,
-        make_parser=partial(OutputParser, options.reasoning_open, options.tools, output_format),
-        visible=output_format.visible_ids(ctx.tokenizer),
-        reasoning_open=options.reasoning_open,
-        one_tool_call=options.one_tool_call,
-    )
+    return await respond(request, prepared, formatter, response, "messages")

@@ -15,12 +15,10 @@ from msgspec import Meta
 from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_form
-from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, make_envelope, respond
+from lucevisor.api.errors import bad_parameter
+from lucevisor.api.generation import OpenAiFormatter, ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
-    Envelope,
-    OutputOptions,
     UsageTotals,
     completion_logprobs,
     echoed_logprobs,
@@ -31,8 +29,8 @@ from lucevisor.api.parameters import (
     check_common,
     check_length,
     check_min_tokens,
-    check_stop_ids,
     check_tokens,
+    common_options,
     max_tokens_of,
     n_top_logprobs,
     random_seed,
@@ -50,7 +48,6 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import StreamStyle
 from lucevisor.text.infill import InfillTokens, OtherFile
 from lucevisor.text.output_parser import ContentDelta
 from lucevisor.text.tokenizer import Tokenizer
@@ -91,16 +88,9 @@ def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
         min_tokens=0 if prompt_only else check_min_tokens(body, max_tokens_of(body.max_tokens)),
         prompt_only=prompt_only,
         n=n,
-        ignore_eos=bool(body.ignore_eos),
-        stops=body.stops,
-        include_stop=bool(body.include_stop_str_in_output),
-        stop_ids=check_stop_ids(body, ctx),
-        ignored=ignored(CompletionBody, fields, RULES),
+        **common_options(body, ctx, ignored(CompletionBody, fields, RULES)),
         grammar=grammar,
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
-        token_ids=bool(body.return_token_ids),
+        plain=True,
         logprobs=n_top >= 0,
         echoes=_echoes(prompts, n, ctx.tokenizer) if body.echo else (),
         score_prompt=score_prompt,
@@ -209,86 +199,57 @@ _KIND = "text_completion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionFormatter:
-    """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty.
+class CompletionFormatter(OpenAiFormatter):
+    """`echoes`: the text of each prompt if it is to be repeated, else empty; `scored`: log-probabilities of the prompts
+    were requested."""
 
-    `prompts`: their ids; `scored`: log-probabilities of them are wanted.
-    """
-
-    envelope: Envelope
-    tokenizer: Tokenizer
-    n: int
+    chunk_kind: ClassVar[str] = _KIND
     echoes: tuple[str, ...]
-    logprobs: bool
-    token_ids: bool
-    prompts: Sequence[Sequence[int]]
     scored: bool = False
-
-    style: ClassVar[StreamStyle] = "data"
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk with the prompt, as text or ids, if that was requested."""
         if not (self.echoes or self.token_ids):
             return ()
-        choice = self._choice(index, self._echo(index), ChoiceDelta(None)) | self._prompt(index)
-        return self._chunk(index, choice, ChoiceDelta(None))
+        delta = ChoiceDelta(None)
+        choice = self._choice(index, self._echo(index), delta) | self.prompt_ids(index)
+        return [self.chunk(index, choice, delta)]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
-        return self._chunk(index, self._choice(index, _text(delta), delta), delta)
-
-    def end(self, totals: UsageTotals) -> Sequence[object]:
-        """Return the chunk with the usage and no choice, if it was requested."""
-        return self.envelope.usage_chunk(_KIND, totals)
-
-    def failure(self, error: ApiError) -> Sequence[object]:
-        """Return the error's body."""
-        return [error.body()]
+        return [self.chunk(index, self._choice(index, _text(delta), delta), delta)]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
-        told = []
+        bodies = []
         for index, deltas in enumerate(choices):
-            joined = ChoiceDelta(
-                None,
-                tuple(token for delta in deltas for token in delta.tokens),
-                tuple(token_id for delta in deltas for token_id in delta.token_ids),
-                deltas[-1].finish_reason,
-                prompt_scores=deltas[-1].prompt_scores,
-            )
+            tokens = tuple(token for delta in deltas for token in delta.tokens)
+            joined = replace(deltas[-1], tokens=tokens)
             text = self._echo(index) + "".join(map(_text, deltas))
-            told.append(self._choice(index, text, joined, full=True) | self._prompt(index))
-        return {**self.envelope.head(_KIND), "choices": told, "usage": totals.usage(), "timings": totals.timings_json()}
+            choice = self._choice(index, text, joined, full=True) | self.prompt_ids(index)
+            bodies.append(self.with_ids(choice, deltas))
+        return self.response(_KIND, bodies, totals)
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _prompt(self, index: int) -> dict[str, object]:
-        return {"prompt_token_ids": list(self.prompts[index // self.n])} if self.token_ids else {}
-
-    def _chunk(self, index: int, choice: object, delta: ChoiceDelta) -> Sequence[object]:
-        return [self.envelope.chunk(_KIND, index, choice, delta.n_tokens)]
-
     def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
-        choice: dict[str, object] = {
+        return {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(index, delta, full=full),
             "finish_reason": delta.finish_reason,
         }
-        if self.token_ids:
-            choice["token_ids"] = list(delta.token_ids)
-        return choice
 
     def _logprobs(self, index: int, delta: ChoiceDelta, *, full: bool) -> object:
         if not self.logprobs or not (delta.tokens or full):
             return None
         if self.scored:
             prompt, n_echo = self.prompts[index // self.n], len(self._echo(index))
-            told = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
+            result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
         else:
-            told = completion_logprobs(self.tokenizer, delta.tokens)
-        return told | {"top_logprobs": encode_items(told["top_logprobs"])} if full else told
+            result = completion_logprobs(self.tokenizer, delta.tokens)
+        return result | {"top_logprobs": encode_items(result["top_logprobs"])} if full else result
 
 
 def _text(delta: ChoiceDelta) -> str:
@@ -296,7 +257,7 @@ def _text(delta: ChoiceDelta) -> str:
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Handle one completion request."""
+    """Create a completion of a text or of token ids."""
     prepared = await prepare(request, read_completion)
     assert isinstance(prepared, PreparedRequest)
     ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("cmpl-")
@@ -310,14 +271,4 @@ async def completions(request: web.Request) -> web.StreamResponse:
         prompts=prepared.prompts,
         scored=options.score_prompt,
     )
-    return await respond(request, prepared, formatter, plain_output(options), response, "prompt")
-
-
-def plain_output(options: GenerationOptions) -> OutputOptions:
-    """Return how the output of a plain completion is read: it is text without reasoning or calls."""
-    return OutputOptions(
-        stops=options.stops,
-        include_stop=options.include_stop,
-        min_tokens=options.min_tokens,
-        prompt_only=options.prompt_only,
-    )
+    return await respond(request, prepared, formatter, response, "prompt")

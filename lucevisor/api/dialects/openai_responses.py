@@ -19,10 +19,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import AddToBody, prepare
-from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, chat_output, custom_function
+from lucevisor.api.bodies import AddToBody, json_response, prepare, respond_encoded
+from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseId, respond
+from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
 from lucevisor.api.output import ChoiceDelta, FinishReason, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
 from lucevisor.api.request_context import APP_CONTEXT, RESPONSE_STORE, context_of
@@ -44,7 +44,7 @@ from lucevisor.api.schemas import (
 )
 from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class TextConfig(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    """How much the model thinks, and whether its thinking comes as a summary."""
+    """Effort of thinking, and the kind of its summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -224,7 +224,7 @@ _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text
 
 @dataclass(slots=True)
 class _Turn:
-    """What the assistant did since the last input."""
+    """Items of the assistant since the last input."""
 
     origin: str = ""
     reasoning: list[str] = field(default_factory=list)
@@ -546,7 +546,7 @@ def _translate_output(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
         chat.fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
 
 
-def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> dict[str, object]:
+def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams) -> dict[str, object]:
     """Return the fields of the request that the response repeats."""
     reasoning = body.reasoning
     return {
@@ -581,11 +581,11 @@ def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> di
 def _echoed_text(text: TextConfig) -> dict[str, object]:
     """Return the text configuration with the fields that its type has, also those that the request left out."""
     form = text.format or TextFormat("text")
-    told: dict[str, object] = {"type": form.type}
+    result: dict[str, object] = {"type": form.type}
     if form.type == "json_schema":
         more = {"description": form.description, "name": form.name or "", "schema": form.schema}
-        told |= {**more, "strict": bool(form.strict)}
-    return {"format": told, **({} if text.verbosity is None else {"verbosity": text.verbosity})}
+        result |= {**more, "strict": bool(form.strict)}
+    return {"format": result, **({} if text.verbosity is None else {"verbosity": text.verbosity})}
 
 
 def _echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -613,7 +613,7 @@ class _Item:
 
 
 @dataclass(slots=True, kw_only=True)
-class ResponsesFormatter:
+class ResponsesFormatter(ResponseFormatter):
     """One response.  `keep` gets the finished response and its output items before they are sent."""
 
     response_id: str
@@ -656,8 +656,8 @@ class ResponsesFormatter:
 
     def failure(self, error: ApiError) -> Sequence[_Event]:
         """Return the event that ends a stream that fails."""
-        told = {"code": "server_error", "message": error.message}
-        return [self._event("response.failed", response=self._response("failed", error=told))]
+        fields = {"code": "server_error", "message": error.message}
+        return [self._event("response.failed", response=self._response("failed", error=fields))]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response."""
@@ -822,7 +822,7 @@ _CALL_TEXTS: Final = {"function_call": "arguments", "custom_tool_call": "input"}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which items of a list a client asks for: at most `limit`, those behind `after` in its order."""
+    """Items of a list to return: at most `limit`, those after `after` in its order."""
 
     limit: int
     after: str | None
@@ -885,16 +885,16 @@ def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: Page) 
 
 def _complete(item: _Json, item_id: str) -> _Json:
     """Return an item as clients read it, though they may send it shorter: with id, type, status and parts."""
-    told = {"id": item_id, "type": "message", "status": "completed", **item}
-    if told["type"] == "message" and isinstance(text := told["content"], str):
-        kind = "output_text" if told["role"] == "assistant" else "input_text"
+    result = {"id": item_id, "type": "message", "status": "completed", **item}
+    if result["type"] == "message" and isinstance(text := result["content"], str):
+        kind = "output_text" if result["role"] == "assistant" else "input_text"
         annotated: _Json = {"annotations": []} if kind == "output_text" else {}
-        told["content"] = [{"type": kind, "text": text, **annotated}]
-    return told
+        result["content"] = [{"type": kind, "text": text, **annotated}]
+    return result
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """Handle one request for a response."""
+    """Create a response, as OpenAI's Responses API does."""
     ctx, store, key = request.app[APP_CONTEXT], request.app[RESPONSE_STORE], context_of(request).caller.id
     named: dict[str, StoredResponse] = {}
     prepared = await prepare(request, read_response, _stored_adder(request, named))
@@ -923,7 +923,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         keep=keep,
         clock=time.time,
     )
-    return await respond(request, prepared, formatter, chat_output(options, ctx), response, "input")
+    return await respond(request, prepared, formatter, response, "input")
 
 
 def _stored_adder(request: web.Request, named: dict[str, StoredResponse]) -> AddToBody:
@@ -937,15 +937,13 @@ def _stored_adder(request: web.Request, named: dict[str, StoredResponse]) -> Add
     return add_to_body
 
 
-async def count_input_tokens(request: web.Request) -> web.Response:
-    """Return how many tokens the prompt of a request has."""
-    parts = await prepare(request, read_input_tokens, _stored_adder(request, {}))
-    assert isinstance(parts, list)
-    return web.Response(body=b"".join(parts), content_type="application/json")
+async def count_input_tokens(request: web.Request) -> web.StreamResponse:
+    """Count the tokens of a response's prompt."""
+    return await respond_encoded(request, read_input_tokens, _stored_adder(request, {}))
 
 
 async def get_response(request: web.Request) -> web.Response:
-    """Return a stored response, or its events behind `starting_after` with `stream=true`."""
+    """Return a stored response, or its events after `starting_after` with `stream=true`."""
     stored, query = _stored(request), request.query
     if not _choice(query, "stream", {"false": False, "true": True}):
         return web.Response(body=stored.body, content_type="application/json")
@@ -956,7 +954,7 @@ async def get_response(request: web.Request) -> web.Response:
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    """Return a page of the items that a stored response answers."""
+    """List the items that a stored response answers."""
     stored, query = _stored(request), request.query
     page = Page(
         limit=_integer(query, "limit", 20, 1, 100),
@@ -965,7 +963,7 @@ async def list_input_items(request: web.Request) -> web.Response:
     )
     turns = [msgspec.json.decode(turn) for turn in stored.turns[:-1]]
     body = input_items(request.match_info["id"], turns, page)
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return json_response(body)
 
 
 def _integer(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
@@ -999,7 +997,7 @@ async def delete_response(request: web.Request) -> web.Response:
     if not request.app[RESPONSE_STORE].delete(name, context_of(request).caller.id):
         raise _not_stored(name)
     body = {"id": name, "object": "response", "deleted": True}
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return json_response(body)
 
 
 def _not_stored(name: str) -> ApiError:

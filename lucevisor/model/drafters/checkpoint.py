@@ -1,24 +1,38 @@
 """A DFlash drafter as a Hugging Face checkpoint (``config.json`` and safetensors), seen as a GGUF file.
 
-Keys and tensors get the names that llama.cpp's converter gives them; their values are not touched.
+Keys and tensors get the names that llama.cpp's converter gives them; their values are not touched.  The tensor table is
+read as strictly as a GGUF header.  Source: the format's description, https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from lucevisor.model.gguf_files import GgufFiles, OpenFile, part_paths
-from lucevisor.model.gguf_header import GgufError, TensorInfo, Value
-from lucevisor.model.safetensors_header import read_header
+from lucevisor.model.gguf_header import (
+    MAX_DIMENSIONS,
+    MAX_NAME_BYTES,
+    MAX_TENSORS,
+    GgufError,
+    TensorInfo,
+    Value,
+    check_overlap,
+)
+from lucevisor.model.quant_types import BY_NAME, DENSE
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 _REQUIRED = {
     "num_hidden_layers": "block_count",
@@ -77,9 +91,9 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 def checkpoint_paths(path: Path) -> tuple[Path, ...]:
     """The configuration and all parts of the checkpoint in the directory ``path``.  Raises GgufError."""
-    whole = path / WEIGHTS
-    if whole.exists():
-        return (path / CONFIG, whole)
+    single = path / WEIGHTS
+    if single.exists():
+        return (path / CONFIG, single)
     parts = sorted(path.glob("model-00001-of-?????.safetensors"))
     if len(parts) != 1:
         raise GgufError(
@@ -94,7 +108,7 @@ def open_checkpoint(paths: Sequence[Path]) -> GgufFiles:
     metadata = _metadata(parts[0])
     tensors: dict[str, TensorInfo] = {}
     for number, part in enumerate(parts[1:], 1):
-        for name, tensor in read_header(part, number).items():
+        for name, tensor in _read_header(part, number).items():
             gguf_name = _gguf_name(name)
             if gguf_name in tensors:
                 raise GgufError(str(part.path), f"tensor {name!r}", "is twice in the checkpoint: its files do not fit")
@@ -151,9 +165,9 @@ def _rope_base(where: str, fields: dict[str, Any]) -> Value:
 
 def _windows(where: str, fields: dict[str, Any]) -> dict[str, Value]:
     types = fields.get("layer_types", [])
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or any(t not in known for t in types):
-        raise GgufError(where, "field 'layer_types'", f"is {types!r}, known are {', '.join(known)}")
+    known_types = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or any(t not in known_types for t in types):
+        raise GgufError(where, "field 'layer_types'", f"is {types!r}, known are {', '.join(known_types)}")
     if "sliding_attention" not in types:
         return {}
     if "sliding_window" not in fields:
@@ -171,3 +185,54 @@ def _captures(where: str, fields: dict[str, Any]) -> dict[str, Value]:
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise GgufError(where, "field 'target_layer_ids'", f"is {ids!r}, expected layer numbers")
     return {"dflash.target_layers": [i + 1 for i in ids]}
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _read_header(file: OpenFile, part: int) -> dict[str, TensorInfo]:
+    """The tensors of an open file, which is file ``part`` of a model.  Raises GgufError."""
+    path = str(file.path)
+    n = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
+    start = _LENGTH_BYTES + n
+    if not 2 <= n <= MAX_HEADER_BYTES or start > file.n_bytes:
+        reason = (
+            f"a header of {n} bytes in a file of {file.n_bytes}: this is not a safetensors file, or it is truncated"
+        )
+        raise GgufError(path, "byte 0", reason)
+    raw = file.read(0, start)
+    try:
+        entries = msgspec.json.decode(raw[_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise GgufError(path, "header", f"is not a JSON object ({error}): the file is damaged") from None
+    file.keep_header(raw)
+    entries.pop(_METADATA, None)
+    if len(entries) > MAX_TENSORS:
+        raise GgufError(path, "header", f"{len(entries)} tensors, at most {MAX_TENSORS} are allowed")
+    tensors = [_tensor(path, name, entry, start, file.n_bytes, part) for name, entry in entries.items()]
+    check_overlap(path, tensors)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _tensor(path: str, name: str, raw: msgspec.Raw, start: int, n_bytes: int, part: int) -> TensorInfo:
+    where = f"tensor {name!r}"
+    if len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
+        raise GgufError(path, where, f"its name has more than {MAX_NAME_BYTES} bytes")
+    try:
+        entry = msgspec.json.decode(raw, type=_Entry)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise GgufError(path, where, f"its entry cannot be read ({error}): the file is damaged") from None
+    if entry.dtype not in DENSE:  # whose names are those of the format
+        raise GgufError(path, where, f"has dtype {entry.dtype!r}, known are {', '.join(sorted(DENSE))}: convert it")
+    kind, (a, b) = BY_NAME[entry.dtype], entry.data_offsets
+    if not 1 <= len(entry.shape) <= MAX_DIMENSIONS or min(entry.shape) < 1:
+        raise GgufError(path, where, f"has shape {entry.shape}, expected 1 to {MAX_DIMENSIONS} dimensions")
+    if a < 0 or b - a != prod(entry.shape) * kind.block_bytes:
+        raise GgufError(path, where, f"shape {entry.shape} of {entry.dtype} does not take bytes {a} to {b}")
+    if start + b > n_bytes:
+        reason = f"its data ends at byte {start + b}, the file at {n_bytes}: the file is truncated, download it again"
+        raise GgufError(path, where, reason)
+    return TensorInfo(name, kind, tuple(entry.shape), start + a, b - a, part)

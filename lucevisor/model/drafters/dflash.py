@@ -86,24 +86,28 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
             str(files.paths[0]), where, f"{architecture!r} is not a DFlash drafter: name the drafter's file"
         )
     keys = Keys(files.metadata, architecture, str(files.paths[0]))
-    own = _renamed(files)
-    p, block_size = _hyperparameters(keys, own, target)
+    drafter_files = _renamed(files)
+    p, block_size = _hyperparameters(keys, drafter_files, target)
     shared, per_layer = _shared_tensors(p, target.vocabulary), _layer_tensors(p)
     vocabulary = (target.vocabulary, p.hidden_size)
-    _refuse_extras(own, {*shared, *(n for tensors in per_layer for n in tensors), EMBEDDING, LM_HEAD})
-    if (EMBEDDING in own.tensors) != (LM_HEAD in own.tensors):
-        found = next(name for name in (EMBEDDING, LM_HEAD) if name in own.tensors)
-        raise refuse(own, own.tensors[found], f"comes without {EMBEDDING if found == LM_HEAD else LM_HEAD!r}")
+    _refuse_extras(drafter_files, {*shared, *(n for tensors in per_layer for n in tensors), EMBEDDING, LM_HEAD})
+    if (EMBEDDING in drafter_files.tensors) != (LM_HEAD in drafter_files.tensors):
+        present = next(name for name in (EMBEDDING, LM_HEAD) if name in drafter_files.tensors)
+        raise refuse(
+            drafter_files,
+            drafter_files.tensors[present],
+            f"comes without {EMBEDDING if present == LM_HEAD else LM_HEAD!r}",
+        )
     from_target = frozenset[str]()
     lm_head = LM_HEAD
-    if EMBEDDING not in own.tensors:
+    if EMBEDDING not in drafter_files.tensors:
         lm_head = LM_HEAD if LM_HEAD in target.output_tensors else EMBEDDING
         from_target = frozenset({EMBEDDING, lm_head})
     assert target.files is not None
-    both = joined(own, target.files, sorted(from_target))
+    all_files = joined(drafter_files, target.files, sorted(from_target))
     ends: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary, lm_head: vocabulary}
     for expected in (shared, *per_layer, ends):
-        check_tensors(both, expected)
+        check_tensors(all_files, expected)
     model = ModelSpec(
         architecture="dflash",
         name=model_name(files),
@@ -120,15 +124,15 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
         boundary_width=p.features,
         params=p,
         shared_tensors=shared,
-        files=both,
+        files=all_files,
     )
     n_drafts = min(block_size - 1, MAX_DRAFT_TOKENS)
     return DraftSpec(
         model=model,
         version=2 if p.selector else 1,
-        files=own,
+        files=drafter_files,
         from_target=from_target,
-        captures=_captures(keys, own, target, p),
+        captures=_captures(keys, drafter_files, target, p),
         max_drafts=n_drafts,
         default_drafts=n_drafts,
     )
@@ -224,15 +228,15 @@ def _selector(keys: Keys, files: GgufFiles, target: ModelSpec) -> Selector | Non
     """DFlash 2 is told apart by its tensors: architecture and layout are those of version 1."""
     if "selector_hidden.weight" not in files.tensors and not keys.has("selector_top_k"):
         return None
-    found = Selector(
+    selector = Selector(
         taps=keys.integer("conv_kernel_size", high=64),
         group=keys.integer("conv_group_size", high=target.hidden_size),
         rank=keys.integer("selector_rank"),
         top_k=keys.integer("selector_top_k", high=min(MAX_TOP_K, target.vocabulary)),
     )
-    if target.hidden_size % found.group:
-        raise keys.error("conv_group_size", f"is {found.group}, which does not divide {target.hidden_size} channels")
-    return found
+    if target.hidden_size % selector.group:
+        raise keys.error("conv_group_size", f"is {selector.group}, which does not divide {target.hidden_size} channels")
+    return selector
 
 
 def _shared_tensors(p: DflashParams, vocabulary: int) -> dict[str, tuple[int, ...]]:
@@ -262,18 +266,18 @@ def _layer_tensors(p: DflashParams) -> list[dict[str, tuple[int, ...]]]:
     return out
 
 
-def _refuse_extras(files: GgufFiles, known: set[str]) -> None:
+def _refuse_extras(files: GgufFiles, used: set[str]) -> None:
     """A tensor that is not used would change the drafts: loading the rest would draft garbage."""
     for name, info in files.tensors.items():
-        if name not in known:
+        if name not in used:
             kind = next((text for part, text in _EXTRAS.items() if part in name), "it is unknown to this version")
             raise refuse(files, info, f"{kind}, which is not supported: use a DFlash or DFlash 2 drafter")
 
 
 def _captures(keys: Keys, files: GgufFiles, target: ModelSpec, p: DflashParams) -> tuple[int, ...]:
     """Captured layers, counted by their outputs.  llama.cpp counts by inputs: one more."""
-    n, rest = divmod(p.features, target.hidden_size)
-    if rest or not n:
+    n, remainder = divmod(p.features, target.hidden_size)
+    if remainder or not n:
         reason = (
             f"has {p.features} columns, not a multiple of the width {target.hidden_size} of {target.name}: {_OTHER}"
         )

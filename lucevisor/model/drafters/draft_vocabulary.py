@@ -15,19 +15,20 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabularySizes:
-    """Of models with ``least`` tokens or more one of ``share`` is drafted, and at most ``most``; rows come in multiples
-    of ``multiple``, of whole tiles.
+    """Sizes for models with ``min_vocabulary`` tokens or more.
+
+    One of ``share`` tokens is drafted, ``max_rows`` at most, in multiples of ``multiple``, of whole tiles.
     """
 
-    least: int = 65536
+    min_vocabulary: int = 65536
     share: int = 4
-    most: int = 65536
+    max_rows: int = 65536
     multiple: int = 256  # 16 tiles of 16 rows: kernels that deal tiles out to slabs have whole ones
 
     def rows(self, vocabulary: int) -> int:
         """Tokens that drafts are drawn from; 0: from all."""
-        n = min(self.most, vocabulary // self.share) // self.multiple * self.multiple
-        return n if vocabulary >= self.least else 0
+        n = min(self.max_rows, vocabulary // self.share) // self.multiple * self.multiple
+        return n if vocabulary >= self.min_vocabulary else 0
 
     def n_bytes(self, kind: GgmlType, shape: tuple[int, ...], fmt: WeightFormat) -> int:
         """Bytes on the drafter's device beside an output matrix [V, E]; 0 unless that is packed."""

@@ -70,7 +70,9 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     _check_width(keys, target)
     sliding = _sliding(keys)
     last = {
-        kind: max((i for i, one in enumerate(of_target.layers) if one.sliding is kind and of_target.owns(i)), default=0)
+        kind: max(
+            (i for i, layer in enumerate(of_target.layers) if layer.sliding is kind and of_target.owns(i)), default=0
+        )
         for kind in sorted(set(sliding))
     }
     if 0 in last.values():
@@ -92,9 +94,9 @@ def read(files: GgufFiles, target: ModelSpec) -> DraftSpec:
     )
     layers = [_own_layer(files, params, i) for i in range(n)]
     layers += [_kept_layer(source, target.hidden_size) for source in sources.values()]
-    taken = {f"blk.{sources[kind].layer}.": f"blk.{i}." for kind, i in last.items()}
-    model, own, from_target = _assembled(files, target, params, tuple(layers), taken)
-    return DraftSpec(model, 1, own, from_target, captures, MAX_DRAFTS, DEFAULT_DRAFTS)
+    prefixes = {f"blk.{sources[kind].layer}.": f"blk.{i}." for kind, i in last.items()}
+    model, drafter_files, from_target = _assembled(files, target, params, tuple(layers), prefixes)
+    return DraftSpec(model, 1, drafter_files, from_target, captures, MAX_DRAFTS, DEFAULT_DRAFTS)
 
 
 def _check_width(keys: Keys, target: ModelSpec) -> None:
@@ -105,15 +107,15 @@ def _check_width(keys: Keys, target: ModelSpec) -> None:
 
 
 def _sliding(keys: Keys) -> list[bool]:
-    found = keys.flags("attention.sliding_window_pattern", keys.integer("block_count", high=MAX_LAYERS))
-    if found is None:
+    sliding = keys.flags("attention.sliding_window_pattern", keys.integer("block_count", high=MAX_LAYERS))
+    if sliding is None:
         raise keys.error("attention.sliding_window_pattern", "is missing")
-    return found
+    return sliding
 
 
 def _block(keys: Keys, of_target: Gemma4Params, sliding: list[bool], kept_in: Mapping[bool, int]) -> Gemma4Params:
     """Hyperparameters of the drafter's layers.  Heads are those of the keys that they read."""
-    heads = {one.sliding: one for i, one in enumerate(of_target.layers) if of_target.owns(i)}
+    heads = {layer.sliding: layer for i, layer in enumerate(of_target.layers) if of_target.owns(i)}
     dims = {True: keys.head_dim("_swa"), False: keys.head_dim()}
     n_heads, widths = keys.integer("attention.head_count"), keys.integers("feed_forward_length", len(sliding))
     for kind in set(sliding):
@@ -132,10 +134,10 @@ def _block(keys: Keys, of_target: Gemma4Params, sliding: list[bool], kept_in: Ma
         window=keys.integer("attention.sliding_window"),
         layers=tuple(layers),
         rotary=Rotary(
-            keys.even("rope.dimension_count", full, most=full), keys.number("rope.freq_base", 1e6, above=0.0)
+            keys.even("rope.dimension_count", full, high=full), keys.number("rope.freq_base", 1e6, above=0.0)
         ),
         rotary_sliding=Rotary(
-            keys.even("rope.dimension_count_swa", narrow, most=narrow),
+            keys.even("rope.dimension_count_swa", narrow, high=narrow),
             keys.number("rope.freq_base_swa", 1e4, above=0.0),
         ),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),
@@ -172,7 +174,7 @@ def _assembled(
     target: ModelSpec,
     params: AssistantParams,
     layers: tuple[LayerSpec, ...],
-    taken: Mapping[str, str],
+    prefixes: Mapping[str, str],
 ) -> tuple[ModelSpec, GgufFiles, frozenset[str]]:
     """The spec, the drafter's own tensors, and the names of those that are the target's.
 
@@ -180,33 +182,37 @@ def _assembled(
     """
     assert target.files is not None
     p, e, v = params.block, target.hidden_size, target.vocabulary
-    own = with_tensors(files, {LM_HEAD if name == EMBEDDING else name: t for name, t in files.tensors.items()})
+    drafter_files = with_tensors(
+        files, {LM_HEAD if name == EMBEDDING else name: t for name, t in files.tensors.items()}
+    )
     of_target = {EMBEDDING: EMBEDDING, TARGET_NORM: "output_norm.weight", TARGET_ROPE_FREQS: ROPE_FREQS}
-    for here, there in taken.items():
+    for here, there in prefixes.items():
         names = [name for layer in layers for name in layer.tensors if name.startswith(here)]
         of_target |= {name: there + name.removeprefix(here) for name in names}
-    if ROPE_FREQS not in own.tensors:  # it has no full layer
+    if ROPE_FREQS not in drafter_files.tensors:  # it has no full layer
         of_target[ROPE_FREQS] = ROPE_FREQS
-    both, n = joined(own, target.files, ()), len(own.parts)
-    found = {here: tensor(target.files, there) for here, there in of_target.items()}
-    both = with_tensors(both, own.tensors | {here: replace(t, part=t.part + n) for here, t in found.items()})
+    all_files, n = joined(drafter_files, target.files, ()), len(drafter_files.parts)
+    tensors = {here: tensor(target.files, there) for here, there in of_target.items()}
+    all_files = with_tensors(
+        all_files, drafter_files.tensors | {here: replace(t, part=t.part + n) for here, t in tensors.items()}
+    )
     pairs = (p.rotary.n // 2,)
     shared: dict[str, tuple[int, ...]] = {
         PRE_PROJECTION: (p.hidden_size, 2 * e),
         POST_PROJECTION: (e, p.hidden_size),
         "output_norm.weight": (p.hidden_size,),
-        ROPE_FREQS: pairs if ROPE_FREQS in own.tensors else (params.rotary[1].n // 2,),
+        ROPE_FREQS: pairs if ROPE_FREQS in drafter_files.tensors else (params.rotary[1].n // 2,),
         TARGET_NORM: (e,),
         TARGET_ROPE_FREQS: (params.rotary[1].n // 2,),
     }
     ends: dict[str, tuple[int, ...]] = {EMBEDDING: (v, e), LM_HEAD: (v, p.hidden_size)}
     groups = (shared, ends, *(layer.tensors for layer in layers))
     for expected in groups:
-        check_tensors(both, expected)
-    known = {name for expected in groups for name in expected}
-    for name, info in own.tensors.items():
-        if name not in known:
-            raise refuse(own, info, "is unknown to this version, so the drafter would draft garbage")
+        check_tensors(all_files, expected)
+    used = {name for expected in groups for name in expected}
+    for name, info in drafter_files.tensors.items():
+        if name not in used:
+            raise refuse(drafter_files, info, "is unknown to this version, so the drafter would draft garbage")
     model = ModelSpec(
         architecture="mtp",
         name=model_name(files),
@@ -221,6 +227,6 @@ def _assembled(
         params=params,
         shared_tensors=shared,
         embedding_scale=target.embedding_scale,
-        files=both,
+        files=all_files,
     )
-    return model, own, frozenset(of_target)
+    return model, drafter_files, frozenset(of_target)

@@ -52,26 +52,28 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
     file = str(files.paths[0])
     architecture = files.metadata.get("general.architecture")
     if target.architecture not in FAMILIES or architecture != target.architecture:
-        known = " and ".join(FAMILIES)
-        reason = f"is {architecture!r}: an MTP head is of its model's family, here {target.architecture!r}, of {known}"
+        families = " and ".join(FAMILIES)
+        reason = (
+            f"is {architecture!r}: an MTP head is of its model's family, here {target.architecture!r}, of {families}"
+        )
         raise GgufError(file, "metadata value 'general.architecture'", reason)
     keys = Keys(files.metadata, target.architecture, file)
     p = _block(keys, target, options)
-    own = _head_tensors(files, target)
-    shared, layer = _tensors(own, p)
+    drafter_files = _head_tensors(files, target)
+    shared, layer = _tensors(drafter_files, p)
     vocabulary = (target.vocabulary, p.hidden_size)
-    lm_head = LM_HEAD if LM_HEAD in {*own.tensors, *target.output_tensors} else EMBEDDING
-    from_target = frozenset({EMBEDDING, OUTPUT_NORM, lm_head} - own.tensors.keys())
+    lm_head = LM_HEAD if LM_HEAD in {*drafter_files.tensors, *target.output_tensors} else EMBEDDING
+    from_target = frozenset({EMBEDDING, OUTPUT_NORM, lm_head} - drafter_files.tensors.keys())
     assert target.files is not None
-    both = joined(own, target.files, sorted(from_target))
-    if _HEAD_NORM not in own.tensors:
-        both = with_tensors(both, both.tensors | {_HEAD_NORM: both.tensors[OUTPUT_NORM]})
+    all_files = joined(drafter_files, target.files, sorted(from_target))
+    if _HEAD_NORM not in drafter_files.tensors:
+        all_files = with_tensors(all_files, all_files.tensors | {_HEAD_NORM: all_files.tensors[OUTPUT_NORM]})
     ends: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary, lm_head: vocabulary}
     for expected in (shared, layer, ends):
-        check_tensors(both, expected)
-    for name, info in own.tensors.items():
+        check_tensors(all_files, expected)
+    for name, info in drafter_files.tensors.items():
         if name not in {**shared, **layer, **ends}:
-            raise refuse(own, info, "is unknown to this version, so the head would draft garbage")
+            raise refuse(drafter_files, info, "is unknown to this version, so the head would draft garbage")
     n_routed = p.experts.n_used if isinstance(p, Qwen35MoeParams) else 0
     attention = LayerSpec(
         0, Space.FULL, layer, attention_state(p.n_kv_heads, p.head_dim, p.head_dim), n_routed=n_routed
@@ -80,7 +82,7 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
     model = ModelSpec(
         architecture="mtp",
         name=model_name(files),
-        quant=main_quant(own),
+        quant=main_quant(drafter_files),
         hidden_size=p.hidden_size,
         vocabulary=target.vocabulary,
         context_tokens=target.context_tokens,
@@ -91,9 +93,9 @@ def read(files: GgufFiles, target: ModelSpec, options: Mapping[str, str]) -> Dra
         params=MtpParams(target.architecture, p),
         shared_tensors=shared,
         embedding_scale=target.embedding_scale,
-        files=both,
+        files=all_files,
     )
-    return DraftSpec(model, 1, own, from_target, (target.n_layers - 1,), MAX_DRAFTS, DEFAULT_DRAFTS)
+    return DraftSpec(model, 1, drafter_files, from_target, (target.n_layers - 1,), MAX_DRAFTS, DEFAULT_DRAFTS)
 
 
 def _block(keys: Keys, target: ModelSpec, options: Mapping[str, str]) -> Qwen35Params:
@@ -104,13 +106,13 @@ def _block(keys: Keys, target: ModelSpec, options: Mapping[str, str]) -> Qwen35P
     if n > 1:
         raise keys.error("nextn_predict_layers", f"is {n}: heads of more than one layer are not supported")
     p = moe_hyperparameters(keys, options) if keys.prefix == "qwen35moe" else hyperparameters(keys, keys.file, options)
-    for key, found, expected in (
+    for key, value, expected in (
         ("block_count", p.n_layers + 1, target.n_layers + 1),
         ("embedding_length", p.hidden_size, target.hidden_size),
     ):
-        if found != expected:
+        if value != expected:
             raise keys.error(
-                key, f"is {found}, expected {expected}: the head belongs to another model than {target.name}"
+                key, f"is {value}, expected {expected}: the head belongs to another model than {target.name}"
             )
     return replace(p, n_layers=2, recurrent=(False, True))
 
@@ -118,13 +120,16 @@ def _block(keys: Keys, target: ModelSpec, options: Mapping[str, str]) -> Qwen35P
 def _head_tensors(files: GgufFiles, target: ModelSpec) -> GgufFiles:
     """The tensors of the head: its block is layer 0."""
     prefix, head = f"blk.{target.n_layers}.", "blk.0."
-    found = {name.removeprefix(prefix): info for name, info in files.tensors.items() if name.startswith(prefix)}
-    if not found:
+    tensors = {name.removeprefix(prefix): info for name, info in files.tensors.items() if name.startswith(prefix)}
+    if not tensors:
         reason = f"is missing: the file has no block {target.n_layers}, where an MTP head of {target.name} would be"
         raise GgufError(str(files.paths[0]), f"tensor {prefix + 'nextn.eh_proj.weight'!r}", reason)
     return with_tensors(
         files,
-        {_OWN.get(name) or (name if name.startswith("nextn.") else head + name): info for name, info in found.items()},
+        {
+            _OWN.get(name) or (name if name.startswith("nextn.") else head + name): info
+            for name, info in tensors.items()
+        },
     )
 
 

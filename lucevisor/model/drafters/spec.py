@@ -95,14 +95,16 @@ def with_tensors(files: GgufFiles, tensors: Mapping[str, TensorInfo]) -> GgufFil
     return replace(files, tensors=dict(tensors))
 
 
-def joined(own: GgufFiles, target: GgufFiles, names: Iterable[str]) -> GgufFiles:
+def joined(files: GgufFiles, target: GgufFiles, names: Iterable[str]) -> GgufFiles:
     """``own`` with the tensors ``names`` of ``target``, in one table over the files of both."""
-    if own.parts == target.parts:
-        return with_tensors(own, own.tensors | {name: target.tensors[name] for name in names})
-    n = len(own.parts)
-    found = (target.tensors[name] for name in names)
-    taken = {t.name: replace(t, part=t.part + n) for t in found}
-    return replace(own, paths=own.paths + target.paths, tensors=own.tensors | taken, parts=own.parts + target.parts)
+    if files.parts == target.parts:
+        return with_tensors(files, files.tensors | {name: target.tensors[name] for name in names})
+    n = len(files.parts)
+    infos = (target.tensors[name] for name in names)
+    added = {t.name: replace(t, part=t.part + n) for t in infos}
+    return replace(
+        files, paths=files.paths + target.paths, tensors=files.tensors | added, parts=files.parts + target.parts
+    )
 
 
 def refuse(files: GgufFiles, tensor: TensorInfo, reason: str) -> GgufError:

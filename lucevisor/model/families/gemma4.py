@@ -113,10 +113,10 @@ def hyperparameters(files: GgufFiles, keys: Keys) -> Gemma4Params:
         window=keys.integer("attention.sliding_window"),
         layers=layers,
         rotary=Rotary(
-            keys.even("rope.dimension_count", full, most=full), keys.number("rope.freq_base", 1e6, above=0.0)
+            keys.even("rope.dimension_count", full, high=full), keys.number("rope.freq_base", 1e6, above=0.0)
         ),
         rotary_sliding=Rotary(
-            keys.even("rope.dimension_count_swa", narrow, most=narrow),
+            keys.even("rope.dimension_count_swa", narrow, high=narrow),
             keys.number("rope.freq_base_swa", 1e4, above=0.0),
         ),
         eps=keys.number("attention.layer_norm_rms_epsilon", above=0.0),

@@ -80,7 +80,7 @@ def hyperparameters(files: GgufFiles, keys: Keys, options: Mapping[str, str]) ->
     d, window = keys.head_dim(), keys.integer("attention.sliding_window", 0, low=0)
     rotary = read_rotary(keys, d, options)
     sliding = Rotary(
-        keys.even("rope.dimension_count_swa", d, most=d), keys.number("rope.freq_base_swa", rotary.theta, above=0.0)
+        keys.even("rope.dimension_count_swa", d, high=d), keys.number("rope.freq_base_swa", rotary.theta, above=0.0)
     )
     n_dense = keys.integer("leading_dense_block_count", 1, low=0)
     experts = None

@@ -1,20 +1,21 @@
-"""A JSON schema as alternatives that each say in one place what their values are.
+"""A JSON schema in disjunctive form: alternatives without references, allOf, anyOf and the like.
 
-For formats whose values are no JSON, so that their grammars are put together here.  Knows flattened schemas, no
-grammars.  Invariant: a value fits a schema if and only if it fits one of its alternatives; a keyword of a strict schema
-that cannot be brought into this form is refused by its name, and left out of any other.
+For formats whose values are no JSON, so that llguidance cannot read the schema itself.  Invariant: a value fits a
+flattened schema if and only if it fits one of its alternatives; a keyword of a strict schema that cannot be brought
+into this form is refused by its name, and left out of any other.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, combinations, product
 from typing import Any, Final
 
 from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.parameters import ANY_TYPE, type_names, type_of
 from lucevisor.text.patterns import MAX_FORCED, MAX_PATTERNS, PatternError, checked, matches
 from lucevisor.text.references import Schema, resolved_name
-from lucevisor.text.tools.parameters import ANY_TYPE, type_names, type_of
 
 MAX_ALTERNATIVES: Final = 64
 MAX_COMPARED: Final = 10_000
@@ -27,12 +28,12 @@ _COMPOSING: Final = frozenset(
     ]
 )
 _REFUSED: Final = ("not", "if", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
-_LEAST: Final = frozenset(["minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"])
-_MOST: Final = frozenset(["maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"])
-_COUNTS: Final = frozenset(key for key in _LEAST | _MOST if not key.lower().endswith(("minimum", "maximum")))
-_MOST_COUNTED: Final = 2**31 - 1  # llguidance counts so far
-_BOTH_SCHEMAS: Final = frozenset(["items", "propertyNames", "contains"])
-_BOTH_LISTS: Final = frozenset(["required", "patterns"])
+_MINIMA: Final = frozenset(["minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains"])
+_MAXIMA: Final = frozenset(["maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains"])
+_COUNTS: Final = frozenset(key for key in _MINIMA | _MAXIMA if not key.lower().endswith(("minimum", "maximum")))
+_MAX_COUNT: Final = 2**31 - 1  # of llguidance
+_SUBSCHEMAS: Final = frozenset(["items", "propertyNames", "contains"])
+_LISTS: Final = frozenset(["required", "patterns"])
 _OBJECT: Final = frozenset(["properties", "patternProperties", "additionalProperties"])
 _CONFLICTING: Final = frozenset(["multipleOf", "format", "prefixItems", "additionalItems", "contentEncoding"])
 
@@ -53,8 +54,8 @@ class Alternatives:
         Each has ``type``, a list; of keywords that compose schemas only ``properties``, ``items`` and the like.
         ``pattern`` becomes ``patterns``, a list.
         """
-        found = map(_fitting, self._of(schema, where))
-        return [one for one in found if one["type"] and one.get("enum") != []]
+        alternatives = map(_fitting, self._of(schema, where))
+        return [option for option in alternatives if option["type"] and option.get("enum") != []]
 
     def _of(self, schema: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(schema, Mapping):
@@ -65,30 +66,34 @@ class Alternatives:
         if len(schema.get("patternProperties") or ()) > MAX_PATTERNS:
             self.refuse(where, "patternProperties", f"of more than {MAX_PATTERNS} patterns")
             schema = {**schema, "patternProperties": {}, "additionalProperties": True}
-        own = {key: value for key, value in schema.items() if key not in _COMPOSING and key not in _REFUSED}
-        own["type"] = sorted(type_names(schema.get("type")))
-        if "pattern" in own:
-            self._set_pattern(own, where)
-        for key in _COUNTS & own.keys():
-            self._set_count(own, key, where)
-        found = [own]
+        keywords = {key: value for key, value in schema.items() if key not in _COMPOSING and key not in _REFUSED}
+        keywords["type"] = sorted(type_names(schema.get("type")))
+        if "pattern" in keywords:
+            self._set_pattern(keywords, where)
+        for key in _COUNTS & keywords.keys():
+            self._set_count(keywords, key, where)
+        alternatives = [keywords]
         if "const" in schema:
-            found = self._both(found, [{"type": sorted(ANY_TYPE), "enum": [schema["const"]]}], where)
+            constant = [{"type": sorted(ANY_TYPE), "enum": [schema["const"]]}]
+            alternatives = self._intersection(alternatives, constant, where)
         if "$ref" in schema:
-            found = self._both(found, self._of_definition(resolved_name(schema), where), where)
+            target = self._of_definition(resolved_name(schema), where)
+            alternatives = self._intersection(alternatives, target, where)
         for part in _list(schema, "allOf"):
-            found = self._both(found, self._of(part, where), where)
+            alternatives = self._intersection(alternatives, self._of(part, where), where)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
-                options = [self._of(option, where) for option in schema[key]]
-                if key == "oneOf" and not self._one_fits(options, where):
+                branches = [self._of(branch, where) for branch in schema[key]]
+                if key == "oneOf" and not self._disjoint_branches(branches, where):
                     self.refuse(where, "oneOf", "whose schemas may both fit")
-                found = self._both(found, [one for option in options for one in option], where)
-        for choice in _dependent(schema):
-            found = self._both(found, [one for part in choice for one in self._of(part, where)], where)
+                alternatives = self._intersection(alternatives, list(chain.from_iterable(branches)), where)
+        for choice in _dependencies(schema):
+            options = [option for part in choice for option in self._of(part, where)]
+            alternatives = self._intersection(alternatives, options, where)
         if "unevaluatedProperties" in schema:
-            found = [{"additionalProperties": schema["unevaluatedProperties"]} | one for one in found]
-        return found
+            unevaluated = {"additionalProperties": schema["unevaluatedProperties"]}
+            alternatives = [unevaluated | option for option in alternatives]
+        return alternatives
 
     def _of_definition(self, name: str, where: str) -> list[dict[str, Any]]:
         if name in self._active:
@@ -100,152 +105,168 @@ class Alternatives:
             self._active.remove(name)
         return self._known[name]
 
-    def _set_pattern(self, own: dict[str, Any], where: str) -> None:
-        pattern = own.pop("pattern")
+    def _set_pattern(self, keywords: dict[str, Any], where: str) -> None:
+        pattern = keywords.pop("pattern")
         try:
             checked(pattern)
-            own["patterns"] = [pattern]
+            keywords["patterns"] = [pattern]
         except (PatternError, TypeError) as error:
             self.refuse(where, f"the pattern {json.dumps(pattern)}", f"({error})")
 
-    def _set_count(self, own: dict[str, Any], key: str, where: str) -> None:
+    def _set_count(self, keywords: dict[str, Any], key: str, where: str) -> None:
         """Make a count an integer that llguidance can read; leave out one that is none, or that no answer reaches."""
-        count = own.pop(key)
-        whole = not isinstance(count, bool) and isinstance(count, int | float) and 0 <= count == count // 1
-        most = MAX_FORCED if key == "minLength" else _MOST_COUNTED
-        if not whole or (count > most and key in _LEAST):
-            self.refuse(where, key, f"as it is not a whole number from 0 to {most}")
-        elif count <= _MOST_COUNTED:
-            own[key] = int(count)
+        count = keywords.pop(key)
+        is_whole = not isinstance(count, bool) and isinstance(count, int | float) and 0 <= count == count // 1
+        max_count = MAX_FORCED if key == "minLength" else _MAX_COUNT
+        if not is_whole or (count > max_count and key in _MINIMA):
+            self.refuse(where, key, f"as it is not a whole number from 0 to {max_count}")
+        elif count <= _MAX_COUNT:
+            keywords[key] = int(count)
 
-    def refuse(self, where: str, keyword: str, why: str = "") -> None:
+    def refuse(self, where: str, keyword: str, reason: str = "") -> None:
         """Raise GrammarError for a keyword that cannot be enforced if the schema is strict."""
         if self.strict:
-            told = f"{keyword} {why}".strip()
-            raise GrammarError(f"{where}: this model's call format cannot enforce {told}")
+            raise GrammarError(f"{where}: this model's call format cannot enforce {f'{keyword} {reason}'.strip()}")
 
-    def _both(
-        self, some: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], where: str
+    def _intersection(
+        self, first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], where: str
     ) -> list[dict[str, Any]]:
-        """The alternatives that fit one of each."""
-        if len(some) * len(others) > MAX_ALTERNATIVES:
+        """The alternatives of what fits one of each."""
+        if len(first) * len(second) > MAX_ALTERNATIVES:
             self.refuse(where, "so many alternatives of anyOf, oneOf and others", f"(more than {MAX_ALTERNATIVES})")
-            return list(some)
-        both = [self._merged(one, other, where) for one in some for other in others]
-        return [one for one in both if one["type"]]
+            return list(first)
+        merged = [self._merged(a, b, where) for a in first for b in second]
+        return [option for option in merged if option["type"]]
 
-    def _merged(self, one: Mapping[str, Any], other: Mapping[str, Any], where: str) -> dict[str, Any]:
-        merged: dict[str, Any] = dict(one)
-        for key, value in other.items():
+    def _merged(self, first: Mapping[str, Any], second: Mapping[str, Any], where: str) -> dict[str, Any]:
+        merged: dict[str, Any] = dict(first)
+        for key, value in second.items():
             if key in _OBJECT:
                 continue
-            mine = merged.get(key, value)
+            previous = merged.get(key, value)
             if key == "type":
-                merged[key] = [kind for kind in mine if kind in value]
-            elif key not in merged or mine == value:
+                merged[key] = [kind for kind in previous if kind in value]
+            elif key not in merged or previous == value:
                 merged[key] = value
-            elif key in _LEAST | _MOST:
-                merged[key] = (max if key in _LEAST else min)(mine, value)
-            elif key in _BOTH_SCHEMAS:
-                merged[key] = {"allOf": [mine, value]}
-            elif key in _BOTH_LISTS:
-                merged[key] = [*mine, *(item for item in value if item not in mine)]
+            elif key in _MINIMA | _MAXIMA:
+                merged[key] = (max if key in _MINIMA else min)(previous, value)
+            elif key in _SUBSCHEMAS:
+                merged[key] = {"allOf": [previous, value]}
+            elif key in _LISTS:
+                merged[key] = [*previous, *(item for item in value if item not in previous)]
             elif key == "enum":
-                kept = {json.dumps(item, sort_keys=True) for item in value}
-                merged[key] = [item for item in mine if json.dumps(item, sort_keys=True) in kept]
+                constants = set(map(_comparable, value))
+                merged[key] = [item for item in previous if _comparable(item) in constants]
             elif key == "uniqueItems":
                 merged[key] = True
             elif key in _CONFLICTING:
                 self.refuse(where, key, "in two schemas")
-        return merged | _merged_properties(one, other)
+        return merged | _merged_properties(first, second)
 
-    def _one_fits(self, options: Sequence[Sequence[Mapping[str, Any]]], where: str) -> bool:
-        """Whether no value can fit two of the options."""
-        for index, option in enumerate(options):
-            for later in options[index + 1 :]:
-                if not all(self._disjoint(one, other, where, 3) for one in option for other in later):
-                    return False
-        return True
+    def exclude_each_other(self, schemas: Sequence[object]) -> bool:
+        """Return whether no value can fit two of the schemas, as far as is easily told."""
+        try:
+            return self._disjoint_branches([self._of(schema, "") for schema in schemas], "")
+        except (TypeError, ValueError, AttributeError):  # keywords that do not concern the type may be anything
+            return False
 
-    def _disjoint(self, one: Mapping[str, Any], other: Mapping[str, Any], where: str, depth: int) -> bool:
+    def _disjoint_branches(self, branches: Sequence[Sequence[Mapping[str, Any]]], where: str) -> bool:
+        return all(
+            self._disjoint(a, b, where, 3)
+            for first, second in combinations(branches, 2)
+            for a, b in product(first, second)
+        )
+
+    def _disjoint(self, first: Mapping[str, Any], second: Mapping[str, Any], where: str, depth: int) -> bool:
         """Whether no value fits both alternatives, as far as is easily told."""
         self._n_compared += 1
         if self._n_compared > MAX_COMPARED:
             return False
-        one, other = _fitting(dict(one)), _fitting(dict(other))
-        kinds = set(one["type"]) & set(other["type"])
-        if not kinds or self._merged(one, other, where).get("enum") == []:
+        first, second = _fitting(dict(first)), _fitting(dict(second))
+        kinds = set(first["type"]) & set(second["type"])
+        if not kinds or self._merged(first, second, where).get("enum") == []:
             return True
         if kinds != {"object"} or depth == 0:
             return False
-        for first, second in ((one, other), (other, one)):
-            for key in first.get("required", ()):
-                mine, others = (_property(schema, key) for schema in (first, second))
-                if others is False:
+        for a, b in ((first, second), (second, first)):
+            for key in a.get("required", ()):
+                if _property(b, key) is False:
                     return True
-                options = [self._of(schema, where) for schema in (mine, others)]
-                if all(self._disjoint(a, b, where, depth - 1) for a in options[0] for b in options[1]):
+                options = [self._of(_property(schema, key), where) for schema in (a, b)]
+                if all(self._disjoint(left, right, where, depth - 1) for left, right in product(*options)):
                     return True
         return False
 
 
 def _list(schema: Schema, key: str) -> list[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
-def _dependent(schema: Schema) -> Iterator[list[dict[str, Any]]]:
+def _dependencies(schema: Schema) -> Iterator[list[dict[str, Any]]]:
     """Yield the alternatives of each dependency: its property is absent, or it is there and what it asks for holds."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        named = schema.get(keyword)
-        for key, needed in named.items() if isinstance(named, Mapping) else ():
-            then = (
-                {"required": [key, *needed]} if isinstance(needed, list) else {"allOf": [{"required": [key]}, needed]}
-            )
-            yield [{"properties": {key: False}}, then]
+        dependencies = schema.get(keyword)
+        for name, needed in dependencies.items() if isinstance(dependencies, Mapping) else ():
+            if isinstance(needed, list):
+                present: dict[str, Any] = {"required": [name, *needed]}
+            else:
+                present = {"allOf": [{"required": [name]}, needed]}
+            yield [{"properties": {name: False}}, present]
 
 
-def _fitting(one: dict[str, Any]) -> dict[str, Any]:
+def _fitting(alternative: dict[str, Any]) -> dict[str, Any]:
     """An alternative with constants of its types only, and with the types of its constants."""
-    if not isinstance(one.get("enum"), list):
-        return one
-    kept = [value for value in one["enum"] if type_of(value) in one["type"]]
-    return {**one, "enum": kept, "type": sorted({type_of(value) for value in kept})}
+    if not isinstance(alternative.get("enum"), list):
+        return alternative
+    constants = [value for value in alternative["enum"] if type_of(value) in alternative["type"]]
+    return {**alternative, "enum": constants, "type": sorted({type_of(value) for value in constants})}
 
 
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    """What an object's schema says of one property."""
-    named, patterns = schema.get("properties") or {}, schema.get("patternProperties") or {}
-    found = [named[key]] if key in named else []
-    found += [one for pattern, one in patterns.items() if matches(pattern, key)]
-    if not found:
+def _comparable(value: Any) -> str:
+    """A constant as text, in which 1.0 is 1, as JSON schema compares them."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    """The schema of one property of an object."""
+    properties, patterns = schema.get("properties") or {}, schema.get("patternProperties") or {}
+    schemas = [properties[name]] if name in properties else []
+    schemas += [value for pattern, value in patterns.items() if matches(pattern, name)]
+    if not schemas:
         return schema.get("additionalProperties", True)
-    return False if any(one is False for one in found) else {"allOf": found} if len(found) > 1 else found[0]
+    return False if any(value is False for value in schemas) else {"allOf": schemas} if len(schemas) > 1 else schemas[0]
 
 
-def _merged_properties(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords for properties that say what two schemas say."""
-    result: dict[str, Any] = {}
-    named = [*(one.get("properties") or {}), *(other.get("properties") or {})]
-    if named:
-        both = {key: (_property(one, key), _property(other, key)) for key in named}
-        result["properties"] = {key: _all_of(mine, others) for key, (mine, others) in both.items()}
+def _merged_properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords for properties of what fits two schemas."""
+    merged: dict[str, Any] = {}
+    if names := [*(first.get("properties") or {}), *(second.get("properties") or {})]:
+        merged["properties"] = {name: _all_of(_property(first, name), _property(second, name)) for name in names}
     patterns: dict[str, Any] = {}
-    for first, second in ((one, other), (other, one)):
-        others = second.get("patternProperties") or {}
-        for pattern, value in (first.get("patternProperties") or {}).items():
+    for a, b in ((first, second), (second, first)):
+        theirs = b.get("patternProperties") or {}
+        for pattern, value in (a.get("patternProperties") or {}).items():
             # A name that no pattern of the other schema matches is one of its further names.
-            patterns[pattern] = _all_of(value, others.get(pattern, second.get("additionalProperties", True)))
+            patterns[pattern] = _all_of(value, theirs.get(pattern, b.get("additionalProperties", True)))
     if patterns:
-        result["patternProperties"] = patterns
-    if "additionalProperties" in one or "additionalProperties" in other:
-        result["additionalProperties"] = _all_of(*(part.get("additionalProperties", True) for part in (one, other)))
-    return result
+        merged["patternProperties"] = patterns
+    if "additionalProperties" in first or "additionalProperties" in second:
+        merged["additionalProperties"] = _all_of(*(s.get("additionalProperties", True) for s in (first, second)))
+    return merged
 
 
-def _all_of(one: Any, other: Any) -> Any:
-    if one is False or other is False:
+def _all_of(first: Any, second: Any) -> Any:
+    if first is False or second is False:
         return False
-    if one is True or one == {} or one == other:
-        return other
-    return one if other is True or other == {} else {"allOf": [one, other]}
+    if first is True or first == {} or first == second:
+        return second
+    return first if second is True or second == {} else {"allOf": [first, second]}

@@ -58,8 +58,8 @@ def regex(pattern: str) -> Part:
         check_length(_bounded(pattern))
     except PatternError as error:
         raise GrammarError(str(error)) from None
-    found: Part = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
-    return found
+    part: Part = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+    return part
 
 
 def choice(options: Sequence[str]) -> Part:

@@ -62,12 +62,12 @@ class _Reader:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise GrammarError("it is nested too deep")
-        found = [self._sequence()]
+        sequences = [self._sequence()]
         while self._peek() == "|":
             self._take("|")
-            found.append(self._sequence())
+            sequences.append(self._sequence())
         self._depth -= 1
-        return " | ".join(found)
+        return " | ".join(sequences)
 
     def _sequence(self) -> str:
         items = list[str]()
@@ -107,28 +107,30 @@ class _Reader:
             match = _REPEATS.match(self._text, self._at)
             if not match:
                 raise self._wrong("a repetition is {n}, {n,} or {n,m}")
-            least, most = int(match.group(1)), match.group(3) if match.group(2) else match.group(1)
-            if (most and (int(most) < least or int(most) > _MAX_REPEATS)) or least > _MAX_REPEATS:
+            min_times, max_times = int(match.group(1)), match.group(3) if match.group(2) else match.group(1)
+            if (
+                max_times and (int(max_times) < min_times or int(max_times) > _MAX_REPEATS)
+            ) or min_times > _MAX_REPEATS:
                 raise self._wrong(f"a repetition goes from a lower to a higher number, up to {_MAX_REPEATS}")
             self._at = match.end()
             self._skip()
-            item = f"({item}){{{least},{most}}}" if item and most not in ("0",) else ""
+            item = f"({item}){{{min_times},{max_times}}}" if item and max_times not in ("0",) else ""
         return item
 
     def _literal(self) -> str:
         """A text, each character by itself."""
         self._at += 1
-        found = list[str]()
+        characters = list[str]()
         while not self._text.startswith('"', self._at):
-            found.append(json.dumps(self._character('"'), ensure_ascii=False))
+            characters.append(json.dumps(self._character('"'), ensure_ascii=False))
         self._take('"')
-        return f"({' '.join(found)})" if found else ""
+        return f"({' '.join(characters)})" if characters else ""
 
     def _class(self) -> str:
         self._at += 1
         negated = self._text.startswith("^", self._at)
         self._at += negated
-        found = list[str]()
+        members = list[str]()
         while not self._text.startswith("]", self._at):
             first = self._character("]")
             if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
@@ -136,13 +138,13 @@ class _Reader:
                 last = self._character("]")
                 if last < first:
                     raise self._wrong("a range goes from a lower to a higher character")
-                found.append(f"{_coded(first)}-{_coded(last)}")
+                members.append(f"{_coded(first)}-{_coded(last)}")
             else:
-                found.append(_coded(first))
+                members.append(_coded(first))
         self._take("]")
-        if not found:
+        if not members:
             return r"/(.|\n)/" if negated else r"/[^\s\S]/"
-        return f"/[{'^' if negated else ''}{''.join(found)}]/"
+        return f"/[{'^' if negated else ''}{''.join(members)}]/"
 
     def _character(self, end: str) -> str:
         if self._at >= len(self._text) or (end == '"' and self._text[self._at] == "\n"):

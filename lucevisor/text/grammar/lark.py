@@ -30,15 +30,15 @@ _JSON: Final = json.JSONDecoder()
 
 def check_grammar(text: str) -> None:
     """Raise GrammarError for a grammar of which a part matches only very long texts."""
-    _, *found = _RULE.split(_without_asides(text))
-    names = [re.split(r"\W", head, maxsplit=1)[0] for head in found[::2]]
-    check_lengths(dict(zip(names, found[1::2], strict=True)))
+    _, *rules = _RULE.split(_without_asides(text))
+    names = [re.split(r"\W", head, maxsplit=1)[0] for head in rules[::2]]
+    check_lengths(dict(zip(names, rules[1::2], strict=True)))
 
 
 def check_lengths(rules: Mapping[str, str]) -> set[str]:
     """Return the rules, of names and bodies, that do not lead back to themselves.  Raises as ``check_grammar``."""
     parts = {name: list(_PART.finditer(body)) for name, body in rules.items()}
-    uses = {name: {part["name"] for part in found} & rules.keys() for name, found in parts.items()}
+    uses = {name: {part["name"] for part in matches} & rules.keys() for name, matches in parts.items()}
     order = TopologicalSorter(uses)
     with contextlib.suppress(CycleError):  # those that are in no circle come anyway
         order.prepare()
@@ -84,16 +84,16 @@ def _length(parts: list[re.Match[str]], lengths: Mapping[str, int]) -> int:
 
 def _without_asides(text: str) -> str:
     """The grammar without comments and JSON schemas, whose expressions are checked."""
-    kept, at = list[str](), 0
+    pieces, at = list[str](), 0
     while match := _ASIDE.search(text, at):
         aside = match["comment"] or match["json"]
-        kept.append(text[at : match.start() if aside else match.end()])
+        pieces.append(text[at : match.start() if aside else match.end()])
         at = match.end()
         if match["json"]:
             with contextlib.suppress(ValueError, RecursionError):
                 schema, at = _JSON.raw_decode(text, at)
                 _check_schema(schema)
-    return "".join([*kept, text[at:]])
+    return "".join([*pieces, text[at:]])
 
 
 def _check_schema(schema: Any) -> None:

@@ -199,11 +199,11 @@ def _compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
     return matcher
 
 
-def _sentence(told: str) -> str:
+def _sentence(message: str) -> str:
     """llguidance's message for a client."""
-    if "panic" in told or "backtrace" in told:
+    if "panic" in message or "backtrace" in message:
         return _TOO_MUCH
-    return told.replace("<non-verbose/>", "").strip()
+    return message.replace("<non-verbose/>", "").strip()
 
 
 def _try_out(grammar: Grammar) -> None:

@@ -1,6 +1,6 @@
-"""The members of an object by a JSON schema: those that it names, and names of others, in the order of the schema.
+"""The members of an object by a JSON schema: those that it declares, in its order, then others.
 
-Knows the keywords for objects, no notation.  Invariant: members that are written so fit the schema, whatever their
+Invariant: members that are written so fit the schema, whatever their
 number and names, if each value fits its own.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.rules import Rules, quoted
-from lucevisor.text.grammar.texts import searched, text_terminal
+from lucevisor.text.grammar.texts import fits_as_text, searched, text_terminal
 from lucevisor.text.patterns import matches
 
 MAX_COUNTED: Final = 4096
@@ -26,176 +26,165 @@ _NAME: Final = r"/[\w.$@\/+*-]+/"
 class Members:
     """Members of an object.
 
-    ``named``: name, schema and place of each; ``needed``: those that must be there; ``others``: of further members the
-    terminal of the name and the schema; ``least`` and ``most``: their number.
+    ``declared``: name, schema and place of each; ``required``: those that must be there; ``undeclared``: the terminal
+    of the name and the schema of further members; ``min_number`` and ``max_number``: of all members.
     """
 
-    named: list[tuple[str, Any, str]]
-    needed: frozenset[str]
-    others: list[tuple[str, Any]]
-    least: int
-    most: int | None
+    declared: list[tuple[str, Any, str]]
+    required: frozenset[str]
+    undeclared: list[tuple[str, Any]]
+    min_number: int
+    max_number: int | None
 
 
 def members(schema: Mapping[str, Any], alternatives: Alternatives, where: str) -> Members | None:
     """Return the members of the objects that an alternative of a schema describes; None if one that must be there is
     forbidden.
     """
-    properties, patterns = dict(schema.get("properties") or {}), dict(schema.get("patternProperties") or {})
-    rest = schema.get("additionalProperties")
-    needed = [name for name in schema.get("required") or () if isinstance(name, str)]
-    for name in needed:
-        if name not in properties and (rest is not False or any(matches(one, name) for one in patterns)):
+    declared, patterns = schema.get("properties") or {}, schema.get("patternProperties") or {}
+    additional = schema.get("additionalProperties")
+    required = [name for name in schema.get("required") or () if isinstance(name, str)]
+    properties = dict(declared)
+    for name in required:
+        if name not in properties and (additional is not False or any(matches(p, name) for p in patterns)):
             properties[name] = True
-    for name in properties:
-        found = [one for pattern, one in patterns.items() if matches(pattern, name)]
-        if name not in (schema.get("properties") or {}) and not found:
-            found = [True if rest is None else rest]
-        if found and properties[name] is not False:
-            properties[name] = {"allOf": [properties[name], *found]}
-    if any(properties.get(name, False) is False for name in needed):
+    for name, value in properties.items():
+        matching = [pattern_schema for pattern, pattern_schema in patterns.items() if matches(pattern, name)]
+        if name not in declared and not matching:
+            matching = [True if additional is None else additional]
+        if matching and value is not False:
+            properties[name] = {"allOf": [value, *matching]}
+    if any(properties.get(name, False) is False for name in required):
         return None
-    others = _others(schema, properties, patterns, rest, alternatives, where)
-    names = schema.get("propertyNames")
-    if names is not None:
-        properties, others = _with_names(names, properties, others, alternatives, f"{where}.propertyNames")
-    possible = {name: one for name, one in properties.items() if one is not False}
-    least, most = schema.get("minProperties", 0), schema.get("maxProperties")
-    needed = [name for name in needed if name in possible]
-    if least > len(needed) and others:
+    undeclared = _undeclared(schema, properties, alternatives, where)
+    if (names := schema.get("propertyNames")) is not None:
+        properties, undeclared = _with_names(names, properties, undeclared, alternatives, f"{where}.propertyNames")
+    properties = {name: value for name, value in properties.items() if value is not False}
+    min_number, max_number = schema.get("minProperties", 0), schema.get("maxProperties")
+    required = [name for name in required if name in properties]
+    if min_number > len(required) and undeclared:
         # A name may be written twice.
         alternatives.refuse(where, "minProperties", "beside properties that it does not name")
-        least = 0
-    if (len(possible) + 1) * (max(least, most or 0) + 2) > MAX_COUNTED:
+        min_number = 0
+    if (len(properties) + 1) * (max(min_number, max_number or 0) + 2) > MAX_COUNTED:
         alternatives.refuse(where, "minProperties or maxProperties", "of so many properties")
-        least, most = 0, None
-    named = [(name, one, f"{where}.{name}") for name, one in possible.items()]
-    return Members(named, frozenset(needed), others, least, most)
+        min_number, max_number = 0, None
+    with_places = [(name, value, f"{where}.{name}") for name, value in properties.items()]
+    return Members(with_places, frozenset(required), undeclared, min_number, max_number)
 
 
-def _others(
-    schema: Mapping[str, Any],
-    properties: Mapping[str, Any],
-    patterns: Mapping[str, Any],
-    rest: Any,
-    alternatives: Alternatives,
-    where: str,
+def _undeclared(
+    schema: Mapping[str, Any], properties: Mapping[str, Any], alternatives: Alternatives, where: str
 ) -> list[tuple[str, Any]]:
     """Names of further members and their schemas: by their patterns, and all others where the schema says so."""
-    but = "".join(f" & ~{quoted(name)}" for name in properties if name)
-    found = list[tuple[str, Any]]()
-    for pattern, one in patterns.items():
-        if (term := searched(pattern)) is None:
+    patterns, additional = schema.get("patternProperties") or {}, schema.get("additionalProperties")
+    excluded = "".join(f" & ~{quoted(name)}" for name in properties if name)
+    by_terminal = list[tuple[str, Any]]()
+    for pattern, value in patterns.items():
+        if (terminal := searched(pattern)) is None:
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
-            rest = True
+            additional = True
             continue
-        if one is not False:
-            found.append((f"{_NAME} & {term}{but}", one))
-        but += f" & ~{term}"
-    if rest is None:
-        rest = not schema.get("properties") and not patterns
-    return found if rest is False else [*found, (f"{_NAME}{but}", rest)]
+        if value is not False:
+            by_terminal.append((f"{_NAME} & {terminal}{excluded}", value))
+        excluded += f" & ~{terminal}"
+    if additional is None:
+        additional = not schema.get("properties") and not patterns
+    return by_terminal if additional is False else [*by_terminal, (f"{_NAME}{excluded}", additional)]
 
 
 def _with_names(
-    names: Any, properties: dict[str, Any], others: list[tuple[str, Any]], alternatives: Alternatives, where: str
+    names: Any, properties: dict[str, Any], undeclared: list[tuple[str, Any]], alternatives: Alternatives, where: str
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """The members whose names fit a schema."""
-    kept, limited = dict.fromkeys(properties, False) | {}, list[tuple[str, Any]]()
-    for one in alternatives.of(names, where):
-        if "string" not in one["type"]:
+    fitting, limited = dict.fromkeys(properties, False) | {}, list[tuple[str, Any]]()
+    for option in alternatives.of(names, where):
+        if "string" not in option["type"]:
             continue
-        if "enum" in one:
-            kept |= {name: schema for name, schema in properties.items() if name in one["enum"]}
-            free = [name for name in one["enum"] if isinstance(name, str) and name not in properties]
-            kept |= dict.fromkeys(free, others[-1][1]) if len(others) == 1 else {}
-            if free and len(others) > 1:
+        if "enum" in option:
+            fitting |= {name: schema for name, schema in properties.items() if name in option["enum"]}
+            free = [name for name in option["enum"] if isinstance(name, str) and name not in properties]
+            fitting |= dict.fromkeys(free, undeclared[-1][1]) if len(undeclared) == 1 else {}
+            if free and len(undeclared) > 1:
                 alternatives.refuse(where, "enum", "beside patternProperties")
             continue
-        limited += [(f"{term} & {text_terminal(one, alternatives, where)}", schema) for term, schema in others]
+        limited += [(f"{term} & {text_terminal(option, alternatives, where)}", schema) for term, schema in undeclared]
         for name, schema in properties.items():
-            if _fits(one, name):
-                kept[name] = schema
-            elif "format" in one:
+            if "format" not in option and fits_as_text(name, option):
+                fitting[name] = schema
+            elif "format" in option:
                 alternatives.refuse(where, "format")
-    return kept, limited
-
-
-def _fits(schema: Mapping[str, Any], name: str) -> bool:
-    """Whether a name fits the keywords for strings."""
-    lengths = schema.get("minLength", 0) <= len(name) <= schema.get("maxLength", len(name))
-    return lengths and "format" not in schema and all(matches(one, name) for one in schema.get("patterns", ()))
+    return fitting, limited
 
 
 def sequence(
     rules: Rules,
-    found: Members | None,
-    named: Callable[[str, Any, str], str | None],
-    other: Callable[[str, Any], str | None],
+    members: Members | None,
+    declared: Callable[[str, Any, str], str | None],
+    undeclared: Callable[[str, Any], str | None],
     comma: str = "",
 ) -> str | None:
-    """An expression for the members one after another, with ``comma`` between them; None if there are none that fit.
+    """Return an expression for the members one after another, with ``comma`` between them; None if there is none.
 
-    ``named`` and ``other`` write a member, or return None if its schema allows no value.
+    ``declared`` and ``undeclared`` write a member, or return None if its schema allows no value.
     """
-    return None if found is None else _Sequence(rules, found, named, other, comma).whole()
+    return None if members is None else _Sequence(rules, members, declared, undeclared, comma).written()
 
 
 class _Sequence:
-    """Rules for what may follow the members so far, by the next that is named and their number as far as it matters."""
+    """Rules for what may follow the members so far, by the next declared one and their number as far as it matters."""
 
     def __init__(
         self,
         rules: Rules,
-        found: Members,
-        named: Callable[[str, Any, str], str | None],
-        other: Callable[[str, Any], str | None],
+        members: Members,
+        declared: Callable[[str, Any, str], str | None],
+        undeclared: Callable[[str, Any], str | None],
         comma: str,
     ) -> None:
-        self._rules, self._members, self._comma = rules, found, comma
-        written = [(named(*one), one[0] in found.needed) for one in found.named]
-        self._items = [(rules.add(item), needed) for item, needed in written if item is not None]
-        self._complete = all(item is not None or not needed for item, needed in written)
-        others = [item for one in found.others if (item := other(*one)) is not None]
-        self._others = rules.add(" | ".join(others)) if others else None
+        self._rules, self._comma = rules, comma
+        self._min, self._max = members.min_number, members.max_number
+        items = [(declared(*member), member[0] in members.required) for member in members.declared]
+        self._items = [(rules.add(item), is_required) for item, is_required in items if item is not None]
+        self._is_possible = all(item is not None or not is_required for item, is_required in items)
+        further = [item for member in members.undeclared if (item := undeclared(*member)) is not None]
+        self._further = rules.add(" | ".join(further)) if further else None
         # Beyond this number nothing depends on it.
-        self._cap = max(found.least, 0 if found.most is None else found.most + 1, 1 if comma else 0)
-        self._known: dict[tuple[int, int], str | None] = {}
+        self._cap = max(self._min, 0 if self._max is None else self._max + 1, 1 if comma else 0)
+        self._rest: dict[tuple[int, int], str | None] = {}  # by the next declared member, and the number so far
 
-    def whole(self) -> str | None:
-        if not self._complete:
+    def written(self) -> str | None:
+        if not self._is_possible:
             return None
         # From the last to the first, so that no recursion is as deep as an object has members.
         for index in range(len(self._items), -1, -1):
             for count in range(self._cap, -1, -1):
-                self._known[index, count] = self._from(index, count)
-        return self._known[0, 0]
+                self._rest[index, count] = self._from(index, count)
+        return self._rest[0, 0]
 
     def _from(self, index: int, count: int) -> str | None:
-        most = self._members.most
-        if most is not None and count > most:
+        if self._max is not None and count > self._max:
             return None
-        before = self._comma if count else ""
+        comma = self._comma if count else ""
         if index == len(self._items):
-            return self._end(count, before)
-        item, needed = self._items[index]
-        after = self._known[index + 1, min(count + 1, self._cap)]
-        options = [] if after is None else [f"{before} {item} {after}"]
-        if not needed and (without := self._known[index + 1, count]) is not None:
+            return self._end(count, comma)
+        item, is_required = self._items[index]
+        after = self._rest[index + 1, min(count + 1, self._cap)]
+        options = [] if after is None else [f"{comma} {item} {after}"]
+        if not is_required and (without := self._rest[index + 1, count]) is not None:
             options.append(without)
         return self._rules.add(" | ".join(options)) if options else None
 
-    def _end(self, count: int, before: str) -> str | None:
-        most = self._members.most
-        done = count >= self._members.least
-        if self._others is None or count == most:
-            return '""' if done else None
-        if most is not None:
-            more = self._known[len(self._items), count + 1]
-            options = [f"{before} {self._others} {more}"] if more is not None else []
-            options += ['""'] if done else []
+    def _end(self, count: int, comma: str) -> str | None:
+        is_enough = count >= self._min
+        if self._further is None or count == self._max:
+            return '""' if is_enough else None
+        if self._max is not None:
+            after = self._rest[len(self._items), count + 1]
+            options = [f"{comma} {self._further} {after}"] if after is not None else []
+            options += ['""'] if is_enough else []
             return self._rules.add(" | ".join(options)) if options else None
-        if not done:
+        if not is_enough:
             return None
-        rest = f"({self._comma} {self._others})*"
-        return self._rules.add(f'{before} {self._others} {rest} | ""' if count == 0 and self._comma else rest)
+        more = f"({self._comma} {self._further})*"
+        return self._rules.add(f'{comma} {self._further} {more} | ""' if count == 0 and self._comma else more)

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lucevisor.text.grammar.forms import json_schema
-from lucevisor.text.output_format import ReasoningTags
 from lucevisor.text.tokenizer import Tokenizer
 
 ANYTHING = "/(.|\\n)*/"
 """Any text, without markers."""
+LINE_END = '"\\n"?'
+"""A line end or none."""
 
 
 class Rules:
@@ -104,24 +105,13 @@ class Rules:
         lark = "\n".join([f"start: {start}", *self._lines, ""])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.parts]})
 
-    def after_reasoning(self, answer: str, tags: ReasoningTags | None, *, inside: bool) -> str:
-        """Reasoning as the model likes, then ``answer``.
-
-        ``inside``: the prompt ends inside reasoning, which must be closed; otherwise it may be opened or not.  ``tags``
-        None: there is none.  Tokens that end the answer are forbidden within it.
-        """
-        if tags is None:
-            return answer
-        thought = self.add(f"{self.until(tags.close, markers=True)} /\\n{{0,2}}/")
-        return f"{thought} {answer}" if inside else f"({self.text(tags.open)} {thought})? {answer}"
-
     def _first_marker(self, tag: str) -> int | None:
         match = self._markers.match(tag)
         return self._tokenizer.token_id(match.group()) if match else None
 
     def _but(self, token: int) -> str:
-        others = ",".join(str(i) for i in sorted({token, *self._tokenizer.eos_ids}))
-        return self.add(f"<[^{others}]>*")
+        excluded = ",".join(str(i) for i in sorted({token, *self._tokenizer.eos_ids}))
+        return self.add(f"<[^{excluded}]>*")
 
 
 def quoted(text: str) -> str:

@@ -4,13 +4,11 @@ A strict schema is enforced whole or refused, with the keyword and its path.  Fr
 enforced is dropped, alone; what is left allows whatever the schema allows.  Objects then have the properties that the
 schema names, and no others unless it says so: models write some that nobody asked for, and small ones do not stop;
 vLLM and llama.cpp allow none by default either.
-Knows JSON schema, all dialects since draft 4, and llguidance's subset of it; no requests and no tokens.
-Invariant: whatever fits the result of a strict schema fits the schema.
+All dialects since draft 4 are read.  Invariant: whatever fits the result of a strict schema fits the schema.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -21,9 +19,9 @@ from typing import Any, Final
 
 from lucevisor.errors import show
 from lucevisor.text import patterns
-from lucevisor.text.grammar.endless import without_endless
+from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.references import REFERENCES, Document, Place, UnresolvedReferenceError
+from lucevisor.text.references import Flattener, UnresolvedReferenceError, resolved_name, without_endless
 
 MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
@@ -41,7 +39,7 @@ _ARRAY: Final = ("items", "prefixItems", "additionalItems", "minItems", "maxItem
 _STRING: Final = ("pattern", "format", "minLength", "maxLength")
 _NUMBER: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS: Final = ("allOf", "anyOf", "oneOf")
-_APPLICATORS: Final = (*REFERENCES, *_LISTS, "if", "not", "dependentSchemas", "dependencies")
+_APPLICATORS: Final = ("$ref", *_LISTS, "if", "not", "dependentSchemas", "dependencies")
 _TYPE_OF_GROUP: Final = ((_OBJECT, "object"), (_ARRAY, "array"), (_STRING, "string"), (_NUMBER, "number"))
 _GROUPS: Final = {key: group for group, _ in _TYPE_OF_GROUP for key in group}
 _CONSTRAINTS: Final = frozenset([*_GROUPS, *_APPLICATORS, "type", "enum", "const", "dependentRequired"])
@@ -63,16 +61,19 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     ``lenient``: drop keywords that cannot be enforced.  Raises GrammarError naming the keyword otherwise, and for what
     is no JSON schema.
     """
-    ready = _Preparation(schema, lenient).whole()
-    if isinstance(ready, dict):
-        ready = without_endless(ready)
-    told = _told(ready)
-    if told and lenient:
-        ready, told = _relaxed(ready, told)
-    if patterns.nothing_fits(told):
+    flattener = Flattener(schema, lenient)
+    try:
+        flat = without_endless(flattener.flattened())
+    except UnresolvedReferenceError as unresolved:
+        raise GrammarError(str(unresolved)) from None
+    ready = False if isinstance(flat, bool) else _Preparation(flat, flattener.paths, lenient).prepared()
+    error = _compile_error(ready)
+    if error and lenient:
+        ready, error = _relaxed(ready, error)
+    if patterns.nothing_fits(error):
         raise UnsatisfiableError("no value fits it")
-    if told:
-        raise GrammarError(_reason(told))
+    if error:
+        raise GrammarError(_reason(error))
     return ready
 
 
@@ -97,46 +98,68 @@ class _Survey:
     names: Counter[str]
     declares: bool = False
     is_open: bool = False
-    n_least: int = 0
+    min_properties: int = 0
 
     def add(self, other: _Survey, *, alternative: bool = False) -> None:
         self.names = self.names | other.names if alternative else self.names + other.names
         self.declares |= other.declares
         self.is_open |= other.is_open
-        self.n_least = max(self.n_least, other.n_least)
+        self.min_properties = max(self.min_properties, other.min_properties)
 
     @property
     def closes(self) -> bool:
         """Whether an object can do without properties that are not named."""
-        return self.declares and not self.is_open and self.n_least <= len(self.names)
+        return self.declares and not self.is_open and self.min_properties <= len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A schema, and a pointer to it in the schema that the client sent."""
+
+    schema: Any
+    path: str
+
+    def child(self, *steps: str | int) -> _Place:
+        """Return what lies under these keys; raises LookupError."""
+        value, path = self.schema, self.path
+        for step in steps:
+            value = value[step]
+            path += "/" + str(step).replace("~", "~0").replace("/", "~1")
+        return _Place(value, path)
 
 
 class _Preparation:
-    """Prepares one root schema; ``definitions``: what is referred to, by the names that references get."""
+    """Prepares a flattened schema; ``paths``: of its definitions in the schema that the client sent."""
 
-    def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
-        self.document = Document(root)
+    def __init__(self, flat: Mapping[str, Any], paths: Mapping[str, str], lenient: bool) -> None:
+        self.root, self._given_definitions, self._paths = _Place(flat, "#"), flat.get("$defs", {}), paths
+        self.alternatives = Alternatives(self._given_definitions, strict=False)
         self.lenient = lenient
         self._definitions: dict[str, Ready] = {}
-        self._names: dict[tuple[int, _Scope], str] = {}
-        self._active: list[int] = [id(root)]
+        self._names: dict[tuple[str, _Scope], str] = {}
+        self._active = [name for name, path in paths.items() if path == self.root.path]
         self._surveys: dict[int, _Survey] = {}
         self._made: list[Mapping[str, Any]] = []  # kept, as surveys are found by identity
         self._depth = 0
 
-    def whole(self) -> Ready:
-        ready = self.value(self.document.root, _Scope())
+    def prepared(self) -> Ready:
+        ready = self.value(self.root, _Scope())
         if self._definitions and isinstance(ready, dict):
             ready["$defs"] = self._definitions
         return ready
 
+    def target(self, place: _Place) -> _Place:
+        """The definition that a schema refers to."""
+        name = resolved_name(place.schema)
+        return _Place(self._given_definitions[name], self._paths[name])
+
     # -- one schema
 
-    def value(self, place: Place, scope: _Scope) -> Ready:
-        given = place.schema
-        if isinstance(given, bool):
-            return given
-        if not isinstance(given, Mapping):
+    def value(self, place: _Place, scope: _Scope) -> Ready:
+        schema = place.schema
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
             raise _malformed(place, "", "is not an object or a boolean, so it is no schema")
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -146,36 +169,25 @@ class _Preparation:
         finally:
             self._depth -= 1
 
-    def _without_siblings(self, place: Place, scope: _Scope) -> Place:
-        """The place, less the keywords beside a reference where they do not count or go round in a circle."""
-        given = place.schema
-        if "$ref" not in given:
+    def _without_siblings(self, place: _Place, scope: _Scope) -> _Place:
+        """The place, less the keywords beside a reference that go round in a circle."""
+        schema = place.schema
+        if "$ref" not in schema or resolved_name(schema) not in self._active:
             return place
-        alone = self.document.ref_stands_alone
-        if not alone and (scope.part or _constraints(given) > 1) and self._is_active(place):
-            beside = next((key for key in given if key in _CONSTRAINTS and key != "$ref"), "$ref")
-            self.unsupported(place, beside, "cannot be enforced beside a reference to a schema that contains it")
-            if scope.part:
-                return self._with(place, {key: value for key, value in given.items() if key != "$ref"})
-            alone = True
-        return self._with(place, {"$ref": given["$ref"]}) if alone else place
-
-    def _with(self, place: Place, schema: Mapping[str, Any]) -> Place:
+        if not scope.part and _constraints(schema) == 1:
+            return place
+        beside = next((key for key in schema if key in _CONSTRAINTS and key != "$ref"), "$ref")
+        self.unsupported(place, beside, "cannot be enforced beside a reference to a schema that contains it")
+        schema = {key: value for key, value in schema.items() if (key == "$ref") != scope.part}
         self._made.append(schema)
         return replace(place, schema=schema)
 
-    def _is_active(self, place: Place) -> bool:
-        try:
-            return id(self.document.target(place, "$ref").schema) in self._active
-        except UnresolvedReferenceError:
-            return False
-
-    def _schema(self, place: Place, scope: _Scope) -> Ready:
-        given: Mapping[str, Any] = place.schema
+    def _schema(self, place: _Place, scope: _Scope) -> Ready:
+        schema: Mapping[str, Any] = place.schema
         kinds = self.kinds(place)
         survey = self.survey(place)
-        is_choice = _is_choice(given)
-        composed = any(key in given for key in _APPLICATORS) and not is_choice
+        is_choice = _is_choice(schema)
+        composed = any(key in schema for key in _APPLICATORS) and not is_choice
         closing = survey if not scope.part and not is_choice and "object" in kinds and survey.closes else None
         inner = scope
         if composed:
@@ -183,10 +195,10 @@ class _Preparation:
             inner = _Scope(part=True, shared=scope.shared | several)
         return _SchemaWriter(self, place, kinds, inner, closing, composed=composed or scope.part).written()
 
-    def kinds(self, place: Place) -> frozenset[str]:
+    def kinds(self, place: _Place) -> frozenset[str]:
         """The types that a schema's own ``type`` allows."""
-        given = place.schema.get("type", _ALL_KINDS)
-        kinds = [given] if isinstance(given, str) else given
+        type_ = place.schema.get("type", _ALL_KINDS)
+        kinds = [type_] if isinstance(type_, str) else type_
         if not isinstance(kinds, Sequence) or not kinds:
             raise _malformed(place, "type", "is neither a type nor a list of types")
         for kind in kinds:
@@ -194,103 +206,95 @@ class _Preparation:
                 raise _malformed(place, "type", f"{show(kind)} is not a type of JSON schema")
         return frozenset("number" if kind == "integer" else kind for kind in kinds)
 
-    def unsupported(self, place: Place, keyword: str, reason: str = "cannot be enforced") -> None:
+    def unsupported(self, place: _Place, keyword: str, reason: str = "cannot be enforced") -> None:
         """Refuse a keyword of a strict schema; the caller drops it otherwise."""
         if not self.lenient:
             raise GrammarError(f"{keyword} at {place.path} {reason}")
 
     # -- references
 
-    def reference(self, place: Place, key: str, scope: _Scope) -> Ready:
-        """The reference to a definition, which is prepared here the first time; True for one that is dropped."""
-        if not isinstance(place.schema[key], str):
-            raise _malformed(place, key, "is not text")
-        try:
-            target = self.document.target(place, key)
-        except UnresolvedReferenceError:
-            self.unsupported(place, key, f"leads nowhere: {show(place.schema[key])} is not in this schema")
-            return True
+    def reference(self, place: _Place, scope: _Scope) -> Ready:
+        """The reference to a definition, which is prepared here the first time."""
+        target, name = self.target(place), resolved_name(place.schema)
         if isinstance(target.schema, bool):
             return target.schema
-        known = (id(target.schema), scope)
-        if known not in self._names:
+        if (name, scope) not in self._names:
             if len(self._names) >= _MAX_DEFINITIONS:
                 raise GrammarError(f"it refers to more than {_MAX_DEFINITIONS} schemas")
-            self._names[known] = name = f"d{len(self._names)}"
-            self._active.append(id(target.schema))
-            self._definitions[name] = self.value(target, scope)
+            self._names[name, scope] = prepared_name = f"d{len(self._names)}"
+            self._active.append(name)
+            self._definitions[prepared_name] = self.value(target, scope)
             self._active.pop()
-        return {"$ref": f"#/$defs/{self._names[known]}"}
+        return {"$ref": f"#/$defs/{self._names[name, scope]}"}
 
     # -- what composed schemas say of an object
 
-    def survey(self, place: Place) -> _Survey:
-        given = place.schema
-        if not isinstance(given, Mapping):
+    def survey(self, place: _Place) -> _Survey:
+        schema = place.schema
+        if not isinstance(schema, Mapping):
             return _Survey(Counter())
-        if id(given) in self._surveys:
-            return self._surveys[id(given)]
-        self._surveys[id(given)] = _Survey(Counter())  # while this one is made: circles end
-        found = self._own_survey(place)
-        for key in REFERENCES:
-            if key in given:
-                try:
-                    found.add(self.survey(self.document.target(place, key)))
-                except UnresolvedReferenceError:
-                    found.is_open = True
+        if id(schema) in self._surveys:
+            return self._surveys[id(schema)]
+        self._surveys[id(schema)] = _Survey(Counter())  # while this one is made: circles end
+        survey = self._own_survey(place)
+        if "$ref" in schema:
+            survey.add(self.survey(self.target(place)))
         for key in _LISTS:
             branches = _Survey(Counter())
-            for i, _ in enumerate(_list(given.get(key))):
-                one = self.survey(self.document.child(place, key, i))
-                branches.add(one, alternative=key != "allOf")
-            found.add(branches)
+            for i, _ in enumerate(_list(schema.get(key))):
+                branch = self.survey(place.child(key, i))
+                branches.add(branch, alternative=key != "allOf")
+            survey.add(branches)
         for key in ("then", "else"):
-            if key in given:
-                found.add(self.survey(self.document.child(place, key)))
+            if key in schema:
+                survey.add(self.survey(place.child(key)))
         for key in ("dependentSchemas", "dependencies"):
-            schemas = given.get(key)
+            schemas = schema.get(key)
             for name in schemas if isinstance(schemas, Mapping) else ():
-                found.add(self.survey(self.document.child(place, key, name)))
-        self._surveys[id(given)] = found
-        return found
+                survey.add(self.survey(place.child(key, name)))
+        self._surveys[id(schema)] = survey
+        return survey
 
     @staticmethod
-    def _own_survey(place: Place) -> _Survey:
-        given = place.schema
-        properties, required = given.get("properties"), given.get("required")
-        own = _Survey(Counter(list(properties) if isinstance(properties, Mapping) else []))
-        own.names |= Counter(name for name in (required if isinstance(required, list) else ()) if isinstance(name, str))
-        for key in ("dependentRequired", "dependencies"):
-            needed = given.get(key)
-            for name, others in needed.items() if isinstance(needed, Mapping) else ():
-                listed = others if isinstance(others, list) else ()
-                own.names |= Counter([name, *(other for other in listed if isinstance(other, str))])
-        own.declares = isinstance(properties, Mapping)
-        own.is_open = (
-            any(given.get(key, False) is not False for key in ("additionalProperties", "unevaluatedProperties"))
-            or "patternProperties" in given
-            or "propertyNames" in given
+    def _own_survey(place: _Place) -> _Survey:
+        schema = place.schema
+        properties, required = schema.get("properties"), schema.get("required")
+        survey = _Survey(Counter(list(properties) if isinstance(properties, Mapping) else []))
+        survey.names |= Counter(
+            name for name in (required if isinstance(required, list) else ()) if isinstance(name, str)
         )
-        least = given.get("minProperties")
-        own.n_least = int(least) if isinstance(least, (int, float)) and least < _MAX_COUNT else 0
-        return own
+        for key in ("dependentRequired", "dependencies"):
+            dependencies = schema.get(key)
+            for name, dependency in dependencies.items() if isinstance(dependencies, Mapping) else ():
+                listed = dependency if isinstance(dependency, list) else ()
+                survey.names |= Counter([name, *(item for item in listed if isinstance(item, str))])
+        survey.declares = isinstance(properties, Mapping)
+        survey.is_open = (
+            any(schema.get(key, False) is not False for key in ("additionalProperties", "unevaluatedProperties"))
+            or "patternProperties" in schema
+            or "propertyNames" in schema
+        )
+        min_properties = schema.get("minProperties")
+        if isinstance(min_properties, (int, float)) and min_properties < _MAX_COUNT:
+            survey.min_properties = int(min_properties)
+        return survey
 
 
-def _is_choice(given: Mapping[str, Any]) -> bool:
+def _is_choice(schema: Mapping[str, Any]) -> bool:
     """Whether a schema only says that a value fits another, or one of several."""
-    chosen = [key for key in _APPLICATORS if key in given]
+    chosen = [key for key in _APPLICATORS if key in schema]
     alone = len(chosen) == 1 and (
-        chosen[0] in (*REFERENCES, "anyOf", "oneOf")
-        or (chosen[0] == "allOf" and isinstance(given["allOf"], list) and len(given["allOf"]) == 1)
+        chosen[0] in ("$ref", "anyOf", "oneOf")
+        or (chosen[0] == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
     )
-    return alone and not any(key in given for key in (*_OBJECT, "dependentRequired"))
+    return alone and not any(key in schema for key in (*_OBJECT, "dependentRequired"))
 
 
-def _constraints(given: Mapping[str, Any]) -> int:
-    return sum(key in _CONSTRAINTS for key in given)
+def _constraints(schema: Mapping[str, Any]) -> int:
+    return sum(key in _CONSTRAINTS for key in schema)
 
 
-def _malformed(place: Place, keyword: str, reason: str) -> GrammarError:
+def _malformed(place: _Place, keyword: str, reason: str) -> GrammarError:
     return GrammarError(f"{keyword} at {place.path} {reason}".lstrip() if keyword else f"{place.path} {reason}")
 
 
@@ -299,34 +303,34 @@ class _SchemaWriter:
 
     def __init__(
         self,
-        whole: _Preparation,
-        place: Place,
+        preparation: _Preparation,
+        place: _Place,
         kinds: frozenset[str],
         scope: _Scope,
         closing: _Survey | None,
         *,
         composed: bool,
     ) -> None:
-        self._whole, self._place, self._kinds, self._scope = whole, place, kinds, scope
+        self._preparation, self._place, self._kinds, self._scope = preparation, place, kinds, scope
         self._closing, self._composed = closing, composed
-        self._given: Mapping[str, Any] = place.schema
+        self._schema: Mapping[str, Any] = place.schema
         self._out: dict[str, Any] = {}
-        self._more: list[Ready] = []  # which the value must fit as well
+        self._conjuncts: list[Ready] = []  # which the value must fit as well
 
     def written(self) -> Ready:
-        done = set[tuple[str, ...]]()
-        for key in self._given:
+        written_groups = set[tuple[str, ...]]()
+        for key in self._schema:
             group = _GROUPS.get(key)
-            if group is not None and group not in done:
-                done.add(group)
+            if group is not None and group not in written_groups:
+                written_groups.add(group)
                 self._write_group(group)
             elif key in self._WRITERS:
                 self._WRITERS[key](self, key)
-        if self._closing is not None and _OBJECT not in done:
+        if self._closing is not None and _OBJECT not in written_groups:
             self._object()
-        if self._more:
-            self._out["allOf"] = [*self._out.get("allOf", []), *self._more]
-        return False if False in self._more else self._out
+        if self._conjuncts:
+            self._out["allOf"] = [*self._out.get("allOf", []), *self._conjuncts]
+        return False if False in self._conjuncts else self._out
 
     def _write_group(self, group: tuple[str, ...]) -> None:
         kind = next(kind for keys, kind in _TYPE_OF_GROUP if keys is group)
@@ -334,41 +338,41 @@ class _SchemaWriter:
             {"object": self._object, "array": self._array, "string": self._string, "number": self._number}[kind]()
 
     def _drop(self, keyword: str, reason: str = "cannot be enforced") -> None:
-        self._whole.unsupported(self._place, keyword, reason)
+        self._preparation.unsupported(self._place, keyword, reason)
 
     def _wrong(self, keyword: str, reason: str) -> GrammarError:
         return _malformed(self._place, keyword, reason)
 
     def _inner(self, *steps: str | int, scope: _Scope | None = None) -> Ready:
-        place = self._whole.document.child(self._place, *steps)
-        return self._whole.value(place, self._scope if scope is None else scope)
+        place = self._place.child(*steps)
+        return self._preparation.value(place, self._scope if scope is None else scope)
 
     # -- any value
 
     def _type(self, key: str) -> None:
-        given = self._given[key]
-        self._out[key] = given if isinstance(given, str) else list(dict.fromkeys(given))
+        type_ = self._schema[key]
+        self._out[key] = type_ if isinstance(type_, str) else list(dict.fromkeys(type_))
 
     def _values(self, key: str) -> None:
-        values = self._given[key] if key == "enum" else [self._given[key]]
+        values = self._schema[key] if key == "enum" else [self._schema[key]]
         if not isinstance(values, list):
             raise self._wrong(key, "is not a list")
         if not values:
-            self._more.append(False)
+            self._conjuncts.append(False)
         elif all(map(_is_exact, values)):
-            self._out[key] = self._given[key]
+            self._out[key] = self._schema[key]
         else:
             self._drop(key, "has a number beyond what can be enforced")
 
     def _reference(self, key: str) -> None:
-        ready = self._whole.reference(self._place, key, self._scope)
+        ready = self._preparation.reference(self._place, self._scope)
         if isinstance(ready, dict) and "$ref" not in self._out:
             self._out |= ready
         elif ready is not True:
-            self._more.append(ready)
+            self._conjuncts.append(ready)
 
     def _branches(self, key: str) -> list[Ready]:
-        branches = self._given[key]
+        branches = self._schema[key]
         if not isinstance(branches, list) or not branches:
             raise self._wrong(key, "is not a list of schemas")
         return [self._inner(key, i) for i in range(len(branches))]
@@ -381,75 +385,73 @@ class _SchemaWriter:
 
     def _one_of(self, key: str) -> None:
         branches = self._branches(key)
-        places = [self._whole.document.child(self._place, key, i) for i in range(len(branches))]
+        places = [self._place.child(key, i) for i in range(len(branches))]
         if (names := _required_names(places)) is not None:
             branches = [
                 {"type": "object", "required": [name], "properties": dict.fromkeys(set(names) - {name}, False)}
                 for name in names
             ]
-        elif not all(
-            _Facts(self._whole, a).excludes(_Facts(self._whole, b)) for a, b in itertools.combinations(places, 2)
-        ):
+        elif not self._preparation.alternatives.exclude_each_other([place.schema for place in places]):
             self._drop(key, "has alternatives that may fit together; anyOf can be enforced")
         self._alternatives(branches)
 
     def _alternatives(self, branches: Sequence[Ready]) -> None:
         if "anyOf" in self._out:
-            self._more.append({"anyOf": list(branches)})
+            self._conjuncts.append({"anyOf": list(branches)})
         else:
             self._out["anyOf"] = list(branches)
 
     def _not(self, key: str) -> None:
-        place = self._whole.document.child(self._place, key)
-        given = place.schema
-        if given is False:
+        place = self._place.child(key)
+        schema = place.schema
+        if schema is False:
             return
-        if given is True or given == {}:
-            self._more.append(False)
+        if schema is True or schema == {}:
+            self._conjuncts.append(False)
         elif (names := _required_names([place])) is not None:
-            self._more.append({"type": "object", "properties": {names[0]: False}})
+            self._conjuncts.append({"type": "object", "properties": {names[0]: False}})
         else:
             self._drop(key)
 
     def _if(self, key: str) -> None:
-        if "then" in self._given or "else" in self._given:
+        if "then" in self._schema or "else" in self._schema:
             self._drop(key)
 
     def _dependent_required(self, key: str) -> None:
-        needed = self._mapping(key)
-        for name, others in needed.items():
-            if not isinstance(others, list) or not all(isinstance(other, str) for other in others):
+        dependencies = self._mapping(key)
+        for name, names in dependencies.items():
+            if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
                 raise self._wrong(f"{key}/{name}", "is not a list of names")
-            if others and "object" in self._kinds:
-                self._more.append(_absent_or(name, {"required": list(dict.fromkeys(others))}))
+            if names and "object" in self._kinds:
+                self._conjuncts.append(_absent_or(name, {"required": list(dict.fromkeys(names))}))
 
     def _dependent_schemas(self, key: str) -> None:
         for name in self._mapping(key):
             ready = self._inner(key, name, scope=replace(self._scope, part=True))
             if ready is not True and "object" in self._kinds:
-                self._more.append(_absent_or(name, ready))
+                self._conjuncts.append(_absent_or(name, ready))
 
     def _dependencies(self, key: str) -> None:
         """Both of the above, in dialects up to draft 7."""
-        for name, needed in self._mapping(key).items():
-            if isinstance(needed, list) and all(isinstance(other, str) for other in needed):
-                ready: Ready = {"required": list(dict.fromkeys(needed))} if needed else True
+        for name, dependency in self._mapping(key).items():
+            if isinstance(dependency, list) and all(isinstance(item, str) for item in dependency):
+                ready: Ready = {"required": list(dict.fromkeys(dependency))} if dependency else True
             else:
                 ready = self._inner(key, name, scope=replace(self._scope, part=True))
             if ready is not True and "object" in self._kinds:
-                self._more.append(_absent_or(name, ready))
+                self._conjuncts.append(_absent_or(name, ready))
 
     def _mapping(self, key: str) -> Mapping[str, Any]:
-        found = self._given.get(key, {})
-        if not isinstance(found, Mapping):
+        mapping = self._schema.get(key, {})
+        if not isinstance(mapping, Mapping):
             raise self._wrong(key, "is not an object")
-        return found
+        return mapping
 
     def _count(self, key: str) -> int | None:
         """A count, which may be written as 5.0; None without one, and where it is beyond any answer."""
-        if key not in self._given:
+        if key not in self._schema:
             return None
-        count = self._given[key]
+        count = self._schema[key]
         if isinstance(count, bool) or not isinstance(count, (int, float)) or count < 0 or count != count // 1:
             raise self._wrong(key, "is not a whole number of 0 or more")
         if count < _MAX_COUNT:
@@ -463,27 +465,27 @@ class _SchemaWriter:
     def _object(self) -> None:
         declared = self._mapping("properties")
         properties = {name: self._inner("properties", name, scope=self._scope.of(name)) for name in declared}
-        additional, found, lost = self._additional(), dict[str, Ready](), False
-        found, lost = self._patterns(properties)
-        if lost and additional is not None:
+        additional = self._additional()
+        by_pattern, is_incomplete = self._patterns(properties)
+        if is_incomplete and additional is not None:
             additional = None
-        properties, found, additional = self._property_names(properties, found, additional)
+        properties, by_pattern, additional = self._property_names(properties, by_pattern, additional)
         required = self._required()
         if self._closing is not None and additional is None:
             properties |= {name: True for name in self._closing.names if name not in properties}
             additional = False
-        if properties or "properties" in self._given:
+        if properties or "properties" in self._schema:
             self._out["properties"] = properties
-        if found:
-            self._out["patternProperties"] = found
+        if by_pattern:
+            self._out["patternProperties"] = by_pattern
         if additional is not None:
             self._out["additionalProperties"] = additional
         if required:
             self._out["required"] = required
-        self._numbers_of_properties(properties, required, found, additional)
+        self._numbers_of_properties(properties, required, by_pattern, additional)
 
     def _required(self) -> list[str]:
-        required = self._given.get("required", [])
+        required = self._schema.get("required", [])
         if isinstance(required, bool):  # draft 3: of a property
             return []
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -491,30 +493,30 @@ class _SchemaWriter:
         return list(dict.fromkeys(required))
 
     def _additional(self) -> Ready | None:
-        if "additionalProperties" in self._given:
+        if "additionalProperties" in self._schema:
             return self._inner("additionalProperties", scope=_Scope(part=self._composed))
         key = "unevaluatedProperties"
-        if self._given.get(key, True) is True or self._given[key] == {}:
+        if self._schema.get(key, True) is True or self._schema[key] == {}:
             return None
         if not self._composed:
             return self._inner(key)
-        if self._given[key] is False and self._is_plain_composition():
-            names = self._whole.survey(self._place).names
-            self._more.append({"properties": dict.fromkeys(names, True), "additionalProperties": False})
+        if self._schema[key] is False and self._is_plain_composition():
+            names = self._preparation.survey(self._place).names
+            self._conjuncts.append({"properties": dict.fromkeys(names, True), "additionalProperties": False})
         else:
             self._drop(key, "cannot be enforced beside schemas that may or may not apply")
         return None
 
     def _is_plain_composition(self) -> bool:
         """Whether all schemas that describe the object always apply, and name its properties."""
-        survey = self._whole.survey(self._place)
-        others = ("anyOf", "oneOf", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
-        return not survey.is_open and not any(key in self._given for key in others) and not any(
+        survey = self._preparation.survey(self._place)
+        conditional = set(_APPLICATORS) - {"allOf", "$ref"}
+        return not survey.is_open and not any(key in self._schema for key in conditional) and not any(
             key in branch
-            for branch in self._given.get("allOf", ())
+            for branch in self._schema.get("allOf", ())
             if isinstance(branch, Mapping)
-            for key in (*others, "allOf", "$ref")
-        ) and "$ref" not in self._given  # fmt: skip
+            for key in _APPLICATORS
+        ) and "$ref" not in self._schema  # fmt: skip
 
     def _patterns(self, properties: dict[str, Ready]) -> tuple[dict[str, Ready], bool]:
         """Schemas by translated patterns that exclude each other, and whether one was dropped.
@@ -522,86 +524,88 @@ class _SchemaWriter:
         Properties that a pattern matches get its schema, and a pattern that matches nothing else goes: llguidance would
         offer a key for it, behind which nothing may follow.
         """
-        key, found, lost = "patternProperties", dict[str, Ready](), False
+        key, by_pattern, is_incomplete = "patternProperties", dict[str, Ready](), False
         for n, pattern in enumerate(self._mapping(key)):
             ready = self._inner(key, pattern, scope=_Scope(part=self._composed))
             if n >= patterns.MAX_PATTERNS:
                 self._drop(f"{key}/{pattern}", f"is one of more than {patterns.MAX_PATTERNS}")
-                lost = True
+                is_incomplete = True
                 continue
             try:
-                text = patterns.checked(pattern)
+                translated = patterns.checked(pattern)
             except patterns.PatternError as error:
                 self._drop(f"{key}/{pattern}", str(error))
-                lost = True
+                is_incomplete = True
                 continue
             matched = [name for name in properties if patterns.matches(pattern, name)]
-            same = next((other for other, schema in found.items() if schema == ready), None)
-            together = f"(?:{same})|(?:{text})" if same else text
-            others = [other for other in found if other != same]
-            if others and _refusal({"patternProperties": dict.fromkeys([*others, together], True)}):
+            same = next((expression for expression, schema in by_pattern.items() if schema == ready), None)
+            union = f"(?:{same})|(?:{translated})" if same else translated
+            different = [expression for expression in by_pattern if expression != same]
+            if different and _refusal({"patternProperties": dict.fromkeys([*different, union], True)}):
                 self._drop(f"{key}/{pattern}", "overlaps with another pattern, or may")
-                lost = True
-            elif not matched or not patterns.is_covered(text, matched):
-                found.pop(same or "", None)
-                found[together] = ready
+                is_incomplete = True
+            elif not matched or not patterns.is_covered(translated, matched):
+                by_pattern.pop(same or "", None)
+                by_pattern[union] = ready
                 continue
             for name in matched:
                 properties[name] = _both(properties[name], ready)
-        return found, lost
+        return by_pattern, is_incomplete
 
     def _property_names(
-        self, properties: dict[str, Ready], found: dict[str, Ready], additional: Ready | None
+        self, properties: dict[str, Ready], by_pattern: dict[str, Ready], additional: Ready | None
     ) -> tuple[dict[str, Ready], dict[str, Ready], Ready | None]:
         """Names by ``propertyNames``, if it lists them or has a pattern."""
         key = "propertyNames"
-        given = self._given.get(key, True)
-        if given is True or given == {} or given == {"type": "string"}:
-            return properties, found, additional
-        rest: Ready = True if additional is None else additional
-        if given is False:
+        of_names = self._schema.get(key, True)
+        if of_names is True or of_names == {} or of_names == {"type": "string"}:
+            return properties, by_pattern, additional
+        undeclared: Ready = True if additional is None else additional
+        if of_names is False:
             return dict.fromkeys(properties, False), {}, False
-        known = (
-            {name: value for name, value in given.items() if name in _CONSTRAINTS} if isinstance(given, Mapping) else {}
+        keywords = (
+            {name: value for name, value in of_names.items() if name in _CONSTRAINTS}
+            if isinstance(of_names, Mapping)
+            else {}
         )
-        known.pop("type", None)
-        names = known.get("enum", [known["const"]] if "const" in known else None)
-        if not isinstance(given, Mapping) or self._composed or found or len(known) != 1:
+        keywords.pop("type", None)
+        names = keywords.get("enum", [keywords["const"]] if "const" in keywords else None)
+        if not isinstance(of_names, Mapping) or self._composed or by_pattern or len(keywords) != 1:
             self._drop(key)
         elif isinstance(names, list):
             allowed = [name for name in names if isinstance(name, str)]
-            kept = {name: one if name in allowed else False for name, one in properties.items()}
-            return kept | {name: rest for name in allowed if name not in kept}, {}, False
-        elif isinstance(pattern := known.get("pattern"), str):
+            limited = {name: value if name in allowed else False for name, value in properties.items()}
+            return limited | {name: undeclared for name in allowed if name not in limited}, {}, False
+        elif isinstance(pattern := keywords.get("pattern"), str):
             try:
                 text = patterns.checked(pattern)
             except patterns.PatternError as error:
                 self._drop(f"{key}/pattern", str(error))
-                return properties, found, additional
-            kept = {name: one if patterns.matches(pattern, name) else False for name, one in properties.items()}
-            if patterns.is_covered(text, kept):
-                return kept, {}, False
-            return kept, {text: rest}, False
+                return properties, by_pattern, additional
+            limited = {name: value if patterns.matches(pattern, name) else False for name, value in properties.items()}
+            if patterns.is_covered(text, limited):
+                return limited, {}, False
+            return limited, {text: undeclared}, False
         else:
             self._drop(key)
-        return properties, found, additional
+        return properties, by_pattern, additional
 
     def _numbers_of_properties(
-        self, properties: Mapping[str, Ready], required: Sequence[str], found: object, additional: Ready | None
+        self, properties: Mapping[str, Ready], required: Sequence[str], by_pattern: object, additional: Ready | None
     ) -> None:
         """Bounds of the number of properties: llguidance counts where all that are named must be there."""
-        least, most = self._count("minProperties") or 0, self._count("maxProperties")
+        min_number, max_number = self._count("minProperties") or 0, self._count("maxProperties")
         optional = [name for name in properties if name not in required and properties[name] is not False]
-        n_spare = len(optional) - (math.inf if most is None else most - len(required))
-        is_closed = additional is False and not found
+        n_spare = len(optional) - (math.inf if max_number is None else max_number - len(required))
+        is_closed = additional is False and not by_pattern
         if not self._composed and not optional:
-            self._out |= {"minProperties": least} if least > len(required) else {}
-            self._out |= {"maxProperties": most} if most is not None else {}
+            self._out |= {"minProperties": min_number} if min_number > len(required) else {}
+            self._out |= {"maxProperties": max_number} if max_number is not None else {}
             return
-        if least > len(required):
-            needed = least - len(required)
-            self._of_names("minProperties", optional, needed, is_closed, lambda names: {"required": list(names)})
-        if most is not None and not (is_closed and n_spare <= 0):
+        if min_number > len(required):
+            n_more = min_number - len(required)
+            self._of_names("minProperties", optional, n_more, is_closed, lambda names: {"required": list(names)})
+        if max_number is not None and not (is_closed and n_spare <= 0):
             absent = int(max(0, n_spare))
             self._of_names(
                 "maxProperties", optional, absent, is_closed, lambda names: {"properties": dict.fromkeys(names, False)}
@@ -614,111 +618,110 @@ class _SchemaWriter:
         if self._composed or not is_closed:
             self._drop(key, "cannot be enforced where an object has properties that are neither named nor required")
         elif n > len(names):
-            self._more.append(False)
+            self._conjuncts.append(False)
         elif math.comb(len(names), n) > _MAX_CHOICES:
             self._drop(key, f"can be kept in more than {_MAX_CHOICES} ways")
         else:
-            self._more.append({"anyOf": [write(some) for some in itertools.combinations(names, n)]})
+            self._conjuncts.append({"anyOf": [write(chosen) for chosen in itertools.combinations(names, n)]})
 
     # -- arrays
 
     def _array(self) -> None:
-        items, prefix = self._given.get("items"), self._given.get("prefixItems")
+        items, prefix = self._schema.get("items"), self._schema.get("prefixItems")
         scope = _Scope(part=self._composed)
         if isinstance(items, list):
             self._out["prefixItems"] = [self._inner("items", i, scope=scope) for i in range(len(items))]
-            if "additionalItems" in self._given:
+            if "additionalItems" in self._schema:
                 self._out["items"] = self._inner("additionalItems", scope=scope)
         else:
             if prefix is not None:
                 if not isinstance(prefix, list):
                     raise self._wrong("prefixItems", "is not a list of schemas")
                 self._out["prefixItems"] = [self._inner("prefixItems", i, scope=scope) for i in range(len(prefix))]
-            if "items" in self._given:
+            if "items" in self._schema:
                 self._out["items"] = self._inner("items", scope=scope)
         for key in ("minItems", "maxItems"):
             if (count := self._count(key)) is not None:
                 self._out[key] = count
         key = "unevaluatedItems"
-        if self._given.get(key, True) is not True and "items" not in self._out:
-            if self._composed or "contains" in self._given or any(key in self._given for key in _APPLICATORS):
+        if self._schema.get(key, True) is not True and "items" not in self._out:
+            if self._composed or "contains" in self._schema or any(key in self._schema for key in _APPLICATORS):
                 self._drop(key, "cannot be enforced beside schemas that may or may not apply")
             else:
                 self._out["items"] = self._inner(key, scope=scope)
-        if self._given.get("uniqueItems") is True and self._out.get("maxItems", 2) > 1:
+        if self._schema.get("uniqueItems") is True and self._out.get("maxItems", 2) > 1:
             self._drop("uniqueItems")
-        if "contains" in self._given and (self._given.get("minContains") != 0 or "maxContains" in self._given):
+        if "contains" in self._schema and (self._schema.get("minContains") != 0 or "maxContains" in self._schema):
             self._drop("contains")
 
     # -- strings and numbers
 
     def _string(self) -> None:
-        found = dict[str, Any]()
+        keywords = dict[str, Any]()
         for key in ("minLength", "maxLength"):
             if (count := self._count(key)) is not None:
-                found[key] = count
+                keywords[key] = count
         for key in ("pattern", "format"):
-            if key in self._given and not isinstance(self._given[key], str):
+            if key in self._schema and not isinstance(self._schema[key], str):
                 raise self._wrong(key, "is not text")
-        if (name := self._given.get("format")) in _FORMATS:
-            found["format"] = name
+        if (name := self._schema.get("format")) in _FORMATS:
+            keywords["format"] = name
         elif name is not None:
             self._drop("format", f"{show(name)} is not known; these are: {', '.join(sorted(_FORMATS))}")
-        if "pattern" in self._given:
+        if "pattern" in self._schema:
             try:
-                found["pattern"] = patterns.checked(self._given["pattern"])
+                keywords["pattern"] = patterns.checked(self._schema["pattern"])
             except patterns.PatternError as error:
                 self._drop("pattern", f"cannot be enforced: {error}")
-        self._checked({"type": "string"}, found, ("format", "pattern", "minLength", "maxLength"))
+        self._checked({"type": "string"}, keywords, ("format", "pattern", "minLength", "maxLength"))
 
     def _number(self) -> None:
-        found = dict[str, Any]()
+        keywords = dict[str, Any]()
         for key in _NUMBER:
-            if key not in self._given:
+            if key not in self._schema:
                 continue
-            value = self._given[key]
+            value = self._schema[key]
             if isinstance(value, bool) and key.startswith("exclusive"):  # draft 4
                 plain = key.removeprefix("exclusive").lower()
-                if value and plain in found:
-                    found[key] = found.pop(plain)
+                if value and plain in keywords:
+                    keywords[key] = keywords.pop(plain)
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
                 raise self._wrong(key, "is not a number")
             if key == "multipleOf" and value <= 0:
                 raise self._wrong(key, "is not greater than 0")
             if abs(value) < _EXACT:
-                found[key] = value
+                keywords[key] = value
             elif key == "multipleOf" or (value > 0) == key.lower().endswith("minimum"):
                 self._drop(key, "is beyond what can be enforced")
-            elif not self._whole.lenient:  # only numbers that JSON readers agree on
-                found[key] = _EXACT - 1 if value > 0 else 1 - _EXACT
-        is_integer = self._given.get("type") == "integer"
-        self._checked({"type": "integer" if is_integer else "number"}, found, _NUMBER)
+            elif not self._preparation.lenient:  # only numbers that JSON readers agree on
+                keywords[key] = _EXACT - 1 if value > 0 else 1 - _EXACT
+        is_integer = self._schema.get("type") == "integer"
+        self._checked({"type": "integer" if is_integer else "number"}, keywords, _NUMBER)
 
-    def _checked(self, base: Mapping[str, Any], found: dict[str, Any], order: Sequence[str]) -> None:
+    def _checked(self, base: Mapping[str, Any], keywords: dict[str, Any], order: Sequence[str]) -> None:
         """Add what compiles, alone and together; ``order``: drop these first."""
-        for key in [*found]:
-            if key not in ("minLength", "maxLength", "format") and _refusal({**base, key: found[key]}):
-                del found[key]
+        for key in [*keywords]:
+            if key not in ("minLength", "maxLength", "format") and _refusal({**base, key: keywords[key]}):
+                del keywords[key]
                 self._drop(key, "is beyond what can be enforced")
         for key in order:
-            if len(found) > 1 and key in found and (told := _refusal_together({**base, **found})):
-                del found[key]
-                self._drop(key, f"cannot be enforced beside {', '.join(found)}: {_reason(told)}")
-        self._out |= found
+            if len(keywords) > 1 and key in keywords and (refusal := _refusal_together({**base, **keywords})):
+                del keywords[key]
+                self._drop(key, f"cannot be enforced beside {', '.join(keywords)}: {_reason(refusal)}")
+        self._out |= keywords
 
     _WRITERS: Final[Mapping[str, Callable[[_SchemaWriter, str], None]]] = {
         "type": _type, "enum": _values, "const": _values,
-        "$ref": _reference, "$dynamicRef": _reference, "$recursiveRef": _reference,
-        "allOf": _all_of, "anyOf": _any_of, "oneOf": _one_of, "not": _not, "if": _if,
+        "$ref": _reference, "allOf": _all_of, "anyOf": _any_of, "oneOf": _one_of, "not": _not, "if": _if,
         "dependentRequired": _dependent_required, "dependentSchemas": _dependent_schemas, "dependencies": _dependencies,
     }  # fmt: skip
 
 
-def _both(one: Ready, other: Ready) -> Ready:
-    if one is True or other is False or one == other:
-        return other
-    return one if other is True or one is False else {"allOf": [one, other]}
+def _both(first: Ready, second: Ready) -> Ready:
+    if first is True or second is False or first == second:
+        return second
+    return first if second is True or first is False else {"allOf": [first, second]}
 
 
 def _absent_or(name: str, ready: Ready) -> Ready:
@@ -726,18 +729,18 @@ def _absent_or(name: str, ready: Ready) -> Ready:
     return {"anyOf": [{"properties": {name: False}}, ready]}
 
 
-def _required_names(places: Sequence[Place]) -> list[str] | None:
+def _required_names(places: Sequence[_Place]) -> list[str] | None:
     """The names that schemas require, if each does nothing but to require one."""
     names = []
     for place in places:
-        given = place.schema
+        schema = place.schema
         if (
-            not isinstance(given, Mapping)
-            or _constraints(given) != 1 + ("type" in given)
-            or given.get("type", "object") != "object"
+            not isinstance(schema, Mapping)
+            or _constraints(schema) != 1 + ("type" in schema)
+            or schema.get("type", "object") != "object"
         ):
             return None
-        required = given.get("required")
+        required = schema.get("required")
         if not isinstance(required, list) or len(required) != 1 or not isinstance(required[0], str):
             return None
         names.append(required[0])
@@ -757,143 +760,37 @@ def _is_exact(value: Any) -> bool:
     return all(map(_is_exact, value.values()))
 
 
-class _Facts:
-    """What is known of the values of a schema: all of its schemas that always apply, references followed."""
-
-    def __init__(self, whole: _Preparation, place: Place, depth: int = 0) -> None:
-        self._whole, self._depth = whole, depth
-        self._places = list(self._applying(place, set()))
-
-    def _applying(self, place: Place, seen: set[int]) -> Iterator[Place]:
-        given = place.schema
-        if not isinstance(given, Mapping) or id(given) in seen:
-            return
-        seen.add(id(given))
-        yield place
-        if isinstance(given.get("$ref"), str):
-            with contextlib.suppress(UnresolvedReferenceError):
-                yield from self._applying(self._whole.document.target(place, "$ref"), seen)
-        for i, _ in enumerate(given["allOf"] if isinstance(given.get("allOf"), list) else ()):
-            yield from self._applying(self._whole.document.child(place, "allOf", i), seen)
-
-    def excludes(self, other: _Facts) -> bool:
-        """Return whether no value can fit both."""
-        kinds = self._kinds() & other._kinds()
-        if not kinds:
-            return True
-        mine, others = self._constants(), other._constants()
-        if mine is not None and others is not None and not mine & others:
-            return True
-        if any(one._alternatives_exclude(two) for one, two in ((self, other), (other, self))):
-            return True
-        return kinds == {"object"} and self._depth < 4 and any(
-            self._property_excludes(other, name) for name in self._required() | other._required()
-        )  # fmt: skip
-
-    def _kinds(self) -> frozenset[str]:
-        kinds = frozenset(_ALL_KINDS)
-        for place in self._places:
-            kinds &= self._whole.kinds(place)
-        constants = self._constants()
-        return kinds if constants is None else kinds & {_kind(json.loads(one)) for one in constants}
-
-    def _constants(self) -> set[str] | None:
-        found: set[str] | None = None
-        for place in self._places:
-            for values in (place.schema.get("enum"), [place.schema["const"]] if "const" in place.schema else None):
-                if isinstance(values, list):
-                    own = {json.dumps(_plain(value), sort_keys=True) for value in values}
-                    found = own if found is None else found & own
-        return found
-
-    def _required(self) -> set[str]:
-        return {name for place in self._places for name in _list(place.schema.get("required")) if isinstance(name, str)}
-
-    def _alternatives_exclude(self, other: _Facts) -> bool:
-        for place in self._places:
-            for key in ("anyOf", "oneOf"):
-                branches = [
-                    self._whole.document.child(place, key, i) for i, _ in enumerate(_list(place.schema.get(key)))
-                ]
-                if branches and self._depth < 4 and all(
-                    _Facts(self._whole, branch, self._depth + 1).excludes(other) for branch in branches
-                ):  # fmt: skip
-                    return True
-        return False
-
-    def _property_excludes(self, other: _Facts, name: str) -> bool:
-        return any(
-            a.schema is False or b.schema is False
-            or _Facts(self._whole, a, self._depth + 1).excludes(_Facts(self._whole, b, self._depth + 1))
-            for a in self._of(name)
-            for b in other._of(name)
-        )  # fmt: skip
-
-    def _of(self, name: str) -> Iterator[Place]:
-        """The schemas of a property; True where there are none."""
-        found = False
-        for place in self._places:
-            properties = place.schema.get("properties")
-            if isinstance(properties, Mapping) and name in properties:
-                found = True
-                yield self._whole.document.child(place, "properties", name)
-            elif place.schema.get("additionalProperties") is False and "patternProperties" not in place.schema:
-                found = True
-                yield replace(place, schema=False)
-        if not found and self._places:
-            yield replace(self._places[0], schema={})
-
-
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else "boolean"
-    for kind, types in (("number", (int, float)), ("string", str), ("array", list)):
-        if isinstance(value, types):
-            return kind
-    return "object"
-
-
-def _plain(value: Any) -> Any:
-    """A constant in which 1.0 is 1, as JSON schema compares them."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return {key: _plain(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
 # -- what llguidance says
 
 
-def _told(ready: Ready) -> str:
+def _compile_error(ready: Ready) -> str:
     if ready is False:
         return "Unsatisfiable"
-    return patterns.told(json.dumps(ready))
+    return patterns.compile_error(json.dumps(ready))
 
 
 def _refusal(ready: Ready) -> str:
     """Why a schema does not compile; empty where merely nothing fits it."""
-    told = _told(ready)
-    return "" if patterns.nothing_fits(told) else told
+    error = _compile_error(ready)
+    return "" if patterns.nothing_fits(error) else error
 
 
 def _refusal_together(ready: dict[str, Any]) -> str:
     """Why keywords of one type do not go together: of a pattern and a length, it may be known only while followed."""
-    told = _refusal(ready)
-    if not told and ("pattern" in ready or "format" in ready) and patterns.gives_up(json.dumps({"json_schema": ready})):
-        return _TOO_MUCH_WORK
-    return told
+    if (refusal := _refusal(ready)) or not {"pattern", "format"} & ready.keys():
+        return refusal
+    return _TOO_MUCH_WORK if patterns.exceeds_work_limit(json.dumps({"json_schema": ready})) else ""
 
 
-def _reason(told: str) -> str:
+def _reason(error: str) -> str:
     """llguidance's message as a sentence about a schema."""
-    if patterns.nothing_fits(told):
+    if patterns.nothing_fits(error):
         return "no value fits it"
-    for found, reason in (
+    for sign, reason in (
         ("circular references", "a reference beside other keywords leads back to itself"),
         ("recursion limit", f"it is nested deeper than {MAX_DEPTH} schemas"),
         ("stack level", "schemas that must fit together refer to one another without end"),
@@ -902,7 +799,7 @@ def _reason(told: str) -> str:
         ("disjoint", "patternProperties overlap, or may"),
         ("allOf", "allOf cannot be enforced"),
     ):
-        if found in told:
+        if sign in error:
             return reason
     return _TOO_MUCH_WORK
 
@@ -912,28 +809,28 @@ _RELAXED: Final = ("dependencies", "patternProperties", "pattern", "format", "mi
                    *_NUMBER, "minLength", "maxLength", "minItems", "maxItems", "allOf", "anyOf", "$ref")  # fmt: skip
 
 
-def _relaxed(ready: Ready, told: str) -> tuple[Ready, str]:
+def _relaxed(ready: Ready, error: str) -> tuple[Ready, str]:
     """Drop keywords until a prepared schema compiles: one place if that is enough, then kind by kind.
 
     Keywords that compile alone may be too much together.  Returns the schema, and what llguidance last said.
     """
-    if patterns.nothing_fits(told):
-        return ready, told
+    if patterns.nothing_fits(error):
+        return ready, error
     places = [(schema, key) for schema in _schemas(ready) for key in _RELAXED if key in schema]
     for schema, key in places if len(places) <= _MAX_CHOICES else ():
-        kept = dict(schema)
+        copy = dict(schema)
         _without(schema, key)
-        if not (after := _told(ready)) or patterns.nothing_fits(after):
+        if not (after := _compile_error(ready)) or patterns.nothing_fits(after):
             return ready, after
         schema.clear()
-        schema.update(kept)
+        schema.update(copy)
     for kind in _RELAXED:
         for schema in list(_schemas(ready)):
             if kind in schema:
                 _without(schema, kind)
-        if not (told := _told(ready)) or patterns.nothing_fits(told):
+        if not (error := _compile_error(ready)) or patterns.nothing_fits(error):
             break
-    return ready, told
+    return ready, error
 
 
 def _without(schema: dict[str, Any], key: str) -> None:
@@ -954,5 +851,5 @@ def _schemas(ready: Ready) -> Iterator[dict[str, Any]]:
             inner = value if isinstance(value, list) else [value]
         else:
             continue
-        for one in inner:
-            yield from _schemas(one)
+        for schema in inner:
+            yield from _schemas(schema)

@@ -63,7 +63,7 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
         term = searched(str(pattern))
         if term is None:
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
-        elif terms and patterns.gives_up(_grammar(" & ".join([*terms, term]))):
+        elif terms and patterns.exceeds_work_limit(_grammar(" & ".join([*terms, term]))):
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}", "beside others or lengths: too much work")
         else:
             terms.append(term)
@@ -75,18 +75,24 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
     return " & ".join(terms) or ANYTHING
 
 
+def fits_as_text(text: str, alternative: Mapping[str, Any]) -> bool:
+    """Return whether a constant fits the lengths and patterns of an alternative."""
+    fits_length = alternative.get("minLength", 0) <= len(text) <= alternative.get("maxLength", len(text))
+    return fits_length and all(patterns.matches(pattern, text) for pattern in alternative.get("patterns", ()))
+
+
 def searched(pattern: str) -> str | None:
     """A terminal for the texts in which a pattern of a schema is found; None if llguidance cannot read it."""
     try:
         expression = patterns.checked(pattern)
     except patterns.PatternError:
         return None
-    found = []
+    branches = []
     for branch in _branches(expression):
         begins, ends = branch.startswith("^"), branch.endswith("$") and not _escaped_end(branch)
         body = branch[1 if begins else 0 : -1 if ends else None]
-        found.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")
-    term = f"/({regex_to_lark('|'.join(found), 'dw')})/"
+        branches.append(f"{'' if begins else _ANY}({body}){'' if ends else _ANY}")
+    term = f"/({regex_to_lark('|'.join(branches), 'dw')})/"
     return None if LLMatcher.validate_grammar(f'{{"grammars": [{_grammar(term)}]}}') else term
 
 

@@ -1,4 +1,4 @@
-"""Tool-call formats, one file each, and the choice of one by what a chat template tells the model to write.
+"""Tool parsers: one tool-call format per file, and the choice of the format from the chat template.
 
 Knows templates only as text to look for tags in. Invariant: `parse` gives a call or None and never raises, whatever a
 model wrote.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from lucevisor.text.parameters import Tools, has_tool
 from lucevisor.text.tools.argument_pairs import ArgumentPairs
-from lucevisor.text.tools.call import ToolCall, ToolFormat, Tools, has_tool
+from lucevisor.text.tools.call import Function, ToolCall, ToolFormat
 from lucevisor.text.tools.gemma4 import Gemma4
 from lucevisor.text.tools.json_object import JsonObject
 from lucevisor.text.tools.xml_function import XmlFunction
 
-__all__ = ["FORMATS", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
+__all__ = ["FORMATS", "Function", "ToolCall", "ToolFormat", "Tools", "detect_tool_format", "has_tool", "read_call"]
 
 # What a template says that is of this format, the most particular first: all but Gemma's write <tool_call> as well.
 FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
@@ -33,8 +34,10 @@ def read_call(tool_format: ToolFormat, body: str, tools: Tools) -> ToolCall | No
     """
     if (call := tool_format.parse(body, tools)) is not None:
         return call
-    others = [other for _, other in FORMATS if other.open == tool_format.open and other is not tool_format]
-    for read in (tool_format.repair, *(other.parse for other in others)):
+    neighbours = [
+        neighbour for _, neighbour in FORMATS if neighbour.open == tool_format.open and neighbour is not tool_format
+    ]
+    for read in (tool_format.repair, *(neighbour.parse for neighbour in neighbours)):
         if (call := read(body, tools)) is not None and has_tool(tools, call.name):
             return call
     return None

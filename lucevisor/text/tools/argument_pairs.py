@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.text.tools.call import ToolCall, Tools, make_call
-from lucevisor.text.tools.parameters import Parameters, first_readable
+from lucevisor.text.grammar.rules import LINE_END, Rules
+from lucevisor.text.parameters import Parameters, Tools, first_readable
+from lucevisor.text.tools.bare_values import Ending, bare_parameters
+from lucevisor.text.tools.call import Function, ToolCall, make_call
 
 _NAME: Final = re.compile(r"\s*([^<\s]+)")
 _KEY: Final = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
@@ -33,14 +35,16 @@ class ArgumentPairs:
         name, end = head.group(1), head.end()
         parameters = Parameters(tools, name)
         arguments: dict[str, object] = {}
-        while found := _KEY.match(body, end):
-            key = found[1] if found[1] in parameters.names else found[1].strip()
-            closed = list(_CLOSE.finditer(body, found.end()))
-            if not closed:
+        while opening := _KEY.match(body, end):
+            key, begin = opening[1], opening.end()
+            if key not in parameters.names:
+                key = key.strip()
+            closings = list(_CLOSE.finditer(body, begin))
+            if not closings:
                 break
-            schema, begin = parameters.schema(key), found.end()
-            last = closed[first_readable((body[begin : one.start()] for one in closed), schema)]
-            arguments[key], end = parameters.read(key, body[begin : last.start()]), last.end()
+            texts = (body[begin : closing.start()] for closing in closings)
+            closing = closings[first_readable(texts, parameters.schema(key))]
+            arguments[key], end = parameters.read(key, body[begin : closing.start()]), closing.end()
         return make_call(name, arguments) if not body[end:].strip() else None
 
     def repair(self, body: str, tools: Tools) -> ToolCall | None:
@@ -48,7 +52,23 @@ class ArgumentPairs:
         return self.parse(_NO_VALUE.sub("</arg_key><arg_value>", _NO_KEY.sub(r"\1<arg_key>", body)), tools)
 
     def is_inside_value(self, body: str) -> bool:
-        """Say whether the text ends inside a value."""
+        """Return whether the text ends inside a value."""
         start = body.find("<arg_value>")
-        ends = [one.end() for one in _CLOSE.finditer(body, start)] if start >= 0 else []
+        ends = [closing.end() for closing in _CLOSE.finditer(body, start)] if start >= 0 else []
         return start >= 0 and (not ends or _KEY.match(body, ends[-1]) is not None)
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        """Return an expression for the calls of a function."""
+        value = rules.text("<arg_value>")
+
+        def declared(name: str) -> str | None:
+            key = rules.text(f"<arg_key>{name}</arg_key>")
+            return None if "</arg_key>" in name else f"{LINE_END} {key} {LINE_END} {value}"
+
+        def undeclared(terminal: str) -> str:
+            return f"{LINE_END} {rules.text('<arg_key>')} {rules.ended(terminal, '</arg_key>')} {LINE_END} {value}"
+
+        ending = Ending("</arg_value>", [r"<\/arg_value>"])
+        return (
+            f"{rules.text(function.name)} {bare_parameters(rules, function, ending, declared, undeclared)} {LINE_END}"
+        )

@@ -1,6 +1,6 @@
-"""What every tool-call format gives and takes: a call, and the tools that were offered.
+"""Tool calls, and what every format of them can do.
 
-Knows no format. Invariant: the arguments of a call are JSON by RFC 8259 with each number as the model wrote it.
+Invariant: the arguments of a call are JSON by RFC 8259 with each number as the model wrote it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lucevisor.text import json_text
-
-Tools = Sequence[Mapping[str, object]]
-"""Tools as OpenAI clients send them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+from lucevisor.text.grammar.rules import Rules
+from lucevisor.text.parameters import Tools
+from lucevisor.text.references import Schema
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,20 @@ class ToolCall:
     arguments: str
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An offered function, for a grammar.
+
+    ``schema``: of its arguments; ``strict``: refuse a schema that cannot be enforced whole.
+    """
+
+    name: str
+    schema: Schema
+    strict: bool
+
+
 class ToolFormat(Protocol):
-    """How one model family writes a call between its two tags."""
+    """The notation in which a model family writes a call between two tags."""
 
     @property
     def open(self) -> str:
@@ -49,20 +61,15 @@ class ToolFormat(Protocol):
         """Return the call that a body means which `parse` refuses, where it can mean nothing else, or None."""
 
     def is_inside_value(self, body: str) -> bool:
-        """Say whether `body`, cut before a closing tag, ends inside a value, so that the tag is part of that value."""
+        """Return whether `body`, cut before a closing tag, ends inside a value, so that the tag is part of it."""
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        """Return an expression for the calls of a function, between the tags, that `parse` reads as its schema says.
+
+        Raises GrammarError for a strict schema that cannot be enforced.
+        """
 
 
 def make_call(name: str, arguments: Mapping[str, object]) -> ToolCall:
     """Return a call with its arguments written as JSON."""
     return ToolCall(name, json_text.write(arguments))
-
-
-def has_tool(tools: Tools, name: str) -> bool:
-    """Say whether a function of this name was offered."""
-    return any(function_of(tool).get("name") == name for tool in tools)
-
-
-def function_of(tool: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the function of a tool; without one the tool itself."""
-    function = tool.get("function", tool)
-    return function if isinstance(function, Mapping) else {}

@@ -5,13 +5,19 @@ The arguments are JSON with bare keys and with `<|"|>` for the quotes of strings
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
+from lucevisor.text.grammar.alternatives import Alternatives
+from lucevisor.text.grammar.matcher import GrammarError
+from lucevisor.text.grammar.members import members, sequence
+from lucevisor.text.grammar.rules import ANYTHING, Rules
+from lucevisor.text.grammar.texts import fits_as_text, text_terminal
 from lucevisor.text.json_text import MAX_DEPTH, parse
-from lucevisor.text.tools.call import ToolCall, Tools, make_call
-from lucevisor.text.tools.parameters import Parameters
+from lucevisor.text.parameters import ANY_TYPE, Parameters, Tools
+from lucevisor.text.tools.call import Function, ToolCall, make_call
 
 _QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*call:\s*([^\s{]+)\s*\{")
@@ -22,6 +28,18 @@ _BLANKS: Final = re.compile(r"\s*")
 _JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BARE: Final = re.compile(r"[^,{}\[\]]+")
 _SINGLE: Final = re.compile(r"'([^'\\]*)'(?=\s*[,}\]])")
+_BARE_KEY: Final = re.compile(r"[^\s:=,{}\[\]<>\"']+")
+_MAX_SCHEMAS: Final = 24  # within one another, references aside
+_SCALARS: Final = ("null", "boolean", "integer", "number")
+_OF_SCALARS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+_KEYWORDS: Final = frozenset(
+    [
+        *("enum", "properties", "patternProperties", "additionalProperties", "propertyNames", "required"),
+        *("minProperties", "maxProperties", "items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+        *("contains", "uniqueItems", "minLength", "maxLength", "patterns", "format"),
+        *_OF_SCALARS,
+    ]
+)
 
 
 class _Malformed(Exception):
@@ -59,8 +77,15 @@ class Gemma4:
         return make_call(head.group(1), arguments)
 
     def is_inside_value(self, body: str) -> bool:
-        """Say whether the text ends between a pair of string quotes."""
+        """Return whether the text ends between a pair of string quotes."""
         return body.count(_QUOTE) % 2 == 1
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        """Return an expression for the calls of a function."""
+        arguments = _ValueWriter(rules, function).value(function.schema, "parameters", 0)
+        if arguments is None:
+            raise GrammarError("they allow no arguments, as required properties are forbidden")
+        return f"{rules.text(f'call:{function.name}')} {arguments}"
 
 
 class _ValueReader:
@@ -122,8 +147,8 @@ class _ValueReader:
     def _declared_key(self) -> str | None:
         """A name that is declared, which may have in it what ends a name."""
         self._take("")
-        found = [name for name in self._names if self._text.startswith(f"{name}:", self.position)]
-        key = max(found, key=len, default=None)
+        matching = [name for name in self._names if self._text.startswith(f"{name}:", self.position)]
+        key = max(matching, key=len, default=None)
         self.position += 0 if key is None else len(key) + 1
         return key
 
@@ -148,3 +173,157 @@ class _ValueReader:
             return False
         self.position = start + len(what)
         return True
+
+
+class _ValueWriter:
+    """Writes the rules of the schemas of one tool, each once, so that they may refer to themselves."""
+
+    def __init__(self, rules: Rules, function: Function) -> None:
+        self._rules = rules
+        self._alternatives = Alternatives(function.schema.get("$defs", {}), strict=function.strict)
+        self._names: dict[str, str | None] = {}  # of rules, by their schemas
+        self._any = ""
+
+    def value(self, schema: object, where: str, depth: int) -> str | None:
+        """Return the rule of a schema; None if it allows no value."""
+        key = json.dumps(schema, sort_keys=True)
+        if key in self._names:
+            return self._names[key]
+        if depth > _MAX_SCHEMAS:
+            raise GrammarError(f"{where}: it is nested too deep")
+        alternatives = self._alternatives.of(schema, where)
+        if any(len(option["type"]) == len(ANY_TYPE) and not _KEYWORDS & option.keys() for option in alternatives):
+            self._names[key] = self._anything()
+            return self._names[key]
+        name = self._names[key] = self._rules.reserve()
+        values = [value for option in alternatives for value in self._values(option, where, depth + 1)]
+        if values:
+            self._rules.define(name, " | ".join(values))
+            return name
+        self._names[key] = None
+        self._rules.define(name, '"" | ""')  # what refers to it has no end, or is another alternative
+        return None
+
+    def _values(self, alternative: Mapping[str, Any], where: str, depth: int) -> list[str]:
+        """Expressions for the values of an alternative, by type."""
+        if "enum" in alternative:
+            return [self._constant(value) for value in alternative["enum"] if self._fits(value, alternative, where)]
+        kinds, values = alternative["type"], list[str]()
+        if "string" in kinds:
+            values.append(self._text(text_terminal(alternative, self._alternatives, where)))
+        if "object" in kinds and (value := self._object(alternative, where, depth)) is not None:
+            values.append(value)
+        if "array" in kinds and (value := self._array(alternative, where, depth)) is not None:
+            values.append(value)
+        if scalars := [kind for kind in _SCALARS if kind in kinds]:
+            keywords = {key: value for key, value in alternative.items() if key in _OF_SCALARS}
+            values.append(self._rules.json({"type": scalars, **keywords}, lenient=not self._alternatives.strict))
+        return values
+
+    def _fits(self, value: object, alternative: Mapping[str, Any], where: str) -> bool:
+        """Whether a constant fits the other keywords of its alternative."""
+        if _has_quote(value):
+            self._alternatives.refuse(where, "a constant with a quote marker in it")
+            return False
+        if isinstance(value, str):
+            return fits_as_text(value, alternative)
+        if _OF_SCALARS & alternative.keys() and isinstance(value, int | float):
+            self._alternatives.refuse(where, min(_OF_SCALARS & alternative.keys()), "beside enum")
+        return True
+
+    def _object(self, alternative: Mapping[str, Any], where: str, depth: int) -> str | None:
+        def of_name(key: str, schema: object, place: str) -> str | None:
+            if _QUOTE in key:
+                self._alternatives.refuse(place, "a name with a quote marker in it")
+                return None
+            value = self.value(schema, place, depth)
+            return None if value is None else f"{self._key(key)} {value}"
+
+        def of_names(terminal: str, schema: object) -> str | None:
+            value = self.value(schema, f"{where}.additionalProperties", depth)
+            return None if value is None else f'{self._rules.terminal(terminal)} ":" {value}'
+
+        inner = sequence(self._rules, members(alternative, self._alternatives, where), of_name, of_names, '","')
+        return None if inner is None else f'"{{" {inner} "}}"'
+
+    def _array(self, alternative: Mapping[str, Any], where: str, depth: int) -> str | None:
+        for keyword in ("contains", "uniqueItems"):
+            if alternative.get(keyword, False) is not False and alternative.get("maxItems") != 1:
+                self._alternatives.refuse(where, keyword)
+        prefix, items = alternative.get("prefixItems", []), alternative.get("items", True)
+        if isinstance(items, list):
+            prefix, items = items, alternative.get("additionalItems", True)
+        min_items, max_items = alternative.get("minItems", 0), alternative.get("maxItems")
+        item = self.value(items, f"{where}.items", depth)
+        if item is None:
+            max_items = len(prefix) if max_items is None else min(max_items, len(prefix))
+        first = [self.value(schema, f"{where}.prefixItems", depth) for schema in prefix]
+        # From the last to the first: what may follow, or nothing where there are enough.
+        tail: str | None = ""
+        if max_items is None or max_items > len(prefix):
+            n_more = max(0, min_items - len(prefix))
+            if prefix:
+                tail = _times(f'"," {item}', n_more, None if max_items is None else max_items - len(prefix))
+            else:
+                further = _times(f'"," {item}', max(0, n_more - 1), None if max_items is None else max_items - 1)
+                tail = f"{item} {further}" if n_more else f"({item} {further})?"
+        elif min_items > len(prefix):
+            tail = None
+        for index in range(min(len(prefix), len(prefix) if max_items is None else max_items) - 1, -1, -1):
+            is_optional = index >= min_items
+            if first[index] is None or tail is None:
+                tail = "" if is_optional else None
+                continue
+            comma = '","' if index else ""
+            from_here = f"{comma} {first[index]} {tail}"
+            tail = self._rules.add(f"({from_here})?" if is_optional else from_here)
+        return None if tail is None else f'"[" {tail} "]"'
+
+    def _constant(self, value: object) -> str:
+        if isinstance(value, str):
+            return self._quoted(self._rules.text(value))
+        if isinstance(value, Mapping):
+            inner = ' "," '.join(f"{self._key(key)} {self._constant(item)}" for key, item in value.items())
+            return f'"{{" {inner} "}}"'
+        if isinstance(value, list):
+            inner = ' "," '.join(self._constant(item) for item in value)
+            return f'"[" {inner} "]"'
+        return self._rules.text(json.dumps(value))
+
+    def _anything(self) -> str:
+        if not self._any:
+            self._any = self._rules.reserve()
+            plain = self._rules.json({"type": ["number", "boolean", "null"]}, lenient=True)
+            array = f'"[" ({self._any} ("," {self._any})*)? "]"'
+            self._rules.define(self._any, f"{plain} | {self._text(ANYTHING)} | {array} | {self._free_object()}")
+        return self._any
+
+    def _free_object(self) -> str:
+        pair = f'/[a-zA-Z0-9_-]+/ ":" {self._any}'
+        return f'"{{" ({pair} ("," {pair})*)? "}}"'
+
+    def _text(self, terminal: str) -> str:
+        no_quote = r"~/(.|\n)*<\|\"\|>(.|\n)*/"
+        return f"{self._rules.text(_QUOTE)} {self._rules.ended(f'({terminal}) & {no_quote}', _QUOTE)}"
+
+    def _quoted(self, inner: str) -> str:
+        quote = self._rules.text(_QUOTE)
+        return f"{quote} {inner} {quote}"
+
+    def _key(self, key: str) -> str:
+        if _BARE_KEY.fullmatch(key):
+            return self._rules.text(f"{key}:")
+        return f"{self._quoted(self._rules.text(key))} {self._rules.text(':')}"
+
+
+def _has_quote(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_quote, [*value, *value.values()]))
+    return _QUOTE in value if isinstance(value, str) else isinstance(value, list) and any(map(_has_quote, value))
+
+
+def _times(item: str, min_times: int, max_times: int | None) -> str:
+    """An item so many times."""
+    if max_times == 0:
+        return ""
+    return f"({item}){{{min_times},{'' if max_times is None else max_times}}}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Final
 
+from lucevisor.text.grammar.rules import LINE_END, Rules
 from lucevisor.text.json_text import parse
-from lucevisor.text.tools.call import ToolCall, Tools, make_call
+from lucevisor.text.parameters import Tools
+from lucevisor.text.tools.call import Function, ToolCall, make_call
 
 _QUOTED_OR_REST: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]+', re.DOTALL)
 _CONTROL: Final = re.compile("[\0-\x1f]")
@@ -58,8 +61,13 @@ class JsonObject:
         return self.parse(text + "}" * depth, tools)
 
     def is_inside_value(self, body: str) -> bool:
-        """Say whether the text ends inside a JSON string."""
+        """Return whether the text ends inside a JSON string."""
         end = 0
         while match := _QUOTED_OR_REST.match(body, end):
             end = match.end()
         return end < len(body)
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        """Return an expression for the calls of a function."""
+        head = rules.text(f'\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": ')
+        return f"{head} {rules.json(function.schema, lenient=not function.strict)} {rules.text('}')} {LINE_END}"

@@ -9,8 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from lucevisor.text.tools.call import ToolCall, Tools, make_call
-from lucevisor.text.tools.parameters import Parameters, first_readable
+from lucevisor.text.grammar.rules import LINE_END, Rules
+from lucevisor.text.parameters import Parameters, Tools, first_readable
+from lucevisor.text.tools.bare_values import Ending, bare_parameters
+from lucevisor.text.tools.call import Function, ToolCall, make_call
 
 _HEAD: Final = re.compile(r"\s*<function=([^>\n]+)>")
 _OPEN: Final = re.compile(r"<parameter=([^\n]*?)>")
@@ -37,8 +39,8 @@ class XmlFunction:
         name, end = head.group(1).strip(), head.end()
         parameters = Parameters(tools, name)
         arguments: dict[str, object] = {}
-        while found := _parameter(body, end, parameters):
-            key, value, end = found
+        while parameter := _parameter(body, end, parameters):
+            key, value, end = parameter
             arguments |= _read(key, value, parameters)
         return make_call(name, arguments) if name and _TAIL.match(body, end) else None
 
@@ -47,12 +49,28 @@ class XmlFunction:
         return self.parse(_UNCLOSED.sub(r"\1\n</parameter>", body), tools)
 
     def is_inside_value(self, body: str) -> bool:
-        """Say whether the text ends inside a parameter."""
+        """Return whether the text ends inside a parameter."""
         start = body.find("<parameter=")
         if start < 0:
             return False
-        ends = [one.end() for one in _CLOSE.finditer(body, start)]
+        ends = [closing.end() for closing in _CLOSE.finditer(body, start)]
         return not ends or _opened(body, ends[-1]) is not None
+
+    def grammar(self, rules: Rules, function: Function) -> str:
+        """Return an expression for the calls of a function."""
+        head, tail = rules.text(f"\n<function={function.name}>\n"), rules.text("</function>")
+        names = sorted(Parameters([{"name": "", "parameters": function.schema}], "").names)
+        declared = "|".join(re.escape(name).replace("/", "\\/") for name in names)
+        opening = [f"<parameter=({declared})>"] if declared else []
+        ending = Ending("\n</parameter>\n", [r"<\/parameter>[\s\x1c-\x1f]*<(parameter=|\/function>)", *opening])
+        values = bare_parameters(
+            rules,
+            function,
+            ending,
+            lambda name: None if "\n" in name else rules.text(f"<parameter={name}>\n"),
+            lambda terminal: rules.add(f'"<parameter=" ({terminal}) ">\\n"', lazy=True),
+        )
+        return f"{head} {values} {tail} {LINE_END}"
 
 
 def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str, int] | None:
@@ -62,14 +80,14 @@ def _parameter(body: str, start: int, parameters: Parameters) -> tuple[str, str,
         return None
     begin = opened.start(1)
     # A declared name may have in it what ends a name.
-    key = max((one for one in parameters.names if body.startswith(f"{one}>", begin)), key=len, default=None)
+    key = max((name for name in parameters.names if body.startswith(f"{name}>", begin)), key=len, default=None)
     begin = opened.end() if key is None else begin + len(key) + 1
     key = opened[1].strip() if key is None else key
-    closed = list(_CLOSE.finditer(body, begin))
-    if not closed:
+    closings = list(_CLOSE.finditer(body, begin))
+    if not closings:
         return None
-    index = first_readable((body[begin : one.start()] for one in closed), parameters.schema(key))
-    return key, body[begin : closed[index].start()], closed[index].end()
+    closing = closings[first_readable((body[begin : match.start()] for match in closings), parameters.schema(key))]
+    return key, body[begin : closing.start()], closing.end()
 
 
 def _opened(body: str, start: int) -> re.Match[str] | None:
@@ -85,11 +103,11 @@ def _read(key: str, text: str, parameters: Parameters) -> dict[str, object]:
     before is missing.
     """
     value = parameters.read(key, _unpadded(text))
-    found = None if "</parameter>" in text or not isinstance(value, str) else _OPEN.search(text)
-    if found is None or found[1].strip() not in parameters.names:
+    opening = None if "</parameter>" in text or not isinstance(value, str) else _OPEN.search(text)
+    if opening is None or opening[1].strip() not in parameters.names:
         return {key: value}
-    first = parameters.read(key, _unpadded(text[: found.start()]))
-    return {key: first, **_read(found[1].strip(), text[found.end() :], parameters)}
+    first = parameters.read(key, _unpadded(text[: opening.start()]))
+    return {key: first, **_read(opening[1].strip(), text[opening.end() :], parameters)}
 
 
 def _unpadded(value: str) -> str:

@@ -1,8 +1,7 @@
-"""A thinking budget: reasoning is closed by force after a number of tokens, so that there is room for an answer.
+"""Reasoning before an answer: its tags, its grammar, and a budget after which it is closed by force.
 
-Knows tokens and the tags of reasoning, no requests.  A budget constrains an output as a grammar's matcher does, and may
-have one inside it.  Invariants: nothing is forced outside reasoning, nor within a character; what is forced is the end
-of the reasoning once, token by token.
+A budget constrains an output as a grammar's matcher does, and may have one inside it.  Invariants: nothing is forced
+outside reasoning, nor within a character; what is forced is the end of the reasoning once, token by token.
 """
 
 from __future__ import annotations
@@ -13,10 +12,40 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lucevisor.text.grammar.matcher import Matcher
-from lucevisor.text.output_format import ReasoningTags
+from lucevisor.text.grammar.rules import Rules
 from lucevisor.text.tokenizer import Tokenizer
 
 _ALL: Final = 0xFF
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """The tags around reasoning; `label`: a word after the opening tag that is not part of the reasoning.
+
+    `inline`: the opening tag is a control token, so it opens reasoning at any position; otherwise only at the start of
+    an answer, as the same letters further on are quoted text.
+    """
+
+    open: str
+    close: str
+    label: str = ""
+    inline: bool = False
+
+
+THINK: Final = ReasoningTags("<think>", "</think>")
+CHANNEL: Final = ReasoningTags("<|channel>", "<channel|>", label="thought\n", inline=True)
+
+
+def after_reasoning(rules: Rules, answer: str, tags: ReasoningTags | None, *, inside: bool) -> str:
+    """Return an expression for any reasoning, then ``answer``.
+
+    ``inside``: the prompt ends inside reasoning, which must be closed; otherwise it may be opened or not.  ``tags``
+    None: there is none.  Tokens that end the answer are forbidden within it.
+    """
+    if tags is None:
+        return answer
+    thought = rules.add(f"{rules.until(tags.close, markers=True)} /\\n{{0,2}}/")
+    return f"{thought} {answer}" if inside else f"({rules.text(tags.open)} {thought})? {answer}"
 
 
 @dataclass(frozen=True, slots=True)

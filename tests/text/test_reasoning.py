@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from lucevisor.text.grammar import matcher
 from lucevisor.text.grammar.matcher import GrammarCompiler
-from lucevisor.text.output_format import CHANNEL, THINK
-from lucevisor.text.reasoning_budget import ReasoningBudget
+from lucevisor.text.reasoning import CHANNEL, THINK, ReasoningBudget
 from lucevisor.text.tokenizer import Tokenizer
 from tests.text.vocabularies import demo_metadata
 

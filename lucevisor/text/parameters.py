@@ -6,7 +6,7 @@ stays text; nothing a model wrote is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -14,7 +14,9 @@ from lucevisor.text import json_text
 from lucevisor.text.json_text import Number
 from lucevisor.text.patterns import MAX_PATTERNS, matches
 from lucevisor.text.references import Schema, flattened, resolved
-from lucevisor.text.tools.call import Tools, function_of
+
+Tools = Sequence[Mapping[str, object]]
+"""Tools as OpenAI clients send them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 ANY_TYPE: Final = frozenset(["null", "boolean", "object", "array", "integer", "number", "string"])
 """All types; ``number`` without ``integer`` stands for numbers with a fraction."""
@@ -23,6 +25,17 @@ _PYTHON_TYPES: Final[Mapping[str, type]] = {"boolean": bool, "object": dict, "ar
 # How templates that print values with Python's str() teach models to write JSON's words.
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _BLANKS: Final = " \t\r\n"
+
+
+def has_tool(tools: Tools, name: str) -> bool:
+    """Return whether a function of this name was offered."""
+    return any(function_of(tool).get("name") == name for tool in tools)
+
+
+def function_of(tool: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the function of a tool; without one the tool itself."""
+    function = tool.get("function", tool)
+    return function if isinstance(function, Mapping) else {}
 
 
 class Parameters:
@@ -46,8 +59,8 @@ class Parameters:
 
     @property
     def _definitions(self) -> Schema:
-        found: Schema = self._schema.get("$defs", {})
-        return found
+        definitions: Schema = self._schema.get("$defs", {})
+        return definitions
 
     def read(self, name: str, text: str) -> object:
         """Return a value as the schema says, of a parameter that need not be declared."""
@@ -95,13 +108,13 @@ def types(schema: object, definitions: Schema) -> frozenset[str]:
     return _types(schema, definitions, {})
 
 
-def type_names(named: object) -> frozenset[str]:
+def type_names(type_: object) -> frozenset[str]:
     """Return the types that the keyword ``type`` allows."""
-    names = [named] if isinstance(named, str) else named if isinstance(named, list) else None
+    names = [type_] if isinstance(type_, str) else type_ if isinstance(type_, list) else None
     if names is None:
         return ANY_TYPE
-    found = {name for name in names if isinstance(name, str)}
-    return frozenset(found | {"integer"} if "number" in found else found)
+    kinds = {name for name in names if isinstance(name, str)}
+    return frozenset(kinds | {"integer"} if "number" in kinds else kinds)
 
 
 def type_of(value: object) -> str:
@@ -135,7 +148,7 @@ def _types(schema: object, definitions: Schema, known: dict[int, frozenset[str]]
 
 
 def _conjuncts(schema: Schema, definitions: Schema) -> list[Any]:
-    """What holds beside a schema's own keywords."""
+    """The schemas that hold beside a schema's own keywords."""
     target = [resolved(schema, definitions)] if isinstance(schema.get("$ref"), str) else []
     return target + (parts if isinstance(parts := schema.get("allOf"), list) else [])
 
@@ -159,23 +172,20 @@ def _parts(schema: object, definitions: Schema) -> Iterator[Schema]:
 
 def _conditional(schema: Schema) -> list[object]:
     """The schemas of a schema that hold or not, as the value is."""
-    found = [schema[key] for key in ("then", "else") if key in schema]
+    schemas = [schema[key] for key in ("then", "else") if key in schema]
     for key in ("dependentSchemas", "dependencies"):
-        if isinstance(named := schema.get(key), Mapping):
-            found += named.values()
-    return found
+        if isinstance(by_name := schema.get(key), Mapping):
+            schemas += by_name.values()
+    return schemas
 
 
 def _constant_texts(schema: object, definitions: Schema) -> set[str]:
-    found = set[str]()
+    texts = set[str]()
     for part in _parts(schema, definitions):
         choices = part.get("enum")
-        found.update(
-            choice
-            for choice in [part.get("const"), *(choices if isinstance(choices, list) else ())]
-            if isinstance(choice, str)
-        )
-    return found
+        constants = [part.get("const"), *(choices if isinstance(choices, list) else ())]
+        texts.update(constant for constant in constants if isinstance(constant, str))
+    return texts
 
 
 def _names(schema: object, definitions: Schema) -> Iterator[str]:
@@ -194,19 +204,21 @@ def _members(schema: object, name: str, definitions: Schema, known: dict[int, li
         return known[id(schema)]
     known[id(schema)] = []
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
-    own = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
+    schemas = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
     if isinstance(patterns, Mapping):
-        own += [patterns[pattern] for pattern in [*patterns][:MAX_PATTERNS] if matches(pattern, name)]
-    if not own and isinstance(others := schema.get("additionalProperties"), Mapping):
-        own = [others]
+        schemas += [patterns[pattern] for pattern in [*patterns][:MAX_PATTERNS] if matches(pattern, name)]
+    if not schemas and isinstance(additional := schema.get("additionalProperties"), Mapping):
+        schemas = [additional]
     for part in _conjuncts(schema, definitions):
-        own += (one for one in _members(part, name, definitions, known) if not any(one is other for other in own))
+        for member in _members(part, name, definitions, known):
+            if not any(member is other for other in schemas):
+                schemas.append(member)
     for options in [*_choices(schema), _conditional(schema)]:
-        found = [_members(option, name, definitions, known) for option in options]
-        if any(found):
-            own.append({"anyOf": [{"allOf": parts} for parts in found if parts]})
-    known[id(schema)] = own
-    return own
+        by_option = [_members(option, name, definitions, known) for option in options]
+        if any(by_option):
+            schemas.append({"anyOf": [{"allOf": parts} for parts in by_option if parts]})
+    known[id(schema)] = schemas
+    return schemas
 
 
 def _is_json(text: str) -> bool:
