@@ -24,7 +24,7 @@ from daemons.ops.triton import dependent_launch as launches
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
 PROMPT, PAGES = 20, 4
 
@@ -62,7 +62,7 @@ def opened(stage, most):
             SetPages(s, x, 0, list(range(PAGES * s, PAGES * s + PAGES))) for x in spaces if x is not Space.RECURRENT
         ]
         states = [ZeroState(s)] if Space.RECURRENT in spaces else []
-        stage.apply([*states, OpenSequence(s, s, Sampling()), *tables])
+        stage.apply([*states, OpenSequence(s, s, SamplingParams()), *tables])
         step(stage, [Slice(s, 0, [0] * PROMPT, True)], s)
 
 

@@ -30,7 +30,7 @@ from records import conditions, save, write_json
 from services import ROOT, running
 
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 CONFIG = ROOT / "etc" / "demo.toml"
 QUESTIONS = ROOT / "tests" / "data" / "demo-prompts.json"
@@ -40,7 +40,7 @@ END_OF_TURN = 8184
 async def answer(service, name, prompt, n_tokens):
     """Tokens of a greedy answer, and the seconds from the first to the last."""
     request = GenerationRequest(
-        request_id=name, prompt=tuple(prompt), max_tokens=n_tokens, sampling=Sampling(temperature=0.0),
+        request_id=name, prompt=tuple(prompt), max_tokens=n_tokens, sampling=SamplingParams(temperature=0.0),
         stop_ids=frozenset({END_OF_TURN}),
     )  # fmt: skip
     tokens, times = [], []

@@ -20,7 +20,7 @@ from daemons.device import prepare
 from daemons.draws import draw, draw_key, uniform
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, Space
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
 
 @torch.inference_mode()
@@ -31,7 +31,7 @@ def logits(stage, text, n):
     pages = list(range(-(-len(text) // PAGE_TOKENS)))
     states = [ZeroState(0)] if Space.RECURRENT in spaces else []
     tables = [SetPages(0, space, 0, pages) for space in spaces - {Space.RECURRENT}]
-    stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
+    stage.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
     rows = []
     for at in range(0, len(text) - 1, n):
         out = stage.forward(Step(0, 0, [], [Slice(0, at, text[at : min(at + n, len(text) - 1)], True)]), None)
@@ -47,7 +47,7 @@ def inverse_sums(x, seed, positions):
 
 
 def gumbel(x, seed, positions):
-    sampling = Sampling(temperature=1.0, seed=seed)
+    sampling = SamplingParams(temperature=1.0, seed=seed)
     return draw(x, [sampling] * len(x), [draw_key(seed, position) for position in positions])
 
 

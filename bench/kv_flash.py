@@ -36,7 +36,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     PageIn,
     PageOut,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -67,7 +67,7 @@ def loaded(options, spec, pages, host_pages, *, ranks=False):
 def reopen(stage, operations):
     if 0 in stage.sequences.by_id:
         stage.apply([CloseSequence(0)])
-    stage.apply([ZeroState(0), OpenSequence(0, 0, Sampling()), *operations])
+    stage.apply([ZeroState(0), OpenSequence(0, 0, SamplingParams()), *operations])
 
 
 def resident(context):

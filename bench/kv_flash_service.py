@@ -35,7 +35,7 @@ from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import PAGE_TOKENS, LayerRange, Space
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 CONFIG = """
 [model]
@@ -91,7 +91,7 @@ async def decode(service, options, context):
     slot = engine.slots.adopt(tokens, reservation)
     n = options.tokens if service.config.kvflash.policy != "exact" else options.exact_tokens
     request = GenerationRequest(
-        request_id=f"at {context}", prompt=(*tokens, 1), max_tokens=n, sampling=Sampling(temperature=0.0)
+        request_id=f"at {context}", prompt=(*tokens, 1), max_tokens=n, sampling=SamplingParams(temperature=0.0)
     )
     times = []
     with engine.submit(request) as handle:

@@ -24,7 +24,7 @@ from records import save
 
 from daemons.masks import apply_masks
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.matcher import GrammarCompiler, GrammarError
 from lucevisor.text.grammar.rules import Rules
@@ -152,7 +152,7 @@ async def decode(service, tokenizer, grammar, n_sequences, n_tokens):
     """Seconds a token of all sequences together."""
     handles = []
     for i in range(n_sequences):
-        sampling = Sampling(seed=i, banned=() if grammar else tuple(tokenizer.eos_ids))
+        sampling = SamplingParams(seed=i, banned=() if grammar else tuple(tokenizer.eos_ids))
         constraint = grammar.matcher() if grammar else None
         prompt = tuple(tokenizer.encode("The table of functions as JSON: "))
         request = GenerationRequest(

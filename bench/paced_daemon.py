@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from daemons import runner  # noqa: E402
 from daemons.main import main  # noqa: E402
 from daemons.step_output import StepOutput  # noqa: E402
-from daemons.token_ring import FollowingStep  # noqa: E402
+from daemons.token_ring import RunAheadStep  # noqa: E402
 from lucevisor.protocol.steps import Sampled, StepResult  # noqa: E402
 
 STEP_S = float(os.environ["PACED_STEP_S"])
@@ -35,7 +35,7 @@ def run_step(self, step, stage_index, wait_s, masks=None, queued=lambda: None, a
     sampled, plan = [], self._plans[stage_index]
     if step.n_tokens:
         if step.depends_on_step and plan.embedding:
-            following = FollowingStep(self._ring, step, await_rows)
+            following = RunAheadStep(self._ring, step, await_rows)
             following(torch.zeros(step.n_tokens, dtype=torch.int64))
             sampled = following.tokens
         elif plan.source is not None and await_rows is not None:

@@ -26,7 +26,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.pages import HEAD_PAGES, TAIL_PAGES
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, ZeroState
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, ZeroState
 from lucevisor.text.tokenizer import Tokenizer
 
 CHUNK = 512
@@ -47,7 +47,7 @@ def attend(stage, tokens):
     seen, n = [], len(tokens)
     opening = [
         ZeroState(0),
-        OpenSequence(0, 0, Sampling()),
+        OpenSequence(0, 0, SamplingParams()),
         SetPages(0, Space.FULL, 0, list(range(-(-n // PAGE_TOKENS)))),
     ]
     stage.reset()

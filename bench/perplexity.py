@@ -35,7 +35,7 @@ from daemons.ops.cpu.compiler import CpuCompileError
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
@@ -113,7 +113,7 @@ def read(stage, texts, mode):
     for i in range(len(texts)):
         pages = [SetPages(i, s, 0, list(range(i * n_pages, i * n_pages + n_pages))) for s in spaces - {Space.RECURRENT}]
         states = [ZeroState(i)] if Space.RECURRENT in spaces else []
-        stage.apply([*states, OpenSequence(i, i, Sampling()), *pages])
+        stage.apply([*states, OpenSequence(i, i, SamplingParams()), *pages])
     scores, choices = torch.zeros(len(texts), length - 1), torch.zeros(len(texts), length - 1, dtype=torch.int64)
     for first in range(0, len(texts), together):
         group = range(first, min(first + together, len(texts)))

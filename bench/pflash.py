@@ -27,7 +27,7 @@ from services import running
 
 from lucevisor.app.compression import make_compressor
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.tokenizer import Tokenizer
 
 WARM_TOKENS = 2500  # more than a message to the scoring model and than most prefill chunks
@@ -67,7 +67,7 @@ async def first_token(service, compressor, ids, name):
             raise SystemExit(f"the prompt was not shortened: {prompt.reason}")
         ids = prompt.ids
     shortened_s = time.perf_counter() - started
-    request = GenerationRequest(request_id=name, prompt=ids, max_tokens=1, sampling=Sampling(temperature=0.0))
+    request = GenerationRequest(request_id=name, prompt=ids, max_tokens=1, sampling=SamplingParams(temperature=0.0))
     first_s = None
     with service.engine.submit(request) as handle:
         async for event in handle:

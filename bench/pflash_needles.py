@@ -29,7 +29,7 @@ from lucevisor.compression.selection import CHUNK_TOKENS, anchor_chunks, select
 from lucevisor.compression.windows import QUERY_TOKENS, QUESTION_TOKENS
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.model.gguf_files import open_model
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.tokenizer import Tokenizer
 
 SCORER = ROOT / "etc" / "demo" / "demo-scorer-q8_0.gguf"
@@ -85,7 +85,7 @@ async def answer(service, ids, texts, numbers, told):
     if tuple(ids) in told:
         return told[tuple(ids)]
     request = GenerationRequest(
-        request_id=f"n{next(numbers)}", prompt=ids, max_tokens=12, sampling=Sampling(temperature=0.0)
+        request_id=f"n{next(numbers)}", prompt=ids, max_tokens=12, sampling=SamplingParams(temperature=0.0)
     )
     with service.engine.submit(request) as handle:
         found = texts.decode([event.token async for event in handle if isinstance(event, TokenEvent)])

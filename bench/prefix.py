@@ -27,7 +27,7 @@ from records import machine, save
 from services import DEMO, groups_toml, running
 
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 ENDING = 2
 ARMS = ("floor", "computed, cache off", "computed, cache on", "from memory", "from disk")
@@ -61,7 +61,7 @@ async def first_token(service, prompt, n_cached, n_more=0):
         request_id=f"bench-{time.monotonic_ns()}",
         prompt=tuple(prompt),
         max_tokens=1,
-        sampling=Sampling(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0),
         turn_boundaries=(len(prompt) - ENDING,),
     )
     before = service.engine.statistics().steps.n_tokens

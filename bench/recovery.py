@@ -45,10 +45,10 @@ from lucevisor.kv.page_table import PageTable
 from lucevisor.model.values import Space
 from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.loading import ArenaPlan, PoolSizes
-from lucevisor.protocol.steps import Sampling, Slice, Step
+from lucevisor.protocol.steps import SamplingParams, Slice, Step
 from lucevisor.supervision.states import State
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 N_DECODED = 64
 N_MOVED = 400
 PARTS = ("notice", "start", "loading", "rebuild")

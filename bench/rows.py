@@ -29,7 +29,7 @@ from lucevisor.model.drafters import draft_paths, open_draft, read_draft_spec
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
 DEMO = ROOT / "etc" / "demo"
 MAX_ROWS = 32
@@ -78,10 +78,10 @@ class Bench:
         self.stage = LoadedStage.load(spec, stage, load, Backend.CPU, lambda _: None)
         self.draft = DraftStage.load(spec, load, Backend.CPU, lambda _: None, self.stage) if plan else None
         self.sampler, self.spaces, self.context = Sampler(spec.vocabulary, torch.device("cpu")), spec.spaces(), 0
-        self.sampler.open(0, Sampling(temperature=0.0), [])
+        self.sampler.open(0, SamplingParams(temperature=0.0), [])
         states = [ZeroState(0)] if Space.RECURRENT in self.spaces else []
         tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in self.spaces]
-        self.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
+        self.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
         while self.context < options.context:
             n = min(256, options.context - self.context)
             self.run(Slice(0, self.context, [5 + i for i in range(n)], sample=False))

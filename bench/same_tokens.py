@@ -30,11 +30,11 @@ from recovery import GREEDY, ask, kill, until, warm
 from services import running
 
 from lucevisor.app import logs
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 DRAFTER = DEMO.with_name("demo-qwen35-22m-dflash2-q4_0.gguf")
 TOGETHER = 8
-SAMPLINGS = {"greedy": lambda _: GREEDY, "seeded": lambda i: Sampling(temperature=1.0, seed=i)}
+SAMPLINGS = {"greedy": lambda _: GREEDY, "seeded": lambda i: SamplingParams(temperature=1.0, seed=i)}
 
 
 def configuration(directory, name, options, dtype, *, together=TOGETHER, pages=0, split=(1, 1), slots=0, draft=False):

@@ -36,7 +36,7 @@ from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, attention_st
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step
 from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
@@ -180,7 +180,7 @@ class Decoder:
         load = Load([], dtype, dtype, [plan], [], PoolSizes(64, 64, 2), 1, 512, threads=1)
         self.stage = LoadedStage.load(self.spec, plan, load, backend, lambda _: None)
         pages = [SetPages(0, s, 0, list(range(64))) for s in self.spec.spaces() if s is not Space.RECURRENT]
-        self.stage.apply([OpenSequence(0, 0, Sampling()), *pages])
+        self.stage.apply([OpenSequence(0, 0, SamplingParams()), *pages])
         self.position = 0
 
     def run(self, seconds):

@@ -40,7 +40,7 @@ from lucevisor.engine.drafting import placeholder_drafts
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.engine.spec_decode.controller import MAX_SUSPEND_STEPS, SpecDecodeController
 from lucevisor.engine.step import ScheduledSlice
-from lucevisor.protocol.steps import Drafted, Sampling
+from lucevisor.protocol.steps import Drafted, SamplingParams
 
 VERIFIED = (1, 4, 8, 16)  # rows
 WIDTHS = {"mtp": 15, "dflash2": 7}  # the most drafts of a step
@@ -127,7 +127,9 @@ async def count(service, name, first, n_tokens):
     """Let the model count from ``first`` on: when each token came.  Raises RuntimeError for a wrong one."""
     vocabulary = service.model.spec.vocabulary
     prompt = tuple((first + i) % vocabulary for i in range(16))
-    request = GenerationRequest(request_id=name, prompt=prompt, max_tokens=n_tokens, sampling=Sampling(temperature=0.0))
+    request = GenerationRequest(
+        request_id=name, prompt=prompt, max_tokens=n_tokens, sampling=SamplingParams(temperature=0.0)
+    )
     times = []
     with service.engine.submit(request) as handle:
         async for event in handle:

@@ -24,7 +24,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.model.workspace import GRAPH_ROWS
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 
 
 def parsed(text):
@@ -43,7 +43,7 @@ def loaded(options, spec):
     spaces = spec.spaces()
     states = [ZeroState(0)] if Space.RECURRENT in spaces else []
     tables = [SetPages(0, s, 0, list(range(n_pages))) for s in (Space.FULL, Space.WINDOW) if s in spaces]
-    stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
+    stage.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
     return stage
 
 

@@ -24,7 +24,7 @@ from services import DEMO, paced_python, running
 
 from lucevisor.app import logs, process
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 PROMPT, ANSWER = 64, 512
 TOKEN = 300
@@ -56,7 +56,7 @@ async def stream(service, index, stop):
             request_id=f"{index}-{turn}",
             prompt=tuple(1 + (index * 7919 + i * 31 + turn) % 8000 for i in range(PROMPT)),
             max_tokens=ANSWER,
-            sampling=Sampling(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
         )
         with service.engine.submit(request) as handle:
             async for event in handle:

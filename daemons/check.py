@@ -20,7 +20,7 @@ from lucevisor.protocol.arena import Arena
 from lucevisor.protocol.errors import ArenaError
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Check, Checked, CheckLine, Measure
-from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, SetPages, Slice, Step, ZeroState
 
 N_TOKENS = 9
 TOLERANCE = {Dtype.FLOAT32: 1e-4, Dtype.FLOAT16: 1e-2, Dtype.BFLOAT16: 4e-2}
@@ -112,7 +112,7 @@ def _layer(
     stage = LoadedStage.load(spec, plan, load, backend, lambda _: None)
     operations: list[Operation] = [
         ZeroState(0),
-        OpenSequence(0, 0, Sampling()),
+        OpenSequence(0, 0, SamplingParams()),
         SetPages(0, Space.FULL, 0, [0]),
         SetPages(0, Space.WINDOW, 0, [0]),
     ]

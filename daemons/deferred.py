@@ -1,7 +1,7 @@
-"""Results of a step that nobody waits for on the host, so that the next step can be queued behind it at once.
+"""Asynchronous results of a step (async scheduling): the next step is queued before the host has them.
 
-Tokens and drafts: the next step reads them on the device (``Fill``), the host gets an asynchronous copy.  Rows for the
-next stage: its bell is rung when they have left the device.  All of it is over with ``settle``.
+The next step reads tokens and drafts on the device (``PlaceholderFill``), and the host gets an asynchronous copy.  The
+doorbell of boundary rows is rung when they have left the device.  ``wait`` completes a result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lucevisor.protocol.steps import Drafted
 
 
 def recorded(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
-    """An event behind everything queued on the device's current stream."""
+    """Return an event recorded behind everything queued on the device's current stream."""
     event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -25,7 +25,7 @@ def recorded(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
 
 @dataclass(slots=True, eq=False)
 class QueuedStep:
-    """A step whose result is none, or rows on their way into a region, and the bell that says that they are there."""
+    """A step without a result for the host: at most boundary rows being copied to a region, and their doorbell."""
 
     done: torch.cuda.Event
     bells: Doorbells | None = None
@@ -34,11 +34,11 @@ class QueuedStep:
 
     @property
     def ready(self) -> bool:
-        """Whether ``settle`` returns at once."""
+        """Whether ``wait`` returns at once."""
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
-    def settle(self) -> None:
-        """Wait for the device; ring."""
+    def wait(self) -> None:
+        """Wait for the device, then ring the doorbell."""
         self.done.synchronize()
         if self.bells is not None:
             self.bells.ring(self.region, self.step_id)
@@ -46,8 +46,9 @@ class QueuedStep:
 
 @dataclass(slots=True, eq=False)
 class DeferredTokens:
-    """Tokens of a step, one a sequence: ``tokens`` int64 [n] on the device, on their way to ``host``.  ``invalid``:
-    once they are settled, the sequences that had no ``valid`` row to draw from.
+    """Tokens of a step, one per sequence: ``tokens`` int64 [n] on the device, being copied to ``host``.
+
+    ``invalid``: after ``wait``, the sequences whose row of logits was not ``valid``.
     """
 
     sequences: list[int]
@@ -58,18 +59,18 @@ class DeferredTokens:
 
     @classmethod
     def of(cls, sequences: Sequence[int], tokens: Tensor, valid: Tensor | None = None) -> DeferredTokens:
-        """Start the copy to the host; there tokens that are not valid are negative."""
+        """Start the copy to the host, where invalid tokens are negative."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens if valid is None else torch.where(valid, tokens, ~tokens), non_blocking=True)
         return cls([*sequences], tokens, host, recorded(tokens.device))
 
     @property
     def ready(self) -> bool:
-        """Whether ``settle`` returns at once."""
+        """Whether ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
-    def settle(self) -> dict[int, int]:
-        """Wait for the device; the tokens by sequence."""
+    def wait(self) -> dict[int, int]:
+        """Wait for the device; return the tokens by sequence."""
         self.copied.synchronize()
         found = self.host.tolist()
         self.invalid = [sequence for sequence, token in zip(self.sequences, found, strict=True) if token < 0]
@@ -79,8 +80,9 @@ class DeferredTokens:
 
 @dataclass(slots=True, eq=False)
 class DeferredDrafts:
-    """Drafts of equal length: ``tokens`` int64 [B, n] on the device, valid until the next ones, and on their way to the
-    host with their probabilities.
+    """Drafts of equal length: ``tokens`` int64 [B, n] on the device, valid until the next ones.
+
+    They are being copied to the host with their probabilities.
     """
 
     sequences: list[int]
@@ -102,15 +104,15 @@ class DeferredDrafts:
 
     @property
     def seconds(self) -> float:
-        """How long the device took, once it is settled: what the host launched meanwhile does not count."""
+        """Seconds that the device took, after ``wait``."""
         return float(self.began.elapsed_time(self.copied)) / 1e3
 
     @property
     def ready(self) -> bool:
-        """Whether ``settle`` returns at once."""
+        """Whether ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
-    def settle(self) -> list[Drafted]:
+    def wait(self) -> list[Drafted]:
         """Wait for the device."""
         self.copied.synchronize()
         tokens, probabilities = (x.tolist() for x in self.host)
@@ -118,18 +120,18 @@ class DeferredDrafts:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """Puts tokens that only the device knows into a step's metadata, whose number i is the id of row i.
+class PlaceholderFill:
+    """Copies tokens that only the device has into a step's metadata, whose number i is the id of row i.
 
-    ``runs``: first row, first token and length of each run of neighbours.
+    ``runs``: first row, first token and length of each run of consecutive rows.
     """
 
     tokens: Tensor
     runs: list[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, tokens: Tensor, places: Sequence[tuple[int, int]]) -> Fill:
-        """``places``: a row and the index of its token, rows ascending."""
+    def of(cls, tokens: Tensor, places: Sequence[tuple[int, int]]) -> PlaceholderFill:
+        """Make the runs of ``places``: pairs of a row and the index of its token, rows ascending."""
         runs: list[tuple[int, int, int]] = []
         for row, at in places:
             if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (row, at):
@@ -139,7 +141,7 @@ class Fill:
         return cls(tokens, runs)
 
     def onto(self, metadata: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The copies to make: where to, and of what."""
+        """Return the copies to make, as pairs of target and source."""
         return [(metadata[row : row + n], self.tokens[at : at + n]) for row, at, n in self.runs]
 
     def __call__(self, metadata: Tensor) -> None:

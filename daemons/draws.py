@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 CANDIDATES = 1024
 """Rows whose filters keep fewer tokens than this need no full sort of the vocabulary."""
@@ -51,7 +51,7 @@ def put(tokens: list[int], rows: list[int], found: list[int]) -> None:
         tokens[i] = token
 
 
-def draw(x: Tensor, samplings: Sequence[Sampling], keys: Sequence[int]) -> list[int]:
+def draw(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) -> list[int]:
     """Draw one id a row from adjusted logits ``x`` [n, V]; ``keys``: the draw_key of each row."""
     scaled = x / _on(x.device, [[s.temperature] for s in samplings], torch.float32)
     key = _keys(x.device, keys)
@@ -71,7 +71,7 @@ def draw(x: Tensor, samplings: Sequence[Sampling], keys: Sequence[int]) -> list[
     return tokens
 
 
-def draws_blindly(samplings: Sequence[Sampling]) -> bool:
+def draws_blindly(samplings: Sequence[SamplingParams]) -> bool:
     """Whether rows are drawn alike, and nothing between logits and token depends on what is found."""
     if all(s.greedy for s in samplings):
         return all(s.stateless for s in samplings)
@@ -81,7 +81,7 @@ def draws_blindly(samplings: Sequence[Sampling]) -> bool:
     return all(bounded) or not any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in samplings)
 
 
-def draw_blindly(x: Tensor, samplings: Sequence[Sampling], keys: Sequence[int]) -> Tensor:
+def draw_blindly(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) -> Tensor:
     """Draw as ``draw`` does from logits ``x`` [n, V] where ``draws_blindly``; ids int64 [n] on the device."""
     if samplings[0].greedy:
         return x.argmax(dim=-1)
@@ -100,7 +100,7 @@ def _on(device: torch.device, values: Sequence[Sequence[float]], dtype: torch.dt
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def _filtered(scaled: Tensor, samplings: Sequence[Sampling], key: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _filtered(scaled: Tensor, samplings: Sequence[SamplingParams], key: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Draw among the ``width`` most likely ids; second result: whether the filters certainly keep no others."""
     device, vocabulary = scaled.device, scaled.shape[-1]
     values, ids = scaled.topk(width, dim=-1)

@@ -15,10 +15,10 @@ ADVICE = "leave the file alone while a daemon loads it"
 
 def open_files(load: Load) -> GgufFiles:
     """Open the files of ``load``.  Raises GgufError, or LoadError when they are not those that it names."""
-    return expect(open_model(tuple(map(Path, load.files))), load.identities)
+    return check_identities(open_model(tuple(map(Path, load.files))), load.identities)
 
 
-def expect(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:
+def check_identities(files: GgufFiles, identities: Sequence[FileIdentity]) -> GgufFiles:
     """Return ``files``, just opened.  Raises LoadError when they do not have the given identities, if any."""
     wanted = identities or files.identities
     changed = [path for path, a, b in zip(files.paths, files.identities, wanted, strict=True) if a != b]

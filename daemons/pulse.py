@@ -1,8 +1,8 @@
-"""The pulse: a second thread that reports while the compute thread is inside a kernel.
+"""Worker heartbeats, log lines and load progress, sent by a second thread while the compute thread is inside a kernel.
 
-Knows no torch and nothing of what is computed.  Invariants: no method of `Reporter` blocks or raises because of the
-supervisor; memory held for a supervisor that does not read is bounded (log lines and progress are dropped and counted,
-heartbeats are created when sent).
+Imports no torch.  Invariants: no method of `Reporter` blocks or raises because of the supervisor; memory held for a
+supervisor that does not read is bounded (log lines and progress are dropped and counted, heartbeats are created when
+sent).
 """
 
 from __future__ import annotations
@@ -171,12 +171,12 @@ def _rss_bytes() -> int:
         return 0
 
 
-def warn_once(reporter: Reporter, told: list[str], warnings: Iterable[str], stage: int | str) -> None:
-    """Log what costs speed in a stage, less what was told before: stages of a process share what could not be compiled.
+def warn_once(reporter: Reporter, logged: list[str], warnings: Iterable[str], stage: int | str) -> None:
+    """Log warnings about slow paths of a stage, each once: stages of a process share kernels that failed to compile.
 
-    ``told``: the warnings so far.
+    ``logged``: the warnings so far.
     """
     for text in warnings:
-        if text not in told:
-            told.append(text)
+        if text not in logged:
+            logged.append(text)
             reporter.log("warning", text, stage=stage)

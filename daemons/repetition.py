@@ -35,7 +35,7 @@ def breakers_by_head(dry: Dry) -> Breakers:
     return found
 
 
-class Context:
+class TokenHistory:
     """Token ids of a sequence in a growing array."""
 
     def __init__(self) -> None:

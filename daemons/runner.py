@@ -1,8 +1,8 @@
-"""The model runner: the stages of one model in a daemon, executing prefill chunks and decode steps.
+"""The model runner: executes prefill chunks and decode steps on the stages of one daemon.
 
-``run_step``: state operations, boundary rows in, the stage's layers, boundary rows out, and at the output stage logits
-and sampling.  ``run_draft``: the same step for the draft stage: captures and sampled tokens in, drafts out.
-Decides nothing: ids, pages and order come from the supervisor.
+``run_step`` applies state operations, reads boundary rows, runs the stage's layers (the forward pass) and writes
+boundary rows; the output stage makes logits and samples.  ``run_draft`` runs the same step on the draft stage: captures
+and sampled tokens in, drafts out.  Ids, pages and order come from the supervisor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from daemons import device as devices
-from daemons.boundary import Arrival, BoundaryBuffer, RowWait, SharedMemoryBuffer, arena_width, hand_over, rows_of
-from daemons.deferred import DeferredDrafts, DeferredTokens, Fill, QueuedStep, recorded
+from daemons.boundary import (
+    BoundaryBuffer,
+    RowArrival,
+    RowWait,
+    SharedMemoryBuffer,
+    arena_width,
+    boundary_rows,
+    write_boundary_rows,
+)
+from daemons.deferred import DeferredDrafts, DeferredTokens, PlaceholderFill, QueuedStep, recorded
 from daemons.draft.inputs import DraftInputs
 from daemons.draft.stage import DraftStage
 from daemons.errors import StateError
@@ -32,7 +40,7 @@ from daemons.sampling import Sampler, rows_to_sample
 from daemons.scoring import score
 from daemons.snapshots.state_map import DraftPools, StateMap
 from daemons.step_output import Payload, StepOutput
-from daemons.token_ring import FollowingStep, TokenRing, without_tokens
+from daemons.token_ring import RunAheadStep, TokenRing, without_tokens
 from daemons.warm import warm_up_all
 from lucevisor.model.families import read_spec
 from lucevisor.model.gguf_files import GgufFiles
@@ -42,11 +50,11 @@ from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
-"""Returns the masks of a step and its slices when they are there; see Inbox.take."""
+"""Waits for the masks of a step; see Inbox.wait_for_masks."""
 
 
 class ModelRunner:
-    """The stages of one daemon, its draft and its scoring stage, each of which it may lack; after :meth:`load`."""
+    """The stages of one daemon, and its draft and scoring stages if it runs them; made by :meth:`load`."""
 
     def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena], files: GgufFiles) -> None:
         self._load = load
@@ -64,11 +72,11 @@ class ModelRunner:
         self._ring = None if tokens is None else TokenRing(arenas[tokens], self.spec.vocabulary)
         self._settled_at = self._upkeep_s = 0.0
         # Other stages wait for what these compute, and there is a core for polling.
-        self.is_awaited = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
+        self.is_polling = load.spin_s > 0 and any(not (p.embedding and p.output) for p in load.stages)
         self.shares_cores = not load.spin_s  # with the supervisor and other daemons
-        self._queues = pinned and self.is_awaited and len(load.stages) == 1  # steps, behind one that is not settled
+        self._queues = pinned and self.is_polling and len(load.stages) == 1  # steps, behind one that is not settled
         self.defers_drafts = pinned
-        self._is_computing = False  # a step is not settled
+        self._has_unfinished_step = False  # a step is not settled
         self._warned: list[str] = []
         self.scorer: ScoreStage | None = None
         self._draft: DraftStage | None = None
@@ -128,7 +136,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _take_replays(self, replays: Mapping[int, LayerwiseReplay], reporter: Reporter, started: float) -> bool:
-        """Go on from where the replays ended; return whether there are any.  If one was not computed, none counts."""
+        """Continue from the replayed state; return whether all stages were replayed.  If one was not, none counts."""
         ended = [self.stages[stage].replayed(replay) for stage, replay in replays.items()]
         for stage, replay in replays.items() if all(ended) else ():
             if self._plans[stage].output and self._sampler is not None:
@@ -163,12 +171,12 @@ class ModelRunner:
         await_rows: RowWait | None = None,
         between: Callable[[], object] = lambda: None,
     ) -> StepOutput:
-        """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled.
+        """Execute one step on one of the stages.
 
-        ``await_rows`` of a posted step is called when all but its rows is prepared; it may raise StepCancelled, after
-        which the step's operations count as applied.  ``queued`` is called before anything waits for the device: the
-        time to settle the step before.  That may be deferred, and this step may be queued behind it, where all stages
-        are here, or where ``await_rows`` settles it.  ``between``, called between launches, may settle it earlier.
+        ``masks`` is called before constrained slices are sampled.  ``await_rows`` of a posted step is called when all
+        but its rows is prepared; it may raise StepCancelled, after which the step's operations count as applied.
+        ``queued`` is called before anything waits for the device, to finish the previous step, whose result may be
+        deferred.  ``between`` is called between launches and may finish it earlier.
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
@@ -178,33 +186,33 @@ class ModelRunner:
             if not queues and (inputs is None or not inputs.drafts_wait):
                 queued()
             if inputs is not None:
-                inputs.keep_slices(step, step.slices)
+                inputs.store_slices(step, step.slices)
         self._apply(stage, plan, step)
-        arrival, cold = Arrival(), False
+        arrival, cold = RowArrival(), False
         deferred: DeferredTokens | QueuedStep | None = None
         payload, sampled, scored, page_scores = Payload(), list[Sampled](), list[Scored](), list[PageScores]()
         if step.n_tokens:
-            rows_in, arrival = rows_of(self._boundaries, plan.source, step, await_rows)
+            rows_in, arrival = boundary_rows(self._boundaries, plan.source, step, await_rows)
             out = stage.forward(step, rows_in, fill or following, arrival)
             if following is not None:
                 arrival, step, sampled = following.arrival, following.step, following.tokens
-            wait_s += 0.0 if self._is_computing else arrival.idle_s(self._settled_at)
+            wait_s += 0.0 if self._has_unfinished_step else arrival.idle_s(self._settled_at)
             page_scores, cold = out.page_scores, out.cold
             if step.want_hidden:
                 payload.add("hidden", torch.stack([h.float().cpu() for h in out.hidden]))  # maybe of several devices
             if out.captures is not None:
                 self._hand_captures(plan, step, out.captures, queued, queues)
             if plan.target is not None:
-                deferred = hand_over(self._boundaries[plan.target], step, out.rows, wait=not queues)
+                deferred = write_boundary_rows(self._boundaries[plan.target], step, out.rows, wait=not queues)
             else:
-                told = queued if fill is None else partial(self._tell, asked, queued)
+                told = queued if fill is None else partial(self._share_known_tokens, asked, queued)
                 scored = self._count_and_score(stage, step, out.rows, queued)
                 found = self._sample(stage, step, out.rows, masks, payload, told, between, queues)
                 deferred, sampled = (None, found) if isinstance(found, list) else (found, [])
         queued()
-        self._is_computing = deferred is not None
+        self._has_unfinished_step = deferred is not None
         if inputs is not None and deferred is None:
-            inputs.keep_tokens(step, sampled)
+            inputs.store_tokens(step, sampled)
         started += arrival.waited_s
         compute_s = time.monotonic() - max(started, self._settled_at)
         upkeep_s, self._upkeep_s = (self._upkeep_s, 0.0) if plan.output else (0.0, self._upkeep_s)
@@ -217,79 +225,83 @@ class ModelRunner:
 
     def _with_tokens(
         self, plan: StagePlan, step: Step, await_tokens: RowWait | None
-    ) -> tuple[Step, Fill | None, FollowingStep | None]:
-        """The step with what pends; 0 where only the device knows it (second), or nobody yet (third)."""
+    ) -> tuple[Step, PlaceholderFill | None, RunAheadStep | None]:
+        """Return a step with tokens in place of placeholders.
+
+        They are 0 where only the device has them (the second result copies them) or where another daemon is still
+        computing them (the third result waits for them).
+        """
         if plan.output and self._sampler is not None:
             inputs, drafts = self._draft_inputs, None
             if inputs is not None:
                 step, drafts = inputs.with_drafts(step)
             step, tokens = self._sampler.known(step)  # none of one that verifies: drafts are made behind known tokens
             return step, drafts or tokens, None
-        if not step.waits:
+        if not step.waits_for_tokens:
             return step, None, None
-        following = FollowingStep(self._ring, step, await_tokens) if plan.embedding else None
+        following = RunAheadStep(self._ring, step, await_tokens) if plan.embedding else None
         return without_tokens(step) if following is None else following.step, None, following
 
-    def tell(self, output: StepOutput, *, drafts: bool = False) -> StepOutput:
-        """Hand tokens that the supervisor was told of, or drafts, to the first stage, if that is another daemon's."""
+    def publish_tokens(self, output: StepOutput, *, drafts: bool = False) -> StepOutput:
+        """Publish drafts, or tokens already sent to the supervisor, to a first stage in another daemon."""
         if self._ring is not None and self._sampler is not None and drafts == bool(output.result.drafts):
-            self._ring.tell(output.step, output.result)
+            self._ring.publish(output.step, output.result)
         return output
 
-    def settle(self, output: StepOutput) -> StepOutput:
-        """Wait for what a step has deferred."""
+    def finish_step(self, output: StepOutput) -> StepOutput:
+        """Wait for a step's deferred tokens, drafts or rows; return its complete output."""
         deferred, sampled, drafts, now = output.deferred, output.result.sampled, output.result.drafts, math.inf
         if isinstance(deferred, QueuedStep):
-            deferred.settle()
+            deferred.wait()
         elif isinstance(deferred, DeferredDrafts) and self._draft_inputs is not None:
-            drafts, now = self._draft_inputs.settle(deferred), output.started + deferred.seconds
+            drafts, now = self._draft_inputs.finish_drafts(deferred), output.started + deferred.seconds
         elif isinstance(deferred, DeferredTokens) and self._sampler is not None:
-            sampled = self._sampler.settle(deferred)
+            sampled = self._sampler.finish_tokens(deferred)
         else:
             return output
-        now, self._is_computing = min(now, time.monotonic()), False
+        now, self._has_unfinished_step = min(now, time.monotonic()), False
         if self._draft_inputs is not None and output.step is not None:
-            self._draft_inputs.keep_tokens(output.step, sampled)
+            self._draft_inputs.store_tokens(output.step, sampled)
         begun, self._settled_at = max(output.started, self._settled_at), now
         invalid = output.result.invalid
         if isinstance(deferred, DeferredTokens) and self._sampler is not None:
             invalid = self._sampler.take_invalid()
         result = replace(output.result, sampled=sampled, drafts=drafts, compute_s=now - begun, invalid=invalid)
-        return self.tell(StepOutput(result, output.payload, step=output.step), drafts=True)
+        return self.publish_tokens(StepOutput(result, output.payload, step=output.step), drafts=True)
 
     def _may_queue(self, plan: StagePlan, step: Step) -> bool:
-        """Whether a step may be answered when the next one is queued: not if drafts begin with its tokens."""
-        drafts = plan.output and self._asks(step)
+        """Return whether the next step may be queued before this one is answered."""
+        drafts = plan.output and self._wants_drafts(step)
         return self._queues and not (drafts or step.want_hidden or step.want_logits or step.rank_pages)
 
-    def _tell(self, asked: Step, queued: Callable[[], None]) -> list[Slice] | None:
-        """Settle the step before, and tell the draft stage the tokens of one that was launched without them."""
+    def _share_known_tokens(self, asked: Step, queued: Callable[[], None]) -> list[Slice] | None:
+        """Finish the previous step, and store the tokens of a step launched without them for the draft stage."""
         queued()
         if self._draft_inputs is None or self._sampler is None:
             return None
-        slices = self._sampler.told(self._draft_inputs.told(asked.slices))
-        self._draft_inputs.keep_slices(asked, slices)
+        slices = self._sampler.with_known_tokens(self._draft_inputs.with_known_drafts(asked.slices))
+        self._draft_inputs.store_slices(asked, slices)
         return slices
 
     def _hand_captures(
         self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None], queues: bool
     ) -> None:
-        """Hand a stage's captures to the draft stage, in this daemon or in another."""
+        """Pass a stage's captures to the draft stage, in this daemon or in another."""
         if not queues:
             queued()
         if plan.capture_target is not None:
-            # before anybody hears of the step, the output stage waits for its device, and so does one that queues
+            # the output stage, and a stage that queues steps, wait for their device before they answer the step
             wait = not (plan.output or queues) or captures.device != self.stages[plan.stage].device
             self._boundaries[plan.capture_target].write(step.region, captures, wait=wait)
         elif self._draft_inputs is not None:
-            self._draft_inputs.keep_captures(step, plan.stage, captures)
+            self._draft_inputs.store_captures(step, plan.stage, captures)
 
     def awaits_drafts(self, step: Step) -> bool:
-        """Whether the device has nothing to do behind a step until ``run_draft``."""
-        return self.defers_drafts and self._asks(step) and not (self._draft and self._draft.has_begun(step))
+        """Return whether the device would be idle after a step until ``run_draft``."""
+        return self.defers_drafts and self._wants_drafts(step) and not (self._draft and self._draft.has_begun(step))
 
-    def _asks(self, step: Step) -> bool:
-        """Whether the draft stage, if it is here, is asked for drafts behind a step."""
+    def _wants_drafts(self, step: Step) -> bool:
+        """Return whether a step asks the draft stage of this daemon for drafts."""
         return self._draft is not None and any(s.num_draft_tokens for s in step.slices)
 
     @torch.inference_mode()
@@ -300,26 +312,26 @@ class ModelRunner:
             raise StateError(f"draft step {step.step_id}", "this daemon has no draft stage")
         if not draft.has_extended(step):
             draft.apply(step.operations)
-        drafts = inputs.feed(draft, message, defer=message.tokens is None and self.defers_drafts)
-        self._is_computing = isinstance(drafts, DeferredDrafts)
+        drafts = inputs.run(draft, message, defer=message.tokens is None and self.defers_drafts)
+        self._has_unfinished_step = isinstance(drafts, DeferredDrafts)
         made = StepOutput.of_drafts(message, inputs.plan.stage, drafts, wait_s, started, cold=draft.cold)
-        return self.tell(made, drafts=True)  # before the supervisor: the first stage waits for them
+        return self.publish_tokens(made, drafts=True)  # before the supervisor: the first stage waits for them
 
     @torch.inference_mode()
-    def keep_up(self, step: Step, stage_index: int) -> None:
-        """Let the draft stage take a step along that the output stage has launched.  Raises StateError."""
+    def run_upkeep(self, step: Step, stage_index: int) -> None:
+        """Extend the drafter's context by an upkeep step that the output stage has launched.  Raises StateError."""
         inputs, started = self._draft_inputs, time.monotonic()
         if step.upkeep and self._plans[stage_index].output and self._draft and inputs:
-            inputs.feed(self._draft, DraftStep(step, [[] for _ in step.slices]))
+            inputs.run(self._draft, DraftStep(step, [[] for _ in step.slices]))
             self._upkeep_s += time.monotonic() - started
 
     def flush(self) -> None:
-        """Bring all state up to date: before it is read."""
+        """Apply all deferred state changes before the state is read."""
         if self._draft is not None:
             self._draft.flush()
 
     def state_map(self) -> StateMap:
-        """Where the state of every layer is."""
+        """Return where the state of every layer lies."""
         draft = None if self._draft is None else DraftPools(self._draft.layers, self._draft.pools[0])
         return StateMap(self.spec, [shard.pools for stage in self.stages.values() for shard in stage.shards], draft)
 
@@ -341,16 +353,16 @@ class ModelRunner:
     def _apply(self, stage: LoadedStage, plan: StagePlan, step: Step) -> None:
         stage.apply(step.operations)
         if self._draft_inputs is not None:
-            self._draft_inputs.own(plan.stage)
+            self._draft_inputs.copy_captures(plan.stage)
         if step.upkeep and plan.output and self._draft is not None:
             self._draft.apply(step.operations)
         if plan.output and self._sampler is not None:
-            self._sampler.follow(step.operations)
+            self._sampler.apply_operations(step.operations)
 
     def _count_and_score(
         self, stage: LoadedStage, step: Step, rows: Tensor, queued: Callable[[], None]
     ) -> list[Scored]:
-        """Count the tokens of a step that is computed, and score those that are to be."""
+        """Count the tokens of a computed step for penalties, and return the prompt log-probabilities it asks for."""
         if self._sampler is None:
             return []
         self._sampler.count_context(step.slices)
@@ -380,7 +392,7 @@ class ModelRunner:
         between()
         self.flush_answers()  # so that the supervisor, which they wake, is awake when this step is answered
         slices = [s for s in step.slices if s.sample]
-        waits = self._asks(step) or step.want_logits  # a DraftStep begins with tokens that the host reads
+        waits = self._wants_drafts(step) or step.want_logits  # a DraftStep begins with tokens that the host reads
         alone = not waits and (queues or self._plans[stage.plan.stage].source is None)
         deferred = self._sampler.defer(slices, logits) if alone else None
         slices = [s for s in queued() or slices if s.sample]
@@ -390,6 +402,7 @@ class ModelRunner:
         return self._sampler.sample(slices, logits, found, partial(self._extend_drafts, step))
 
     def _extend_drafts(self, step: Step, drawn: Tensor | None) -> None:
-        """Let the draft stage take a step along that the host waits for, if it is known that it will."""
-        if self.defers_drafts and self._asks(step) and self._draft is not None and self._draft_inputs is not None:
-            self._draft_inputs.extend(self._draft, self.draft_step(step.step_id), drawn)
+        """Extend the drafter's context while the host waits for a step, if its DraftStep has arrived."""
+        draft, inputs = self._draft, self._draft_inputs
+        if self.defers_drafts and self._wants_drafts(step) and draft is not None and inputs is not None:
+            inputs.extend(draft, self.draft_step(step.step_id), drawn)

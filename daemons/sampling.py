@@ -1,10 +1,10 @@
-"""Logits to tokens, on the output stage: penalties, bias, masks, temperature, filters, draws, acceptance of drafts.
+"""The sampler: logits processors (penalties, DRY, bias, token masks), temperature, filters, draws, draft acceptance.
 
-A draw depends on (seed, position, logits, tokens before) alone, so batching, placement, restarts and drafts do not
-change it.
+Runs on the output stage.  A draft is accepted if it equals the token drawn from its row (no rejection sampling), so
+drafts never change answers.  A draw depends on (seed, position, logits, earlier tokens) alone, so batching, placement
+and restarts do not change it either.
 Order: penalties, DRY, bias, masks, temperature, then mirostat or filters: top_k, top_p, min_p (each acts on what the
 previous one left), and those of truncation.py.
-Knows token ids and logits only; sequences are ids.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from daemons.deferred import DeferredTokens, Fill
+from daemons.deferred import DeferredTokens, PlaceholderFill
 from daemons.draws import draw, draw_blindly, draw_index, draw_key, draws_blindly, put, take, uniform
 from daemons.errors import StateError
 from daemons.masks import apply_masks
 from daemons.ops.choices import likeliest
-from daemons.repetition import Breakers, Context, breakers_by_head, penalise_repetition
+from daemons.repetition import Breakers, TokenHistory, breakers_by_head, penalise_repetition
 from daemons.scoring import TokenReport, report_of, sampled_of
 from daemons.truncation import filtered, mirostat_keeps, next_mu
 from lucevisor.protocol.steps import (
@@ -31,14 +31,14 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     Operation,
     Sampled,
-    Sampling,
+    SamplingParams,
     Scored,
     Slice,
     Step,
 )
 
 _XTC = 1 << 40
-"""Added to a position: the number that decides whether XTC acts there."""
+"""Offset of a position's draw key for the number that decides whether XTC acts there."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class SamplingState:
     ``context``: the ids in order, and ``breakers``, for DRY.  ``mu``: where mirostat stands.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     mu: float = 0.0
     n_prompt: int = 0
     counts: Tensor | None = None
@@ -57,7 +57,7 @@ class SamplingState:
     bias_ids: Tensor | None = None
     bias: Tensor | None = None
     banned: Tensor | None = None
-    context: Context | None = None
+    context: TokenHistory | None = None
     breakers: Breakers = field(default_factory=dict)
 
 
@@ -69,11 +69,11 @@ class Sampler:
     device: torch.device
     states: dict[int, SamplingState] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)  # the token sampled last, by sequence
-    _deferred: DeferredTokens | None = None  # newer ones, which the host does not know yet
+    _deferred: DeferredTokens | None = None  # newer ones that the host does not have yet
     _invalid: list[int] = field(default_factory=list)  # sequences whose logits were NaN or infinite
 
     def open(
-        self, sequence: int, sampling: Sampling, history: list[int], mu: float | None = None, n_prompt: int = 0
+        self, sequence: int, sampling: SamplingParams, history: list[int], mu: float | None = None, n_prompt: int = 0
     ) -> None:
         """Start a sequence, replacing any with that id; ``history``: ids of its context that no step will carry;
         ``mu``: where mirostat stands, None at its start; ``n_prompt``: tokens of its context that were not generated.
@@ -82,7 +82,7 @@ class Sampler:
         if sampling.mirostat is not None:
             state.mu = 2 * sampling.mirostat.tau if mu is None else mu
         if sampling.dry is not None:
-            state.context, state.breakers = Context(), breakers_by_head(sampling.dry)
+            state.context, state.breakers = TokenHistory(), breakers_by_head(sampling.dry)
         if sampling.penalised:
             state.counts = torch.zeros(self.vocabulary, dtype=torch.int32, device=self.device)
             state.prompted = torch.zeros(self.vocabulary, dtype=torch.bool, device=self.device)
@@ -98,7 +98,7 @@ class Sampler:
         self.states.pop(sequence, None)
         self._last.pop(sequence, None)
 
-    def follow(self, operations: Sequence[Operation]) -> None:
+    def apply_operations(self, operations: Sequence[Operation]) -> None:
         """Open and close sequences as a step's operations say."""
         for operation in operations:
             if isinstance(operation, OpenSequence):
@@ -107,9 +107,9 @@ class Sampler:
                 self.close(operation.sequence)
 
     def replayed(self, steps: Sequence[Step]) -> None:
-        """Follow steps that were computed while the daemon loaded."""
+        """Apply steps that were computed while the daemon loaded."""
         for step in steps:
-            self.follow(step.operations)
+            self.apply_operations(step.operations)
             self.count_context(step.slices)
 
     def reset(self) -> None:
@@ -119,13 +119,13 @@ class Sampler:
         self._invalid.clear()
 
     def take_invalid(self) -> list[int]:
-        """The sequences whose logits, of the last ``sample`` or ``settle``, were NaN or infinite: void tokens."""
+        """Return the sequences whose logits were NaN or infinite since the last call; their tokens are void."""
         found, self._invalid = self._invalid, []
         return found
 
-    def known(self, step: Step) -> tuple[Step, Fill | None]:
-        """The step with the tokens its pending slices stand for; 0 where only the device knows them, which the second
-        result puts in place.  Raises StateError where none was sampled.
+    def known(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
+        """Return a step with tokens in place of placeholders (``PENDING``); 0 where only the device has them, which the
+        second result copies there.  Raises StateError where none was sampled.
         """
         if not any(s.tokens == [PENDING] for s in step.slices):
             return step, None
@@ -141,15 +141,15 @@ class Sampler:
                     raise StateError(f"slice of sequence {s.sequence} at {s.start}", "no token was sampled before it")
             slices.append(s)
             row += len(s.tokens)
-        fill = Fill.of(deferred.tokens, places) if deferred is not None and places else None
+        fill = PlaceholderFill.of(deferred.tokens, places) if deferred is not None and places else None
         return replace(step, slices=slices), fill
 
-    def told(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Slices with the tokens that their pending ones stand for: the step before is settled, theirs is not."""
+    def with_known_tokens(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Return slices with the newest tokens in place of placeholders, once the previous step is finished."""
         return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
 
     def checked(self, scored: Sequence[Scored]) -> list[Scored]:
-        """Scores with void ones in place of those that are not numbers, whose sequences ``take_invalid`` names."""
+        """Return scores with 0 in place of NaN and infinities; ``take_invalid`` then names their sequences."""
         found = []
         for one in scored:
             if not all(map(math.isfinite, one.logprobs)):
@@ -159,9 +159,9 @@ class Sampler:
         return found
 
     def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:
-        """Draw a token a slice as ``sample`` does, without waiting for the device; ``settle`` brings them.
+        """Draw a token per slice as ``sample`` does, without waiting for the device; ``finish_tokens`` returns them.
 
-        None where the host has to look at something in between: then nothing was done.  ``logits`` as for ``sample``.
+        None, without any effect, if the host must read something in between.  ``logits`` as for ``sample``.
         """
         states = [self.states[s.sequence] for s in slices]
         samplings = [state.sampling for state in states]
@@ -175,9 +175,9 @@ class Sampler:
         self._deferred = DeferredTokens.of([s.sequence for s in slices], tokens, valid)
         return self._deferred
 
-    def settle(self, deferred: DeferredTokens) -> list[Sampled]:
+    def finish_tokens(self, deferred: DeferredTokens) -> list[Sampled]:
         """Wait for deferred tokens.  Call it before the next ``sample``."""
-        found = deferred.settle()
+        found = deferred.wait()
         self._invalid += deferred.invalid
         self._last |= {sequence: token for sequence, token in found.items() if sequence in self.states}
         if self._deferred is deferred:
@@ -210,15 +210,15 @@ class Sampler:
         masks: Tensor | None = None,
         meanwhile: Callable[[Tensor | None], None] = lambda drawn: None,
     ) -> list[Sampled]:
-        """Tokens of each slice: the one after its context, then one after each accepted draft, which is counted.
+        """Return the tokens of each slice: the one after its context, then one after each accepted draft.
 
         ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  ``masks`` uint8 [m,
         bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted,
-        but for mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a device, with the
-        tokens that it draws, a row's each; None if the host takes part.
+        except with mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a device, with
+        the tokens drawn on it, one per row; None if the host draws some.
         """
         valid = finite_rows(logits)
-        rows: list[Sampling] = []
+        rows: list[SamplingParams] = []
         positions: list[int] = []
         blocks: list[Tensor] = []
         reports: list[TokenReport | None] = []
@@ -260,9 +260,7 @@ class Sampler:
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """Whether each row [n, V] has numbers to choose by: the largest is neither NaN, which counts as such, nor
-    infinite.
-    """
+    """Return for each row [n, V] whether its maximum is finite; a row with a NaN has NaN as its maximum."""
     return logits.amax(dim=-1).isfinite()
 
 
@@ -278,7 +276,7 @@ def rows_to_sample(slices: Sequence[Slice]) -> list[int]:
 
 
 def _accepted(drawn: list[int], drafts: list[int]) -> list[int]:
-    """The drawn tokens up to the first that differs from its draft, or all of them."""
+    """Return the drawn tokens up to the first that differs from its draft: the accepted drafts and one more."""
     n = next((i for i, (token, draft) in enumerate(zip(drawn, drafts, strict=False)) if token != draft), len(drafts))
     return drawn[: n + 1]
 
@@ -322,7 +320,7 @@ def _counts_at_rows(counts: Tensor, drafts: Sequence[int]) -> Tensor:
 
 
 def _draw_rows(
-    logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int], meanwhile: Callable[[Tensor | None], None]
+    logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int], meanwhile: Callable[[Tensor | None], None]
 ) -> list[int]:
     """A token for each row of adjusted logits [n, V], greedy or drawn for its position; 0 for those of mirostat."""
     greedy = [i for i, s in enumerate(rows) if s.greedy]
@@ -332,7 +330,7 @@ def _draw_rows(
             return likeliest(logits)
         launched = DeferredTokens.of(range(len(rows)), logits.argmax(dim=-1))
         meanwhile(launched.tokens)
-        return [*launched.settle().values()]
+        return [*launched.wait().values()]
     meanwhile(None)
     sorting = [i for i, s in enumerate(rows) if s.sorts and not s.greedy and not s.uses_mirostat]
     drawn = [i for i, s in enumerate(rows) if not (s.greedy or s.sorts or s.uses_mirostat)]

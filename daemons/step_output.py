@@ -28,8 +28,8 @@ class Payload:
 class StepOutput:
     """A step result and its payload, float32 arrays.
 
-    ``deferred``: what ``step`` still lacks until ``ModelRunner.settle``: tokens, drafts, or to be done.  It began at
-    ``started``, when its own rows had come.
+    ``deferred``: tokens, drafts or rows of ``step`` that ``ModelRunner.finish_step`` waits for.  ``started``: when its
+    boundary rows had arrived.
     """
 
     result: StepResult

@@ -22,7 +22,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Check, Measure, Span, Timing
-from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, SetPages, Slice, ZeroState
+from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, SetPages, Slice, ZeroState
 
 N_WARM = 2
 N_ROUNDS = 5
@@ -53,7 +53,7 @@ def time_span(spec: ModelSpec, order: Check, measure: Measure, backend: Backend,
     pages = list(range(n_pages))
     tables: list[Operation] = [SetPages(0, s, 0, pages) for s in (Space.FULL, Space.WINDOW) if s in spec.spaces()]
     states: list[Operation] = [ZeroState(0)] if Space.RECURRENT in spec.spaces() else []
-    stage.apply([*states, OpenSequence(0, 0, Sampling()), *tables])
+    stage.apply([*states, OpenSequence(0, 0, SamplingParams()), *tables])
     with devices.launching(stage.device):
         prefill = _timed(spec, stage, Slice(0, 0, [i % spec.vocabulary for i in range(measure.n_rows)], False))
         decode = _timed(spec, stage, Slice(0, measure.n_rows, [0], False))

@@ -11,13 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from lucevisor.protocol.steps import Mirostat, Sampling
+from lucevisor.protocol.steps import Mirostat, SamplingParams
 
 _MOST_LIKELY = 100
 """Tokens from which mirostat 1 estimates how fast probabilities fall."""
 
 
-def filtered(scaled: Tensor, s: Sampling, u_xtc: float) -> tuple[Tensor, Tensor]:
+def filtered(scaled: Tensor, s: SamplingParams, u_xtc: float) -> tuple[Tensor, Tensor]:
     """What the filters keep of logits ``scaled`` [V], divided by the temperature: probabilities, descending, and ids.
 
     ``u_xtc`` in [0, 1) decides whether XTC acts.

@@ -33,7 +33,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     Operation,
     PageOut,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -92,17 +92,17 @@ def warm_up_all(stages: Sequence[tuple[StagePlan, LoadedStage]], draft: DraftSta
         compiles, recorded = stage.device.type != "cpu", stage.kernels.get("cpu decodes", CAPTURED) == CAPTURED
         if any(stage.graphs) and (compiles or (recorded and stage.max_drafts)):
             started, device, number = time.monotonic(), plan.shards[0].device, plan.stage
-            warm_up(stage, partial(_tell, reporter, number, device), compiles=compiles)
+            warm_up(stage, partial(_report_progress, reporter, number, device), compiles=compiles)
             what = "kernels are ready" if compiles else "verify slices are recorded"
             reporter.log(
                 "info" if compiles else "debug", what, stage=number, seconds=round(time.monotonic() - started, 2)
             )
     if draft is not None and draft.graphs is not None:
-        tell = partial(_tell, reporter, draft.plan.stage, draft.plan.device)
-        warm_up_draft(draft, tell, compiles=draft.device.type != "cpu")
+        report = partial(_report_progress, reporter, draft.plan.stage, draft.plan.device)
+        warm_up_draft(draft, report, compiles=draft.device.type != "cpu")
 
 
-def _tell(reporter: Reporter, stage: int, device: int, done: int, total: int) -> None:
+def _report_progress(reporter: Reporter, stage: int, device: int, done: int, total: int) -> None:
     reporter.progress(Progress(stage, device, done, total, "warm up"))
 
 
@@ -256,7 +256,7 @@ def _opening(sequences: Sequences, n_tokens: int, n: int = 1) -> list[Operation]
     states = [ZeroState(i) for i in range(n)] if Space.RECURRENT in spaces else []
     table = list(range((n_tokens - 1) // PAGE_TOKENS + 1))
     tables = [SetPages(i, space, 0, table) for i in range(n) for space in spaces if space is not Space.RECURRENT]
-    return [*states, *(OpenSequence(i, i if states else 0, Sampling()) for i in range(n)), *tables]
+    return [*states, *(OpenSequence(i, i if states else 0, SamplingParams()) for i in range(n)), *tables]
 
 
 def _captured(steps: Sequence[WarmStep], n_positions: int, room: int = 0) -> list[WarmStep]:

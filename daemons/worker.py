@@ -1,7 +1,7 @@
-"""The daemon's main loop: hello, then one message at a time from the link until end of file.
+"""The worker's main loop: hello, then one message at a time from the link until end of file.
 
-The only file of the daemon that turns exceptions into Failed messages.  An error inside a step ends the process: a
-device that failed once cannot be trusted, and the supervisor knows how to start a fresh process.
+The only file of the daemon that turns exceptions into Failed messages.  An error inside a step ends the process,
+because a device that failed once cannot be trusted; the supervisor starts a fresh one.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def serve(link: BlockingLink, reporter: Reporter, options: Options) -> int:
 
 def hello(options: Options) -> Hello:
     """Describe this process and what its torch sees."""
-    found, unseen = [], ""
+    found, device_problem = [], ""
     try:
         found = devices.visible_devices(options.backend)
     except DaemonError as error:  # the supervisor rejects it with advice
-        unseen = error.reason
+        device_problem = error.reason
     return Hello(
         protocol=PROTOCOL_VERSION,
         source_hash=source_hash(_directory(lucevisor.__file__), _directory(daemons.__file__)),
@@ -76,7 +76,7 @@ def hello(options: Options) -> Hello:
         torch=str(torch.__version__),  # plain str, not TorchVersion
         backend=options.backend if options.backend is Backend.CPU else devices.built_backend(),
         devices=found,
-        unseen=unseen,
+        device_problem=device_problem,
         host_total_bytes=devices.host_total_bytes(),
         packages={
             name: found_version for name in ("numpy", "gguf", "msgspec", "triton") if (found_version := _version(name))
@@ -100,7 +100,7 @@ def _version(package: str) -> str:
 
 
 class _StepFailed(Exception):
-    """A step failed, and the supervisor was told; ``code`` is the exit code of the process."""
+    """A step failed, and a Failed message was sent; ``code`` is the exit code of the process."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -114,12 +114,12 @@ class _MessageLoop:
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
-        self._deferred: StepOutput | None = None  # of a step that is computed on the device
+        self._deferred: StepOutput | None = None  # the step that the device still computes
         self._n_rows = 0  # of that step
-        self._waiting = deque[Frame]()  # what the draft stage shall do behind it
-        self._upkeep: tuple[Step, int] | None = None  # a step and its stage that the draft stage has not taken along
-        self._cancelled: list[int] = []  # steps that were dropped: a posted one, and all behind it
-        self._operated = False  # the operations of the first of them were applied
+        self._waiting = deque[Frame]()  # DraftSteps that need its tokens
+        self._upkeep: tuple[Step, int] | None = None  # a step, and its stage, that the drafter's context still lacks
+        self._cancelled: list[int] = []  # dropped steps: a posted one, and all behind it
+        self._operations_applied = False  # the operations of the first of them were applied
         self._idle_since = time.monotonic()
 
     def run(self) -> int:
@@ -146,7 +146,7 @@ class _MessageLoop:
         self._idle_since = time.monotonic()
 
     def _receive(self) -> Frame | None:
-        """The next frame; meanwhile answer the step on the device when that is done."""
+        """Return the next frame; meanwhile answer the step on the device as soon as that is done."""
         while self._deferred is not None and not self._inbox.wait(self._poll_s):
             self._answer_if_done()
         return self._inbox.receive()
@@ -155,11 +155,12 @@ class _MessageLoop:
     def _poll_s(self) -> float:
         output, runtime = self._deferred, self._runtime
         drafting = output is not None and output.is_drafting and runtime is not None and not runtime.shares_cores
-        return 0.0 if drafting or (runtime is not None and runtime.is_awaited) else _POLL_S
+        return 0.0 if drafting or (runtime is not None and runtime.is_polling) else _POLL_S
 
     def _answer_if_done(self, *, idle: bool = True) -> bool:
-        """Answer the step on the device if that is done; return whether there still is one.  ``idle``: nothing else is
-        done meanwhile.  Raises _StepFailed after it said why.
+        """Answer the step on the device if that is done; return whether one is left.
+
+        ``idle``: report the idle phase afterwards.  Raises _StepFailed after sending Failed.
         """
         output = self._deferred
         if output is None:
@@ -175,17 +176,17 @@ class _MessageLoop:
         return not done
 
     def _answer_deferred(self) -> None:
-        """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
+        """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after sending Failed."""
         output = self._deferred
         if output is None or self._runtime is None:
             return
         waiting, self._deferred, self._waiting = self._waiting, None, deque()
         try:
-            output = self._runtime.settle(output)
+            output = self._runtime.finish_step(output)
         except Exception as e:  # process boundary: report, then exit
             raise self._failed(output, e) from e
         self._answer(output, self._n_rows)
-        code = self._keep_up()
+        code = self._run_upkeep()
         for frame in waiting:
             self._answer_deferred()  # drafts
             if code is None and isinstance(frame.message, DraftStep):
@@ -194,7 +195,7 @@ class _MessageLoop:
             raise _StepFailed(code)
 
     def _failed(self, output: StepOutput, error: Exception) -> _StepFailed:
-        """Say why the step on the device failed."""
+        """Send Failed for the step on the device."""
         return _StepFailed(self._fail(f"step {output.result.step_id}", error, f"stage {output.result.stage}"))
 
     def _answer(self, output: StepOutput, n_rows: int) -> None:
@@ -205,7 +206,7 @@ class _MessageLoop:
         else:
             self._link.send(result, request_id=result.step_id, payload=payload)
         if runtime is not None:
-            runtime.tell(output)
+            runtime.publish_tokens(output)
         self._reporter.step_done(n_rows)
 
     def _handle(self, frame: Frame) -> int | None:
@@ -231,12 +232,12 @@ class _MessageLoop:
                 self._end_transfers("the supervisor dropped every sequence")
                 self._runtime.reset()
                 self._inbox.clear()
-                self._cancelled, self._operated = [], False
+                self._cancelled, self._operations_applied = [], False
                 self._link.send(ResetDone(token))
                 return None
             case CancelPending(stage):
-                self._link.send(PendingCancelled(stage, self._cancelled, self._operated))
-                self._cancelled, self._operated = [], False
+                self._link.send(PendingCancelled(stage, self._cancelled, self._operations_applied))
+                self._cancelled, self._operations_applied = [], False
                 return None
             case Check() as order:
                 self._reporter.phase("check")
@@ -260,7 +261,7 @@ class _MessageLoop:
         self._reporter.phase("step", step.step_id)
         if isinstance(message, Step) and message.upkeep and self._waiting:
             self._answer_deferred()  # its operations are the draft stage's, too, which has not had those before
-        code = self._keep_up()  # before the step's operations, and while the one before is computed
+        code = self._run_upkeep()  # before the step's operations, and while the one before is computed
         if code is not None:
             return code
         try:
@@ -272,13 +273,13 @@ class _MessageLoop:
                 await_rows = self._await_rows if posted else None
                 between = partial(self._answer_if_done, idle=False)
                 outcome = self._runtime.run_step(
-                    message, stage, wait_s, self._inbox.take, self._answer_deferred, await_rows, between
+                    message, stage, wait_s, self._inbox.wait_for_masks, self._answer_deferred, await_rows, between
                 )
         except (LinkClosed, _StepFailed):
             raise
         except StepCancelled:
             self._cancelled.append(step.step_id)
-            self._operated = True
+            self._operations_applied = True
             return None
         except Exception as e:  # process boundary: report, then exit
             where = "the draft stage" if isinstance(message, DraftStep) else f"stage {stage}"
@@ -291,10 +292,10 @@ class _MessageLoop:
         if isinstance(message, Step) and self._runtime.awaits_drafts(step) and self._inbox.draft_step(step.step_id):
             return self._answer_behind_drafts(outcome, step.n_tokens)
         self._answer(outcome, step.n_tokens)
-        return self._keep_up()
+        return self._run_upkeep()
 
     def _answer_behind_drafts(self, output: StepOutput, n_rows: int) -> int | None:
-        """Let the device begin with the drafts behind a step, which come next, before the step is answered."""
+        """Launch the drafts that follow a step on the device, then answer the step."""
         frame = self._inbox.receive()
         assert frame is not None
         assert isinstance(frame.message, DraftStep)
@@ -311,13 +312,13 @@ class _MessageLoop:
         self._answer(drafts, n_rows)
         return None
 
-    def _keep_up(self) -> int | None:
-        """Let the draft stage take the last step along, if it has not.  Returns None, or the exit code."""
+    def _run_upkeep(self) -> int | None:
+        """Extend the drafter's context by the last step, if that is pending.  Returns None, or the exit code."""
         pending, self._upkeep = self._upkeep, None
         if pending is None or self._runtime is None:
             return None
         try:
-            self._runtime.keep_up(*pending)
+            self._runtime.run_upkeep(*pending)
         except Exception as e:  # process boundary: report, then exit
             return self._fail(f"step {pending[0].step_id}", e, "the draft stage")
         return None
@@ -368,7 +369,7 @@ class _MessageLoop:
             self._transfers.cancel(reason)
 
     def _break(self) -> None:
-        """A device failed in a transfer, or a thread that serves them: wake the compute thread to end the process."""
+        """Wake the compute thread to end the process, because a transfer thread or its device failed."""
         self._broken = True
         self._link.close()
 

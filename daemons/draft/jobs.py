@@ -1,4 +1,4 @@
-"""Drafts to make behind a step: pure functions of a step and its tokens, which know no drafter."""
+"""The drafts to make after a step, as pure functions of the step and its tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lucevisor.protocol.steps import Slice, Step
 
 
 class DraftJob(NamedTuple):
-    """A draft to make: ``n`` tokens behind ``newest``, which is at ``position``.
+    """A draft of ``n`` tokens after ``newest``, which is at ``position``.
 
-    ``row``: that of the step which holds the token before; ``at``: index of the slice.
+    ``row``: the step's row of the preceding token; ``at``: index of the slice.
     """
 
     slice: Slice
@@ -32,10 +32,10 @@ class DraftJob(NamedTuple):
         return self.slice.num_draft_tokens
 
 
-def jobs_behind(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:
-    """The drafts to make, those of equal length behind each other, of at most ``max_drafts``.
+def draft_jobs(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:
+    """Return the drafts to make, of at most ``max_drafts`` tokens, those of equal length next to each other.
 
-    ``tokens[i]``: sampled for slice i.  Raises StateError where that or what is asked for cannot be.
+    ``tokens[i]``: sampled for slice i.  Raises StateError for tokens or requests that contradict the step.
     """
     if len(tokens) != len(step.slices):
         where = f"draft step {step.step_id}"

@@ -64,7 +64,7 @@ class DraftVocabulary:
     def __str__(self) -> str:
         return f"{self.n_rows:,} of {self.whole.n_rows:,} tokens"
 
-    def seen(self, tokens: Sequence[int]) -> None:
+    def mark_used(self, tokens: Sequence[int]) -> None:
         """Note that these were used, in this order.  Placeholders, which are negative, and ids that no token has are
         passed over."""
         rows, n_tokens = self._rows, self.whole.n_rows

@@ -1,10 +1,10 @@
-"""Pools: the memory of pages and recurrent states of one shard.
+"""Pools: the memory of the KV cache (pages) and the recurrent states of one shard.
 
-Built from the layer table alone; knows no family and no sequence.  Layers of equal state share one allocation
-``[layers, units, *shape]``, so a page or a state is copied for all of them in one call.  Some recurrent states may lie
-in host memory: the device only copies to and from them, in stream order, so other readers and writers must wait for
-that stream.  Drafts' states have rows in the small tensors alone, and updates.  Invariants: unit ids are the
-supervisor's, the same in every shard; a pool starts as zeros, so stale positions behind a mask are finite.
+``kv_dtype`` q8_0 is KV cache quantisation.  Layers of equal state share one allocation ``[layers, units, *shape]``, so
+a page or a state is copied for all of them in one call.  Some recurrent states may lie in host memory: the device only
+copies to and from them, in stream order, so other readers and writers must wait for that stream.  States of drafts have
+rows only in the small tensors, and updates.  Invariants: unit ids are the supervisor's, the same in every shard; a pool
+starts as zeros, so masked stale positions are finite.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Open sequences of a daemon: page tables and live states, as the supervisor's operations set them.
+"""Open sequences of a daemon: page tables (block tables) and live states, as the supervisor's operations set them.
 
-Tables exist twice: as lists on the host, for the slots a step writes, and on each device for gathering; only changed
-entries are uploaded.  Knows ids, neither tokens nor what layers hold.
+Tables exist twice: as lists on the host, for the slots that a step writes, and on each device for gathering; only
+changed entries are uploaded.
 Invariant: an operation that contradicts the tables raises StateError and changes nothing.
 """
 
@@ -35,14 +35,14 @@ from lucevisor.protocol.steps import (
 )
 
 HOST: Final = "host"
-"""The table of a sequence's rows in host memory, where attention reads them in place."""
+"""Key of the table of a sequence's rows in host memory, where attention reads them in place."""
 Tables = dict[Space | Literal["host"], Tensor]
 """Page tables on a device, int32 [max_sequences, entries]."""
 NO_PAGE = -1
 """A skipped table entry: a sliding sequence may start past its first window."""
 MIN_ENTRIES, MAX_FIRST_ENTRIES = 1024, 1 << 16
-"""Bounds of the entries of a device's table at first: as many as its pool has pages, as a table that grows moves, and
-the CUDA graphs that read it are captured again.
+"""Bounds of the initial entries of a device's table: as many as its pool has pages, because a table that grows moves,
+and then the CUDA graphs that read it are captured again.
 """
 MAX_ENTRIES = 1 << 20
 """Longest page table: 64 Mi positions.  A larger index is a broken plan, not a long text."""
@@ -73,7 +73,7 @@ class OpenedSequence:
 
     @property
     def out_tokens(self) -> int:
-        """Positions that were paged out: by so much those behind them moved up in the ``full`` table."""
+        """Number of paged-out positions, by which later ones moved up in the ``full`` table."""
         return len(self.out) * PAGE_TOKENS
 
     def place(self, position: int) -> int:
@@ -128,7 +128,7 @@ class Sequences:
             changed.clear()
 
     def get(self, sequence: int, what: str) -> OpenedSequence:
-        """The open sequence of that id.  Raises StateError naming the operation or slice that refers to it."""
+        """Return the open sequence of an id.  Raises StateError naming ``what`` refers to it."""
         found = self.by_id.get(sequence)
         if found is None:
             raise StateError(what, f"sequence {sequence} is not open")
@@ -143,7 +143,7 @@ class Sequences:
                 self._open(operation)
             case CloseSequence(sequence):
                 closed = self.get(sequence, "CloseSequence")
-                self._settle(closed, closed.state)
+                self._commit_state(closed, closed.state)
                 self._free_rows.append(closed.row)
                 del self.by_id[sequence]
             case CopyPage(space, source, target, n_tokens):
@@ -159,7 +159,7 @@ class Sequences:
                 self._check_whole("CopyState", target)
                 if self._tier(source) is self._tier(target) is Tier.HOST:
                     raise StateError("CopyState", f"states {source} and {target} both lie in host memory")
-                self._make(source)
+                self._materialise_state(source)
                 for pool in self.pools:
                     pool.copy_state(source, target)
             case ZeroState(state):
@@ -175,39 +175,39 @@ class Sequences:
                 opened = self.get(sequence, "UseState")
                 if is_draft and opened.updates and state not in opened.updates:
                     raise StateError("UseState", f"the last slice of sequence {sequence} left no state {state}")
-                self._settle(opened, state)
+                self._commit_state(opened, state)
                 opened.state = opened.state if is_draft else state
 
-    def keep_updates(self, slices: Sequence[Slice]) -> None:
-        """Note the slices of a step that ran: several tokens that all have a row left updates."""
+    def record_updates(self, slices: Sequence[Slice]) -> None:
+        """Record the slices of a step that ran: several tokens that each have a state id left state updates."""
         for s in slices:
             if (opened := self.by_id.get(s.sequence)) is not None:
                 opened.updates = s.states if len(s.states) == len(s.tokens) > 1 else []
 
-    def settle(self, slices: Sequence[Slice]) -> None:
-        """Make the live states of sequences that go on without a ``UseState``, before a step of these slices."""
+    def commit_states(self, slices: Sequence[Slice]) -> None:
+        """Apply pending state updates of sequences without a ``UseState``, before a step of these slices."""
         for s in slices:
             if (opened := self.by_id.get(s.sequence)) is not None and opened.updates:
-                self._settle(opened, opened.state)
+                self._commit_state(opened, opened.state)
 
-    def _settle(self, opened: OpenedSequence, state: int) -> None:
-        """Make ``state`` if it is one of those after the tokens of the last slice; nobody uses the others.
+    def _commit_state(self, opened: OpenedSequence, state: int) -> None:
+        """Compute ``state`` from the updates of the last slice, if it is one of its states; drop the other updates.
 
-        A draft's is made in the place of the live one, which the sequence keeps.
+        A draft's state replaces the live one, whose id the sequence keeps.
         """
         if state in opened.updates:
             rows, is_draft = opened.updates[: opened.updates.index(state) + 1], self.sizes.is_draft_state(state)
             for pool in self.pools:
                 if is_draft:
-                    pool.updates.make(opened.state, rows, opened.state, state)
+                    pool.updates.apply(opened.state, rows, opened.state, state)
                 else:
-                    pool.updates.make(opened.state, rows, state)
+                    pool.updates.apply(opened.state, rows, state)
         opened.updates = []
 
-    def _make(self, state: int) -> None:
-        """Make a state that is copied before it is known which one its sequence goes on with.
+    def _materialise_state(self, state: int) -> None:
+        """Compute a state that is copied before its sequence has chosen the state to continue from.
 
-        The live one is made in its place, so the others follow from that: it is the first, as its token always counts.
+        The live state is the first of a slice, as its token is always accepted; the others are computed from it.
         """
         for opened in self.by_id.values():
             if state in opened.updates:
@@ -215,7 +215,7 @@ class Sequences:
                 firsts = range(1, n) if state == live else ()  # whole ones before it, which no supervisor plans
                 for i in (*firsts, n):
                     for pool in self.pools:
-                        pool.updates.make(live, opened.updates[:i], opened.updates[i - 1])
+                        pool.updates.apply(live, opened.updates[:i], opened.updates[i - 1])
                 opened.updates = opened.updates[n:] if state == live else opened.updates
 
     def _check_unit(self, where: str, space: Space, unit: int) -> None:
@@ -280,7 +280,7 @@ class Sequences:
         where = f"PageOut of sequence {operation.sequence}"
         sequence = self.get(operation.sequence, where)
         table, entries, hosts = sequence.table(Space.FULL), operation.entries, operation.hosts
-        places = self._leaving(where, sequence, entries)
+        places = self._entry_places(where, sequence, entries)
         if hosts and len(hosts) != len(entries):
             raise StateError(where, f"{len(hosts)} pages in host memory for {len(entries)} entries")
         rows = [self._host_row(where, host) for host in hosts] if self.sizes.host_pages else []
@@ -329,7 +329,7 @@ class Sequences:
         self._moved(sequence, entries[0] - bisect_left(sequence.out, entries[0]))
 
     @staticmethod
-    def _leaving(where: str, sequence: OpenedSequence, entries: Sequence[int]) -> list[int]:
+    def _entry_places(where: str, sequence: OpenedSequence, entries: Sequence[int]) -> list[int]:
         """The places of entries in the ``full`` table; those right behind it were never there."""
         out, n_places = sequence.out, len(sequence.table(Space.FULL))
         stop = n_places + len(out)

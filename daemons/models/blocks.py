@@ -73,11 +73,11 @@ class Family(ABC):
 # ---- layers
 
 
-def remember(block: Block, x: Tensor, batch: Batch) -> None:
+def advance_state(block: Block, x: Tensor, batch: Batch) -> None:
     """Advance the pages and states of a layer as a call of its block does.  A block with a method of this name leaves
     out what only the result needs.
     """
-    getattr(block, "remember", block)(x, batch)
+    getattr(block, "advance_state", block)(x, batch)
 
 
 class PreNormLayer:
@@ -90,9 +90,9 @@ class PreNormLayer:
     def __call__(self, h: Tensor, batch: Batch) -> Tensor:
         return self.operations.add(*self.advance(h, None, batch))
 
-    def remember(self, h: Tensor, batch: Batch) -> None:
+    def advance_state(self, h: Tensor, batch: Batch) -> None:
         """See the function."""
-        remember(self.mixer, self.mixer_norm(h), batch)
+        advance_state(self.mixer, self.mixer_norm(h), batch)
 
     def advance(self, h: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same on ``h + delta`` (None: 0), as two terms: the next layer's norm adds them, in one kernel."""
@@ -201,7 +201,7 @@ class Attention:
             return self.output(self.operations.output_gate(out, gate, self.shape.softplus))
         return self.output(out.reshape(batch.n_rows, -1))
 
-    def remember(self, x: Tensor, batch: Batch) -> None:
+    def advance_state(self, x: Tensor, batch: Batch) -> None:
         """See the function."""
         self.write(x, batch)
 
@@ -303,7 +303,7 @@ class GatedDeltaNet:
         o = batch.map_groups(self._mix, self.w.inputs(x))
         return self.w.output(o.reshape(batch.n_rows, -1).to(x.dtype))
 
-    def remember(self, x: Tensor, batch: Batch) -> None:
+    def advance_state(self, x: Tensor, batch: Batch) -> None:
         """See the function."""
         batch.map_groups(self._mix, self.w.inputs(x))
 

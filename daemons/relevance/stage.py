@@ -26,7 +26,7 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Backend, LayerRange, Space
 from lucevisor.protocol.loading import DeviceUse, Load, PoolSizes, ScorePlan, ShardPlan, score_pools
 from lucevisor.protocol.messages import Progress, ScoreWindow
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, Sampling, SetPages, Slice, ZeroState
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, Operation, SamplingParams, SetPages, Slice, ZeroState
 
 _STAGE = -1
 """In Progress: no stage of the pipeline."""
@@ -114,7 +114,7 @@ class ScoreStage:
 
     def _begin(self) -> None:
         operations: list[Operation] = [] if not self._sequences.by_id else [CloseSequence(0)]
-        operations.append(OpenSequence(0, 0, Sampling()))
+        operations.append(OpenSequence(0, 0, SamplingParams()))
         if self._pools.states:
             operations.append(ZeroState(0))
         for space, n_pages in ((Space.FULL, self._pools.full_pages), (Space.WINDOW, self._pools.window_pages)):

@@ -115,12 +115,12 @@ class StateMap:
     def devices(self) -> list[torch.device]:
         return list(dict.fromkeys(pools.device for _, pools in self._layers.values()))
 
-    def settle(self) -> None:
+    def wait_for_page_outs(self) -> None:
         """Make the devices' streams wait for pages on their way to host memory."""
         for pools in self._pools:
             pools.finish_page_outs()
 
-    def expect(self, place: SlotPlace) -> None:
+    def invalidate_host_pages(self, place: SlotPlace) -> None:
         """Pages of ``place`` get other bytes: what is known of those in host memory is outdated."""
         for pools in self._pools:
             pools.forget_sketches(place.full)

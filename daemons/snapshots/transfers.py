@@ -58,7 +58,7 @@ class _Job:
         return list(self.events.values()) if device.type == "cpu" else [self.events[device]]
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         return f"{'save' if isinstance(self.order, Save) else 'restore'} {self.order.transfer}"
 
 
@@ -86,9 +86,9 @@ class TransferExecutor:
 
     def submit(self, order: Save | Restore, fd: int) -> None:
         """Queue a transfer; takes ownership of the descriptor."""
-        self._states.settle()
+        self._states.wait_for_page_outs()
         if isinstance(order, Restore):
-            self._states.expect(order.place)
+            self._states.invalidate_host_pages(order.place)
         job = _Job(order, fd, self._events())
         with self._changed:
             full = len(self._jobs) >= MAX_PENDING
@@ -98,7 +98,7 @@ class TransferExecutor:
             job.error = CancelledError(
                 order.file, f"{MAX_PENDING} transfers are pending already", "send it again later"
             )
-            self._conclude(job)
+            self._finish_job(job)
         else:
             (self._saving if isinstance(order, Save) else self._restoring).put(
                 lambda streams: self._begin(job, streams)
@@ -131,8 +131,8 @@ class TransferExecutor:
         parts = _partition(work, threads.n_threads)
         job.n_parts = len(parts)
         for part in parts[1:]:
-            threads.put(lambda streams, part=part: self._do(job, part, streams))  # type: ignore[misc]  # mypy and defaults
-        self._do(job, parts[0], streams)
+            threads.put(lambda streams, part=part: self._run_part(job, part, streams))  # type: ignore[misc]  # mypy and defaults
+        self._run_part(job, parts[0], streams)
 
     def _find(self, job: _Job) -> list[Work]:
         order = job.order
@@ -142,7 +142,7 @@ class TransferExecutor:
         job.converted = ", ".join(sorted({c.formats for c in conversions}))
         return [*segments, *conversions]
 
-    def _do(self, job: _Job, part: Sequence[Work], streams: _ThreadStreams) -> None:
+    def _run_part(self, job: _Job, part: Sequence[Work], streams: _ThreadStreams) -> None:
         """Run one part of a job; the thread that finishes its last part answers."""
         n_bytes = 0
 
@@ -179,7 +179,7 @@ class TransferExecutor:
             job.n_parts -= 1
             last = job.n_parts == 0
         if last:
-            self._conclude(job)
+            self._finish_job(job)
 
     def _check(self, job: _Job) -> None:
         if job.cancelled:
@@ -196,7 +196,7 @@ class TransferExecutor:
             if job.error is None:
                 job.error, job.details = error, traceback.format_exc()
 
-    def _conclude(self, job: _Job) -> None:
+    def _finish_job(self, job: _Job) -> None:
         os.close(job.fd)
         if job.cancelled and job.error is None:  # cancelled during its last segment: the pages may be reused by now
             job.error = self._cancelled(job)
@@ -233,7 +233,7 @@ class TransferExecutor:
             )  # a GPU that failed
         where = f"group {self._group} {where}" if self._group else where
         if device_failed:
-            return Failed(job.what, where, reason, advice, details=job.details)
+            return Failed(job.description, where, reason, advice, details=job.details)
         return TransferFailed(job.order.transfer, where, reason, advice, details=job.details)
 
     def _events(self) -> dict[torch.device, torch.cuda.Event]:

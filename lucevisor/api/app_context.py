@@ -18,6 +18,7 @@ from lucevisor.compression.compressor import Compressor
 from lucevisor.engine.request import Event, GenerationRequest
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.errors import LucevisorError
+from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
@@ -82,7 +83,7 @@ class EngineClient(Protocol):
 
     @property
     def holding(self) -> bool:
-        """Whether requests wait for a daemon that was lost."""
+        """True while requests wait for a daemon that was lost."""
 
     def submit(self, request: GenerationRequest, /) -> RequestHandle:
         """Queue a request; raises lucevisor.engine.request.SubmitError if it is rejected."""
@@ -175,25 +176,6 @@ class NotReadyPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotMetrics:
-    """Snapshots for metrics and status.
-
-    ``n_files``, ``file_bytes``: usable files of this model; the rest is counted since the start.  ``restore_s``: from
-    the decision until the slot is in use.  ``failures``: count by reason, for every possible reason.
-    """
-
-    n_files: int
-    file_bytes: int
-    n_saved: int
-    saved_bytes: int
-    save_s: float
-    n_restored: int
-    restored_bytes: int
-    restore_s: float
-    failures: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """Limits of the HTTP side.  `host` is the configured bind address; times in seconds, sizes in bytes."""
 
@@ -235,7 +217,7 @@ def _no_restart(group: str, now: bool, /) -> None:
     raise LucevisorError(f"group {group!r} cannot be restarted here")
 
 
-def _no_snapshots() -> SnapshotMetrics | None:
+def _no_snapshots() -> SnapshotStore | None:
     return None
 
 
@@ -262,7 +244,7 @@ class AppContext:
     ready_in_s: Callable[[], float | None] = _not_known  # None: not known
     status: Callable[[], Mapping[str, Any]] = _no_status  # the JSON of `lucevisor status --json`
     restart: Callable[[str, bool], None] = _no_restart  # begin it; True: do not wait for running requests
-    snapshots: Callable[[], SnapshotMetrics | None] = _no_snapshots  # None while they are off
+    snapshots: Callable[[], SnapshotStore | None] = _no_snapshots  # None while they are off
     trace: Callable[[RequestContext], str] = _no_trace  # record a request that has ended; return its trace id
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary

@@ -1,4 +1,4 @@
-"""What a request says about the form of its output, as one grammar: the way in for every endpoint.
+"""Constrained output: the form that a request asks for, as one grammar for every endpoint.
 
 Knows the parameters of OpenAI, vLLM and llama.cpp.  Invariant: a request has at most one form, and a form that cannot
 be enforced is refused with the parameter's name.
@@ -65,7 +65,7 @@ def constrains(fields: Mapping[str, object]) -> bool:
 
 
 def _is_strict(tool: object) -> bool:
-    """Whether a tool of any of the APIs asks for its schema to be enforced."""
+    """Return whether a tool of any of the APIs asks for its schema to be enforced."""
     if not isinstance(tool, Mapping):
         return False
     inner = tool.get("tools")  # of a namespace

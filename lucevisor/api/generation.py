@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 import structlog
@@ -31,6 +31,7 @@ from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.constraint import Constraint, MinTokens
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
 from lucevisor.text.reasoning import ReasoningBudget
+from lucevisor.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,44 @@ class ResponseFormatter(EventFormat, ABC):
     @abstractmethod
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the body of a response that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiFormatter(ResponseFormatter):
+    """The common parts of OpenAI's chat and plain completions.
+
+    `n`: choices per prompt; `token_ids`: those of `prompts` and answers were requested.
+    """
+
+    chunk_kind: ClassVar[str]
+    envelope: Envelope
+    tokenizer: Tokenizer
+    n: int
+    prompts: Sequence[Sequence[int]]
+    logprobs: bool
+    token_ids: bool
+
+    def end(self, totals: UsageTotals) -> Sequence[object]:
+        """Return the chunk with the usage and no choice, if it was requested."""
+        return self.envelope.usage_chunk(self.chunk_kind, totals)
+
+    def prompt_ids(self, index: int) -> dict[str, object]:
+        """Return the ids of a choice's prompt, if they were requested."""
+        return {"prompt_token_ids": list(self.prompts[index // self.n])} if self.token_ids else {}
+
+    def chunk(self, index: int, choice: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
+        """Return the chunk of a delta."""
+        return self.envelope.chunk(self.chunk_kind, index, self.with_ids(choice, [delta]), delta.n_tokens)
+
+    def with_ids(self, choice: dict[str, object], deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
+        """Return a choice with the ids of its tokens, if they were requested."""
+        ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        return choice | {"token_ids": ids} if self.token_ids else choice
+
+    def response(self, kind: str, choices: list[dict[str, object]], totals: UsageTotals) -> dict[str, object]:
+        """Return the body of a response that is not streamed."""
+        usage = {"usage": totals.usage(), "timings": totals.timings_json()}
+        return {**self.envelope.head(kind), "choices": choices, **usage}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ _SALT: Final = secrets.token_bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: an opaque id of the key, for stored responses, and the key's name, if it has one; both are
-    empty where no key is required.  ``share``: who gets a fair share, an opaque id of the key or else of the address.
+    """Sender of a request: an opaque id of the key, for stored responses, and the key's name, if it has one; both are
+    empty where no key is required.  ``share``: an opaque id of the key or of the address, for fair scheduling.
     """
 
     id: str = ""
@@ -62,7 +62,7 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key."""
+        """True if requests need a key."""
         return bool(self._known)
 
     def caller(self, token: str) -> Caller | None:

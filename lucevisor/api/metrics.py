@@ -16,12 +16,14 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from lucevisor.api.app_context import AppContext, RequestContext, SnapshotMetrics
+from lucevisor.api.app_context import AppContext, RequestContext
 from lucevisor.compression.compressor import CompressionStatistics
 from lucevisor.engine.recovery import RecoveryStatistics
 from lucevisor.engine.spec_decode.statistics import DraftStatistics
 from lucevisor.engine.statistics import EngineStatistics
 from lucevisor.model.values import Space
+from lucevisor.snapshots.file_format import Fault
+from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotStore
 from lucevisor.supervision.states import State
 
 PREFIX: Final = "lucevisor_"
@@ -184,16 +186,18 @@ def _compression(now: CompressionStatistics) -> Iterator[Metric]:
     yield _counter("pflash_seconds", "Time spent shortening prompts, waiting included.", now.seconds)
 
 
-def _snapshots(now: SnapshotMetrics) -> Iterator[Metric]:
+def _snapshots(store: SnapshotStore) -> Iterator[Metric]:
+    now, entries = store.statistics, store.entries
     n_bytes = [(["save"], now.saved_bytes), (["restore"], now.restored_bytes)]
     yield _counters("snapshot_bytes", "Bytes of the snapshot files that were saved or restored.", ["op"], n_bytes)
     seconds = [(["save"], now.save_s), (["restore"], now.restore_s)]
     yield _counters("snapshot_seconds", "Time of successful saves and restores of snapshots.", ["op"], seconds)
-    failures = [([reason], n) for reason, n in now.failures.items()]
+    reasons = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)  # all: a counter begins with 0
+    failures = [([reason], now.failures.get(reason, 0)) for reason in reasons]
     text = "Slots that were not saved and files that were not used, by reason."
     yield _counters("snapshot_failures", text, ["reason"], failures)
-    yield _gauge("snapshots", "Snapshot files that this model can use.", now.n_files)
-    yield _gauge("snapshot_disk_bytes", "Bytes of snapshot files on disk.", now.file_bytes)
+    yield _gauge("snapshots", "Snapshot files that this model can use.", len(entries))
+    yield _gauge("snapshot_disk_bytes", "Bytes of snapshot files on disk.", sum(entry.n_bytes for entry in entries))
 
 
 _FIRST_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)

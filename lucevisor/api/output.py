@@ -16,7 +16,7 @@ import msgspec
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, TokenScore
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import (
     ContentDelta,
@@ -51,7 +51,7 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one or several tokens added to a choice.  `event` is None where they added nothing that is shown.
+    """Addition of one or several tokens to a choice.  `event` is None where they add nothing that is shown.
 
     `token_ids` are the ids of `tokens`, and at the end the id that ended the choice.  `stop` is the stop string that
     ended it, if one did.  `prompt_scores`: at the end, of all tokens of the prompt but the first, if wanted.
@@ -247,7 +247,7 @@ class UsageTotals:
     rejected: int = 0
     timings: Timings | None = None
     compressed: Sequence[CompressedPrompt] = ()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
         """Add a choice; `new_prompt`: no earlier choice had the same prompt."""

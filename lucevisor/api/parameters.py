@@ -14,7 +14,7 @@ from lucevisor.api.app_context import AppContext, SamplingDefaults
 from lucevisor.api.errors import ApiError, bad_parameter
 from lucevisor.api.schemas import EFFORT_BUDGETS, MAX_BIASES, MAX_CHOICES, GenerationBody
 from lucevisor.errors import show
-from lucevisor.protocol.steps import Dry, Mirostat, Sampling
+from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.text.tokenizer import Tokenizer, TooManyTokens, breaker_tokens
 
 _QUICK_CHARS: Final = 16 * 1024
@@ -143,7 +143,7 @@ def sampling_params(
     *,
     direct: bool = False,
     structured: bool = False,
-) -> Sampling:
+) -> SamplingParams:
     """Return the parameters of choice 0.  `seed`: used if the body has none; `n_top_logprobs` -1: no logprobs;
     `direct`: the prompt leaves no room for thinking; `structured`: the answer has a grammar or may call tools.
 
@@ -152,7 +152,7 @@ def sampling_params(
     default = _defaults(body, ctx, direct=direct, structured=structured)
     temperature = _or(body.temperature, default.temperature)
     eos = ctx.tokenizer.eos_ids if body.ignore_eos else frozenset()
-    return Sampling(
+    return SamplingParams(
         temperature=temperature if temperature >= _COLDEST else 0.0,
         top_k=max(0, int(_or(body.top_k, default.top_k))),
         top_p=_or(body.top_p, default.top_p),
@@ -186,7 +186,7 @@ def _defaults(body: GenerationBody, ctx: AppContext, *, direct: bool, structured
 
 
 def searches_vocabulary(fields: dict[str, Any]) -> bool:
-    """Whether reading the body looks at every token: too long for the event loop."""
+    """Return whether reading the body visits every token, which takes too long for the event loop."""
     return bool(fields.get("dry_multiplier"))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from lucevisor.compression.compressor import CompressedPrompt
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.grammar.matcher import Grammar
 
 
@@ -24,7 +24,7 @@ class OutputGrammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the Responses API needs besides.
+    """Options of the Responses API.
 
     ``echo``: JSON object of the request's fields that the response repeats.  ``items``: JSON array of the request's own
     input items.  ``store``: keep the response.  ``summary``: send reasoning as its summary.  ``encrypted``: send
@@ -55,7 +55,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``score_prompt``: log-probabilities of the prompt's tokens are wanted, too.  ``plain``: all text is content.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     turn_ends: list[list[int]]
     max_tokens: int | None = None
     n: int = 1

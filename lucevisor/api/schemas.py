@@ -326,7 +326,7 @@ def _find_surrogate(value: object, path: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRules:
-    """How an API treats parameters that its bodies do not declare.
+    """Rules of an API for parameters that its bodies do not declare.
 
     `harmless`: accepted without effect, with their types; `refused`: rejected with the reason, unless empty; `neutral`:
     accepted with these values only; `aliases`: other names of declared ones.  `open`: unknown parameters count as

@@ -36,7 +36,7 @@ _TYPES: Final[dict[StreamStyle, str]] = {
 
 
 class EventFormat:
-    """How an API writes its streams."""
+    """Format of the streams of an API."""
 
     style: ClassVar[StreamStyle] = "data"
 
@@ -70,7 +70,7 @@ class EventStream:
 
     @property
     def started(self) -> bool:
-        """Whether the head was sent, so that the status can no longer change."""
+        """True once the head was sent: the status can no longer change."""
         return self.response.prepared
 
     async def send(self, events: Sequence[object]) -> None:

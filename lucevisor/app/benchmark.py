@@ -22,11 +22,11 @@ from lucevisor.deployment.group_settings import group_threads, usable_cores
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 
 @dataclass(slots=True)
-class Figures:
+class BenchmarkResult:
     """Tokens/s of a case, a number a round; ``against``: those of llama-bench, where it knows the case."""
 
     case: Case
@@ -50,7 +50,7 @@ class Figures:
 
 async def measure(
     service: Service, wanted: Sequence[Case], n_rounds: int, against: LlamaBench | None
-) -> AsyncIterator[list[Figures]]:
+) -> AsyncIterator[list[BenchmarkResult]]:
     """Run the cases ``n_rounds`` times after one to warm up, prompts after two: the first step of a size compiles, the
     second one is captured.  Each round is followed by one of llama-bench; yield the figures after each.
 
@@ -63,7 +63,7 @@ async def measure(
             f"{longest} tokens were asked for, the context has {service.placement.max_context}: "
             f"raise engine.max_context, or ask for less"
         )
-    figures = [Figures(case) for case in wanted]
+    figures = [BenchmarkResult(case) for case in wanted]
     for turn in range(-1, n_rounds + 1):
         for figure in figures:
             if turn < 0 and not figure.case.prompt:
@@ -103,7 +103,7 @@ async def generate(service: Service, n_prompt: int, n_answer: int, name: str) ->
         request_id=f"bench {name}",
         prompt=tuple(ids.randrange(vocabulary) for _ in range(n_prompt)),
         max_tokens=n_answer,
-        sampling=Sampling(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0),
     )
     started, times = time.perf_counter(), []
     with service.engine.submit(request) as handle:
@@ -117,7 +117,7 @@ async def generate(service: Service, n_prompt: int, n_answer: int, name: str) ->
     return started, times
 
 
-def table(figures: Sequence[Figures]) -> str:
+def table(figures: Sequence[BenchmarkResult]) -> str:
     """Return medians with minimum and maximum, and llama-bench's beside them."""
     has_peer = any(f.against for f in figures)
     rows = [["test", "tokens/s", "least", "most", *(["llama.cpp", "ratio"] if has_peer else [])]]
@@ -140,7 +140,7 @@ async def bench(
     against: LlamaBench | None,
     keep: Callable[[dict[str, Any]], None],
     show: Callable[[str], None],
-) -> list[Figures]:
+) -> list[BenchmarkResult]:
     """Start the service, measure, stop it; ``keep`` gets the record after each round, should a later one fail, and
     ``show`` what is measured, once it is known.
     """

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lucevisor.api.app_context import SnapshotMetrics
 from lucevisor.deployment.service import Service
 from lucevisor.engine.core import Engine
 from lucevisor.errors import LucevisorError
@@ -19,27 +18,8 @@ from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
 from lucevisor.model.pages import pages_of
 from lucevisor.model.values import Space
 from lucevisor.snapshots import maintenance
-from lucevisor.snapshots.file_format import Fault
 from lucevisor.snapshots.maintenance import JsonObject
-from lucevisor.snapshots.store import FAILED_SAVES, NOT_RESTORED, SnapshotStore
-
-_REASONS = (*FAILED_SAVES, *(fault.value for fault in Fault), NOT_RESTORED)
-
-
-def figures(store: SnapshotStore) -> SnapshotMetrics:
-    """Return the store's totals and current size; every failure reason is present, with 0 if need be."""
-    seen, entries = store.statistics, store.entries
-    return SnapshotMetrics(
-        n_files=len(entries),
-        file_bytes=sum(entry.n_bytes for entry in entries),
-        n_saved=seen.n_saved,
-        saved_bytes=seen.saved_bytes,
-        save_s=seen.save_s,
-        n_restored=seen.n_restored,
-        restored_bytes=seen.restored_bytes,
-        restore_s=seen.restore_s,
-        failures=dict.fromkeys(_REASONS, 0) | dict(seen.failures),
-    )
+from lucevisor.snapshots.store import SnapshotStore
 
 
 class CacheOperations:
@@ -53,7 +33,7 @@ class CacheOperations:
 
         ``bytes`` of a slot: its pages and states over all shards, shared ones included.
         """
-        engine, store = self._service.engine, self._open_store()
+        engine, store = self._service.engine, self.open_store()
         slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
         files = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
         return {
@@ -98,11 +78,12 @@ class CacheOperations:
         if self._service.state != "draining":  # or the store may be closed already
             await asyncio.to_thread(store.scan)
 
-    def _open_store(self) -> SnapshotStore | None:
+    def open_store(self) -> SnapshotStore | None:
+        """Return the store; None while snapshots are off, or not open yet."""
         return self._service.snapshots.store if self._service.snapshots is not None else None
 
     def _store(self) -> SnapshotStore:
-        store = self._open_store()
+        store = self.open_store()
         if self._service.state == "draining":
             raise LucevisorError("the supervisor is stopping: use --dir when it has stopped")
         if store is not None:

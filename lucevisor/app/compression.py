@@ -79,7 +79,7 @@ def pflash_status(service: Service, compressor: Compressor | None) -> dict[str, 
     return {
         "mode": service.config.pflash.mode,
         "state": "none" if scoring is None else "attached" if scoring.attached else "detached",
-        "reason": scoring.away if scoring is not None else "",
+        "reason": scoring.unavailable_reason if scoring is not None else "",
         "name": scoring.placed.name if scoring is not None else "",
         "device": str(scoring.placed.device) if scoring is not None else "",
         "window_tokens": scoring.placed.window_tokens if scoring is not None else 0,

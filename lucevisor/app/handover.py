@@ -3,7 +3,7 @@
 The one that runs listens on a Unix socket of the run directory.  What is said there, in this order:
 
     new to old   Request: who asks, and for how long the old one may finish requests
-    old to new   Offer, with descriptors (SCM_RIGHTS): the lock of the run directory, the listening sockets
+    old to new   HandoverReply, with descriptors (SCM_RIGHTS): the lock of the run directory, the listening sockets
     new to old   SERVING: it accepts connections
     old to new   GIVEN: the name is the new one's, and systemd knows (its reports would be the old one's before that)
     old to new   SAVED: prefix slots are in cache.dir; then the end of file when it has ended
@@ -54,7 +54,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     drain_s: float
 
 
-class Offer(msgspec.Struct, forbid_unknown_fields=True):
+class HandoverReply(msgspec.Struct, forbid_unknown_fields=True):
     """``refused``: why there is none.  The rest is systemd's (`lucevisor.app.systemd`)."""
 
     pid: int
@@ -132,7 +132,7 @@ class HandoverServer:
 class HandoverOffer:
     """Sockets and lock that the running supervisor offers: `decline` them, or accept by `announce_serving`."""
 
-    def __init__(self, connection: socket.socket, offer: Offer, fds: list[int]) -> None:
+    def __init__(self, connection: socket.socket, offer: HandoverReply, fds: list[int]) -> None:
         self.offer = offer
         self._connection = connection
         self.lock, *sockets = fds
@@ -182,7 +182,7 @@ async def request_handover(path: Path, request: Request) -> HandoverOffer | None
             data, fds = await _receive(connection)
         if not data:
             raise ConnectionResetError
-        offer = msgspec.json.decode(data, type=Offer)
+        offer = msgspec.json.decode(data, type=HandoverReply)
         if offer.refused or len(fds) < 2:
             descriptors.close_all(fds)
             raise LucevisorError(f"not taken over: {offer.refused or 'no socket was handed over'}")
@@ -291,13 +291,15 @@ class Handover:
 
     # ---- the one that runs (lucevisor.app.handover.HandoverSource)
 
-    def offer(self) -> tuple[Offer, list[int]]:
+    def offer(self) -> tuple[HandoverReply, list[int]]:
         """Return what to offer, with the lock of the run directory and the listening sockets."""
         if self._service.state == "draining":
-            return Offer(os.getpid(), refused="the running supervisor is stopping"), []
+            return HandoverReply(os.getpid(), refused="the running supervisor is stopping"), []
         self._report.reloading()
         notifier = self._report.notifier
-        offer = Offer(os.getpid(), notify_socket=notifier.name, watchdog_usec=str(int(1e6 * self._report.watchdog_s)))
+        offer = HandoverReply(
+            os.getpid(), notify_socket=notifier.name, watchdog_usec=str(int(1e6 * self._report.watchdog_s))
+        )
         return offer, [self._run_dir.lock, *self._endpoint.sockets]
 
     def on_failed(self) -> None:

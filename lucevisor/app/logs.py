@@ -45,7 +45,7 @@ _ALWAYS: Final = ("event", "level", "timestamp")
 
 N_QUEUED: Final = 4096
 CLOSING_S: Final = 1.0
-"""How long `close` waits for each writer."""
+"""Seconds that `close` waits for each writer."""
 
 _dropped = {"file": 0, "stderr": 0}  # records of this process, over all calls of `configure`
 _sinks: dict[str, _Sink] = {}

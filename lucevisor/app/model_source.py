@@ -21,7 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from lucevisor.config import Config, HubFile
-from lucevisor.errors import ConfigError
+from lucevisor.config.formats import HUB_PREFIX
+from lucevisor.errors import ConfigError, LucevisorError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
@@ -58,6 +59,32 @@ def resolve_file(
     if source.exists() and not source.is_dir():
         why = "is not a regular file"
     raise ConfigError(key, str(source), why, "a path is relative to the configuration file", file=str(config.file))
+
+
+def find_hub_file(model: str) -> str:
+    """Return ``hf:owner/repo/file`` for ``hf:owner/repo[:quant]``: its file of that quantisation, Q4_K_M by default.
+
+    Others are returned as they are.
+    Raises LucevisorError.
+    """
+    repo, _, quant = model.removeprefix(HUB_PREFIX).partition(":")
+    if not model.startswith(HUB_PREFIX) or repo.count("/") > 1:
+        return model
+    from huggingface_hub import HfApi  # slow to import
+
+    try:
+        files = HfApi().list_repo_files(repo)
+    except Exception as error:  # its own, and those of its HTTP library, which differs between versions
+        hint = "check owner and repo, HF_TOKEN and HF_ENDPOINT, or name a file of this machine"
+        raise LucevisorError(f"{model}: the files of {repo} cannot be listed: {_first_line(error)}; {hint}") from error
+    models = sorted(f for f in files if f.endswith(".gguf") and "mmproj" not in f and part_names(f)[0] == f)
+    matching = [f for f in models if (quant or "Q4_K_M").lower() in f.lower()] or ([] if quant else models)
+    if not matching:
+        what = f"no GGUF file with {quant!r} in its name" if quant and models else "no GGUF file"
+        raise LucevisorError(
+            f"{model}: the repository has {what}" + (f"; it has {', '.join(models)}" if models else "")
+        )
+    return f"{HUB_PREFIX}{repo}/{min(matching, key=len)}"
 
 
 class _Counted(io.FileIO):

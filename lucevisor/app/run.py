@@ -31,14 +31,13 @@ from lucevisor.api.app_context import (
     ModelCard,
     NotReadyPart,
     SamplingDefaults,
-    SnapshotMetrics,
 )
 from lucevisor.api.keys import ApiKeys
 from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.request_context import ACTIVE
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.cache_operations import CacheOperations
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
@@ -93,7 +92,7 @@ class EarlySignals:
     def __init__(self) -> None:
         self.asked = ""
         self.reload = False
-        self.hangup = Hangup()
+        self.hangup = HangupHandler()
         self._raising = True
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
@@ -113,7 +112,7 @@ class EarlySignals:
             raise KeyboardInterrupt
 
 
-class Hangup:
+class HangupHandler:
     """Meaning of a SIGHUP: stop if the terminal that the process runs in was closed, else reload.
 
     Under nohup, or in a session without a terminal as `--daemon` and systemd make it, a closed terminal ends nothing.
@@ -275,14 +274,14 @@ class Overrides:
     of_reload: Sequence[str] = ()
 
     @property
-    def in_force(self) -> list[str]:
+    def effective(self) -> list[str]:
         return merge_overrides(self.of_start, self.of_reload)
 
     def described(self) -> list[dict[str, object]]:
         """Return key, value and source of each, with what the file says, which it hides; None: the file does not set
         it.  Values of the environment may be secrets, and are left out.  Raises ConfigError.
         """
-        pairs = [override.partition("=")[::2] for override in self.in_force]
+        pairs = [override.partition("=")[::2] for override in self.effective]
         of_reload = {override.partition("=")[0] for override in self.of_reload}
         hidden = values_in_file(self.file, [key for key, _ in pairs])
         return [
@@ -298,7 +297,7 @@ class Overrides:
 
 def read_again(overrides: Overrides) -> Config:
     """Return what the file says now, with the overrides.  Raises ConfigError."""
-    return load(overrides.file, overrides.in_force)
+    return load(overrides.file, overrides.effective)
 
 
 def keys_at_once(after: Config, tls: ssl.SSLContext | None) -> set[str]:
@@ -323,12 +322,12 @@ def apply(config: Config, after: Config, context: AppContext, tls: ssl.SSLContex
     logs.set_level(after.log.level)
     changed = changed_keys(config, after)
     names = [key.partition(".")[2] for key in at_once if key.startswith("server.")]
-    in_force = replace(
+    effective = replace(
         config,
         log=replace(config.log, level=after.log.level),
         server=replace(config.server, **{name: getattr(after.server, name) for name in names}),
     )
-    return Reloaded(in_force, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
+    return Reloaded(effective, [k for k in changed if k in at_once], [k for k in changed if k not in at_once])
 
 
 def tls_of(server: ServerConfig) -> ssl.SSLContext | None:
@@ -367,6 +366,7 @@ class Supervisor:
         self._progress = LoadProgress(observer)
         self.service = Service(config, model, run_dir.own, self._progress, self._on_engine, options.limits)
         self._admin_operations = AdminOperations(self.service)
+        self.cache = CacheOperations(self.service)
         self._add_running(self._context)
         self._app = create_app(self._context)
         self._endpoint = Endpoint(self._app, self, run_dir.socket, self._tls)
@@ -374,7 +374,6 @@ class Supervisor:
         self._handover = Handover(
             self.service, self._endpoint, run_dir, self._report, options.take_over_s, self._stop_asked.set
         )
-        self.cache = CacheOperations(self.service)
         self._n_stops = 0
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop keeps no reference to them
 
@@ -524,7 +523,7 @@ class Supervisor:
         if done.waiting:
             log.warning("changed keys that wait for `lucevisor reload` or a start", keys=list(done.waiting))
 
-    def _on_hangup(self, hangup: Hangup) -> None:
+    def _on_hangup(self, hangup: HangupHandler) -> None:
         if hangup.ends:
             self.stop("SIGHUP, the terminal was closed")
         elif hangup.reloads:
@@ -570,7 +569,7 @@ class Supervisor:
         context.ready_in_s = self.service.ready_in_s
         context.status = self.status
         context.restart = self._begin_restart
-        context.snapshots = self._snapshot_figures
+        context.snapshots = self.cache.open_store
         if self._traces is not None:
             context.trace = self._traces
 
@@ -594,10 +593,6 @@ class Supervisor:
             if g.state is not State.READY
         ]
         return parts or [NotReadyPart("pipeline", self.service.state, self.service.reason())]
-
-    def _snapshot_figures(self) -> SnapshotMetrics | None:
-        snapshots = self.service.snapshots
-        return figures(snapshots.store) if snapshots is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lucevisor.app import logs
-from lucevisor.app.cache_operations import figures
 from lucevisor.app.compression import pflash_status
 from lucevisor.compression.compressor import Compressor
 from lucevisor.deployment.service import Observer, Service
@@ -127,24 +126,25 @@ def _cache(service: Service, now: CacheStatistics) -> dict[str, Any]:
     Snapshots: ``dir`` is empty while they are off; ``snapshots`` files can be used; ``failures`` by reason, without
     those that did not happen.
     """
-    disk = figures(service.snapshots.store) if service.snapshots is not None else None
+    store = service.snapshots.store if service.snapshots is not None else None
+    entries, placement = store.entries if store is not None else [], service.placement
     return {
         "prefix_slots": now.n_slots,
-        "max_slots": service.config.cache.prefix_slots,
+        "max_slots": placement.prefix_slots if placement is not None else 0,
         "pinned": now.n_pinned,
         "bytes": now.n_bytes,
-        "memory": service.config.cache.memory,
+        "memory": placement.cache_bytes if placement is not None else 0,
         "prompts": now.n_prompts,
         "hits": now.n_hits,
         "evictions": now.n_evictions,
         "tokens": {"memory": 0, "disk": 0} | now.tokens,
-        "dir": str(service.snapshots.store.directory.absolute()) if service.snapshots is not None else "",
-        "disk": service.snapshots.store.budget if service.snapshots is not None else service.config.cache.disk,
-        "snapshots": disk.n_files if disk is not None else 0,
-        "snapshot_bytes": disk.file_bytes if disk is not None else 0,
-        "saved": disk.n_saved if disk is not None else 0,
-        "restored": disk.n_restored if disk is not None else 0,
-        "failures": {reason: n for reason, n in disk.failures.items() if n} if disk is not None else {},
+        "dir": str(store.directory.absolute()) if store is not None else "",
+        "disk": store.budget if store is not None else service.config.cache.disk,
+        "snapshots": len(entries),
+        "snapshot_bytes": sum(entry.n_bytes for entry in entries),
+        "saved": store.statistics.n_saved if store is not None else 0,
+        "restored": store.statistics.n_restored if store is not None else 0,
+        "failures": dict(store.statistics.failures) if store is not None else {},
     }
 
 

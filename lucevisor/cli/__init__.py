@@ -21,6 +21,7 @@ from lucevisor.errors import ExitCode, LucevisorError, nearest
 
 COMMANDS = {
     "start": ("lucevisor.cli.start", "Start the daemons and serve an OpenAI-compatible endpoint."),
+    "init": ("lucevisor.cli.init", "Print a configuration for a model on the devices of this machine."),
     "stop": ("lucevisor.cli.operate", "Stop a running supervisor."),
     "status": ("lucevisor.cli.operate", "Show groups, layers, memory, speed."),
     "top": ("lucevisor.cli.top", "Watch speed, load, memory and requests."),
@@ -39,7 +40,13 @@ COMMANDS = {
 
 
 EXAMPLES = {
-    "start": ("lucevisor start etc/demo.toml", "lucevisor start box.toml --daemon --set server.port=0"),
+    "start": (
+        "lucevisor start etc/demo.toml",
+        "lucevisor start MODEL.gguf --python /opt/rocm-env/bin/python",
+        "lucevisor start hf:unsloth/Qwen3-4B-GGUF:Q4_K_M",
+        "lucevisor start box.toml --daemon --set server.port=0",
+    ),
+    "init": ("lucevisor init MODEL.gguf > box.toml",),
     "stop": ("lucevisor stop --name box",),
     "status": ("lucevisor status", "lucevisor status --json | jq .engine.tokens_per_s", "lucevisor status --kernels"),
     "top": ("lucevisor top --every 0.5",),

@@ -53,7 +53,7 @@ class Conversation:
         """Return all messages, the system prompt first."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
-    def obey(self, line: str) -> str | None:
+    def run_command(self, line: str) -> str | None:
         """Carry out a line that begins with a slash; return what to say, or None for the end."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -102,7 +102,7 @@ def chat(name: str | None, socket: Path | None, system: str, think: bool, temper
             if not line:
                 continue
             if line.startswith("/"):
-                said = talk.obey(line)
+                said = talk.run_command(line)
                 if said is None:
                     break
                 click.echo(said, err=True)

@@ -66,3 +66,9 @@ def target_options(function: Callable[..., Any]) -> Callable[..., Any]:
         function
     )
     return click.option("--name", help="Name of the supervisor (default: the only one running).")(function)
+
+
+def python_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--python``: further interpreters of a start without a configuration file."""
+    what = "An interpreter whose torch sees devices, besides this one and the environments beside it; may be repeated."
+    return click.option("--python", "pythons", metavar="PATH", multiple=True, help=what)(function)

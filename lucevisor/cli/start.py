@@ -12,15 +12,17 @@ import click
 
 from lucevisor.app.rundir import check_name, default_name, is_locked, run_path
 from lucevisor.cli.admin_client import AdminClient, Watch
-from lucevisor.cli.options import Seconds, config_argument
+from lucevisor.cli.options import Seconds, config_argument, python_option
 from lucevisor.config import load
-from lucevisor.errors import ExitCode, LucevisorError, NotReadyError, NotRunningError
+from lucevisor.config.formats import HUB_PREFIX
+from lucevisor.errors import ConfigError, ExitCode, LucevisorError, NotReadyError, NotRunningError
 from lucevisor.protocol.process import end_with_parent
 from lucevisor.source_tree import module_command
 
 
 @click.command()
 @config_argument
+@python_option
 @click.option("--name", help="Name for status, stop and the others (default: the file's stem).")
 @click.option("-v", "--verbose", is_flag=True, help="Log details, too: --set log.level=debug.")
 @click.option("--daemon", is_flag=True, help="Run in the background; return when the endpoint is ready.")
@@ -49,6 +51,7 @@ from lucevisor.source_tree import module_command
 def start(
     config: Path,
     overrides: tuple[str, ...],
+    pythons: tuple[str, ...],
     name: str | None,
     verbose: bool,
     daemon: bool,
@@ -59,9 +62,17 @@ def start(
     drain_s: float,
     timeout_s: float,
 ) -> int:
-    """Start CONFIG: one daemon per group, one model over all devices, one endpoint."""
+    """Start CONFIG: one daemon per group, one model over all devices, one endpoint.
+
+    CONFIG is a configuration file. A GGUF file or hf:OWNER/REPO[:QUANT] in its place is served on all devices that this
+    machine has.
+    """
     if verbose:
         overrides = (*overrides, "log.level=debug")
+    if _is_model(config):
+        config, name = _configured(str(config), pythons, name)
+    elif pythons:
+        raise click.UsageError("--python is for a start without a configuration file; groups name theirs in CONFIG")
     loaded = load(config, overrides)
     chosen = check_name(name) if name is not None else default_name(config)
     if daemon:
@@ -84,6 +95,35 @@ def start(
         return int(run(loaded, chosen, Display(), options))
     with StartDisplay(loaded) as display:
         return int(run(loaded, chosen, display, options))
+
+
+def _is_model(argument: Path) -> bool:
+    """Return whether an argument of `start` names a model, not a configuration file."""
+    if str(argument).startswith(HUB_PREFIX) or argument.suffix.lower() == ".gguf":
+        return True
+    try:
+        with argument.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def _configured(model: str, pythons: Sequence[str], name: str | None) -> tuple[Path, str]:
+    """Return a configuration file for a model on the devices of this machine, and the supervisor's name."""
+    from lucevisor.app.discovery import choose_groups, model_name, save_config
+    from lucevisor.app.model_source import find_hub_file
+
+    if not model.startswith(HUB_PREFIX) and not Path(model).is_file():
+        raise ConfigError("CONFIG", model, "there is no such file", "name a configuration file, or a model's GGUF file")
+    name = check_name(name if name is not None else model_name(model))
+    source = find_hub_file(model)
+    groups = choose_groups(source, pythons)
+    path = save_config(source, groups, name)
+    click.echo(f"serving {source} as {name}, on all devices that this machine has", err=True)
+    for group in groups:
+        click.echo(f"  {group}", err=True)
+    click.echo(f"  as {path} says; to change it: lucevisor init {model} > box.toml", err=True)
+    return path, name
 
 
 def _in_background(config: Path, overrides: tuple[str, ...], name: str, timeout_s: float, more: Sequence[str]) -> int:

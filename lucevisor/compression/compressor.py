@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import structlog
 
-from lucevisor.compression.memory import KeptParts
+from lucevisor.compression.memory import SelectionCache
 from lucevisor.compression.parts import Part, parts_of, question_end
 from lucevisor.compression.selection import Range, anchor_chunks, keep_ratio_at, select
 from lucevisor.compression.windows import QUESTION_TOKENS, Windows
@@ -74,7 +74,7 @@ class Compressor:
 
     def __init__(self, settings: CompressionSettings, windows: Windows) -> None:
         self.settings, self._windows, self._tokenizer = settings, windows, windows.tokenizer
-        self._kept = KeptParts()
+        self._kept = SelectionCache()
         self._statistics = CompressionStatistics()
 
     @property

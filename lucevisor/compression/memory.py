@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from lucevisor.compression.selection import Range
 
 
-class KeptParts:
+class SelectionCache:
     """The least recently used of more than ``max_parts`` are forgotten."""
 
     def __init__(self, max_parts: int = 4096) -> None:

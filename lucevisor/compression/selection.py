@@ -31,7 +31,7 @@ def select(scores: Sequence[float], ratio: float, anchors: Iterable[int] = ()) -
         return []
     budget = max(CHUNK_TOKENS, int(len(scores) * ratio))
     n_kept, last = budget // CHUNK_TOKENS, len(bounds) - 1
-    kept = _Kept(bounds, budget)
+    kept = _SelectedChunks(bounds, budget)
     kept.fill(range(last, last - min(TAIL_CHUNKS, max(1, n_kept // 4)), -1))
     kept.fill(range(min(HEAD_CHUNKS, n_kept // 8)))
     means = chunk_scores(scores)
@@ -42,7 +42,7 @@ def select(scores: Sequence[float], ratio: float, anchors: Iterable[int] = ()) -
     return kept.ranges()
 
 
-class _Kept:
+class _SelectedChunks:
     """Chunks within a budget of tokens; a chunk that does not fit any more is left out."""
 
     def __init__(self, bounds: Sequence[Range], budget: int) -> None:

@@ -4,69 +4,35 @@
 `load` ties them together, `docs` generates docs/configuration.md.
 """
 
-from lucevisor.config.credentials import ApiKey, read_api_keys, server_context
-from lucevisor.config.formats import (
-    Auto,
-    DeviceRef,
-    HubFile,
-    Ranges,
-    RestartLimit,
-    Split,
-    WeightedSplit,
-    is_loopback,
-)
-from lucevisor.config.load import changed_keys, load, merge_overrides, values_in_file
-from lucevisor.config.sections import (
-    USUAL_CHUNK,
-    Backend,
-    CacheConfig,
-    Config,
-    DraftConfig,
-    DType,
-    EngineConfig,
-    GroupConfig,
-    KvDType,
-    KvFlashConfig,
-    LogConfig,
-    ModelConfig,
-    Notice,
-    PFlashConfig,
-    PlacementConfig,
-    RecoveryConfig,
-    ServerConfig,
-)
-
-__all__ = [
-    "USUAL_CHUNK",
-    "ApiKey",
-    "Auto",
-    "Backend",
-    "CacheConfig",
-    "Config",
-    "DType",
-    "DeviceRef",
-    "DraftConfig",
-    "EngineConfig",
-    "GroupConfig",
-    "HubFile",
-    "KvDType",
-    "KvFlashConfig",
-    "LogConfig",
-    "ModelConfig",
-    "Notice",
-    "PFlashConfig",
-    "PlacementConfig",
-    "Ranges",
-    "RecoveryConfig",
-    "RestartLimit",
-    "ServerConfig",
-    "Split",
-    "WeightedSplit",
-    "changed_keys",
-    "is_loopback",
-    "load",
-    "merge_overrides",
-    "read_api_keys",
-    "server_context",
-    "values_in_file",
-]
+from lucevisor.config.credentials import ApiKey as ApiKey
+from lucevisor.config.credentials import read_api_keys as read_api_keys
+from lucevisor.config.credentials import server_context as server_context
+from lucevisor.config.formats import Auto as Auto
+from lucevisor.config.formats import DeviceRef as DeviceRef
+from lucevisor.config.formats import HubFile as HubFile
+from lucevisor.config.formats import Ranges as Ranges
+from lucevisor.config.formats import RestartLimit as RestartLimit
+from lucevisor.config.formats import Split as Split
+from lucevisor.config.formats import WeightedSplit as WeightedSplit
+from lucevisor.config.formats import is_loopback as is_loopback
+from lucevisor.config.load import changed_keys as changed_keys
+from lucevisor.config.load import load as load
+from lucevisor.config.load import merge_overrides as merge_overrides
+from lucevisor.config.load import values_in_file as values_in_file
+from lucevisor.config.sections import USUAL_CHUNK as USUAL_CHUNK
+from lucevisor.config.sections import Backend as Backend
+from lucevisor.config.sections import CacheConfig as CacheConfig
+from lucevisor.config.sections import Config as Config
+from lucevisor.config.sections import DraftConfig as DraftConfig
+from lucevisor.config.sections import DType as DType
+from lucevisor.config.sections import EngineConfig as EngineConfig
+from lucevisor.config.sections import GroupConfig as GroupConfig
+from lucevisor.config.sections import KvDType as KvDType
+from lucevisor.config.sections import KvFlashConfig as KvFlashConfig
+from lucevisor.config.sections import LogConfig as LogConfig
+from lucevisor.config.sections import ModelConfig as ModelConfig
+from lucevisor.config.sections import Notice as Notice
+from lucevisor.config.sections import PFlashConfig as PFlashConfig
+from lucevisor.config.sections import PlacementConfig as PlacementConfig
+from lucevisor.config.sections import RecoveryConfig as RecoveryConfig
+from lucevisor.config.sections import ServerConfig as ServerConfig

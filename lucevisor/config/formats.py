@@ -381,6 +381,7 @@ ORIGIN = Format("origin such as `http://localhost:3000`, or `*`", origin)
 VISIBLE_DEVICE = Format("number or UUID", visible_device)
 ENVIRONMENT = Format("table of text", environment, dict)
 SIZE = Format("bytes, or text such as `512MiB` (KiB, MiB, GiB)", size)
+AUTO_SIZE = Format("bytes, text such as `512MiB`, or `auto`", lambda value: AUTO if value == AUTO else size(value))
 DEVICE = Format("`GROUP:INDEX`, or `BACKEND:INDEX` where one group has that backend", device, str)
 OPTIONAL_DEVICE = Format(
     "`GROUP:INDEX`, or empty",

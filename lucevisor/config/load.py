@@ -108,7 +108,8 @@ def _read_tree(path: Path) -> Mapping[str, object]:
         hint = f"nearest: {path.with_name(near)}" if near else "name a configuration file"
         raise wrong(f"cannot be read: {why}", f"{hint}; etc/lucevisor.toml shows every key") from None
     if len(content) > MAX_FILE_BYTES:
-        raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", "name a configuration file in TOML, not a model")
+        hint = "`lucevisor init MODEL > box.toml` writes one for a model"
+        raise wrong(f"is larger than {MAX_FILE_BYTES >> 10} KiB", hint)
     try:
         text = content.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta
 
 from lucevisor.config.formats import (
+    AUTO_SIZE,
     COMMAND,
     CURVE_POINT,
     DEVICE,
@@ -134,11 +135,12 @@ class EngineConfig:
     """Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the given
     devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices."""
     kv_dtype: KvDType = "auto"
-    """Type of keys and values in the pages. `auto`: as `dtype`."""
+    """Type of the KV cache; `q8_0` quantises it. `auto`: as `dtype`."""
     max_context: Annotated[Annotated[int, Meta(ge=1, le=2**30)] | AutoWord, Key(unit="tokens")] = "auto"
     """Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold."""
-    max_sequences: Annotated[int, Meta(ge=1, le=4096), Key(unit="sequences")] = 8
-    """Sequences that run concurrently; others wait in the queue."""
+    max_sequences: Annotated[Annotated[int, Meta(ge=1, le=4096)] | AutoWord, Key(unit="sequences")] = "auto"
+    """Sequences that run concurrently; others wait in the queue. `auto`: 32 on GPUs, or 16 or 8 where more would
+    shorten the context or halve the pages; 8 on a cpu."""
     prefill_chunk: Annotated[Annotated[int, Meta(ge=1, le=2**20)] | AutoWord, Key(unit="tokens")] = "auto"
     """Maximum tokens of a prompt in one step; fewer while other requests decode. `auto`: 2048 on GPUs with memory for
     it, else 512."""
@@ -189,11 +191,11 @@ class CacheConfig:
     docs/prefix-cache.md.
     """
 
-    prefix_slots: Annotated[int, Meta(ge=0, le=2**20), Key(unit="slots")] = 32
-    """Prompt prefixes kept in memory; 0 is off."""
-    memory: Annotated[int, SIZE] = 2**30
+    prefix_slots: Annotated[Annotated[int, Meta(ge=0, le=2**20)] | AutoWord, Key(unit="slots")] = "auto"
+    """Prompt prefixes kept in memory; 0 is off. `auto`: 512 on GPUs, 32 on a cpu."""
+    memory: Annotated[int | AutoWord, AUTO_SIZE] = "auto"
     """Total memory of prefix slots over all devices: pages that no running request uses, and checkpoints of recurrent
-    layers, which are reserved at start."""
+    layers, which are reserved at start. `auto`: half of what GPUs have for pages and states; 1 GiB on a cpu."""
     states: Literal["device", "host"] = "device"
     """Where checkpoints of recurrent layers are kept. `host`: in host memory, and copied when a slot is made or used;
     the devices hold the states of running sequences only. Pages stay on the devices."""

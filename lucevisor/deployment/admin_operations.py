@@ -72,18 +72,18 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
         drafter = earlier.draft_layers(groups)
         return await export_state(spec.layers, earlier.placement, earlier.transfers, frozen, groups, drafter)
     except BaseException:
-        go_on(engine, earlier)
+        resume_requests(engine, earlier)
         raise
 
 
-def go_on(engine: Engine, earlier: Deployment) -> None:
+def resume_requests(engine: Engine, earlier: Deployment) -> None:
     """Resume requests where they stopped."""
     if earlier.transfers is not None:
         earlier.transfers.resume()
     engine.freezer.thaw()
 
 
-async def give_state(memory: StateMemory, later: Deployment) -> RestoredState:
+async def copy_state(memory: StateMemory, later: Deployment) -> RestoredState:
     """Copy state to the daemons of a deployment, which are all READY; return what they have.  Raises LucevisorError."""
     assert later.placement is not None
     assert later.transfers is not None
@@ -174,9 +174,9 @@ class AdminOperations:
             await self._load(later)
             memory = await take_state(engine, earlier, service.model.spec)
             try:
-                restored = await give_state(memory, later)
+                restored = await copy_state(memory, later)
             except BaseException:
-                go_on(engine, earlier)
+                resume_requests(engine, earlier)
                 raise
         except BaseException:
             await service.end(later)
@@ -211,7 +211,7 @@ class AdminOperations:
             restored = RestoredState()
             try:
                 await self._load(later)
-                restored = await give_state(memory, later)
+                restored = await copy_state(memory, later)
             except LucevisorError as error:
                 log.error("reload", reason=str(error))
                 problem = problem or error

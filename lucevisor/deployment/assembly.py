@@ -1,10 +1,9 @@
 """Joins READY daemons into a pipeline and attaches it to the engine: where supervision and engine meet.
 
-When every group with layers is READY, each daemon drops its sequences (Reset) and says so (ResetDone); only then is a
-pipeline over their links attached.  When a daemon is lost, its stages are lost to the pipeline, and only its successor
-is reset and rebuilt (engine/recovery/stages.py).  Where the engine cannot do that, the pipeline is closed at once, and
-all daemons are reset for the next one.
-Invariant: steps go to READY daemons only, which were reset since they were lost or the pipeline was closed.
+When every group with layers is READY, each daemon drops its sequences (Reset, answered by ResetDone); then a pipeline
+over their links is attached.  When a daemon is lost, only its replacement is reset and rebuilt (engine/recovery.py).
+Where the engine cannot do that, the pipeline is closed at once, and all daemons are reset for the next one.
+Invariant: steps go only to READY daemons that were reset since they were lost or the pipeline was closed.
 """
 
 from __future__ import annotations

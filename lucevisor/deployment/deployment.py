@@ -167,7 +167,7 @@ WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DaemonWork:
     """Work of a group's daemon. `what` identifies it, also in messages."""
 
     group: str
@@ -175,27 +175,29 @@ class Work:
 
 
 class Watchdog:
-    """Call `look` about once a second with all the work in hand."""
+    """Call `check` about once a second with all the work in hand."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         self._limit_s = limit_s
         self._clock = clock
-        self._seen_at: dict[Work, float] = {}
+        self._seen_at: dict[DaemonWork, float] = {}
 
-    def look(self, in_hand: Iterable[Work]) -> dict[Work, float]:
+    def check(self, work_in_progress: Iterable[DaemonWork]) -> dict[DaemonWork, float]:
         """Return what is overdue, and how many seconds ago it was first seen."""
         now = self._clock()
-        self._seen_at = {work: self._seen_at.get(work, now) for work in in_hand}
+        self._seen_at = {work: self._seen_at.get(work, now) for work in work_in_progress}
         return {work: now - at for work, at in self._seen_at.items() if now - at > self._limit_s}
 
 
-async def watch(limit_s: float, in_hand: Callable[[], Iterable[Work]], overdue: Callable[[Work, float], None]) -> None:
-    """Look at `in_hand()` until cancelled, and pass work older than `limit_s` to `overdue`."""
+async def watch(
+    limit_s: float, work_in_progress: Callable[[], Iterable[DaemonWork]], overdue: Callable[[DaemonWork, float], None]
+) -> None:
+    """Look at `work_in_progress()` until cancelled, and pass work older than `limit_s` to `overdue`."""
     watchdog = Watchdog(limit_s, SuspendAwareClock())
     while True:
         await asyncio.sleep(WATCH_S)
         try:
-            for work, waited_s in watchdog.look(in_hand()).items():
+            for work, waited_s in watchdog.check(work_in_progress()).items():
                 overdue(work, waited_s)
         except Exception:  # a bug elsewhere must not end the watch
             log.exception("looking for overdue work failed; the watchdog goes on")
@@ -297,7 +299,9 @@ class Deployment:
 
     async def start(self) -> None:
         """Start every group; returns when all are spawned."""
-        self._watchdog = asyncio.create_task(watch(self._limits.step_s, self._in_hand, self._overdue), name="watchdog")
+        self._watchdog = asyncio.create_task(
+            watch(self._limits.step_s, self._work_in_progress, self._overdue), name="watchdog"
+        )
         await asyncio.gather(*(group.start() for group in self.groups.values()))
 
     async def stop(self, deadline_s: float) -> None:
@@ -322,7 +326,7 @@ class Deployment:
 
     @property
     def failed(self) -> str | None:
-        """Which of the groups that serving needs is FAILED, and why; None if none is."""
+        """The group that serving needs and that is FAILED, with the reason; None if none is."""
         failed = [group for group in self.needed if self.groups[group].state is State.FAILED]
         return next((f"group {name} is FAILED: {self.groups[name].reason}" for name in sorted(failed)), None)
 
@@ -414,7 +418,7 @@ class Deployment:
         return drafter.spec.model.layers if drafter and self.drafting and self.draft_group in groups else ()
 
     def draft_reason(self) -> str:
-        """Why a drafter that is configured is not attached; empty when it is, or there is none."""
+        """Return why a drafter that is configured is not attached; empty when it is, or there is none."""
         if self.drafting or self.placement is None or self._model.drafter is None:
             return ""
         if self.placement.draft is None:
@@ -453,7 +457,7 @@ class Deployment:
             return None
 
     async def _place(self, hellos: Mapping[str, Hello]) -> Placement:
-        await self._weights.settle()
+        await self._weights.wait_until_stable()
         inventory = {group: hello.devices for group, hello in hellos.items()}
         config, model = with_target_devices(self._config, inventory), self._model
         speeds = await speeds_for(model.spec, model.files, config, inventory)
@@ -476,7 +480,7 @@ class Deployment:
         return result
 
     def _check_loaded(self, group: str, loaded: Loaded) -> str:
-        """Why a daemon's weights must not join those of the others; empty when they are the same model's."""
+        """Return why a daemon's weights must not join those of the others; empty when they are the same model's."""
         if self._weights.admitted(loaded.identities):
             return ""
         return f"group {group} read another state of the files than the one that runs"
@@ -560,20 +564,20 @@ class Deployment:
 
     # ---- the watch for work that takes too long
 
-    def _overdue(self, work: Work, waited_s: float) -> None:
+    def _overdue(self, work: DaemonWork, waited_s: float) -> None:
         log.error("overdue", group=work.group, what=work.what, waited_s=round(waited_s, 1))
         self.groups[work.group].overdue(work.what, waited_s)
 
-    def _in_hand(self) -> Iterator[Work]:
+    def _work_in_progress(self) -> Iterator[DaemonWork]:
         """Return what the daemons work on.  Of the steps only the one begun first counts: the others wait behind it."""
-        if self.scoring is not None and self.scoring.in_hand:
-            yield Work(self.scoring.placed.group, self.scoring.in_hand)
+        if self.scoring is not None and self.scoring.work_in_progress:
+            yield DaemonWork(self.scoring.placed.group, self.scoring.work_in_progress)
         if self._assembly is None or self._engine is None or self.placement is None:
             return
         oldest = self._engine.oldest_in_flight()
         if oldest is not None:
             drafts = oldest.stage == len(self.placement.stages)
             group = self.draft_group if drafts else self.placement.stages[oldest.stage].group
-            yield Work(group, f"step {oldest.step_id} at stage {oldest.stage}")
+            yield DaemonWork(group, f"step {oldest.step_id} at stage {oldest.stage}")
         for group in self._assembly.resetting:
-            yield Work(group, "a reset")
+            yield DaemonWork(group, "a reset")

@@ -90,7 +90,7 @@ def _check_interpreters(config: Config) -> Iterator[ConfigError]:
             continue
         asked.setdefault((python, tuple(sorted(group.env.items()))), []).append(name)
     with ThreadPoolExecutor(max(1, len(asked))) as pool:
-        answers = pool.map(lambda item: look_into(item[0][0], config.groups[item[1][0]]), asked.items())
+        answers = pool.map(lambda item: inspect_interpreter(item[0][0], config.groups[item[1][0]]), asked.items())
         for ((python, _), names), found in zip(asked.items(), answers, strict=True):
             for name in names:
                 problem = None if found is None else _problem(python, config.groups[name], found)
@@ -122,7 +122,7 @@ def _problem(python: str, group: GroupConfig, found: Installed | str) -> tuple[s
     return why, f"{python} -m pip install torch --index-url URL ({url}), or name an interpreter with {build} build"
 
 
-def look_into(python: str, group: GroupConfig) -> Installed | str | None:
+def inspect_interpreter(python: str, group: GroupConfig) -> Installed | str | None:
     """Return what an interpreter has in the group's environment, or why it does not run; None if it is silent."""
     if python == sys.executable and not group.env:
         return msgspec.convert(installed(list(_PACKAGES)), Installed)

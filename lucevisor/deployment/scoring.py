@@ -27,7 +27,7 @@ class ScoringStage:
     def __init__(self, placed: PlacedScorer) -> None:
         self.placed = placed
         self._link: Link | None = None
-        self._away = "its daemon is starting"
+        self._unavailable_reason = "its daemon is starting"
         self._turn = asyncio.Lock()
         self._n_windows = 0
         self._sent: ScoreWindow | None = None
@@ -43,12 +43,12 @@ class ScoringStage:
         return self._link is not None
 
     @property
-    def away(self) -> str:
-        """Why windows cannot be scored; empty when they can."""
-        return "" if self.attached else self._away
+    def unavailable_reason(self) -> str:
+        """Return why windows cannot be scored; empty when they can."""
+        return "" if self.attached else self._unavailable_reason
 
     @property
-    def in_hand(self) -> str:
+    def work_in_progress(self) -> str:
         """Work of its daemon, for messages; empty: none."""
         return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
 
@@ -70,7 +70,7 @@ class ScoringStage:
     def _detach(self, reason: str) -> None:
         if self._link is not None:
             log.warning("scoring model detached", group=self.placed.group, reason=reason)
-        self._link, self._away, self._sent = None, reason, None
+        self._link, self._unavailable_reason, self._sent = None, reason, None
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ScoringError(f"the scoring model was lost: {reason}"))
 
@@ -103,7 +103,7 @@ class ScoringStage:
         while self._answer is not None and not self._answer.done():  # of a request that is gone
             await asyncio.wait({self._answer})
         if self._link is None:
-            raise ScoringError(f"the scoring model is away: {self._away}")
+            raise ScoringError(f"the scoring model is away: {self._unavailable_reason}")
         self._answer = asyncio.get_running_loop().create_future()
         self._answer.add_done_callback(lambda done: done.exception())  # seen, if its request is gone
         self._sent = message

@@ -167,8 +167,8 @@ def _prefix_settings(
     """Return the bounds of prefix slots, and the bytes of a page and a state over all shards."""
     unit_bytes = slot_unit_bytes(spec, placement.kv_dtype, drafter)
     return PrefixSettings(
-        max_slots=cache.prefix_slots,
-        memory_bytes=cache.memory,
+        max_slots=placement.prefix_slots,
+        memory_bytes=placement.cache_bytes,
         min_tokens=cache.min_tokens,
         checkpoint_pages=cache.checkpoint_pages,
         unit_bytes={space: unit_bytes[space] for space in placement.spaces},
@@ -391,7 +391,7 @@ class Service:
         return "degraded" if self._was_ready else "starting"
 
     def reason(self) -> str:
-        """Why requests are not served now; empty when they are."""
+        """Return why requests are not served now; empty when they are."""
         if self.state == "ready":
             return ""
         if self._stopping is not None:
@@ -406,7 +406,7 @@ class Service:
         return "; ".join(parts) or "the pipeline is being put together"
 
     def failure(self) -> str:
-        """Why groups that requests need are given up, each reason once; empty while none is."""
+        """Return why groups that requests need are given up, each reason once; empty while none is."""
         if self.deployment.unfit:
             return "the model does not fit: " + self.deployment.unfit.replace("\n", "; ")
         reasons: dict[str, list[str]] = {}
@@ -463,7 +463,7 @@ class Service:
             return
         self._readiness.changed(group, state, time.monotonic())
         if state is State.BACKOFF or (state is State.FAILED and self.groups[group].retry_in_s is not None):
-            self.restart_reasons[group]["lack" if self.groups[group].lacking else "failure"] += 1
+            self.restart_reasons[group]["lack" if self.groups[group].short_of_resources else "failure"] += 1
         if self.engine is not None and not self.deployment.complete and group in self.deployment.needed:
             away = RequestError("shard_lost", f"{self.reason()}; send the request again later")
             if state is State.FAILED:

@@ -1,4 +1,4 @@
-"""State of layers in host memory: written by the daemons that hold it, read by those that are to hold it next.
+"""KV transfer between daemons through host memory: written by those that hold the state, read by their successors.
 
 One memfd of all pages and recurrent states in use, by layer and unit; every daemon writes or reads its own layers, with
 the messages that snapshots use.  Units are the supervisor's, so the reader may have other layers than the writer had.
@@ -11,7 +11,8 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import psutil
@@ -45,23 +46,32 @@ _AT_ONCE = 16
 """Transfers that a daemon has at once; it takes 64, and snapshots send it some, too."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """Units of one space, as one place and its tensors: a ``TransferFile``."""
+@dataclass(slots=True, eq=False)
+class MemoryFile:
+    """A ``TransferFile`` in a memfd.  ``file``: its name in messages; ``with_draft``: it has the drafter's tensors."""
 
-    place: SlotPlace
-    tensors_: list[SnapshotTensor]
-    fd: int = -1
-    file: str = field(default="the state of running requests in host memory")
+    file: str
+    fd: int
+    contents: Sequence[SnapshotTensor]
+    with_draft: bool = True
 
     def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
-        return [tensor for tensor in self.tensors_ if tensor.layer in layers and not tensor.draft]
+        """Return the tensors of some layers of the model."""
+        return [tensor for tensor in self.contents if tensor.layer in layers and not tensor.draft]
 
     def draft_tensors(self) -> list[SnapshotTensor]:
-        return [tensor for tensor in self.tensors_ if tensor.draft]
+        """Return the tensors of the drafter."""
+        return [tensor for tensor in self.contents if tensor.draft and self.with_draft]
 
     def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
+        """Return the bytes of tensors."""
         return sum(tensor.n_bytes for tensor in tensors)
+
+
+def placed(tensors: Sequence[SnapshotTensor], start: int = 0) -> list[SnapshotTensor]:
+    """Return the tensors one behind the other, from an offset on."""
+    offsets = accumulate((tensor.n_bytes for tensor in tensors), initial=start)
+    return [replace(tensor, offset=offset) for tensor, offset in zip(tensors, offsets, strict=False)]
 
 
 class StateMemory:
@@ -83,38 +93,32 @@ class StateMemory:
             )
             return unit_tensors(of_model, n_tokens, kv_dtype) + unit_tensors(of_drafter, n_tokens, kv_dtype, draft=True)
 
-        self._parts = [
-            _Part(place, tensors(space, place.n_tokens))
-            for space, ids in units.items()
-            for place in _places(space, ids)
-        ]
+        parts: list[tuple[SlotPlace, list[SnapshotTensor]]] = []
         self.n_bytes = 0
-        for part in self._parts:
-            part.tensors_ = [self._placed(tensor) for tensor in part.tensors_]
+        for space, ids in units.items():
+            for place in _places(space, ids):
+                parts.append((place, placed(tensors(space, place.n_tokens), self.n_bytes)))
+                self.n_bytes += sum(tensor.n_bytes for tensor in parts[-1][1])
         available = psutil.virtual_memory().available
         if 2 * self.n_bytes > available:
             raise LucevisorError(f"the state takes {self.n_bytes} bytes, {available} of host memory are free")
         self._fd = os.memfd_create("lucevisor-state", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, self.n_bytes)
-        for part in self._parts:
-            part.fd = self._fd
-
-    def _placed(self, tensor: SnapshotTensor) -> SnapshotTensor:
-        at, self.n_bytes = self.n_bytes, self.n_bytes + tensor.n_bytes
-        return replace(tensor, offset=at)
+        name = "the state of running requests in host memory"
+        self.parts = [(place, MemoryFile(name, self._fd, contents)) for place, contents in parts]
 
     async def save(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
         """Let ``groups`` write the units of their layers.  Raises LucevisorError."""
-        await self._all(lambda part: transfers.save(part, part.place, groups))
+        await self._all(lambda place, file: transfers.save(file, place, groups))
 
     async def restore(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
         """Let ``groups`` read the units of their layers.  Raises LucevisorError."""
-        await self._all(lambda part: transfers.restore(part, part.place, groups))
+        await self._all(lambda place, file: transfers.restore(file, place, groups))
 
-    async def _all(self, begin: Callable[[_Part], Awaitable[Transfer]]) -> None:
-        for first in range(0, len(self._parts), _AT_ONCE):
-            parts = self._parts[first : first + _AT_ONCE]
-            for transfer in await asyncio.gather(*(begin(part) for part in parts)):
+    async def _all(self, begin: Callable[[SlotPlace, MemoryFile], Awaitable[Transfer]]) -> None:
+        for first in range(0, len(self.parts), _AT_ONCE):
+            parts = self.parts[first : first + _AT_ONCE]
+            for transfer in await asyncio.gather(*(begin(*part) for part in parts)):
                 if transfer.problem:
                     raise LucevisorError(transfer.problem)
 

@@ -14,15 +14,15 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import psutil
 import structlog
-from msgspec.structs import replace
 
 from lucevisor.deployment.served_model import ServedModel
+from lucevisor.deployment.state_memory import MemoryFile, placed
 from lucevisor.engine.core import Engine
 from lucevisor.engine.sequence import RequestRecord, SwappedPrefix
 from lucevisor.kv.prefix_cache import Reservation
 from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.spec import LayerSpec
-from lucevisor.model.values import Dtype, LayerRange, Space
+from lucevisor.model.values import Dtype, Space
 from lucevisor.placement.result import Placement
 from lucevisor.protocol.messages import SlotPlace, SnapshotTensor
 from lucevisor.snapshots.file_format import slot_tensors
@@ -31,30 +31,16 @@ from lucevisor.snapshots.transfers import ShardTransfers
 log = structlog.get_logger("deployment")
 
 
-class _Copy:
-    """The bytes of a slot: a ``TransferFile``.  Raises OSError."""
-
-    file = "what a preempted request has computed"
+class _Copy(MemoryFile):
+    """The bytes of a slot.  Raises OSError."""
 
     def __init__(self, tensors: Sequence[SnapshotTensor]) -> None:
-        self._tensors: list[SnapshotTensor] = []
-        self.total_bytes = 0
-        for tensor in tensors:
-            self._tensors.append(replace(tensor, offset=self.total_bytes))
-            self.total_bytes += tensor.n_bytes
-        self.fd = os.memfd_create("lucevisor-swap", os.MFD_CLOEXEC)
-        self.with_draft = any(tensor.draft for tensor in tensors)
+        fd = os.memfd_create("lucevisor-swap", os.MFD_CLOEXEC)
+        with_draft = any(tensor.draft for tensor in tensors)
+        super().__init__("what a preempted request has computed", fd, placed(tensors), with_draft)
+        self.total_bytes = self.n_bytes(tensors)
         self.busy = False  # daemons write or read it
         self.wanted = True
-
-    def tensors(self, layers: LayerRange) -> list[SnapshotTensor]:
-        return [tensor for tensor in self._tensors if tensor.layer in layers and not tensor.draft]
-
-    def draft_tensors(self) -> list[SnapshotTensor]:
-        return [tensor for tensor in self._tensors if tensor.draft] if self.with_draft else []
-
-    def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
-        return sum(tensor.n_bytes for tensor in tensors)
 
 
 class HostSwapSpace:

@@ -48,7 +48,7 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 log = structlog.get_logger("weights")
 
 
-class _KeptDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _DigestFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of a file.  ``version`` changes with the layout or the hash."""
 
     version: Literal[1] = 1
@@ -56,7 +56,7 @@ class _KeptDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     digests: dict[str, str]
     check: str = ""  # sha256 of the rest
 
-    def checked(self) -> _KeptDigests:
+    def checked(self) -> _DigestFile:
         plain = msgspec.structs.replace(self, check="")
         return msgspec.structs.replace(self, check=sha256(msgspec.json.encode(plain)).hexdigest())
 
@@ -74,7 +74,7 @@ def read_digests(
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        kept = msgspec.json.decode(data, type=_KeptDigests)
+        kept = msgspec.json.decode(data, type=_DigestFile)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -87,7 +87,7 @@ def read_digests(
     return kept.digests
 
 
-def _reject_reason(kept: _KeptDigests, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
+def _reject_reason(kept: _DigestFile, identities: Sequence[FileIdentity], tensors: Collection[str]) -> str:
     if kept.check != kept.checked().check:
         return "it is damaged: its checksum does not match"
     if kept.identities != tuple(identities) or kept.digests.keys() != set(tensors):
@@ -98,7 +98,7 @@ def _reject_reason(kept: _KeptDigests, identities: Sequence[FileIdentity], tenso
 def write_digests(directory: Path, identities: Sequence[FileIdentity], digests: dict[str, str]) -> None:
     """Keep ``digests``.  Logs a warning when they cannot be written."""
     path = digests_path(directory, identities)
-    data = msgspec.json.encode(_KeptDigests(identities=tuple(identities), digests=digests).checked())
+    data = msgspec.json.encode(_DigestFile(identities=tuple(identities), digests=digests).checked())
     try:
         write_atomically(path, data)
         _prune(directory)

@@ -77,9 +77,9 @@ class ModelWeights:
 
     # ---- the files that were planned with
 
-    async def settle(self) -> None:
+    async def wait_until_stable(self) -> None:
         """Wait until later writes would show in the files' times.  Raises WeightsChangedError if they have changed."""
-        await _settle(self._files)
+        await _wait_until_stable(self._files)
         try:
             changed = self._files.changed() or await asyncio.to_thread(self._files.other_headers)
         except OSError as error:
@@ -172,7 +172,7 @@ class ModelWeights:
                 f"{path} {what}: nothing shows that it holds what the other groups loaded; {_RELOAD}"
             )
         log.info("model file is not the one that was opened; comparing its bytes", file=str(path))
-        await _settle(files)
+        await _wait_until_stable(files)
         progress = HashProgress(files.total_bytes)
         self._passes.append(progress)
         digests = await self._digests(files, progress)
@@ -203,12 +203,12 @@ class ModelWeights:
         except (GgufError, OSError) as error:
             raise LucevisorError(f"{self._what} cannot be read: {error}") from error
         log.debug("weights hashed", n_bytes=progress.total_bytes, seconds=round(time.monotonic() - started, 3))
-        if unsettled_s(identities, began_ns) <= 0:
+        if seconds_until_stable(identities, began_ns) <= 0:
             await asyncio.to_thread(write_digests, self._directory, identities, digests)
         return digests
 
 
-def unsettled_s(identities: Sequence[FileIdentity], now_ns: int) -> float:
+def seconds_until_stable(identities: Sequence[FileIdentity], now_ns: int) -> float:
     """Return how long to wait until a write would change the times of every file; 0 or less: it would now."""
 
     def end_ns(identity: FileIdentity) -> int:
@@ -227,7 +227,7 @@ def _now_among(paths: Sequence[Path], admitted: Sequence[tuple[FileIdentity, ...
     return None
 
 
-async def _settle(files: GgufFiles) -> None:
+async def _wait_until_stable(files: GgufFiles) -> None:
     """Make later writes show in the times: also those within a tick of the last, and those through a memory map whose
     pages are already dirty, which fsync write-protects."""
 
@@ -237,7 +237,7 @@ async def _settle(files: GgufFiles) -> None:
                 os.fsync(part.fileno())
 
     await asyncio.to_thread(sync)
-    await asyncio.sleep(min(max(0.0, unsettled_s(files.identities, time.time_ns())), COARSE_TICK_S))
+    await asyncio.sleep(min(max(0.0, seconds_until_stable(files.identities, time.time_ns())), COARSE_TICK_S))
 
 
 def _shapes(files: GgufFiles) -> object:
@@ -290,10 +290,10 @@ class ServedWeights:
             not of_draft or (self.draft is not None and self.draft.admitted(of_draft))
         )
 
-    async def settle(self) -> None:
-        """See :meth:`ModelWeights.settle`."""
+    async def wait_until_stable(self) -> None:
+        """See :meth:`ModelWeights.wait_until_stable`."""
         for weights in self._all:
-            await weights.settle()
+            await weights.wait_until_stable()
 
     def fits_memory(self) -> bool:
         """See :meth:`ModelWeights.fits_memory`."""

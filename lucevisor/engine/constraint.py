@@ -1,7 +1,6 @@
-"""Constrained output as the engine sees it: a request's constraint, and the masks that a step needs of it.
+"""Constrained output (structured output, guided decoding) in the engine: a request's constraint and its token masks.
 
-Knows token ids and bits, no grammars.  Invariant: one caller at a time uses a constraint, as the masks of a step are
-made after its plan and before its result.
+Invariant: one caller at a time uses a constraint, as the masks of a step are made after its plan and before its result.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace
-from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, Step, StepResult
+from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, Step, StepResult
 from lucevisor.protocol.validation import AskedStep
 
 MAX_LOSSES = 4
@@ -138,7 +138,7 @@ class Engine:
         self._n_ids_runs += 1
         request_id = f"ids-{self._n_ids_runs}"
         request = GenerationRequest(
-            request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=Sampling(temperature=0.0)
+            request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=SamplingParams(temperature=0.0)
         )
         self._check_taking(request)
         collector = self._rows.open(request_id, RowCollector(len(request.prompt), hidden=want_hidden))

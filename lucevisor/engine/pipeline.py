@@ -356,7 +356,7 @@ class Pipeline:
         self._at_stage[first_stage].append(entry)
         if first_stage == 0 and not self._may_start(entry):
             return
-        if self._send(entry, first_stage, posted=self.n_stages > 1 and step.waits):
+        if self._send(entry, first_stage, posted=self.n_stages > 1 and step.waits_for_tokens):
             for stage in range(first_stage + 1, self.n_stages):
                 if self._may_post(entry, stage):
                     if not self._send(entry, stage, posted=True):
@@ -420,7 +420,7 @@ class Pipeline:
                 return
             self._at_stage[stage].popleft()
             entry.answers.append(answer)
-            if stage == 0 and entry.step.waits and answer.result.sampled:
+            if stage == 0 and entry.step.waits_for_tokens and answer.result.sampled:
                 entry.step = filled(entry.step, tokens_by_sequence(answer.result.sampled))
             if stage and stage in entry.posted:
                 entry.hops_s.append(answer.result.hop_s)
@@ -478,7 +478,7 @@ class Pipeline:
         for entry in waiting if self._open else ():
             if entry.step.drafts_of and not self.drafts.makes(entry.step.drafts_of):
                 entry.step = filled(entry.step, {})  # of a drafter that is gone
-            if entry.step.waits or not self._send(entry, 0):
+            if entry.step.waits_for_tokens or not self._send(entry, 0):
                 return
 
     def fail(self, stage: int, code: ErrorCode, message: str) -> None:

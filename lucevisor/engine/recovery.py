@@ -1,6 +1,7 @@
-"""What lost stages have computed, for their new daemons to compute again while they load their weights.
+"""Failover: holding requests while daemons are lost, rebuilding lost stages, and replays for loading daemons.
 
-Knows plans of a rebuild and where their rows lie; the caller hands both to the daemons.
+``Recovery`` counts losses and pauses, ``StageRecovery`` rebuilds lost stages of the attached pipeline, and
+``StageReplays`` makes the same steps for a new daemon to replay while it loads its weights.
 Invariant: a replay is the rebuild that ``StageRecovery.restore`` would begin, or there is none.
 """
 

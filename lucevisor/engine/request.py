@@ -1,6 +1,6 @@
-"""The client's end of a request: an async iterator of its events that can cancel it.
+"""Requests as the API sees them: their states, events and errors, and the handle that iterates over the events.
 
-Knows nothing of scheduling.  Invariant: the iteration ends right after the FinishedEvent, which always comes.
+Invariant: the iteration ends right after the FinishedEvent, which always comes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from lucevisor.engine.constraint import Constraint
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 ErrorCode = Literal[
@@ -65,7 +65,7 @@ class GenerationRequest:
     request_id: str
     prompt: Sequence[int]
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     turn_boundaries: tuple[int, ...] = ()
     client_id: str = ""
@@ -197,7 +197,9 @@ class ContextOverflow(SubmitError):
 
 
 class QueueFull(SubmitError):
-    """A client's share of the queue is full.  ``retry_after_s``: when its requests are likely to have started."""
+    """A client's share of the waiting queue is full (HTTP 429).  There is no other rate limit of requests.
+
+    ``retry_after_s``: when its requests are likely to have started."""
 
     code = "queue_full"
 

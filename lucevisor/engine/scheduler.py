@@ -1,10 +1,10 @@
-"""Decides what the pipeline computes next: admission, chunked prefill, continuous batching, preemption.
+"""The scheduler: waiting queue, admission, continuous batching, chunked prefill, preemption and fair shares of clients.
 
-Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.  Knows no
-sockets, clocks or text.  The rules, and what they promise: docs/scheduling.md.
+Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.
+docs/scheduling.md has the rules.
 
 Ids may be reused while steps are in flight, because every stage runs its steps in order: what is planned later is
-written later.  Operations that no step carries yet wait in one ordered list for the next plan.
+written later.  Operations are queued in order for the next plan.
 Invariants: only running requests, prefix slots and reservations own ids; a sequence has at most one undrawn token in
 flight; a finished request is in no list.
 """

@@ -1,6 +1,6 @@
-"""KV Flash: which ``full`` pages of a sequence stay on the devices, and the page table of such a sequence.
+"""KV Flash, KV cache offloading and eviction: which ``full`` pages of a sequence stay on the devices, and its table.
 
-One decision for all shards, which know neither policy nor bound.  The first pages of a sequence (attention sinks) and
+One decision holds for all shards.  The first pages of a sequence (attention sinks) and
 its last ones always stay.  Attention reads every resident page at each step, so the least recently used one is the
 oldest behind the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
 ``qk`` keeps it there, too, and swaps pages so that the last queries' most attended ones are resident; ``drafter`` swaps

@@ -1,1 +1,1 @@
-"""Which device holds which layers, how large the pools are, what fits, and why.  Pure: no device is touched."""
+"""Placement of layers on devices, and the sizes of pools, with reasons.  Touches no device."""

@@ -81,7 +81,7 @@ def _same_place(a: TargetDevice, b: TargetDevice) -> bool:
     return a.device == b.device or (a.device.group == b.device.group and a.backend is Backend.CPU)
 
 
-def choose_drafting(config: Config, draft: DrafterSizing | None) -> DraftPolicy:
+def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: int) -> DraftPolicy:
     """Choose what drafts beside ``draft``, and the width.  Raises PlacementError for one beyond the drafter's.
 
     An automatic width lets all sequences together draft about a chunk, as their steps get that much longer.
@@ -93,7 +93,7 @@ def choose_drafting(config: Config, draft: DrafterSizing | None) -> DraftPolicy:
     limit = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
     if width == "auto":
         wanted = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
-        return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // engine.max_sequences)))
+        return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // max_sequences)))
     if draft is not None and width > limit:
         why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"
         raise PlacementError("draft.width", width, why, f"nearest: {limit}", file=str(config.file))

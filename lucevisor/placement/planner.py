@@ -1,5 +1,6 @@
-"""Placement planner: which device holds which layers, from a model, a configuration and an inventory of devices.
+"""Placement planner: pipeline-parallel layer ranges for the devices, from a model, a configuration and an inventory.
 
+A layer is never split over devices: there is no tensor parallelism.
 Pure: the caller reads the model's header and queries the devices.  Each choice records its reason where it is made.
 Invariant: a Placement covers every layer once, in the order of ``target_devices``, and fits wherever the free memory is
 known; otherwise the result is an Infeasible with advice.
@@ -10,13 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from lucevisor.config import Auto, Config, Ranges, RecoveryConfig
 from lucevisor.config.sections import Goal
 from lucevisor.model.drafters import DraftSpec
 from lucevisor.model.pages import HEAD_PAGES, MIN_POOL_PAGES, TAIL_PAGES, max_resident_chunk, pages_of, pool_pages
 from lucevisor.model.spec import ModelSpec
-from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space, dtype_bytes
+from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space, dtype_bytes
 from lucevisor.placement.cost import MemoryUse
 from lucevisor.placement.devices import (
     HOST,
@@ -72,6 +74,29 @@ from lucevisor.protocol.loading import PoolSizes
 
 DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
+FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
+"""Automatic sequences, prefix slots and their memory on a cpu, and where free memory is unknown."""
+MANY_SEQUENCES, MANY_SLOTS = (32, 16), 512
+"""The same on GPUs, as memory allows; more than 32 rows decode no faster together (docs/performance.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Sequences that run at once, prefix slots, and their memory in bytes."""
+
+    max_sequences: int
+    prefix_slots: int
+    cache_bytes: int
+
+    @classmethod
+    def configured(cls, config: Config) -> Capacity:
+        """Return what is configured; of automatic numbers the small ones."""
+        n, slots, n_bytes = config.engine.max_sequences, config.cache.prefix_slots, config.cache.memory
+        return cls(
+            FEW_SEQUENCES if n == "auto" else n,
+            FEW_SLOTS if slots == "auto" else slots,
+            FEW_BYTES if n_bytes == "auto" else n_bytes,
+        )
 
 
 def plan(
@@ -92,11 +117,70 @@ def plan(
     does not exist, fewer pages than the context needs.
     """
     targets = target_devices(config, inventory)
+    capacity = Capacity.configured(config)
+    small = _plan(spec, config, inventory, speeds, drafter, scorer, capacity)
+    known = all(target.info is not None and target.backend is not Backend.CPU for target in targets)
+    if isinstance(small, Infeasible) or not known:
+        return small
+    chunked = replace(config, engine=replace(config.engine, prefill_chunk=small.prefill_chunk))
+    best = _enlarged(chunked, capacity, small, lambda c: _plan(spec, chunked, inventory, speeds, drafter, scorer, c))
+    if best is small:
+        return small
+    why = f"max_sequences {best.max_sequences}, prefix slots {best.prefix_slots} of {format_bytes(best.cache_bytes)}: "
+    return replace(
+        best, reasons=(*best.reasons, why + "as many as leave the context and half of the pages, if automatic")
+    )
+
+
+def _enlarged(
+    config: Config, capacity: Capacity, small: Placement, planned: Callable[[Capacity], Placement | Infeasible]
+) -> Placement:
+    """Return the placement of the largest automatic capacity that leaves context, chunk and drafter as in ``small``."""
+
+    def as_good(found: Placement | Infeasible) -> TypeGuard[Placement]:
+        return (
+            isinstance(found, Placement)
+            and found.max_context >= small.max_context
+            and found.pool_pages == small.pool_pages
+            and (found.draft is None) == (small.draft is None)
+        )
+
+    best = small
+    for n in MANY_SEQUENCES if config.engine.max_sequences == "auto" else ():
+        found = planned(replace(capacity, max_sequences=n))
+        if as_good(found) and 2 * _state_bytes(found) >= _state_bytes(small):
+            best, capacity = found, replace(capacity, max_sequences=n)
+            break
+    if config.cache.memory == "auto" and capacity.prefix_slots:
+        n_bytes = _state_bytes(best) // 2
+        slots = MANY_SLOTS if config.cache.prefix_slots == "auto" else capacity.prefix_slots
+        while n_bytes > capacity.cache_bytes:
+            found = planned(replace(capacity, cache_bytes=n_bytes, prefix_slots=slots))
+            if as_good(found):
+                return found
+            n_bytes //= 2
+    return best
+
+
+def _state_bytes(placement: Placement) -> int:
+    return sum(device.state_bytes for device in placement.devices)
+
+
+def _plan(
+    spec: ModelSpec,
+    config: Config,
+    inventory: Inventory | None,
+    speeds: Speeds | None,
+    drafter: DraftSpec | None,
+    scorer: ModelSpec | None,
+    capacity: Capacity,
+) -> Placement | Infeasible:
+    targets = target_devices(config, inventory)
     draft = place_drafter(config, drafter, targets, inventory)
     dtype = choose_dtype(config.engine.dtype, targets)
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype.dtype)
     scoring = place_scorer(config, scorer, targets, inventory, (dtype.dtype, kv_dtype.dtype))
-    case = _Case(spec, config, targets, speeds, (dtype, kv_dtype), scoring)
+    case = _Case(spec, config, targets, speeds, (dtype, kv_dtype), scoring, capacity)
     with_drafter = case.plan(draft)
     if draft is None or config.draft.kind != "auto":
         return with_drafter
@@ -121,8 +205,10 @@ class _Case:
         speeds: Speeds | None,
         dtypes: tuple[DtypeChoice, DtypeChoice],
         scorer: ScorerSizing | None,
+        capacity: Capacity,
     ) -> None:
         self._spec, self._config, self._targets, self._dtypes = spec, config, targets, dtypes
+        self._capacity = capacity
         self._speed_model = None if speeds is None else SpeedModel.of(spec, speeds)
         self._scorer = scorer
         self._reasons: list[str] = []
@@ -136,8 +222,10 @@ class _Case:
             self._notices += choice.notices
         if DEVICES_KEY not in config.set_keys:
             self._reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
-        drafting = choose_drafting(config, draft)
-        inputs = _sizing_inputs(self._spec, config, self._targets, self._dtypes, draft, drafting, self._scorer)
+        drafting = choose_drafting(config, draft, Capacity.configured(config).max_sequences)
+        inputs = _sizing_inputs(
+            self._spec, config, self._targets, self._dtypes, draft, drafting, self._scorer, self._capacity
+        )
         ranges, partition = self._split(inputs)
         inputs, sizing = _sized(inputs, ranges, config)
         self._explain(inputs, sizing, partition, drafting)
@@ -271,6 +359,8 @@ class _Case:
             ),
             journal_bytes=_journal_bytes(spec, inputs.dtype, len(stages), sizing.pools, config.recovery),
             swap_bytes=config.engine.swap_space if config.cache.prefix_slots else 0,
+            prefix_slots=self._capacity.prefix_slots,
+            cache_bytes=self._capacity.cache_bytes,
             draft=draft,
             draft_device=draft_device,
             drafting=replace(drafting, max_drafts=sizing.max_drafts),
@@ -374,6 +464,7 @@ def _sizing_inputs(
     draft: DrafterSizing | None,
     drafting: DraftPolicy,
     scorer: ScorerSizing | None,
+    capacity: Capacity,
 ) -> SizingInputs:
     """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
     engine, file, kv_dtype = config.engine, str(config.file), dtypes[1].dtype
@@ -394,14 +485,18 @@ def _sizing_inputs(
             why = f"hold {pages * PAGE_TOKENS} tokens, less than {of}"
             raise PlacementError("engine.pages", pages, why, f"nearest: {needed}{smaller}", file=file)
     n_slots, n_slot_pages = reserved_slots(
-        spec, kv_dtype, config.cache.prefix_slots, config.cache.memory, None if draft is None else draft.spec.model
+        spec,
+        kv_dtype,
+        capacity.prefix_slots,
+        capacity.cache_bytes,
+        None if draft is None else draft.spec.model,
     )
     return SizingInputs(
         spec=spec,
         targets=targets,
         dtype=dtypes[0].dtype,
         kv_dtype=kv_dtype,
-        max_sequences=engine.max_sequences,
+        max_sequences=capacity.max_sequences,
         prefill_chunk=chunk if pool is None else min(chunk, max_resident_chunk(pool)),
         max_context=max_context,
         pages=pages,

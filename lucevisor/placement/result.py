@@ -128,7 +128,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where each layer goes, and every size that daemons and engine must agree on.
+    """Place of each layer, and every size that daemons and engine must agree on.
 
     ``devices`` and ``stages`` are in layer order; ``arenas[b]`` lies between stages b and b + 1, and those of captures
     follow.  ``journal_bytes``, ``swap_bytes``: the most host memory that the journal
@@ -160,6 +160,8 @@ class Placement:
     arenas: tuple[ArenaPlan, ...]
     journal_bytes: int = 0
     swap_bytes: int = 0
+    prefix_slots: int = 0
+    cache_bytes: int = 0
     draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""

@@ -78,7 +78,7 @@ def check_hello(hello: Hello, expected: Expected) -> list[HelloProblem]:
     if expected.devices and not hello.devices and expected.backend is not Backend.CPU:
         advice = _DEVICE_ADVICE[expected.backend].format(group=expected.group)
         what = f"torch {hello.torch} of {hello.executable} is {_BUILDS[hello.backend]} build, but sees no GPU"
-        why = f" ({hello.unseen})" if hello.unseen else ""
+        why = f" ({hello.device_problem})" if hello.device_problem else ""
         return [*problems, HelloProblem(what + why, advice)]
     return problems + _device_problems(hello.devices, expected)
 

@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, frozen=True):
     devices: list[DeviceInfo]
     host_total_bytes: int
     packages: dict[str, str]  # versions of numpy, gguf, msgspec and, if installed, triton
-    unseen: str = ""  # why there are no ``devices``
+    device_problem: str = ""  # why there are no ``devices``
 
 
 class ShardPlan(msgspec.Struct, frozen=True):

@@ -42,7 +42,7 @@ class Mirostat(msgspec.Struct, frozen=True, array_like=True):
     eta: float = 0.1
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling parameters of one sequence: how the output stage turns logits into a token.
 
     ``temperature`` 0 is greedy.  ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable a filter; ``repetition_penalty`` 1,
@@ -106,7 +106,7 @@ class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     sequence: int
     state: int
-    sampling: Sampling
+    sampling: SamplingParams
     history: list[int] = []
     mu: float | None = None
     n_prompt: int = 0
@@ -257,7 +257,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     upkeep: bool = False  # a draft stage beside the output stage of several takes it along: there is no DraftStep
 
     @property
-    def waits(self) -> bool:
+    def waits_for_tokens(self) -> bool:
         """Whether the first of several stages starts it when the output stage's daemon tells it tokens or drafts."""
         return self.depends_on_step > 0 or self.drafts_of > 0
 

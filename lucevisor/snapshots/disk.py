@@ -22,7 +22,7 @@ import xxhash
 from lucevisor.errors import ConfigError
 from lucevisor.protocol.messages import SnapshotTensor
 from lucevisor.snapshots.file_format import LENGTH_BYTES, Fault, SnapshotError, SnapshotHeader, header_bytes, parse
-from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, read_name, victims
+from lucevisor.snapshots.policy import LOCK_FILE, REFUSED, CacheFile, FileKind, files_to_evict, read_name
 
 CHUNK_BYTES = 1 << 20
 """Read and hash this much at a time: it stays in the CPU cache, and the GIL is released meanwhile."""
@@ -215,9 +215,9 @@ def free_bytes(directory: Path) -> int:
 
 
 def prune_directory(directory: Path, disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
-    """Remove what :func:`victims` selects and return it.  Hold the directory's lock."""
+    """Remove what :func:`files_to_evict` selects and return it.  Hold the directory's lock."""
     gone = []
-    for one in victims(list_files(directory), disk_bytes, keep):
+    for one in files_to_evict(list_files(directory), disk_bytes, keep):
         (directory / one.file).unlink(missing_ok=True)
         gone.append(one)
     return gone

@@ -1,6 +1,6 @@
 """Snapshot policy: what to save, what to restore, and disk eviction, by sizes and measured speeds.
 
-Decides about files without touching them.  Invariant: victims are the least recently used files, and no more than the
+Decides about files without touching them.  Invariant: evicts the least recently used files, and no more than the
 budget requires.
 """
 
@@ -181,15 +181,25 @@ def reject_restore_reason(
 def plan_shutdown_saves(
     candidates: Iterable[Candidate], policy: SavePolicy, speeds: SnapshotSpeeds, deadline_s: float
 ) -> list[Candidate]:
-    """Select what to save before a stop, in order: most computing saved per byte, as much as fits into the deadline."""
-    worth = [c for c in candidates if not reject_save_reason(c, SaveTrigger.SHUTDOWN, policy, speeds)]
-    worth.sort(key=lambda c: (-c.gain_tokens * (1 + c.n_hits) / max(c.n_bytes, 1), c.slot))
-    left = deadline_s * speeds.write_bytes_per_s
+    """Select what to save before a stop, in order: most computing saved per byte, then the newest, as much as fits into
+    the deadline and, beside better slots that are on disk already, into the budget.
+    """
+
+    def order(c: Candidate) -> tuple[float, int]:
+        n_tokens = c.gain_tokens if c.gain_tokens > 0 else c.n_tokens
+        return -n_tokens * (1 + c.n_hits) / max(c.n_bytes, 1), -c.slot
+
+    left, left_on_disk = deadline_s * speeds.write_bytes_per_s, policy.disk_bytes
     chosen = []
-    for c in worth:
-        if c.n_bytes <= left:
+    for c in sorted(candidates, key=order):
+        if c.n_bytes > left_on_disk:
+            continue
+        if c.gain_tokens <= 0:
+            left_on_disk -= c.n_bytes
+        elif c.n_bytes <= left and not reject_save_reason(c, SaveTrigger.SHUTDOWN, policy, speeds):
             chosen.append(c)
             left -= c.n_bytes
+            left_on_disk -= c.n_bytes
     return chosen
 
 
@@ -281,7 +291,7 @@ class CacheFile:
     kind: FileKind = FileKind.SNAPSHOT
 
 
-def victims(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
+def files_to_evict(files: Iterable[CacheFile], disk_bytes: int, keep: Collection[str] = ()) -> list[CacheFile]:
     """Select snapshots to remove, least recently used first, until all files together fit into ``disk_bytes``.
 
     Files that were set aside count but are never selected: they are evidence for the operator.  Nor are those in

@@ -1,7 +1,7 @@
-"""Saves and restores over the links of all groups: one file, a message to every daemon, one outcome.
+"""KV transfers (saves and restores) over the links of all groups: one file, a message to every daemon, one outcome.
 
-Decides nothing about slots.  Invariant: every transfer that was started ends, once each daemon has answered or is lost,
-never earlier, even after a failure; until then it owns its pages and descriptor.
+Invariant: every transfer ends once each daemon has answered or is lost, never earlier, even after a failure; until then
+it owns its pages and descriptor.
 """
 
 from __future__ import annotations

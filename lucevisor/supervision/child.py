@@ -119,7 +119,7 @@ LONGEST_LINE = 8192
 LINES_PER_SECOND = 500
 
 
-class Lines:
+class OutputLines:
     """One stream. `feed` it bytes; `kept` is what a post-mortem shows."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class SpawnError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnd:
     """End of a process. Both None: something else in this process reaped it. `hint`: the cause, as its stderr or
     the kernel gives it.
     """
@@ -328,13 +328,13 @@ class Child:
         link_socket: socket.socket,
         pulse_socket: socket.socket,
         on_line: Callable[[str, str], None],
-        on_exit: Callable[[Ended], None],
+        on_exit: Callable[[ProcessEnd], None],
     ) -> None:
         self._pidfd = os.pidfd_open(process.pid)  # the pid cannot be reused before it is reaped below
         self.pid = process.pid
         self.link_socket = link_socket
         self.pulse_socket = pulse_socket
-        self.lines = {"stdout": Lines(), "stderr": Lines()}
+        self.lines = {"stdout": OutputLines(), "stderr": OutputLines()}
         self._killed = False  # by this supervisor
         self._oom_kills = oom_kills()
         self._process = process
@@ -422,7 +422,7 @@ class Child:
             while left > 0 and (taken := self._read(stream)):
                 left -= taken
             self._close_pipe(stream)
-        self._on_exit(Ended(code, number, self._hint(code, number)))
+        self._on_exit(ProcessEnd(code, number, self._hint(code, number)))
 
     def _hint(self, code: int | None, number: int | None) -> str:
         if number == signal.SIGKILL and not self._killed:
@@ -455,7 +455,7 @@ def find_python(python: str, path: str | None) -> str:
 def spawn(
     make_launch: Callable[[Handles], Launch],
     on_line: Callable[[str, str], None],
-    on_exit: Callable[[Ended], None],
+    on_exit: Callable[[ProcessEnd], None],
 ) -> Child:
     """Start a process with two inherited sockets, its own session and no other descriptor, and watch it.
 

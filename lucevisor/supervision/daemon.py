@@ -27,7 +27,7 @@ from lucevisor.protocol.steps import StepResult
 from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import MAX_INTEGER, AskedStep, DaemonFacts, fault_of
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.child import Ended
+from lucevisor.supervision.child import ProcessEnd
 from lucevisor.supervision.launcher import DaemonProcess
 from lucevisor.supervision.states import State
 
@@ -126,7 +126,7 @@ class Daemon:
         self._facts = DaemonFacts(0.0)
         self._started_at = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
-        self._ended: Ended | None = None
+        self._ended: ProcessEnd | None = None
         self._log = _log.bind(group=self.name)
 
     def adopt(self, child: DaemonProcess) -> None:
@@ -175,7 +175,7 @@ class Daemon:
         """Take a line of output."""
         self._log.info("output", stream=stream, line=line)
 
-    def on_ended(self, ended: Ended) -> None:
+    def on_ended(self, ended: ProcessEnd) -> None:
         """The process is reaped; its last frames may still be in the sockets."""
         self._ended = ended
         if not self._finish_when_read():
@@ -273,10 +273,10 @@ class Daemon:
         match frame.message:
             case Heartbeat() as heartbeat:
                 self.heartbeat = heartbeat
-                self._emit(ev.Beat(self.number, heartbeat.phase))
+                self._emit(ev.HeartbeatReceived(self.number, heartbeat.phase))
                 self._callbacks.on_heartbeat(self.name, heartbeat)
             case Progress() as progress:
-                self._emit(ev.Progressed(self.number))
+                self._emit(ev.ProgressReceived(self.number))
                 self._callbacks.on_progress(self.name, progress)
             case LogLine(level, event, fields):
                 self._on_log_line(level, event, fields)

@@ -37,19 +37,19 @@ class ProcessSignal(StrEnum):
 # ---- events
 
 
-class StartAsked(msgspec.Struct, frozen=True):
+class StartRequested(msgspec.Struct, frozen=True):
     """An operator or the supervisor starts the group."""
 
 
-class StopAsked(msgspec.Struct, frozen=True):
+class StopRequested(msgspec.Struct, frozen=True):
     """Stop the group: no more steps after `drain_s`, SIGKILL after `deadline_s` in all."""
 
     deadline_s: float
     drain_s: float = 0.0
 
 
-class RestartAsked(msgspec.Struct, frozen=True):
-    """Replace the process; its deadlines are those of StopAsked."""
+class RestartRequested(msgspec.Struct, frozen=True):
+    """Replace the process; its deadlines are those of StopRequested."""
 
     deadline_s: float
     drain_s: float = 0.0
@@ -82,7 +82,7 @@ class LoadSent(msgspec.Struct, frozen=True):
     child: int
 
 
-class Progressed(msgspec.Struct, frozen=True):
+class ProgressReceived(msgspec.Struct, frozen=True):
     """The load made progress."""
 
     child: int
@@ -92,7 +92,7 @@ class LoadedReceived(msgspec.Struct, frozen=True):
     child: int
 
 
-class Beat(msgspec.Struct, frozen=True):
+class HeartbeatReceived(msgspec.Struct, frozen=True):
     """A heartbeat; `phase` is that of the Heartbeat message."""
 
     child: int
@@ -133,7 +133,7 @@ class Exited(msgspec.Struct, frozen=True):
     signal: int | None = None
     hint: str = ""
 
-    def how(self, pid: int) -> str:
+    def describe(self, pid: int) -> str:
         """Describe how process `pid` ended, with its cause when known."""
         if self.signal is not None:
             how = f"process {pid} was killed by signal {self.signal}"
@@ -150,17 +150,17 @@ class TimerFired(msgspec.Struct, frozen=True):
 
 
 Event = (
-    StartAsked
-    | StopAsked
-    | RestartAsked
+    StartRequested
+    | StopRequested
+    | RestartRequested
     | Drained
     | Spawned
     | SpawnFailed
     | HelloReceived
     | LoadSent
-    | Progressed
+    | ProgressReceived
     | LoadedReceived
-    | Beat
+    | HeartbeatReceived
     | LinkLost
     | Overdue
     | Failure

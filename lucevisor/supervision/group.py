@@ -28,7 +28,7 @@ from lucevisor.supervision.daemon import Callbacks, Daemon
 from lucevisor.supervision.launcher import Launcher
 from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import SupervisionLimits
-from lucevisor.supervision.spares import Spares, SpareUse
+from lucevisor.supervision.spares import Spares, SpareStatus
 from lucevisor.supervision.states import State
 
 _log = structlog.get_logger("lucevisor.supervision")
@@ -87,7 +87,7 @@ class GroupSupervisor:
 
     @property
     def reason(self) -> str:
-        """Why the group is in this state: after a failure, what failed."""
+        """The reason for the state: after a failure, what failed."""
         return self._machine.reason
 
     @property
@@ -96,9 +96,9 @@ class GroupSupervisor:
         return self._machine.quarantined
 
     @property
-    def lacking(self) -> bool:
+    def short_of_resources(self) -> bool:
         """True while BACKOFF waits for descriptors, memory or processes, which is not a failure of the group."""
-        return self._machine.lacking
+        return self._machine.short_of_resources
 
     @property
     def retry_in_s(self) -> float | None:
@@ -131,7 +131,7 @@ class GroupSupervisor:
         return self._living.heartbeat if self._living else None
 
     @property
-    def spares(self) -> list[SpareUse]:
+    def spares(self) -> list[SpareStatus]:
         """Processes that wait to take over."""
         return self._spares.use
 
@@ -149,7 +149,7 @@ class GroupSupervisor:
 
     async def start(self) -> None:
         """Start the group; returns when the process is launched, long before READY. Raises RefusedError."""
-        self._ask(ev.StartAsked())
+        self._ask(ev.StartRequested())
 
     async def stop(self, deadline_s: float = 4.0, drain_s: float = 0.0) -> State:
         """End the process and return STOPPED, or FAILED when it is quarantined.
@@ -157,7 +157,7 @@ class GroupSupervisor:
         Legal in every state, for any number of callers, who share one shutdown: a later call can only shorten its
         deadlines. `drain_s` lets running steps finish; at `deadline_s` the process is killed.
         """
-        self._ask(ev.StopAsked(deadline_s, drain_s))
+        self._ask(ev.StopRequested(deadline_s, drain_s))
         state = await self._until(self._at_rest, deadline_s + self.limits.reap_s + _BEYOND_S)
         await self._spares.ended()
         return state
@@ -172,7 +172,7 @@ class GroupSupervisor:
         Returns when that is under way; `wait(READY)` waits for the new process. Raises RefusedError when the group is
         being stopped or is in quarantine.
         """
-        self._ask(ev.RestartAsked(deadline_s, 0.0 if now else deadline_s / 2))
+        self._ask(ev.RestartRequested(deadline_s, 0.0 if now else deadline_s / 2))
 
     async def prepare(self) -> bool:
         """Have a warm process for the next start; return whether there is one.  Does nothing unless READY."""

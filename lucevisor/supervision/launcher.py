@@ -23,7 +23,7 @@ from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.handshake import SHARED_PACKAGES, source_hash
 from lucevisor.protocol.transport import Link
 from lucevisor.source_tree import locate
-from lucevisor.supervision.child import Child, Ended, Lines, SpawnError, find_python, launch, spawn
+from lucevisor.supervision.child import Child, OutputLines, ProcessEnd, SpawnError, find_python, launch, spawn
 from lucevisor.supervision.events import ProcessSignal
 
 _NAME = "staging"
@@ -96,7 +96,7 @@ class DaemonProcess(Protocol):
         """Its process id, for logs and `status`."""
 
     @property
-    def lines(self) -> Mapping[str, Lines]:
+    def lines(self) -> Mapping[str, OutputLines]:
         """Its last output, by stream."""
 
     def open_link(self, name: str, on_frame: OnFrame, on_closed: OnClosed) -> Link:
@@ -121,7 +121,7 @@ class Launcher(Protocol):
         config: GroupConfig,
         threads: int,
         on_line: Callable[[str, str], None],
-        on_exit: Callable[[Ended], None],
+        on_exit: Callable[[ProcessEnd], None],
     ) -> DaemonProcess:
         """Start the group's daemon; `threads` is 0 for the library's choice. Raises SpawnError."""
 
@@ -138,7 +138,7 @@ class LocalLauncher:
         config: GroupConfig,
         threads: int,
         on_line: Callable[[str, str], None],
-        on_exit: Callable[[Ended], None],
+        on_exit: Callable[[ProcessEnd], None],
     ) -> Child:
         """Look up the group's interpreter and spawn it. Raises SpawnError."""
         env = {**os.environ, **config.environment()}

@@ -29,7 +29,7 @@ class InvalidGroupTransition(Exception):
 
 
 class _AfterExit(Enum):
-    """What follows the exit of the present child."""
+    """The move after the exit of the present child."""
 
     RETRY = auto()
     STOP = auto()
@@ -37,7 +37,7 @@ class _AfterExit(Enum):
 
 
 class _Escalation(Enum):
-    """How far stopping the child has escalated."""
+    """Stage of the escalation that stops the child."""
 
     MESSAGE = auto()  # a shutdown message was sent
     GRACE = auto()  # nothing is sent: the child exits by itself
@@ -87,7 +87,7 @@ class Timers:
         del self._due[timer]
         return True
 
-    def look_again(self, timer: Timer, now: float, after_s: float) -> StartTimer | None:
+    def recheck(self, timer: Timer, now: float, after_s: float) -> StartTimer | None:
         """Return the instruction that starts an expired timer once more; None when this was the second time."""
         if timer in self._looked:
             return None
@@ -110,7 +110,7 @@ class Machine:
         self.pid = 0
         self.restarts = 0
         self.quarantined = False
-        self.lacking = False  # in BACKOFF: because there were no descriptors, memory or processes left
+        self.short_of_resources = False  # in BACKOFF: because there were no descriptors, memory or processes left
         self._n_children = 0
         self._spawned = False
         self._load_sent = False
@@ -149,17 +149,17 @@ class Machine:
         match event:
             case ev.TimerFired(timer):
                 self._on_timer(timer)
-            case ev.Beat(_, phase):
+            case ev.HeartbeatReceived(_, phase):
                 if self.state in _WATCHED:
                     self._arm_pulse(phase)
-            case ev.Progressed():
+            case ev.ProgressReceived():
                 if self.state is State.LOADING and self._load_sent:
                     self._arm(Timer.LOAD, self.limits.load_stall_s)
-            case ev.StartAsked():
+            case ev.StartRequested():
                 self._on_start_asked()
-            case ev.StopAsked(deadline_s, drain_s):
+            case ev.StopRequested(deadline_s, drain_s):
                 self._on_stop_asked(deadline_s, drain_s)
-            case ev.RestartAsked(deadline_s, drain_s):
+            case ev.RestartRequested(deadline_s, drain_s):
                 self._on_restart_asked(deadline_s, drain_s)
             case ev.Drained():
                 if self.state is State.DRAINING:
@@ -179,7 +179,7 @@ class Machine:
             case ev.SpawnFailed(_, reason, configuration):
                 self._on_gone(reason, configuration, lack=not configuration)
             case ev.Exited(_, code, _, _):
-                self._on_gone(event.how(self.pid), code == EXIT_CONFIGURATION)
+                self._on_gone(event.describe(self.pid), code == EXIT_CONFIGURATION)
 
     # ---- requests from outside
 
@@ -265,7 +265,7 @@ class Machine:
         self._spawned = self._load_sent = self._announced = self._configuration = False
         self._after_exit = _AfterExit.RETRY
         self._fault = ""
-        self.lacking = False
+        self.short_of_resources = False
         self._kill_by = None
         self._transition(State.STARTING, reason)
         self._out.append(ev.Spawn(self.child))
@@ -344,7 +344,7 @@ class Machine:
             )
             self._pause_failed()
         else:
-            self.lacking = lack
+            self.short_of_resources = lack
             self._transition(State.BACKOFF, reason)
             self._arm(Timer.BACKOFF, delay_s)
 
@@ -363,7 +363,7 @@ class Machine:
             return
         match timer:
             case Timer.BACKOFF:
-                if not self.lacking:
+                if not self.short_of_resources:
                     self.restarts += 1
                     self.policy.restarted(self._now)
                 self._start("backoff over" if self.state is State.BACKOFF else "tried again after it was given up")
@@ -372,7 +372,7 @@ class Machine:
             case Timer.ESCALATION:
                 self._on_escalation()
             case Timer.HELLO | Timer.LOAD | Timer.PULSE:
-                again = self._timers.look_again(timer, self._now, self.limits.second_look_s)
+                again = self._timers.recheck(timer, self._now, self.limits.recheck_s)
                 if again is None:
                     self._lose(self._silence(timer), _Escalation.STACKS)
                 else:

@@ -28,7 +28,7 @@ class SupervisionLimits:
     load_stall_s: float = 120.0
     heartbeat_s: float = 10.0
     busy_heartbeat_s: float = 30.0
-    second_look_s: float = 0.5  # a supervisor that was held up reads what arrived before it takes silence for a hang
+    recheck_s: float = 0.5  # a supervisor that was held up reads what arrived before it takes silence for a hang
     stacks_s: float = 1.0  # from the request for stacks to SIGKILL
     exit_grace_s: float = 2.0  # for a daemon that exits by itself
     reap_s: float = 30.0  # from SIGKILL to quarantine; 18 s were seen where 40 processes shared two cores

@@ -18,7 +18,7 @@ from lucevisor.protocol.handshake import Expected, check_hello
 from lucevisor.protocol.loading import Hello
 from lucevisor.protocol.messages import Check, Checked, Failed, Shutdown
 from lucevisor.protocol.transport import Link
-from lucevisor.supervision.child import Ended, SpawnError
+from lucevisor.supervision.child import ProcessEnd, SpawnError
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.launcher import Launcher
 
@@ -39,7 +39,7 @@ class _Session:
         loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[Hello] = loop.create_future()
         self.checked: asyncio.Future[Checked] = loop.create_future()
-        self.ended: asyncio.Future[Ended] = loop.create_future()
+        self.ended: asyncio.Future[ProcessEnd] = loop.create_future()
         self.failure = ""  # as the daemon reported it
         self.closed = ""
 
@@ -57,7 +57,7 @@ class _Session:
     def on_closed(self, error: ProtocolError) -> None:
         self.closed = str(error)
 
-    def on_ended(self, ended: Ended) -> None:
+    def on_ended(self, ended: ProcessEnd) -> None:
         self.ended.set_result(ended)
 
     async def answer(self, future: asyncio.Future[Hello] | asyncio.Future[Checked], timeout_s: float) -> bool:

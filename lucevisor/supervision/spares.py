@@ -26,7 +26,7 @@ LaunchSpare = Callable[[int, Callable[[ev.Event], None]], Daemon]
 
 
 @dataclass(frozen=True, slots=True)
-class SpareUse:
+class SpareStatus:
     """A spare as `status` shows it.  ``warm``: it has said hello."""
 
     pid: int
@@ -58,10 +58,10 @@ class Spares:
         self._changed = asyncio.Event()
 
     @property
-    def use(self) -> list[SpareUse]:
+    def use(self) -> list[SpareStatus]:
         """The spares, as `status` shows them."""
         heartbeats = [(spare, spare.daemon.heartbeat) for spare in self._spares.values()]
-        return [SpareUse(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
+        return [SpareStatus(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
 
     def keep(self) -> None:
         """Start what is missing a little later: the group is READY, and has work to do first."""
@@ -143,7 +143,7 @@ class Spares:
         match event:
             case ev.Exited():
                 if spare is not None:
-                    self._drop(number, event.how(spare.daemon.child.pid))
+                    self._drop(number, event.describe(spare.daemon.child.pid))
                 self._ending.pop(number, None)
                 self._changed.set()
             case ev.HelloReceived() if spare is not None:
@@ -151,7 +151,7 @@ class Spares:
                 spare.warm, spare.heartbeat_at, self._n_failed = True, self._clock(), 0
                 _log.info("spare is warm", group=self._group, pid=spare.daemon.child.pid)
                 self._changed.set()
-            case ev.Beat() if spare is not None:
+            case ev.HeartbeatReceived() if spare is not None:
                 spare.heartbeat_at = self._clock()
             case ev.Failure(_, reason, configuration, _) if spare is not None:
                 self._drop(number, reason, configuration=configuration)

@@ -196,7 +196,7 @@ def compile_error(schema: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def gives_up(grammar: str) -> bool:
+def exceeds_work_limit(grammar: str) -> bool:
     """Return whether the first characters of a text take llguidance too much work, by a grammar of texts (as JSON).
 
     The first mask behind a character takes most: an intersection of expressions is searched for a text that ends.

@@ -1,8 +1,7 @@
-"""References of a JSON schema: what each leads to within the whole schema, by pointer, identifier and anchor.
+"""References of a JSON schema, resolved within it by pointer, identifier and anchor; nothing is fetched.
 
-Knows the keywords that hold schemas, identifiers and references, not what a schema allows; fetches nothing.
-Invariants: a place keeps the base URI that references within it are relative to; the result of ``flattened`` says the
-same as the schema, and each reference in it is ``#/$defs/NAME``, with a definition at its root.
+Invariant: the result of ``flattened`` allows what the schema allows, and each reference in it is ``#/$defs/NAME``, with
+a definition at its root.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
-from lucevisor.errors import LucevisorError
+from lucevisor.errors import LucevisorError, show
 
 Schema = Mapping[str, Any]
 
@@ -25,6 +24,13 @@ VALUES: Final = frozenset(["enum", "const", "default", "example", "examples"])
 NAMED: Final = frozenset(["properties", "patternProperties", "dependentSchemas", "dependencies"])
 """Keywords whose values are schemas by name."""
 
+_SUBSCHEMAS: Final = frozenset(
+    [
+        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "contentSchema"),
+        *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
+    ]
+)
 _PREFIX: Final = "#/$defs/"
 _DEFINITIONS: Final = frozenset(["$defs", "definitions"])
 _ANCHORS: Final = ("$anchor", "$dynamicAnchor")
@@ -83,7 +89,9 @@ class Document:
         except (LookupError, TypeError, ValueError, AttributeError):  # a reference may be anything that JSON can be
             target = None
         if target is None or not isinstance(target.schema, Mapping | bool):
-            raise UnresolvedReferenceError(f"the reference {reference!r} leads nowhere")
+            raise UnresolvedReferenceError(
+                f"{key} at {place.path} leads nowhere: {show(reference)} is not in this schema"
+            )
         return target
 
     def _resolve(self, reference: str, base: str) -> Place:
@@ -145,7 +153,7 @@ def flattened(schema: Schema, *, lenient: bool = True) -> dict[str, Any]:
     A reference that leads nowhere is left out if ``lenient``, so that it allows anything.  Raises
     UnresolvedReferenceError.
     """
-    return _Flattener(schema, lenient).whole()
+    return Flattener(schema, lenient).flattened()
 
 
 def resolved_name(schema: Schema) -> str:
@@ -263,15 +271,16 @@ def _item(properties: object, name: object) -> Any:
     return properties.get(name) if isinstance(properties, Mapping) and isinstance(name, str) else None
 
 
-class _Flattener:
-    """Flattens one schema."""
+class Flattener:
+    """Flattens one schema; ``paths``: pointers to its definitions in that schema."""
 
     def __init__(self, root: Schema, lenient: bool) -> None:
         self._document, self._lenient = Document(root), lenient
         self._names: dict[tuple[int, str], str] = {}  # of definitions, by their schema and its base
         self._definitions: dict[str, Any] = {}
+        self.paths: dict[str, str] = {}
 
-    def whole(self) -> dict[str, Any]:
+    def flattened(self) -> dict[str, Any]:
         # Without ``$schema``, as in older dialects a keyword beside a reference would not count.
         result: dict[str, Any] = self._flat(self._document.root)
         return {**result, "$defs": self._definitions} if self._definitions else result
@@ -293,8 +302,10 @@ class _Flattener:
                 result[key] = {name: self._flat(self._document.child(place, key, name)) for name in schema[key]}
             elif key in VALUES:
                 result[key] = schema[key]
-            elif key not in _LEFT_OUT:
+            elif key in _SUBSCHEMAS:
                 result[key] = self._flat(self._document.child(place, key))
+            elif key not in _LEFT_OUT and not any(True for _ in _references(schema[key])):
+                result[key] = schema[key]
         if len(references) == 1:
             return references[0] | result
         if references:
@@ -319,6 +330,7 @@ class _Flattener:
             while name in self._definitions:
                 name, number = f"{stem}_{number}", number + 1
             self._names[place_key] = name
+            self.paths[name] = target.path
             self._definitions[name] = None  # its name is taken; it may refer to itself
             self._definitions[name] = self._flat(target)
         return self._names[place_key]

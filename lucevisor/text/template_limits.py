@@ -1,7 +1,7 @@
 """Resource limits for rendering a chat template, which is an untrusted program that came with the weights.
 
-Knows Jinja's operators, filters and calls, not messages. Invariant: a rendering ends after MAX_STEPS steps or MAX_CPU_S
-seconds of its thread, whichever comes first, and no step makes a text longer than MAX_CHARS; beyond that it raises
+Knows Jinja's operators, filters and calls, not messages. Invariant: a rendering ends after MAX_CPU_S
+seconds of its thread, and no step makes a text longer than MAX_CHARS; beyond that it raises
 `TemplateLimitExceeded`.
 """
 
@@ -21,8 +21,6 @@ from lucevisor.text.provenance import MAX_CHARS
 
 MAX_SOURCE_CHARS: Final = 256 << 10
 """Ten times the longest published template; Jinja takes 1.6 KB per character to compile."""
-MAX_STEPS: Final = 10_000_000
-"""Loop iterations, calls and filters; a message takes a few dozen."""
 MAX_CPU_S: Final = 5.0
 MAX_MADE: Final = 1 << 30
 """Characters, with list items counted as eight, that all steps of a rendering may create together."""
@@ -76,8 +74,6 @@ def step(value: object = None) -> None:
         used.n_made += len(value)
     elif isinstance(value, Sequence | dict | set):
         used.n_made += _ITEM_CHARS * len(value)
-    if used.n_steps > MAX_STEPS:
-        raise TemplateLimitExceeded(f"takes more than {MAX_STEPS} steps")
     if used.n_made > MAX_MADE:
         raise TemplateLimitExceeded(f"makes more than {MAX_MADE} characters on the way")
     if used.n_steps % _STEPS_PER_TIME_CHECK == 0 and time.thread_time() > used.deadline_s:

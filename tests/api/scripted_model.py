@@ -26,7 +26,7 @@ from lucevisor.protocol.connection import Connection
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Role
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, Sampling, Step, StepResult
+from lucevisor.protocol.steps import CloseSequence, Masks, OpenSequence, Sampled, SamplingParams, Step, StepResult
 from lucevisor.protocol.steps import Scored as PromptScores
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def tokenizer() -> Tokenizer:
 class Seen:
     """What a script knows when it chooses the next token of a sequence."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     prompt: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from lucevisor.api.admin import create_admin_app, serve_admin
-from lucevisor.app.cache_operations import CacheOperations, figures
+from lucevisor.app.cache_operations import CacheOperations
 from lucevisor.cli import cli
 from lucevisor.config.sections import CacheConfig
 from lucevisor.errors import LucevisorError
@@ -287,7 +287,7 @@ def test_every_reason_of_a_failure_is_described():
 
 async def test_metrics_of_snapshots(start, desk):
     store = desk.store
-    client = await start(Rig(snapshots=lambda: figures(desk.store)))
+    client = await start(Rig(snapshots=lambda: desk.store))
     zeros = await snapshot_metrics(client)
     assert set(zeros.values()) == {0}
     reasons = {key[1] for key in zeros if key[0] == "snapshot_failures_total"}

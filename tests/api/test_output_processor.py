@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor
 from lucevisor.api.prepared import GenerationOptions
 from lucevisor.engine.request import FinishedEvent, RequestError, Timings, TokenEvent, Usage
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_format import OutputFormat
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
@@ -31,7 +31,7 @@ def end(
 
 
 def options(**fields: Any) -> GenerationOptions:
-    return GenerationOptions(sampling=Sampling(), turn_ends=[[]], **fields)
+    return GenerationOptions(sampling=SamplingParams(), turn_ends=[[]], **fields)
 
 
 def plain(*stops: str) -> OutputProcessor:

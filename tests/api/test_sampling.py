@@ -12,7 +12,7 @@ from lucevisor.api.app_context import AppContext, ModelCard, SamplingDefaults
 from lucevisor.api.errors import ApiError
 from lucevisor.api.parameters import n_top_logprobs, sampling_params, seed_of_choice
 from lucevisor.api.schemas import GenerationBody
-from lucevisor.protocol.steps import Mirostat, Sampling
+from lucevisor.protocol.steps import Mirostat, SamplingParams
 from lucevisor.text.tokenizer import breaker_tokens
 from tests.api.scripted_model import tokenizer
 
@@ -22,7 +22,7 @@ CONTEXT = AppContext(
 
 
 def test_defaults_are_openais():
-    expected = Sampling(seed=7, banned=(8190, 8191))
+    expected = SamplingParams(seed=7, banned=(8190, 8191))
     assert sampling_params(GenerationBody(), CONTEXT, 7, -1) == expected
 
 
@@ -51,7 +51,7 @@ def test_every_parameter_arrives():
         logit_bias={"9": 1.5, "0": -100},
         ignore_eos=True,
     )
-    assert sampling_params(body, CONTEXT, 1, 4) == Sampling(
+    assert sampling_params(body, CONTEXT, 1, 4) == SamplingParams(
         temperature=0.1,
         top_p=0.2,
         top_k=3,

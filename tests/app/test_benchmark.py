@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lucevisor.app import benchmark
-from lucevisor.app.benchmark import Case, Figures, LlamaBench, cases, table
+from lucevisor.app.benchmark import BenchmarkResult, Case, LlamaBench, cases, table
 from lucevisor.errors import LucevisorError
 
 
@@ -20,8 +20,8 @@ def test_cases_are_named_as_llama_bench_names_them():
 
 def test_the_table_has_medians_and_ratios():
     ours, alone = (
-        Figures(Case(answer=8), [10.0, 30.0, 20.0], [10.0, 5.0, 40.0]),
-        Figures(Case(answer=8, streams=4), [7.0]),
+        BenchmarkResult(Case(answer=8), [10.0, 30.0, 20.0], [10.0, 5.0, 40.0]),
+        BenchmarkResult(Case(answer=8, streams=4), [7.0]),
     )
     assert table([ours, alone]).splitlines() == [
         "test    tokens/s  least  most  llama.cpp  ratio",

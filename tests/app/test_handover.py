@@ -13,7 +13,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from lucevisor.app.handover import HandoverOffer, HandoverServer, Offer, Request, request_handover
+from lucevisor.app.handover import HandoverOffer, HandoverReply, HandoverServer, Request, request_handover
 from lucevisor.errors import LucevisorError
 from tests.another_user import connect_as_nobody, needs_root, open_directory
 
@@ -30,9 +30,9 @@ class Source:
         self.refuses = ""
         self.may_save = asyncio.Event()
 
-    def offer(self) -> tuple[Offer, list[int]]:
+    def offer(self) -> tuple[HandoverReply, list[int]]:
         self.said.append("offer")
-        return Offer(os.getpid(), self.refuses, notify_socket="/n"), [self.lock, self.listening.fileno()]
+        return HandoverReply(os.getpid(), self.refuses, notify_socket="/n"), [self.lock, self.listening.fileno()]
 
     def on_failed(self) -> None:
         self.said.append("keep")
@@ -87,7 +87,7 @@ async def test_one_that_serves_goes_on_when_the_other_one_says_nothing(monkeypat
     monkeypatch.setattr("lucevisor.app.handover.ANSWER_S", 0.05)
     mine, other = socket.socketpair()
     mine.setblocking(False)
-    taken = HandoverOffer(mine, Offer(1), [os.open("/dev/null", os.O_RDONLY)])
+    taken = HandoverOffer(mine, HandoverReply(1), [os.open("/dev/null", os.O_RDONLY)])
     with other, capture_logs() as said:
         await taken.announce_serving()
         assert other.recv(16) == b"serving"

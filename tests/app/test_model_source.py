@@ -224,3 +224,26 @@ def test_all_parts_of_a_split_file_come_and_only_missing_ones_later(box, parts):
         assert [s.path.removeprefix("/bytes/") for s in later] == names[1:]
         assert later[0].range == f"bytes={PIECE}-"
         assert box.run(hub, names[0], HF_HUB_OFFLINE="1")[0] == 0
+
+
+FILES = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-Q8_0.gguf"]
+FILES += [f"q2/m-Q2_K-0000{i}-of-00002.gguf" for i in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("model", "answer"),
+    [
+        ("hf:me/model", "hf:me/model/m-Q4_K_M.gguf"),
+        ("hf:me/model:q8_0", "hf:me/model/m-Q8_0.gguf"),
+        ("hf:me/model:Q2_K", "hf:me/model/q2/m-Q2_K-00001-of-00002.gguf"),
+        ("hf:me/model/other.gguf", "hf:me/model/other.gguf"),
+        ("hf:me/model:Q6_K", "no GGUF file with 'Q6_K' in its name; it has m-Q4_K_M.gguf, m-Q8_0.gguf, q2/"),
+        ("hf:me/none", "the files of me/none cannot be listed"),
+    ],
+)
+def test_a_quantisation_is_found_in_a_repository(box, model, answer):
+    code = "import sys; from lucevisor.app.model_source import find_hub_file; print(find_hub_file(sys.argv[1]))"
+    with Hub(dict.fromkeys(FILES, b"")) as hub:
+        env = {k: os.environ[k] for k in KEPT if k in os.environ} | {"HF_ENDPOINT": hub.url, "HOME": str(box.folder)}
+        done = subprocess.run([sys.executable, "-c", code, model], env=env, capture_output=True, text=True, check=False)
+    assert answer in (done.stdout if done.returncode == 0 else done.stderr.splitlines()[-1])

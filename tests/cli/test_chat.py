@@ -22,15 +22,15 @@ def quiet():
 
 def test_commands_change_what_is_sent():
     talk = Conversation(messages=[{"role": "user", "content": "Hi"}])
-    assert talk.obey("/temperature 0.25") == "temperature 0.25"
-    assert talk.obey("/think on") == "thinking is on"
+    assert talk.run_command("/temperature 0.25") == "temperature 0.25"
+    assert talk.run_command("/think on") == "thinking is on"
     assert (talk.temperature, talk.think, len(talk.sent())) == (0.25, True, 1)
-    assert talk.obey("/system  Be brief. ") == "a new conversation with this system prompt"
+    assert talk.run_command("/system  Be brief. ") == "a new conversation with this system prompt"
     assert talk.sent() == [{"role": "system", "content": "Be brief."}]
-    assert talk.obey("/system") == "a new conversation without system prompt"
+    assert talk.run_command("/system") == "a new conversation without system prompt"
     assert talk.sent() == []
-    assert talk.obey("/help") == HELP
-    assert talk.obey("/quit") is None
+    assert talk.run_command("/help") == HELP
+    assert talk.run_command("/quit") is None
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_commands_change_what_is_sent():
 )
 def test_a_wrong_command_changes_nothing(line, said):
     talk = Conversation()
-    assert talk.obey(line) == said
+    assert talk.run_command(line) == said
     assert talk == Conversation()
 
 

@@ -19,7 +19,7 @@ from lucevisor.model.pages import first_visible_page
 from lucevisor.model.values import PAGE_TOKENS, Backend, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Restore, Save, SlotPlace, TransferFailed
-from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, SetPages, Slice, Step, ZeroState
+from lucevisor.protocol.steps import CopyState, OpenSequence, SamplingParams, SetPages, Slice, Step, ZeroState
 from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.store import SnapshotStore
 
@@ -93,7 +93,7 @@ class SlotPipeline:
     def open(self, sequence, state=0):
         self.pages[sequence] = {space: [] for space in PAGED if space in self.spec.spaces()}
         self.lengths[sequence] = 0
-        self.apply(OpenSequence(sequence, state, Sampling()))
+        self.apply(OpenSequence(sequence, state, SamplingParams()))
         if Space.RECURRENT in self.spec.spaces():
             self.apply(ZeroState(state))
 

@@ -22,7 +22,7 @@ from lucevisor.placement.result import Placement
 from lucevisor.placement.stages import LoadFiles, load_message
 from lucevisor.protocol.arena import Arena, descriptors
 from lucevisor.protocol.loading import Load, Loaded
-from lucevisor.protocol.steps import OpenSequence, Sampling, SetPages, Slice, Step
+from lucevisor.protocol.steps import OpenSequence, SamplingParams, SetPages, Slice, Step
 from tests.combinations import combinations
 from tests.daemons.test_changed_while_loading import Reporter
 from tests.model.drafter_files import DFLASH2, DFLASH2_CONFIG, MTP, TARGET, UPSTREAM, checkpoint
@@ -125,7 +125,7 @@ def test_the_output_stage_serves_without_a_drafter_that_cannot_be_loaded(tmp_pat
     assert answer.draft is None
     assert answer.draft_problem.startswith("the drafter cannot be loaded: ")
     assert "d.gguf" in answer.draft_problem
-    operations = [OpenSequence(0, 0, Sampling(temperature=0.0)), SetPages(0, Space.FULL, 0, [0])]
+    operations = [OpenSequence(0, 0, SamplingParams(temperature=0.0)), SetPages(0, Space.FULL, 0, [0])]
     output = runner.run_step(Step(1, 0, operations, [Slice(0, 0, [5, 6, 7], sample=True)]), 0, 0.0)
     assert len(output.result.sampled) == 1
     runner.reset()

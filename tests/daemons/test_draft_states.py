@@ -19,7 +19,7 @@ from lucevisor.protocol.steps import (
     CopyState,
     OpenSequence,
     Operation,
-    Sampling,
+    SamplingParams,
     Slice,
     UseState,
     ZeroState,
@@ -53,8 +53,8 @@ class Verified:
             for rows in (self.pools.state(i, "delta"), self.pools.state(i, "conv"), self.pools.updates.of_layer(i)):
                 rows.normal_()
         self.sequences = Sequences([self.pools], SIZES, 3)
-        self.apply(OpenSequence(1, LIVE, Sampling()), OpenSequence(3, OTHER, Sampling()))
-        self.sequences.keep_updates([Slice(1, 0, [1] * 4, True, 3, KEPT)])
+        self.apply(OpenSequence(1, LIVE, SamplingParams()), OpenSequence(3, OTHER, SamplingParams()))
+        self.sequences.record_updates([Slice(1, 0, [1] * 4, True, 3, KEPT)])
         self.wanted, self.windows = self.matrices(), self.stacked("conv")
         self.updates = torch.stack([self.pools.updates.of_layer(i) for i in range(LAYERS)])
 
@@ -130,7 +130,7 @@ def test_a_copy_before_the_verdict_has_the_first_token(n_tokens: int, target: in
 def test_a_rebuilt_stage_has_the_state_already() -> None:
     """Its sequences were computed up to there, and the operation is for the stages that were not lost."""
     one = Verified()
-    one.sequences.keep_updates([Slice(1, 0, [1] * 4, False)])
+    one.sequences.record_updates([Slice(1, 0, [1] * 4, False)])
     one.apply(UseState(1, KEPT[2]))
     one.check()
 
@@ -149,7 +149,7 @@ def test_an_id_that_another_sequence_has_by_now_is_not_read() -> None:
     one = Verified()
     one.apply(UseState(1, LIVE))
     one.expect(1)
-    one.sequences.keep_updates([Slice(3, 0, [1, 1], True, 1, [OTHER, KEPT[2]])])
+    one.sequences.record_updates([Slice(3, 0, [1, 1], True, 1, [OTHER, KEPT[2]])])
     one.apply(UseState(1, KEPT[2]))
     one.check()
 
@@ -157,7 +157,7 @@ def test_an_id_that_another_sequence_has_by_now_is_not_read() -> None:
 @pytest.mark.parametrize(
     "operation",
     [
-        OpenSequence(7, 4, Sampling()),
+        OpenSequence(7, 4, SamplingParams()),
         ZeroState(4),
         CopyState(4, FREE),
         CopyState(LIVE, 4),

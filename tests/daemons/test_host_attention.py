@@ -13,7 +13,7 @@ from daemons.models.host_attention import HostAttention
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageOut, Sampling, SetPages, Slice
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageOut, SamplingParams, SetPages, Slice
 
 LAYERS = (LayerSpec(0, Space.FULL, {}, attention_state(2, 32, 32)),)
 SPEC = ModelSpec("test", "test", "F32", 16, 100, 4096, LAYERS, {}, {}, 0, None)
@@ -29,7 +29,7 @@ def opened(kv_dtype: Dtype, *, in_place: bool) -> tuple[Pools, Sequences]:
     for name in "kv":
         pools.paged(0, name).write(slots, torch.randn(len(slots), 2, 32))
     sequences = Sequences([pools], SIZES, 4, attend_host=True, in_place=in_place)
-    operations = [OpenSequence(i, 0, Sampling()) for i in range(3)]
+    operations = [OpenSequence(i, 0, SamplingParams()) for i in range(3)]
     operations += [SetPages(i, Space.FULL, 0, list(range(12 * i, 12 * i + 10))) for i in range(3)]
     operations += [PageOut(0, [1, 2, 5], [50, 47, 61]), PageOut(2, list(range(1, 8)), list(range(63, 70)))]
     operations += [PageOut(0, [7], [41])]
@@ -67,7 +67,7 @@ def test_the_table_of_host_rows_follows_what_leaves() -> None:
     assert sequences.tables(CPU)[HOST][rows[0].row, :4].tolist() == [1, 7, 10, 21]
     assert sequences.tables(CPU)[HOST][rows[2].row, :7].tolist() == list(range(23, 30))
     at = rows[2].row
-    for operation in (CloseSequence(2), OpenSequence(5, 0, Sampling()), SetPages(5, Space.FULL, 0, [30, 31, 32])):
+    for operation in (CloseSequence(2), OpenSequence(5, 0, SamplingParams()), SetPages(5, Space.FULL, 0, [30, 31, 32])):
         sequences.apply(operation)
     sequences.apply(PageOut(5, [1], [69]))
     sequences.flush()

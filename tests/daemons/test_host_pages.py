@@ -25,7 +25,7 @@ from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.spec import LayerSpec, ModelSpec, attention_state
 from lucevisor.model.values import PAGE_TOKENS, Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageIn, PageOut, Sampling, SetPages
+from lucevisor.protocol.steps import CloseSequence, OpenSequence, PageIn, PageOut, SamplingParams, SetPages
 
 POOL = 6
 MAX_SEQUENCES = 4
@@ -70,7 +70,7 @@ class HostPagesMachine(RuleBasedStateMachine):
     def opened(self, held: Held) -> int:
         self.n += 1
         self.held[self.n] = held
-        self.daemon.apply(OpenSequence(self.n, 0, Sampling()))
+        self.daemon.apply(OpenSequence(self.n, 0, SamplingParams()))
         return self.n
 
     @rule(target=sequences)
@@ -200,7 +200,7 @@ def test_chunks_hold_all_rows_once() -> None:
 def test_pages_outside_host_memory_are_refused(page: int) -> None:
     sizes = PoolSizes(3, 0, 0, host_pages=2)
     sequences = Sequences([Pools(SPEC, LayerRange(0, 2), CPU, Dtype.FLOAT32, sizes)], sizes, 1)
-    sequences.apply(OpenSequence(1, 0, Sampling()))
+    sequences.apply(OpenSequence(1, 0, SamplingParams()))
     sequences.apply(SetPages(1, Space.FULL, 0, [0, 1]))
     with pytest.raises(StateError, match=f"page {page} is outside the 2 pages in host memory"):
         sequences.apply(PageOut(1, [1], [page]))
@@ -211,7 +211,7 @@ def test_a_page_that_the_target_alone_keeps_comes_back_empty():
     """A drafter under ``exact``: it has no host memory, and slots bring pages of the target back."""
     sizes = PoolSizes(full_pages=8, window_pages=0, states=0)
     pools = Pools(SPEC, LayerRange(0, 1), CPU, Dtype.FLOAT32, sizes)
-    opening = [OpenSequence(1, -1, Sampling(), []), SetPages(1, Space.FULL, 0, [1, 2, 3]), PageOut(1, [1], [8])]
+    opening = [OpenSequence(1, -1, SamplingParams(), []), SetPages(1, Space.FULL, 0, [1, 2, 3]), PageOut(1, [1], [8])]
     drafter, target = Sequences([pools], sizes, 1, forgets=True), Sequences([pools], sizes, 1)
     for operation in opening:
         drafter.apply(operation)

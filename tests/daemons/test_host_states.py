@@ -14,7 +14,7 @@ from daemons.kv.sequences import Sequences
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.messages import Restored
-from lucevisor.protocol.steps import CopyState, OpenSequence, Sampling, ZeroState
+from lucevisor.protocol.steps import CopyState, OpenSequence, SamplingParams, ZeroState
 from lucevisor.snapshots.store import SnapshotStore
 from tests.daemons.snapshot_pipeline import SlotPipeline, checkpoint, golden_spec, ids_of, state_model, states_of
 
@@ -70,8 +70,8 @@ def test_a_copy_is_bit_by_bit_and_touches_nothing_else(spec, source, target):
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
-        (OpenSequence(1, 2, Sampling()), "OpenSequence 1: state 2 lies in host memory"),
-        (OpenSequence(1, 5, Sampling()), "OpenSequence 1: state 5 is outside the pool of 5"),
+        (OpenSequence(1, 2, SamplingParams()), "OpenSequence 1: state 2 lies in host memory"),
+        (OpenSequence(1, 5, SamplingParams()), "OpenSequence 1: state 5 is outside the pool of 5"),
         (ZeroState(4), "ZeroState: state 4 lies in host memory"),
         (CopyState(2, 4), "CopyState: states 2 and 4 both lie in host memory"),
         (CopyState(1, 5), "CopyState: state 5 is outside the pool of 5"),

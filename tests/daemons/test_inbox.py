@@ -89,7 +89,7 @@ def test_frames_that_come_meanwhile_keep_their_order_and_masks_are_set_aside(end
     timer = ends.later(ends.before.bells.ring, 0, 7)
     ends.await_rows(0, 7)
     timer.join()
-    assert ends.inbox.take(7, [Slice(0, 0, [1], sample=True, masked=True)]).tolist() == [[ord("a")]]  # type: ignore[union-attr]
+    assert ends.inbox.wait_for_masks(7, [Slice(0, 0, [1], sample=True, masked=True)]).tolist() == [[ord("a")]]  # type: ignore[union-attr]
     assert [ends.inbox.receive().message for _ in range(2)] == [Step(8, 0), Step(9, 1)]  # type: ignore[union-attr]
 
 

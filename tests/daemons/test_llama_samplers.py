@@ -12,7 +12,7 @@ import torch
 
 from daemons.repetition import breakers_by_head, penalise_repetition
 from daemons.truncation import filtered, mirostat_keeps, next_mu
-from lucevisor.protocol.steps import Dry, Mirostat, Sampling
+from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "golden" / "llama-samplers.json").read_text())
 
@@ -22,7 +22,7 @@ def test_filters_keep_what_llama_cpp_keeps(case: dict[str, Any]) -> None:
     settings = dict(case["settings"])
     if "xtc" in settings:
         settings |= {"xtc_threshold": settings.pop("xtc"), "xtc_probability": 1.0}
-    p, ids = filtered(torch.tensor(case["logits"]), Sampling(**settings), 0.0)
+    p, ids = filtered(torch.tensor(case["logits"]), SamplingParams(**settings), 0.0)
     found = sorted(zip(ids.tolist(), p.tolist(), strict=True))
     assert [i for i, _ in found] == [i for i, _ in case["kept"]]
     assert [p for _, p in found] == pytest.approx([p for _, p in case["kept"]], rel=1e-4, abs=1e-6)

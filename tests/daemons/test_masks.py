@@ -18,7 +18,7 @@ from daemons.masks import apply_masks
 from daemons.sampling import Sampler
 from lucevisor.protocol.messages import Message, Role, Shutdown
 from lucevisor.protocol.states import LinkState
-from lucevisor.protocol.steps import Masks, Reset, Sampling, Slice, Step
+from lucevisor.protocol.steps import Masks, Reset, SamplingParams, Slice, Step
 from lucevisor.protocol.transport import BlockingLink
 
 CPU = torch.device("cpu")
@@ -45,15 +45,17 @@ def test_rows_keep_what_is_allowed_and_lose_the_rest(vocabulary: int, n: int, n_
 
 
 SETTINGS = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=1.2, seed=4),
-    Sampling(temperature=1.0, seed=5, top_k=3, min_p=0.1, top_p=0.9),
-    Sampling(temperature=0.7, seed=6, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={3: 50.0, 7: -50.0}),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.2, seed=4),
+    SamplingParams(temperature=1.0, seed=5, top_k=3, min_p=0.1, top_p=0.9),
+    SamplingParams(
+        temperature=0.7, seed=6, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={3: 50.0, 7: -50.0}
+    ),
 ]
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_every_draw_is_allowed_and_plain_slices_are_as_without_masks(sampling: Sampling) -> None:
+def test_every_draw_is_allowed_and_plain_slices_are_as_without_masks(sampling: SamplingParams) -> None:
     generator = torch.Generator().manual_seed(2)
     rng = np.random.default_rng(8)
     for trial in range(40):
@@ -74,7 +76,7 @@ def test_every_draw_is_allowed_and_plain_slices_are_as_without_masks(sampling: S
 
 def test_a_mask_of_one_token_draws_it_whatever_the_filters() -> None:
     sampler = Sampler(3000, CPU)
-    sampler.open(0, Sampling(temperature=1.0, top_p=0.5, min_p=0.3, top_k=2), [])
+    sampler.open(0, SamplingParams(temperature=1.0, top_p=0.5, min_p=0.3, top_k=2), [])
     allowed = np.zeros((1, 3000))
     allowed[0, 2999] = 1
     assert [s.token for s in sampler.sample([MASKED[0]], torch.randn(1, 3000), packed(allowed))] == [2999]
@@ -82,7 +84,7 @@ def test_a_mask_of_one_token_draws_it_whatever_the_filters() -> None:
 
 def test_reported_log_probabilities_are_the_models_own() -> None:
     sampler = Sampler(4, CPU)
-    sampler.open(0, Sampling(temperature=0.0, n_top_logprobs=1), [])
+    sampler.open(0, SamplingParams(temperature=0.0, n_top_logprobs=1), [])
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     [told] = sampler.sample([MASKED[0]], logits.clone(), packed(np.array([[0, 0, 1, 1]])))
     assert told.token == 2
@@ -122,24 +124,24 @@ def test_masks_come_before_or_after_their_step_and_other_frames_keep_their_order
     first = ends.inbox.receive()
     assert first is not None
     assert first.message == Step(1, 0)
-    found = ends.inbox.take(1, MASKED)
+    found = ends.inbox.wait_for_masks(1, MASKED)
     assert found is not None
     assert found.tolist() == [[ord(c)] for c in "wxyz"]
     assert [frame.message.step_id for _ in range(2) if (frame := ends.inbox.receive())] == [2, 3]  # type: ignore[union-attr]
-    assert ends.inbox.take(2, MASKED[:1]).tolist() == [[ord("a"), ord("b")]]  # type: ignore[union-attr]
+    assert ends.inbox.wait_for_masks(2, MASKED[:1]).tolist() == [[ord("a"), ord("b")]]  # type: ignore[union-attr]
 
 
 def test_a_step_waits_for_masks_that_are_being_made(ends: Ends) -> None:
     timer = threading.Timer(0.05, lambda: ends.send(Masks(1, 1, 1), b"a"))
     timer.start()
-    assert ends.inbox.take(1, MASKED[:1]) is not None
+    assert ends.inbox.wait_for_masks(1, MASKED[:1]) is not None
     timer.join()
 
 
 @pytest.mark.parametrize("message", [Reset(4), Shutdown()], ids=lambda m: type(m).__name__)
 def test_a_reset_or_shutdown_ends_the_wait_and_is_read_next(ends: Ends, message: Message) -> None:
     ends.send(message)
-    assert ends.inbox.take(1, MASKED) is None
+    assert ends.inbox.wait_for_masks(1, MASKED) is None
     frame = ends.inbox.receive()
     assert frame is not None
     assert frame.message == message
@@ -147,7 +149,7 @@ def test_a_reset_or_shutdown_ends_the_wait_and_is_read_next(ends: Ends, message:
 
 def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:
     ends.supervisor.close()
-    assert ends.inbox.take(1, MASKED) is None
+    assert ends.inbox.wait_for_masks(1, MASKED) is None
     assert ends.inbox.receive() is None
 
 
@@ -155,4 +157,4 @@ def test_the_end_of_the_link_ends_the_wait(ends: Ends) -> None:
 def test_masks_for_other_rows_are_a_broken_contract(ends: Ends, message: Masks, rows: bytes) -> None:
     ends.send(message, rows)
     with pytest.raises(StateError, match="for 4 rows"):
-        ends.inbox.take(1, MASKED)
+        ends.inbox.wait_for_masks(1, MASKED)

@@ -47,7 +47,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     Operation,
     PendingCancelled,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -59,7 +59,7 @@ from tests.daemons.test_run_ahead import BACKENDS, Reporter
 from tests.families.golden import opened
 from tests.families.pipeline import pools_of
 
-GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=0.9, seed=3)
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=3)
 LATE_S = 0.004
 WAIT_S = 20.0
 N_REGIONS = arena_regions(2)
@@ -150,7 +150,7 @@ class TwoStages:
 
     def post(self, step: Step, stage: int) -> None:
         """As the supervisor does: the first stage waits only for tokens and drafts."""
-        posted = POSTED if stage or step.waits else 0
+        posted = POSTED if stage or step.waits_for_tokens else 0
         self.links[stage].send(encode(step, step.step_id, stage | posted))
 
     def answer(self, stage: int) -> StepResult | PendingCancelled:
@@ -183,7 +183,7 @@ def two_stages(spec: ModelSpec, backend: Backend, spin_s: float, drafter: Path |
         both.close()
 
 
-def opening(spec: ModelSpec, sequence: int, sampling: Sampling) -> list[Operation]:
+def opening(spec: ModelSpec, sequence: int, sampling: SamplingParams) -> list[Operation]:
     operations: list[Operation] = [OpenSequence(sequence, sequence, sampling)]
     for space in spec.spaces():
         recurrent = space is Space.RECURRENT

@@ -26,7 +26,7 @@ from lucevisor.protocol.steps import (
     CopyPage,
     CopyState,
     OpenSequence,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -50,7 +50,7 @@ def steps_of(spec) -> list[Step]:
     recurrent = Space.RECURRENT in spec.spaces()
     opening, copies = [], [CopyPage(Space.FULL, 2, 5, 6)]
     for sequence, pages in enumerate(([1, 2, 3], [7, 6, 4])):
-        opening += [OpenSequence(sequence, sequence, Sampling()), SetPages(sequence, Space.FULL, 0, pages)]
+        opening += [OpenSequence(sequence, sequence, SamplingParams()), SetPages(sequence, Space.FULL, 0, pages)]
         opening += [ZeroState(sequence)] * recurrent
     copies += [CopyState(0, 4)] * recurrent
     slices = [Slice(0, 0, tokens(1, 70), sample=False), Slice(0, 70, tokens(2, 80), sample=False)]
@@ -171,7 +171,7 @@ def test_rows_whose_readers_find_no_memory_to_begin_are_not_read(monkeypatch):
     rows = torch.arange(40.0).view(10, 4)
     file = RowFile(file_of(rows, 0), 4, torch.float32)
     assert torch.equal(file.read(0, 9, torch.device("cpu")), rows[:9])  # so few need none
-    monkeypatch.setattr(row_file, "LEAST_PART_BYTES", 24)
+    monkeypatch.setattr(row_file, "MIN_PART_BYTES", 24)
     with pytest.raises(MemoryError, match="did not begin"):
         file.read(0, 9, torch.device("cpu"))
 
@@ -234,7 +234,7 @@ def test_a_verify_slice_on_its_way_leaves_what_its_tokens_do_to_a_state(dtype: D
     """Its verdict comes when all stages are back, and with it the state is made."""
     spec = open_spec(DEMO)
     plan = StagePlan(0, [ShardPlan(0, LayerRange(0, 2))], None, 0, embedding=True, output=False)
-    opening = [OpenSequence(0, 0, Sampling()), ZeroState(0), SetPages(0, Space.FULL, 0, [1])]
+    opening = [OpenSequence(0, 0, SamplingParams()), ZeroState(0), SetPages(0, Space.FULL, 0, [1])]
     prompt = Slice(0, 0, tokens(1, 9), sample=False)
     verify = Slice(0, 9, [7, 8, 9], sample=True, n_drafts=2, states=[0, 6, 4])
     steps = [Step(0, 0, opening), Step(1, 0, [], [prompt]), Step(2, 0, [], [verify])]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from daemons.deferred import Fill
+from daemons.deferred import PlaceholderFill
 from daemons.errors import StateError
 from daemons.runner import ModelRunner
 from daemons.sampling import Sampler
@@ -25,7 +25,7 @@ from lucevisor.protocol.steps import (
     DraftStep,
     OpenSequence,
     Operation,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -35,14 +35,18 @@ from tests.families.golden import opened
 from tests.families.pipeline import pools_of
 from tests.model.drafter_files import DFLASH2, MTP, TARGET, UPSTREAM
 
-GREEDY, PLAIN = Sampling(temperature=0.0), Sampling(temperature=0.9, seed=3)
-FILTERED = Sampling(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01, seed=5)
-SORTED = Sampling(temperature=0.7, typical_p=0.9, seed=7)
+GREEDY, PLAIN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=3)
+FILTERED = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01, seed=5)
+SORTED = SamplingParams(temperature=0.7, typical_p=0.9, seed=7)
 MIXES = {
     "greedy": [GREEDY] * 3,
     "plain": [PLAIN] * 3,
-    "filtered": [FILTERED, Sampling(temperature=1.2, top_k=7, seed=9), FILTERED],
-    "biased": [Sampling(temperature=0.0, logit_bias={5: 4.0}), GREEDY, Sampling(temperature=0.0, banned=(1, 2, 3))],
+    "filtered": [FILTERED, SamplingParams(temperature=1.2, top_k=7, seed=9), FILTERED],
+    "biased": [
+        SamplingParams(temperature=0.0, logit_bias={5: 4.0}),
+        GREEDY,
+        SamplingParams(temperature=0.0, banned=(1, 2, 3)),
+    ],
     "of all kinds": [GREEDY, FILTERED, SORTED],
 }
 ORDERS = [(0, 1, 2), (0, 1, 2), (2, 0, 1), (1, 2), (0, 2, 1), (1, 0, 2)]
@@ -82,7 +86,7 @@ class Daemon:
         spec: ModelSpec,
         ids: list[int],
         backend: Backend,
-        samplings: list[Sampling],
+        samplings: list[SamplingParams],
         drafter: tuple[Path, DraftKind] | None = None,
     ) -> Daemon:
         layers = LayerRange(0, spec.n_layers)
@@ -104,7 +108,7 @@ class Daemon:
                 operations.append(one)
             prompt = ids[: 5 + sequence]
             found.run([Slice(sequence, 0, [*prompt], True)], operations)
-            found.settle()
+            found.wait()
         return found
 
     def run(self, slices: list[Slice], operations: list[Operation] | None = None) -> None:
@@ -120,10 +124,10 @@ class Daemon:
     def settle(self) -> None:
         output, self.waiting = self.waiting, None
         if output is not None:
-            for sampled in self.runner.settle(output).result.sampled:
+            for sampled in self.runner.finish_step(output).result.sampled:
                 self.drawn.setdefault(sampled.sequence, []).append(sampled.token)
             if self.runner._draft is not None and self.drafting is not None:
-                self.drafted = self.runner.settle(self.runner.run_draft(self.drafting, 0.0)).result.drafts
+                self.drafted = self.runner.finish_step(self.runner.run_draft(self.drafting, 0.0)).result.drafts
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,7 +194,7 @@ def test_a_token_that_nobody_sampled_is_refused() -> None:
 
 
 def test_neighbours_are_filled_by_one_copy() -> None:
-    fill = Fill.of(torch.tensor([50, 51, 52, 53]), [(0, 1), (1, 2), (3, 3), (4, 0)])
+    fill = PlaceholderFill.of(torch.tensor([50, 51, 52, 53]), [(0, 1), (1, 2), (3, 3), (4, 0)])
     assert fill.runs == [(0, 1, 2), (3, 3, 1), (4, 0, 1)]
     metadata = torch.zeros(6, dtype=torch.int64)
     fill(metadata)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from daemons.draws import draw, draw_key
 from daemons.sampling import Sampler, adjust
-from lucevisor.protocol.steps import Dry, Mirostat, Sampling, Scored, Slice
+from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams, Scored, Slice
 from tests.numerics import UNIT
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def plain(sequence: int, position: int) -> Slice:
     return Slice(sequence, position - 1, [0], True)
 
 
-def kept_by_hand(logits: np.ndarray, s: Sampling) -> np.ndarray:
+def kept_by_hand(logits: np.ndarray, s: SamplingParams) -> np.ndarray:
     """The distribution after temperature, top_k, top_p, min_p, in float64, the slow and plain way."""
     p = np.exp((logits.astype(np.float64) - logits.max()) / s.temperature)
     p /= p.sum()
@@ -53,17 +53,17 @@ def assert_drawn_from(tokens: list[int], expected: np.ndarray) -> None:
 
 
 SETTINGS = [
-    Sampling(temperature=1.0),
-    Sampling(temperature=0.7, top_k=5),
-    Sampling(temperature=1.3, top_p=0.8),
-    Sampling(temperature=1.0, min_p=0.2),
-    Sampling(temperature=0.9, top_k=20, top_p=0.7, min_p=0.05),
-    Sampling(temperature=2.0, top_p=0.999),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=1.0, min_p=0.2),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.7, min_p=0.05),
+    SamplingParams(temperature=2.0, top_p=0.999),
 ]
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_draws_follow_the_filtered_distribution(sampling: Sampling) -> None:
+def test_draws_follow_the_filtered_distribution(sampling: SamplingParams) -> None:
     logits = torch.randn(1, 64, generator=torch.Generator().manual_seed(3)) * 2
     expected = kept_by_hand(logits[0].numpy(), sampling)
     keys = [draw_key(11, position) for position in range(8000)]
@@ -71,9 +71,11 @@ def test_draws_follow_the_filtered_distribution(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(top_p=0.999), Sampling(min_p=1e-5), Sampling(top_k=3000, top_p=0.99)], ids=str
+    "sampling",
+    [SamplingParams(top_p=0.999), SamplingParams(min_p=1e-5), SamplingParams(top_k=3000, top_p=0.99)],
+    ids=str,
 )
-def test_flat_distributions_wider_than_the_candidates_are_drawn_from_whole(sampling: Sampling) -> None:
+def test_flat_distributions_wider_than_the_candidates_are_drawn_from_whole(sampling: SamplingParams) -> None:
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 0.1
     expected = kept_by_hand(logits[0].numpy(), sampling)
     assert (expected > 0).sum() > 1024
@@ -81,6 +83,29 @@ def test_flat_distributions_wider_than_the_candidates_are_drawn_from_whole(sampl
     assert_drawn_from(draw(logits.repeat(len(keys), 1), [sampling] * len(keys), keys), expected)
 
 
+<<<<<<< HEAD
+=======
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("error", [1e-2, 1e-4])
+def test_rounding_flips_no_more_draws_than_the_probabilities_differ(sampling: SamplingParams, error: float) -> None:
+    """Of two distributions Gumbel-max draws different ids in at most 2 TV / (1 + TV) of cases (TV: total variation).
+
+    An inverse cumulative sum flips up to as many times more as there are ids.
+    """
+    g = torch.Generator().manual_seed(4)
+    logits = torch.randn(1, 512, generator=g) * 2
+    other = logits + error * torch.randn(1, 512, generator=g)
+    n = 2000
+    keys = [draw_key(8, position) for position in range(n)]
+    first, second = (draw(x.repeat(n, 1), [sampling] * n, keys) for x in (logits, other))
+    p, q = kept_by_hand(logits[0].numpy(), sampling), kept_by_hand(other[0].numpy(), sampling)
+    tv = np.abs(p - q).sum() / 2
+    allowed = n * 2 * tv / (1 + tv)
+    flips = sum(a != b for a, b in zip(first, second, strict=True))
+    assert flips <= allowed + 5 * math.sqrt(allowed) + 1
+
+
+>>>>>>> main
 def test_a_row_does_not_depend_on_its_batch() -> None:
     logits = torch.randn(len(SETTINGS), 300, generator=torch.Generator().manual_seed(9))
     keys = [draw_key(i, 40) for i in range(len(SETTINGS))]
@@ -92,7 +117,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 @given(st.integers(0, 6), st.lists(st.integers(1, 3), max_size=6))
 def test_penalties_know_prompt_and_output_however_they_arrive(n_history: int, sizes: list[int]) -> None:
     """A preemption or a restart opens a sequence with part of its context, and steps carry the rest."""
-    s = Sampling(temperature=0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    s = SamplingParams(temperature=0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     prompt, output = [1, 1, 5], [1, 2, 2]
     context, sampler = prompt + output, Sampler(6, CPU)
     sampler.open(4, s, history=context[:n_history], n_prompt=len(prompt))
@@ -112,7 +137,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     seen = torch.tensor([[3, 7, 7, 11]])
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(seen, logits.clone())
     sampler = Sampler(50, CPU)
-    sampler.open(0, Sampling(repetition_penalty=1.7), history=seen[0].tolist())
+    sampler.open(0, SamplingParams(repetition_penalty=1.7), history=seen[0].tolist())
     got = logits.clone()
     adjust(sampler.states[0], got)
     # each side rounds the penalty and one operation
@@ -122,7 +147,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
 def test_bias_decides_and_banned_ids_never_appear() -> None:
     x = torch.zeros(10)
     sampler = Sampler(10, CPU)
-    sampler.open(0, Sampling(temperature=0, logit_bias={3: 5.0, 4: 6.0}, banned=(4,)), [])
+    sampler.open(0, SamplingParams(temperature=0, logit_bias={3: 5.0, 4: 6.0}, banned=(4,)), [])
     assert sampler.sample([plain(0, 5)], x[None])[0].token == 3
 
 
@@ -145,7 +170,7 @@ class TokenTree:
 
 
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
     top_k=st.sampled_from([0, 3, 9]),
     top_p=st.sampled_from([1.0, 0.6]),
@@ -170,7 +195,7 @@ samplings = st.builds(
     st.lists(st.integers(0, 11), min_size=1, max_size=5),
     st.data(),
 )
-def test_any_drafts_give_the_tokens_of_plain_sampling(settings: list[Sampling], prompt: list[int], data) -> None:
+def test_any_drafts_give_the_tokens_of_plain_sampling(settings: list[SamplingParams], prompt: list[int], data) -> None:
     """Tokens, log-probabilities and penalties' counts; sequences with and without drafts share the steps."""
     model, n_tokens = TokenTree(12), 10
     sampler, texts, found = Sampler(12, CPU), {}, {}
@@ -205,7 +230,7 @@ def test_any_drafts_give_the_tokens_of_plain_sampling(settings: list[Sampling], 
 
 
 @given(samplings, st.lists(st.integers(0, 11), min_size=1, max_size=5), st.integers(1, 9))
-def test_a_sequence_opened_again_goes_on_as_before(sampling: Sampling, prompt: list[int], n_before: int) -> None:
+def test_a_sequence_opened_again_goes_on_as_before(sampling: SamplingParams, prompt: list[int], n_before: int) -> None:
     """After a preemption or a lost daemon: the supervisor knows its tokens and where mirostat stands."""
     model = TokenTree(12)
     texts = []
@@ -227,7 +252,7 @@ def test_a_sequence_opened_again_goes_on_as_before(sampling: Sampling, prompt: l
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_reaches_its_surprise(version: int) -> None:
-    s = Sampling(seed=5, mirostat=Mirostat(version, 3.0, 0.1))
+    s = SamplingParams(seed=5, mirostat=Mirostat(version, 3.0, 0.1))
     sampler = Sampler(200, CPU)
     sampler.open(0, s, [])
     logits, surprises = torch.randn(200, generator=torch.Generator().manual_seed(4)) * 2, []
@@ -239,15 +264,28 @@ def test_mirostat_reaches_its_surprise(version: int) -> None:
     assert 2.0 < sum(surprises[100:]) / 300 < 4.0
 
 
+<<<<<<< HEAD
+=======
+def test_xtc_acts_as_often_as_asked_and_removes_the_best() -> None:
+    logits = torch.tensor([3.0, 2.9, 2.8, -9.0])
+    sampler = Sampler(4, CPU)
+    sampler.open(0, SamplingParams(seed=3, xtc_probability=0.25, top_k=3), [])
+    drawn = [sampler.sample([plain(0, i)], logits[None].clone())[0].token for i in range(3000)]
+    # without XTC each has about a third; with it only token 2, the least likely above the threshold, is left
+    assert 0.21 < drawn.count(0) / 3000 < 0.33
+    assert 0.40 < drawn.count(2) / 3000 < 0.56
+
+
+>>>>>>> main
 KINDS = {
-    "greedy": Sampling(temperature=0.0),
-    "drawn": Sampling(seed=3),
-    "filtered": Sampling(top_k=5, top_p=0.9, min_p=0.01, seed=4),
-    "sorted": Sampling(typical_p=0.9, seed=5),
-    "mirostat": Sampling(mirostat=Mirostat(2), seed=6),
-    "penalised": Sampling(repetition_penalty=1.2, seed=7),
-    "reported": Sampling(temperature=0.0, n_top_logprobs=3),
-    "banned": Sampling(temperature=0.0, banned=(1, 2, 3), logit_bias={4: 1.0}),
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(seed=3),
+    "filtered": SamplingParams(top_k=5, top_p=0.9, min_p=0.01, seed=4),
+    "sorted": SamplingParams(typical_p=0.9, seed=5),
+    "mirostat": SamplingParams(mirostat=Mirostat(2), seed=6),
+    "penalised": SamplingParams(repetition_penalty=1.2, seed=7),
+    "reported": SamplingParams(temperature=0.0, n_top_logprobs=3),
+    "banned": SamplingParams(temperature=0.0, banned=(1, 2, 3), logit_bias={4: 1.0}),
 }
 
 
@@ -275,7 +313,7 @@ def test_rows_that_are_not_numbers_are_named_and_the_others_drawn_as_ever(name: 
 
 def test_a_row_without_any_number_is_invalid_and_a_masked_one_is_not() -> None:
     sampler = Sampler(8, CPU)
-    sampler.open(0, Sampling(temperature=0.0), [])
+    sampler.open(0, SamplingParams(temperature=0.0), [])
     sampler.sample([plain(0, 3)], torch.full((1, 8), -math.inf))
     assert sampler.take_invalid() == [0]
     masks = torch.tensor([[0b00000100]], dtype=torch.uint8)
@@ -286,7 +324,7 @@ def test_a_row_without_any_number_is_invalid_and_a_masked_one_is_not() -> None:
 def test_one_invalid_row_of_a_verified_draft_makes_its_sequence_void() -> None:
     sampler = Sampler(8, CPU)
     for sequence in range(2):
-        sampler.open(sequence, Sampling(temperature=0.0), [])
+        sampler.open(sequence, SamplingParams(temperature=0.0), [])
     rows = torch.zeros(4, 8)
     rows[0, 5] = rows[2, 5] = 1.0
     rows[3, 0] = math.nan

@@ -24,7 +24,7 @@ from lucevisor.protocol.steps import (
     CopyState,
     OpenSequence,
     PageOut,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     ZeroState,
@@ -54,7 +54,7 @@ def make(kv_dtype: Dtype = Dtype.FLOAT32, **options: int) -> tuple[ModelSpec, Po
 
 
 def opened(sequence: int = 1, state: int = 0) -> OpenSequence:
-    return OpenSequence(sequence, state, Sampling())
+    return OpenSequence(sequence, state, SamplingParams())
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from lucevisor.model.families import open_spec
 from lucevisor.model.spec import LayerSpec, ModelSpec, StateTensor, update_width
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import CloseSequence, CopyState, OpenSequence, Operation, Sampling, Slice, UseState
+from lucevisor.protocol.steps import CloseSequence, CopyState, OpenSequence, Operation, SamplingParams, Slice, UseState
 from tests.daemons.cpu_kernels import needs_cpu_kernels
 from tests.families.pipeline import How, Pipeline, load_stages
 
@@ -38,9 +38,9 @@ def verified() -> tuple[Pools, Sequences]:
         pools.state(i, "delta").normal_()
         pools.updates.of_layer(i).normal_()
     sequences = Sequences([pools], SIZES, 2)
-    sequences.apply(OpenSequence(1, KEPT[0], Sampling()))
-    sequences.apply(OpenSequence(3, 4, Sampling()))
-    sequences.keep_updates([Slice(1, 0, [1] * 4, True, 3, KEPT), Slice(3, 0, [1, 1], False)])
+    sequences.apply(OpenSequence(1, KEPT[0], SamplingParams()))
+    sequences.apply(OpenSequence(3, 4, SamplingParams()))
+    sequences.record_updates([Slice(1, 0, [1] * 4, True, 3, KEPT), Slice(3, 0, [1, 1], False)])
     return pools, sequences
 
 
@@ -58,7 +58,7 @@ def test_the_state_that_is_used_is_made(n_tokens: int) -> None:
     apply_updates(states, updates, KEPT[0], torch.tensor(KEPT[:n_tokens]), KEPT[n_tokens - 1])
     assert torch.equal(contents(pools)[0], states)
     assert sequences.by_id[1].state == KEPT[n_tokens - 1]
-    sequences.settle([Slice(1, 4, [1], True)])
+    sequences.commit_states([Slice(1, 4, [1], True)])
     sequences.apply(CopyState(KEPT[n_tokens - 1], 8))
     states[:, 8] = states[:, KEPT[n_tokens - 1]]
     assert torch.equal(contents(pools)[0], states)  # once
@@ -69,7 +69,7 @@ def test_without_a_word_the_first_token_counts(what: Slice | Operation) -> None:
     pools, sequences = verified()
     states, updates = contents(pools)
     if isinstance(what, Slice):
-        sequences.settle([Slice(3, 0, [1], False), what])
+        sequences.commit_states([Slice(3, 0, [1], False), what])
     else:
         sequences.apply(what)
     apply_updates(states, updates, KEPT[0], torch.tensor(KEPT[:1]), KEPT[0])
@@ -93,7 +93,7 @@ def test_slices_whose_states_were_written_leave_none() -> None:
     pools, sequences = verified()
     states, _ = contents(pools)
     for s in (Slice(3, 0, [1, 1, 1], True, 1, [4, 8]), Slice(3, 0, [1], True, 0, [4])):
-        sequences.keep_updates([s])
+        sequences.record_updates([s])
         sequences.apply(UseState(3, s.states[-1]))
         sequences.apply(UseState(3, 4))
     assert torch.equal(contents(pools)[0], states)

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from daemons.errors import StateError
+<<<<<<< HEAD
 from daemons.token_ring import FollowingStep, TokenRing
+=======
+from daemons.token_ring import RunAheadStep, TokenRing, without_tokens
+>>>>>>> main
 from lucevisor.protocol.arena import Arena, Doorbells
 from lucevisor.protocol.loading import ArenaPlan, token_region_bytes
 from lucevisor.protocol.steps import (
@@ -49,8 +53,8 @@ def decode(step_id: int, *sequences: int) -> Step:
     return Step(step_id, step_id % N_REGIONS, [], [Slice(s, 40, [7], sample=True) for s in sequences])
 
 
-def tell(end: TokenRing, step: Step, *sampled: Sampled) -> None:
-    end.tell(step, StepResult(step.step_id, 1, [*sampled]))
+def publish(end: TokenRing, step: Step, *sampled: Sampled) -> None:
+    end.publish(step, StepResult(step.step_id, 1, [*sampled]))
 
 
 def following(step_id: int, depends_on_step: int, *sequences: int) -> Step:
@@ -60,39 +64,48 @@ def following(step_id: int, depends_on_step: int, *sequences: int) -> Step:
 
 def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
-    tell(last, decode(5, 9, 2, 4), Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
-    tell(last, decode(6, 1), Sampled(1, 55))
-    one = FollowingStep(first, following(8, 5, 4, 9), rung)
+    publish(last, decode(5, 9, 2, 4), Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
+    publish(last, decode(6, 1), Sampled(1, 55))
+    one = RunAheadStep(first, following(8, 5, 4, 9), rung)
     metadata = torch.full((6,), -7)
     one(metadata)
     one(metadata)  # a graph is captured, then replayed
     assert metadata.tolist() == [102, 100, -7, -7, -7, -7]
     assert one.tokens == [Sampled(4, 102), Sampled(9, 100)]
     assert one.arrival.hop_s == 0.25
-    all_of_them = FollowingStep(first, following(8, 5, 9, 2, 4), rung)
+    all_of_them = RunAheadStep(first, following(8, 5, 9, 2, 4), rung)
     all_of_them(metadata)
     assert metadata.tolist() == [100, 101, 102, -7, -7, -7]
     assert all_of_them.tokens == [Sampled(9, 100), Sampled(2, 101), Sampled(4, 102)]
 
 
+<<<<<<< HEAD
+=======
+def test_the_newest_of_several_tokens_of_a_sequence_counts(ends: tuple[TokenRing, TokenRing]) -> None:
+    last, first = ends
+    publish(last, decode(5, 9), Sampled(9, 100), Sampled(9, 101))
+    assert first.read(5) == {9: [101]}
+
+
+>>>>>>> main
 def test_what_nobody_sampled_is_refused(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
-    tell(last, decode(5, 9), Sampled(9, 100))
+    publish(last, decode(5, 9), Sampled(9, 100))
     with pytest.raises(StateError, match="has no token for the sequences"):
-        FollowingStep(first, following(6, 5, 9, 2), rung)(torch.zeros(2))
+        RunAheadStep(first, following(6, 5, 9, 2), rung)(torch.zeros(2))
     with pytest.raises(StateError, match="was not posted"):
-        FollowingStep(first, following(6, 5, 9), None)
+        RunAheadStep(first, following(6, 5, 9), None)
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY, 2**40])
-@pytest.mark.parametrize("fill", [FollowingStep.put, FollowingStep.queue])
+@pytest.mark.parametrize("fill", [RunAheadStep.put, RunAheadStep.queue])
 def test_an_id_outside_the_vocabulary_is_not_embedded(
-    fill: Callable[[FollowingStep, torch.Tensor], None], token: int, ends: tuple[TokenRing, TokenRing]
+    fill: Callable[[RunAheadStep, torch.Tensor], None], token: int, ends: tuple[TokenRing, TokenRing]
 ) -> None:
     last, first = ends
-    tell(last, decode(5, 9, 2), Sampled(9, 100), Sampled(2, token))
+    publish(last, decode(5, 9, 2), Sampled(9, 100), Sampled(2, token))
     with pytest.raises(StateError, match=rf"step 5: token: id {token} is not one of 200"):
-        fill(FollowingStep(first, following(6, 5, 9), rung), torch.zeros(2, dtype=torch.int64))
+        fill(RunAheadStep(first, following(6, 5, 9), rung), torch.zeros(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("head", [(-1, 1), (0, 0), (1, 2**40), (2**40, 1)])
@@ -100,7 +113,7 @@ def test_a_count_beyond_the_region_is_refused(
     head: tuple[int, int], arena: Arena, ends: tuple[TokenRing, TokenRing]
 ) -> None:
     last, first = ends
-    tell(last, decode(5, 9), Sampled(9, 100))
+    publish(last, decode(5, 9), Sampled(9, 100))
     arena.region(5 % N_REGIONS).cast("q")[:2] = memoryview(array("q", head))
     with pytest.raises(StateError, match="have no room in it"):
         first.read(5)
@@ -115,12 +128,12 @@ def verifying(step_id: int, drafts_of: int, *pieces: tuple[int, int]) -> Step:
 def test_a_step_starts_with_the_drafts_behind_the_step_before(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
     asked = Step(5, 1, [], [Slice(s, 40, [7], sample=True, num_draft_tokens=3) for s in (9, 2, 4)])
-    tell(last, asked, Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
-    one = FollowingStep(first, verifying(6, 5, (4, 4), (9, 2)), rung)
+    publish(last, asked, Sampled(9, 100), Sampled(2, 101), Sampled(4, 102))
+    one = RunAheadStep(first, verifying(6, 5, (4, 4), (9, 2)), rung)
     with pytest.raises(AssertionError):  # drafts are made behind these tokens: they are no reason to start
         one(torch.zeros(8))
     drafts = [Drafted(9, [11, 12, 13], [0.5] * 3), Drafted(2, [21, 22, 23]), Drafted(4, [31])]
-    last.tell(None, StepResult(5, 2, [], drafts=drafts))
+    last.publish(None, StepResult(5, 2, [], drafts=drafts))
     metadata = torch.full((9,), -7)
     one(metadata)
     one(metadata)
@@ -129,15 +142,15 @@ def test_a_step_starts_with_the_drafts_behind_the_step_before(ends: tuple[TokenR
     assert [s.tokens for s in one.step.slices] == [[7, 0, 0, 0, 0], [7, 0, 0]]
 
 
-@pytest.mark.parametrize("fill", [FollowingStep.put, FollowingStep.queue])
+@pytest.mark.parametrize("fill", [RunAheadStep.put, RunAheadStep.queue])
 def test_drafts_in_the_metadata_of_a_cpu_and_of_a_device(
-    fill: Callable[[FollowingStep, torch.Tensor], None], ends: tuple[TokenRing, TokenRing]
+    fill: Callable[[RunAheadStep, torch.Tensor], None], ends: tuple[TokenRing, TokenRing]
 ) -> None:
     last, first = ends
-    last.tell(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13]), Drafted(2, [21, 22, 23])]))
+    last.publish(None, StepResult(5, 2, [], drafts=[Drafted(9, [11, 12, 13]), Drafted(2, [21, 22, 23])]))
     metadata = torch.full((9,), -7)
-    fill(FollowingStep(first, verifying(6, 5, (9, 3), (2, 3)), rung), metadata)
+    fill(RunAheadStep(first, verifying(6, 5, (9, 3), (2, 3)), rung), metadata)
     assert metadata.tolist() == [-7, 11, 12, 13, -7, 21, 22, 23, -7], "told as expected"
     metadata.fill_(-7)
-    fill(FollowingStep(first, verifying(6, 5, (2, 4), (9, 2)), rung), metadata)
+    fill(RunAheadStep(first, verifying(6, 5, (2, 4), (9, 2)), rung), metadata)
     assert metadata.tolist() == [-7, 21, 22, 23, 23, -7, 11, 12, -7], "in another order, and filled up"

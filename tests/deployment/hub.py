@@ -8,6 +8,7 @@ huggingface_hub sends and reads, seen from outside.
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -83,6 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/bytes/"):
             self._bytes(self.hub.files[path.removeprefix("/bytes/")])
             return
+        if path.startswith("/api/models/me/model/tree/"):
+            self._list()
+            return
         if "/resolve/" not in path:  # what else a hub can do is not needed to download
             self._refuse(404, "NotFound", f"{path}: not spoken here")
             return
@@ -103,6 +107,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Location", f"http://localhost:{self.server.server_port}/bytes/{'/'.join(name)}")  # type: ignore[attr-defined]
             self.send_header("Content-Length", "0")
             self.end_headers()
+
+    def _list(self) -> None:
+        files = self.hub.files.items()
+        body = json.dumps(
+            [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in files]
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         self.send_response(status)

@@ -16,7 +16,7 @@ from lucevisor.model.values import Dtype, LayerRange
 from lucevisor.protocol.frames import Frame
 from lucevisor.protocol.loading import DraftKind, DraftPlan, Load, PoolSizes, ShardPlan, StagePlan
 from lucevisor.protocol.messages import MESSAGES, Message, Role
-from lucevisor.protocol.steps import Sampling, StepResult
+from lucevisor.protocol.steps import SamplingParams, StepResult
 from lucevisor.protocol.validation import DaemonFacts, fault_of
 from tests.deployment.daemon_groups import Groups, drained
 from tests.deployment.true_messages import TRUE
@@ -94,7 +94,7 @@ def play(seed: int) -> tuple[bool, bool]:
     groups.work()
     asked, handles = [], []
     for i in range(3):
-        sampling = Sampling(seed=1000 * seed + i, n_top_logprobs=-1)
+        sampling = SamplingParams(seed=1000 * seed + i, n_top_logprobs=-1)
         one = dataclasses.replace(request(f"r{i}", rng.sample(range(VOCABULARY), 3), n=6), sampling=sampling)
         asked.append(one)
         handles.append(groups.submit(one))

@@ -67,12 +67,12 @@ def test_messages_cover_a_window_and_the_last_one_has_all_that_ask(n, most, n_qu
 async def test_two_windows_are_scored_one_after_the_other() -> None:
     stage, daemon = made()
     tasks = [await begun(stage, list(range(250))), await begun(stage, list(range(300, 350)))]
-    assert stage.in_hand == "window 1 at 0"
+    assert stage.work_in_progress == "window 1 at 0"
     for _ in range(4):
         daemon.answer()
         await asyncio.sleep(0.001)
     assert [await task for task in tasks] == [list(range(250)), list(range(300, 350))]
-    assert stage.in_hand == ""
+    assert stage.work_in_progress == ""
 
 
 async def test_a_lost_daemon_fails_what_waits_and_a_new_one_goes_on() -> None:
@@ -85,8 +85,8 @@ async def test_a_lost_daemon_fails_what_waits_and_a_new_one_goes_on() -> None:
         with pytest.raises(ScoringError, match="killed by signal 9"):
             await task
     assert not stage.attached
-    assert stage.in_hand == ""
-    assert "killed" in stage.away
+    assert stage.work_in_progress == ""
+    assert "killed" in stage.unavailable_reason
     stage.ready("left", daemon, "")  # type: ignore[arg-type]
     daemon.inbox.clear()
     task = await begun(stage, [3] * 50)
@@ -101,7 +101,7 @@ async def test_a_window_waits_for_the_answer_of_one_whose_request_is_gone() -> N
     await asyncio.sleep(0)
     task = await begun(stage, [2] * 50)
     assert [message.window for message in daemon.inbox] == [1]
-    assert stage.in_hand == "window 1 at 0"
+    assert stage.work_in_progress == "window 1 at 0"
     daemon.answer()
     await asyncio.sleep(0.001)
     assert [message.window for message in daemon.inbox] == [2]

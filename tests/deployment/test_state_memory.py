@@ -15,12 +15,12 @@ from lucevisor.deployment.state_memory import StateMemory
 from lucevisor.errors import LucevisorError
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import Dtype, LayerRange, Space
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.snapshots.transfers import ShardTransfers
 from tests.e2e.service import GOLDEN, generate, generate_all, running, write_config
 
 PROMPT = list(range(1, 100))
-SAMPLING = Sampling(temperature=0.8, seed=3)
+SAMPLING = SamplingParams(temperature=0.8, seed=3)
 MODEL = GOLDEN / "qwen35" / "model.gguf"
 
 
@@ -46,7 +46,7 @@ def test_a_drafter_is_taken_along_by_its_own_daemon() -> None:
     layers, units = open_spec(MODEL).layers, {Space.FULL: [1, 5], Space.RECURRENT: [3]}
     drafter = [layer for layer in layers if layer.space is Space.FULL][:1]
     memory = StateMemory(layers, Dtype.FLOAT32, units, drafter)
-    [pages, state] = memory._parts
+    pages, state = (file for _, file in memory.parts)
     ours = pages.tensors(LayerRange(0, len(layers)))
     drafts = pages.draft_tensors()
     assert {tensor.name for tensor in drafts} == {f"draft.{drafter[0].index}.{kind}" for kind in ("k", "v")}

@@ -23,7 +23,7 @@ from lucevisor.model.pages import ResidencyPolicy, max_window_pages
 from lucevisor.model.spec import LayerSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.engine.test_freezer import freeze
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
@@ -145,7 +145,7 @@ def crowds(draw: st.DrawFn) -> Scenario:
                 request_id=f"r{i}",
                 prompt=tuple((k * k + i * draw(st.sampled_from([0, 1]))) % 97 for k in range(n_prompt)),
                 max_tokens=draw(st.sampled_from([110, 140])),
-                sampling=Sampling(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
+                sampling=SamplingParams(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
                 stop_ids=frozenset(draw(st.sampled_from([(), (), (5,)]))),
                 constraint=ToyConstraint(i) if draw(st.sampled_from([False, False, True])) else None,
             )

@@ -48,7 +48,7 @@ def opened(path: Path) -> ModelWeights:
 
 async def test_the_same_file_is_admitted_before_it_is_hashed(model: Path) -> None:
     weights = opened(model)
-    await weights.settle()
+    await weights.wait_until_stable()
     identities = await weights.admit()
     assert weights.admitted(identities)
     assert identities == open_model([model]).identities
@@ -57,7 +57,7 @@ async def test_the_same_file_is_admitted_before_it_is_hashed(model: Path) -> Non
 @pytest.mark.parametrize("how", ["touched", "linked", "copied over", "written alike"])
 async def test_other_times_of_the_same_bytes_need_the_digests(model: Path, how: str) -> None:
     weights = opened(model)
-    await weights.settle()
+    await weights.wait_until_stable()
     change(model, how)
     with pytest.raises(WeightsChangedError, match="before all its bytes were hashed"):
         await weights.admit()
@@ -81,7 +81,7 @@ async def test_another_header_is_refused(model: Path) -> None:
 
 async def test_digests_are_free_the_second_time_and_not_of_another_state(model: Path) -> None:
     first = opened(model)
-    await first.settle()
+    await first.wait_until_stable()
     found = await first.digests()
     assert first.progress().startswith("100 %")
     second = opened(model)
@@ -89,7 +89,7 @@ async def test_digests_are_free_the_second_time_and_not_of_another_state(model: 
     assert second.progress().startswith("0 %")  # nothing was read
     change(model, "last byte")  # puts the old mtime back
     third = opened(model)
-    await third.settle()
+    await third.wait_until_stable()
     assert await third.digests() != found
     assert third.progress().startswith("100 %")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lucevisor.api.app_context import SnapshotMetrics
 from lucevisor.api.metrics import Metrics
 from lucevisor.compression.compressor import CompressionSettings, Compressor
 from lucevisor.compression.windows import Windows
@@ -20,6 +20,7 @@ from lucevisor.config import DeviceRef
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.model.values import Backend
 from lucevisor.placement.result import PlacedScorer
+from lucevisor.snapshots.policy import StoreStatistics
 from tests.api.scripted_model import Rig, group_status
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +74,8 @@ class Family:
 async def registry() -> CollectorRegistry:
     """The registry of a server that has all there may be: an engine, groups with devices, snapshots, PFlash."""
     rig = Rig()
-    numbers = {field.name: {"full": 1} if field.name == "failures" else 1 for field in fields(SnapshotMetrics)}
-    rig.context.snapshots = lambda: SnapshotMetrics(**numbers)  # type: ignore[arg-type]
+    store = SimpleNamespace(statistics=StoreStatistics(), entries=[])
+    rig.context.snapshots = lambda: store  # type: ignore[assignment,return-value]
     device = {"device": "left:0", "weight_bytes": 1, "state_bytes": 2, "free_bytes": 3, "total_bytes": 6}
     rig.context.status = lambda: {"groups": [group_status("left", "ready", device, exited=1)]}
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1024, 512))

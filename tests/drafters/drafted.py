@@ -21,7 +21,7 @@ from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY, DraftVoc
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import CaptureSource, DraftKind, DraftPlan, Load
-from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, Sampling, SetPages, Slice, Step
+from lucevisor.protocol.steps import Drafted, OpenSequence, Operation, SamplingParams, SetPages, Slice, Step
 from tests.families.pipeline import How, Pipeline, Text, pools_of
 from tests.model.drafter_files import GOLDEN
 from tests.numerics import RUNS, Bound, Exact
@@ -169,6 +169,6 @@ def context(
     """Give a new sequence 0 of a stage the features of a whole prompt, and draft behind ``newest``."""
 
     stage.reset()
-    stage.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [5, 3])])
+    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [5, 3])])
     step = Step(1, 0, [], [Slice(0, 0, list(ids), sample=True, num_draft_tokens=num_draft_tokens)])
     return stage.run(step, [features], [[newest]])

@@ -17,7 +17,7 @@ from lucevisor.protocol.steps import (
     CopyState,
     Drafted,
     OpenSequence,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -60,7 +60,7 @@ class Service:
     def open(self, sequence: int) -> None:
         states = [ZeroState(sequence * 10 + i) for i in range(10)]
         pages = SetPages(sequence, Space.FULL, 0, list(range(sequence * 5, sequence * 5 + 5)))
-        self.apply(*states, OpenSequence(sequence, sequence * 10, Sampling()), pages)
+        self.apply(*states, OpenSequence(sequence, sequence * 10, SamplingParams()), pages)
         self.lengths[sequence] = 0
 
     def run(self, num_draft_tokens: int, *parts: tuple[int, list[int], int], accepted: int = 0) -> list[Drafted]:

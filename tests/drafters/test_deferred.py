@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from daemons.draft.deferred import MOST_ROWS
+from daemons.draft.deferred import MAX_ROWS
 from daemons.draft.stage import DraftStage
 from daemons.worker import _MessageLoop
 from lucevisor.model.values import Space
@@ -17,7 +17,7 @@ from lucevisor.protocol.steps import (
     CopyPage,
     CopyState,
     OpenSequence,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
 )
@@ -51,7 +51,7 @@ def test_plain_decodes_are_added_together_and_draft_the_same(stage: DraftStage) 
     rows = counted(stage)
     for i in range(70):
         driver.step(*((text, 1, 0) for text in texts[: 1 + (i >= 5)]))
-    assert rows == [2 * MOST_ROWS - 5]  # 5 of the first text alone, then of each, until the first has too many
+    assert rows == [2 * MAX_ROWS - 5]  # 5 of the first text alone, then of each, until the first has too many
     found = driver.step((texts[0], 1, 4), (texts[1], 1, 4))
     assert rows[1:] == [12, 2]
     again = load_again(stage)
@@ -66,7 +66,7 @@ def test_deferred_rows_are_computed_before_a_prefix_is_taken_from_them(stage: Dr
     for _ in range(3):
         driver.step((first, 1, 0))
     own = driver.free.pop()
-    stage.apply([CopyState(0, 5), OpenSequence(1, 6, Sampling()), CopyState(5, 6)])
+    stage.apply([CopyState(0, 5), OpenSequence(1, 6, SamplingParams()), CopyState(5, 6)])
     stage.apply([CopyPage(Space.FULL, first.pages[1], own, 36), SetPages(1, Space.FULL, 0, [first.pages[0], own])])
     second = Text(1, 6, first.ids, first.captures, 100, [first.pages[0], own])
     [found] = driver.step((second, 20, 5))

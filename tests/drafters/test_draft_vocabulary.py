@@ -21,7 +21,7 @@ from daemons.weights.packed import PackedWeights, empty_packed, repack, unpack
 from lucevisor.model.drafters.draft_vocabulary import DRAFT_VOCABULARY
 from lucevisor.model.quant_types import BY_NAME, REPACKED, WeightFormat
 from lucevisor.model.values import Backend, Dtype, Space
-from lucevisor.protocol.steps import Drafted, OpenSequence, Sampling, SetPages, Slice, Step
+from lucevisor.protocol.steps import Drafted, OpenSequence, SamplingParams, SetPages, Slice, Step
 from tests.drafters.drafted import DraftedPipeline, draft_batch
 from tests.drafters.packed_output import FEW, KINDS, MANY, Packed
 from tests.families.pipeline import Pipeline, load_stages
@@ -71,7 +71,7 @@ def test_it_has_the_tokens_that_were_used_last(batches: list[tuple[list[int], bo
     used, places = list(reversed(range(16))), (v.packed.tiles.data_ptr(), v.ids.data_ptr())
     before = v.ids.tolist()
     for tokens, renewed in batches:
-        v.seen(tokens)
+        v.mark_used(tokens)
         for token in tokens:
             if 0 <= token < 64:
                 used = [t for t in used if t != token] + [token]
@@ -127,10 +127,10 @@ def drafted(stage: DraftStage, n: int = N_AHEAD, between: Sequence[int] = ()) ->
     """Drafts behind a prompt whose captures are random numbers; ``between``: tokens seen before its last one."""
     captures = torch.randn(len(IDS), width_of(stage), generator=torch.Generator().manual_seed(3))
     stage.reset()
-    stage.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [5, 3])])
+    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [5, 3])])
     assert stage.run(Step(1, 0, [], [Slice(0, 0, IDS[:-1], True)]), [captures[:-1]], [[]]) == []
     if stage.draft_vocabulary is not None:
-        stage.draft_vocabulary.seen(between)
+        stage.draft_vocabulary.mark_used(between)
     last = Slice(0, len(IDS) - 1, IDS[-1:], True, num_draft_tokens=n)
     drafts = stage.run(Step(2, 0, [], [last]), [captures[-1:]], [[NEWEST]])
     assert isinstance(drafts, list)
@@ -159,7 +159,7 @@ def needed(stage: DraftStage, found: Drafted) -> list[int]:
 def see(stage: DraftStage, tokens: Sequence[int]) -> list[int]:
     """Let a stage see tokens; those that it has rows of."""
     assert stage.draft_vocabulary is not None
-    stage.draft_vocabulary.seen(tokens)
+    stage.draft_vocabulary.mark_used(tokens)
     stage.draft_vocabulary.renew()
     return stage.draft_vocabulary.ids.tolist()
 

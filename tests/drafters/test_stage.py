@@ -32,7 +32,7 @@ from lucevisor.protocol.steps import (
     Drafted,
     OpenSequence,
     Operation,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -86,7 +86,7 @@ class Driver:
         random = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 288, (n,), generator=random).tolist()
         text = Text(sequence, state, ids, torch.randn(n, self.width, generator=random))
-        self.stage.apply([OpenSequence(sequence, state, Sampling()), ZeroState(state)])
+        self.stage.apply([OpenSequence(sequence, state, SamplingParams()), ZeroState(state)])
         return text
 
     def grow(self, text: Text, n: int) -> list[Operation]:
@@ -189,7 +189,7 @@ def test_a_restored_prefix_is_as_a_fresh_one(stage):
     stage.apply([CopyState(0, 5)])
     kept = list(first.pages)
     driver.step((first, 20, 3))
-    stage.apply([OpenSequence(1, 6, Sampling()), CopyState(5, 6)])
+    stage.apply([OpenSequence(1, 6, SamplingParams()), CopyState(5, 6)])
     own = driver.free.pop()
     stage.apply([CopyPage(Space.FULL, kept[1], own, 36), SetPages(1, Space.FULL, 0, [kept[0], own])])
     second = Text(1, 6, first.ids, first.captures, 100, [kept[0], own])
@@ -269,7 +269,7 @@ def test_a_head_with_experts_is_the_layer_it_is_made_of(tmp_path):
     [whole] = load_stages(model)
     rows, found = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), []
     for one, layer in ((stage, stage.drafter.layer), (whole, whole.shards[0].layers[3])):
-        one.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [3])])
+        one.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [3])])
         one.sequences.flush()
         layout = Layout([Slice(0, 0, [1] * 20, True)], one.sequences, one.spec if one is whole else one.spec.model)
         with torch.inference_mode():
@@ -285,7 +285,7 @@ def run(
     stage: DraftStage, s: Slice, captures: Sequence[Tensor] | None = None, tokens: Sequence[Sequence[int]] = ((1,),)
 ):
     width = Driver(stage).width
-    stage.apply([OpenSequence(0, 0, Sampling()), SetPages(0, Space.FULL, 0, [3])])
+    stage.apply([OpenSequence(0, 0, SamplingParams()), SetPages(0, Space.FULL, 0, [3])])
     return stage.run(Step(4, 0, [], [s]), [torch.zeros(len(s.tokens), width)] if captures is None else captures, tokens)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.e2e.service import GOLDEN, generate_all
 
 DEMO = Path(__file__).parents[2] / "etc" / "demo" / "demo-qwen35-22m-q4_k_m.gguf"
@@ -21,7 +21,7 @@ MODELS = {
 }
 ANSWER = 12
 # The repetition penalty counts the whole prompt, also the part from the cache.
-GREEDY = Sampling(temperature=0.0, presence_penalty=0.3, repetition_penalty=1.05)
+GREEDY = SamplingParams(temperature=0.0, presence_penalty=0.3, repetition_penalty=1.05)
 
 
 @dataclass

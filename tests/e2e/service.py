@@ -11,7 +11,7 @@ from lucevisor.app.model_files import open_model
 from lucevisor.config import load
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = DATA / "golden"
@@ -45,7 +45,9 @@ async def running(config: Path, directory: Path, overrides: Sequence[str] = ()) 
         await service.stop(0.0)
 
 
-async def generate(service: Service, prompt: Sequence[int], n: int, sampling: Sampling | None = None) -> list[int]:
+async def generate(
+    service: Service, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None
+) -> list[int]:
     """Token ids of one request."""
     tokens, finished = await generate_all(service, prompt, n, sampling)
     assert finished.reason == "length", finished
@@ -53,7 +55,7 @@ async def generate(service: Service, prompt: Sequence[int], n: int, sampling: Sa
 
 
 async def generate_all(
-    service: Service, prompt: Sequence[int], n: int, sampling: Sampling | None = None, turns: Sequence[int] = ()
+    service: Service, prompt: Sequence[int], n: int, sampling: SamplingParams | None = None, turns: Sequence[int] = ()
 ) -> tuple[list[int], FinishedEvent]:
     """Token ids of one request, and how it ended."""
     assert service.engine is not None
@@ -61,7 +63,7 @@ async def generate_all(
         request_id=f"test-{next(_numbers)}",
         prompt=tuple(int(i) for i in prompt),
         max_tokens=n,
-        sampling=sampling or Sampling(temperature=0.0),
+        sampling=sampling or SamplingParams(temperature=0.0),
         turn_boundaries=tuple(turns),
     )
     tokens: list[int] = []

@@ -19,7 +19,7 @@ from lucevisor.app.status import LoadProgress, status
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
 from tests.combinations import slow
 from tests.e2e.process import DEMO, Cli
@@ -104,7 +104,7 @@ async def test_a_drafter_anywhere_gives_the_golden_tokens(
 
 async def test_sampled_tokens_are_those_of_plain_decoding(tmp_path: Path) -> None:
     prompt, _ = trace("dflash")
-    sampling = Sampling(temperature=0.8, top_p=0.9, seed=7, repetition_penalty=1.1)
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=7, repetition_penalty=1.1)
     found = []
     for draft in ('kind = "off"', f'path = "{DFLASH}"'):
         async with running(two_groups(tmp_path, TARGET, draft), tmp_path) as service:

@@ -18,7 +18,7 @@ from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenScor
 from lucevisor.engine.rows import IdsOutput
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.families.rounding import Bounds, assert_same_tokens, bounds
 
@@ -86,7 +86,7 @@ async def test_prompts_have_the_golden_log_probabilities(groups: dict[str, int],
 
     async def scores(service: Service, number: int) -> tuple[TokenScore, ...]:
         assert service.engine is not None
-        sampling = Sampling(temperature=0.0, n_top_logprobs=2)
+        sampling = SamplingParams(temperature=0.0, n_top_logprobs=2)
         request = GenerationRequest(
             request_id=str(number), prompt=ids, max_tokens=60, sampling=sampling, score_prompt=True
         )

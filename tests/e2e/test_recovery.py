@@ -25,7 +25,7 @@ from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, NotReady
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import SpecDecodeController
-from lucevisor.protocol.steps import Dry, Mirostat, Sampling
+from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams
 from lucevisor.supervision.policy import SupervisionLimits
 from tests.combinations import slow
 from tests.e2e.service import generate, generate_all
@@ -34,10 +34,10 @@ from tests.e2e.test_speculation import CASES, WIDTH, Case, config_of, prompts_of
 N_STREAMS = 8
 N_TOKENS = 30
 SAMPLINGS = (
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5),
-    Sampling(temperature=0.0, dry=Dry(1.0, breakers=((10,),))),
-    Sampling(temperature=0.9, seed=12, mirostat=Mirostat(2, 3.0, 0.2), frequency_penalty=0.2),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, dry=Dry(1.0, breakers=((10,),))),
+    SamplingParams(temperature=0.9, seed=12, mirostat=Mirostat(2, 3.0, 0.2), frequency_penalty=0.2),
 )
 
 
@@ -69,7 +69,7 @@ class Streams:
         self,
         service: Service,
         prompts: list[list[int]],
-        samplings: Sequence[Sampling] = SAMPLINGS,
+        samplings: Sequence[SamplingParams] = SAMPLINGS,
         n_streams: int = N_STREAMS,
         n_tokens: int = N_TOKENS,
     ) -> None:
@@ -168,7 +168,7 @@ async def test_kills_while_steps_run_ahead_beside_a_drafter_change_no_token(
 
     monkeypatch.setattr(Scheduler, "choose_ahead", count)
     async with serving(CASES[name], tmp_path, n_groups, place) as service:
-        samplings = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11))
+        samplings = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95, seed=11))
         streams = Streams(service, prompts_of(CASES[name], 5), samplings, n_streams=3, n_tokens=60)
         await streams.learn()
         async with streams.running():

@@ -12,7 +12,7 @@ import pytest
 from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.grammar import forms
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.grammar.rules import Rules
@@ -61,7 +61,7 @@ async def answers(
                     request_id=f"schema-{number}",
                     prompt=tuple(words.encode(f"Answer {number} as JSON: ")),
                     max_tokens=MOST_TOKENS,
-                    sampling=Sampling(seed=number, logit_bias=bias),
+                    sampling=SamplingParams(seed=number, logit_bias=bias),
                     stop_ids=words.eos_ids,
                     constraint=grammar.matcher(),
                 )

@@ -14,7 +14,7 @@ from lucevisor.deployment.service import Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, TokenEvent
 from lucevisor.model.families import open_spec
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
 from tests.e2e.service import GOLDEN, running, write_config
 
@@ -60,7 +60,7 @@ async def ask(service: Service, number: int, prompt: list[int], peak: Peak) -> F
         request_id=f"shared-{number}",
         prompt=tuple(prompt),
         max_tokens=N_ANSWER,
-        sampling=Sampling(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0),
         turn_boundaries=(N_SHARED,),
     )
     with service.engine.submit(request) as handle:

@@ -27,7 +27,7 @@ from lucevisor.engine.spec_decode.controller import SpecDecodeController
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.model.families import open_spec
 from lucevisor.model.spec import ModelSpec
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
 from tests.e2e.conversations import DEMO
 from tests.e2e.drafters import write_random_assistant, write_random_dflash
@@ -142,7 +142,7 @@ async def abort_one(service: Service, prompt: list[int], n: int) -> None:
         request_id=f"aborted-{random.random()}",
         prompt=tuple(prompt),
         max_tokens=n,
-        sampling=Sampling(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0),
     )
     seen = 0
     with contextlib.suppress(StopAsyncIteration), service.engine.submit(request) as handle:

@@ -15,13 +15,16 @@ import pytest
 from lucevisor.config import load
 from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Service
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.combinations import slow
 from tests.e2e.service import GOLDEN, generate, running, write_config
 from tests.e2e.test_speculation import CASES, Case, config_of
 
 N_TOKENS = 120
-SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5))
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=11, presence_penalty=0.5),
+)
 ASKED = [([(7 * i + 3 * k) % 250 + 1 for i in range(120)], SAMPLINGS[k % 2]) for k in range(4)]
 PLAIN = Case(CASES["qwen35-random"].model, "off")
 FEW = ["engine.pages=14", "engine.max_sequences=4", "cache.min_tokens=64"]

@@ -20,7 +20,7 @@ from lucevisor.engine.running import RunningRequests
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
 
 
@@ -64,7 +64,9 @@ def scenarios(draw: st.DrawFn, *, crowded: bool = False) -> Scenario:
                 request_id=f"r{i}",
                 prompt=tuple((first + k * k) % 97 for k in range(n_prompt)),
                 max_tokens=draw(st.sampled_from([110, 140] if crowded else [1, 2, 20, 70, 110])),
-                sampling=Sampling(seed=draw(st.integers(0, 3)), presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
+                sampling=SamplingParams(
+                    seed=draw(st.integers(0, 3)), presence_penalty=draw(st.sampled_from([0.0, 0.5]))
+                ),
                 stop_ids=frozenset(() if crowded else draw(st.sampled_from([(), (5,), (5, 11, 50)]))),
             )
         )

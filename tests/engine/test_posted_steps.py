@@ -16,7 +16,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     PendingCancelled,
     Sampled,
-    Sampling,
+    SamplingParams,
     Slice,
     Step,
     StepResult,
@@ -64,7 +64,7 @@ class Bench:
 
 
 def step(step_id: int) -> Step:
-    return Step(step_id, step_id % 4, [OpenSequence(step_id, 0, Sampling())], [Slice(4, 0, [7, 8], True)])
+    return Step(step_id, step_id % 4, [OpenSequence(step_id, 0, SamplingParams())], [Slice(4, 0, [7, 8], True)])
 
 
 def test_all_stages_get_a_step_at_once_and_later_ones_wait_for_its_rows() -> None:

@@ -21,7 +21,7 @@ from lucevisor.protocol.steps import (
     CopyState,
     OpenSequence,
     Sampled,
-    Sampling,
+    SamplingParams,
     SetPages,
     StepResult,
     ZeroState,
@@ -81,7 +81,7 @@ def test_cache_off_cold_and_warm_make_equal_slices(spaces: frozenset[Space], chu
 def test_a_prompt_that_goes_on_starts_behind_what_is_remembered() -> None:
     scheduler = Scheduler(warm())
     run_one(scheduler, request("a", range(100), n=1, turn_boundaries=(80,)))
-    penalised = Sampling(presence_penalty=1.0)
+    penalised = SamplingParams(presence_penalty=1.0)
     one = request("b", [*range(80), *range(500, 600)], n=1, turn_boundaries=(80,))
     [first, *rest] = run_one(scheduler, replace(one, sampling=penalised))
     slot = scheduler.reuse.index.find(range(80), 80)

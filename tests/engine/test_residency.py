@@ -23,7 +23,7 @@ from lucevisor.kv.residency import Residency, remembered, with_neighbours
 from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import PENDING, PageIn, PageOut, Sampling, Slice
+from lucevisor.protocol.steps import PENDING, PageIn, PageOut, SamplingParams, Slice
 from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyModel, draw, mix
 
@@ -101,7 +101,7 @@ def check_tokens(toy: ToyEngine, *, swapped: bool = False) -> int:
     texts: dict[int, Masked] = {}
     out: dict[int, set[int]] = {}
     n_back = 0
-    sampling: dict[int, Sampling] = {}
+    sampling: dict[int, SamplingParams] = {}
     drawn: dict[int, int] = {}
     for result in toy.steps:
         for operation in result.step.operations:

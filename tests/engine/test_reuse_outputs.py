@@ -16,7 +16,7 @@ from lucevisor.kv.prefix_tree import PrefixSlot
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, events_of, told
 
 SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]
@@ -126,7 +126,7 @@ class Play:
             request_id=f"c{chat.number}-{chat.n_asked}",
             prompt=(*chat.prompt, 96),  # what opens an answer
             max_tokens=1 + n_tokens,
-            sampling=Sampling(seed=chat.number, presence_penalty=0.5 * (chat.number % 2)),
+            sampling=SamplingParams(seed=chat.number, presence_penalty=0.5 * (chat.number % 2)),
             turn_boundaries=tuple(chat.turns),
         )
         if len(one.prompt) + 1 > self.limits.capacity_tokens:

@@ -14,7 +14,7 @@ from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeCon
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, Sampling, StepResult
+from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, SamplingParams, StepResult
 from tests.engine.prefix_scheduler import warm
 from tests.engine.scheduler_steps import answer, decoding, plans
 from tests.engine.toy_engine import limits, request
@@ -54,8 +54,8 @@ def test_a_request_ends_with_the_last_of_its_tokens_while_others_run_ahead() -> 
 @pytest.mark.parametrize(
     "more",
     [
-        {"sampling": Sampling(repetition_penalty=1.1)},
-        {"sampling": Sampling(n_top_logprobs=0)},
+        {"sampling": SamplingParams(repetition_penalty=1.1)},
+        {"sampling": SamplingParams(n_top_logprobs=0)},
         {"constraint": ToyConstraint(1)},
     ],
     ids=["penalties", "log-probabilities", "constraint"],

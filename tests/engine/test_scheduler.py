@@ -22,7 +22,7 @@ from lucevisor.protocol.steps import (
     CloseSequence,
     OpenSequence,
     Sampled,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     StepResult,
@@ -39,7 +39,7 @@ ERROR = RequestError("shard_lost", "group left was killed; send the request agai
 
 def test_the_first_step_opens_the_sequence_and_gives_it_pages_and_state() -> None:
     scheduler = Scheduler(limits())
-    sampling = Sampling(temperature=0.5, seed=3)
+    sampling = SamplingParams(temperature=0.5, seed=3)
     scheduler.submit(GenerationRequest(request_id="a", prompt=tuple(range(70)), max_tokens=2, sampling=sampling), 0.0)
     [first, second] = plans(scheduler)
     assert first.step.operations == [

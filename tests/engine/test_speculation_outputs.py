@@ -21,7 +21,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.pages import max_window_pages
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Drafted, Sampling
+from lucevisor.protocol.steps import Drafted, SamplingParams
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, LOST, ToyEngine, events_of, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint, mix
 
@@ -142,7 +142,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
                 request_id=f"r{i}",
                 prompt=tuple(prompt),
                 max_tokens=draw(st.sampled_from([1, 20, 45, 90])),
-                sampling=Sampling(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
+                sampling=SamplingParams(seed=i, presence_penalty=draw(st.sampled_from([0.0, 0.5]))),
                 stop_ids=frozenset(draw(st.sampled_from([(), (), (5, 11, 50)]))),
                 turn_boundaries=draw(st.sampled_from([(), (n_prompt // 2,)])),
                 constraint=ToyConstraint(i) if draw(st.booleans()) else None,

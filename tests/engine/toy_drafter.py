@@ -21,7 +21,7 @@ from lucevisor.protocol.steps import (
     OpenSequence,
     Operation,
     Sampled,
-    Sampling,
+    SamplingParams,
     Slice,
     Step,
     StepResult,
@@ -39,7 +39,7 @@ from tests.engine.toy_pipeline import (
     mix,
 )
 
-Oracle = Callable[[Sampling], list[int]]
+Oracle = Callable[[SamplingParams], list[int]]
 """All tokens of the request with this sampling, prompt and answer: every request has a seed of its own."""
 
 

@@ -14,7 +14,7 @@ from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult
 from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestError, RequestHandle, TokenEvent
 from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import DraftStep, PendingCancelled, Sampling, Step, StepResult
+from lucevisor.protocol.steps import DraftStep, PendingCancelled, SamplingParams, Step, StepResult
 from tests.engine.toy_drafter import ToyDrafter, drafter_daemon
 from tests.engine.toy_pipeline import (
     ToyConstraint,
@@ -47,7 +47,7 @@ def limits(**changes: object) -> EngineLimits:
 
 def request(name: str, prompt: Sequence[int] = (1, 2, 3), n: int = 4, **more: object) -> GenerationRequest:
     """A request with a seed of its own."""
-    sampling = Sampling(seed=sum(name.encode()))
+    sampling = SamplingParams(seed=sum(name.encode()))
     return GenerationRequest(request_id=name, prompt=tuple(prompt), max_tokens=n, sampling=sampling, **more)  # type: ignore[arg-type]
 
 

@@ -41,7 +41,7 @@ from lucevisor.protocol.steps import (
     PageScores,
     PendingCancelled,
     Sampled,
-    Sampling,
+    SamplingParams,
     Scored,
     SetPages,
     Slice,
@@ -83,7 +83,9 @@ def mix(*numbers: int) -> int:
     return value
 
 
-def draw(row: int, sampling: Sampling, position: int, counts: int, allowed: Sequence[int] = range(VOCABULARY)) -> int:
+def draw(
+    row: int, sampling: SamplingParams, position: int, counts: int, allowed: Sequence[int] = range(VOCABULARY)
+) -> int:
     """The token after a row: a function of (seed, position, row), of what was counted for the penalties, if any, and of
     the allowed ids."""
     return allowed[mix(row, sampling.seed, position, counts if sampling.penalised else 0) % len(allowed)]
@@ -142,7 +144,7 @@ class ToyModel:
     def alone(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         n_tokens: int,
         stop_ids: frozenset[int],
         constraint: ToyConstraint | None = None,
@@ -179,7 +181,7 @@ class ToyModel:
 @dataclass
 class _Open:
     state: int
-    sampling: Sampling
+    sampling: SamplingParams
     n_prompt: int  # tokens of the prompt that were not counted yet
     counts: int = 0
     n_tokens: int | None = None  # not known before the first slice: it may begin with what a prefix slot holds
@@ -304,7 +306,7 @@ class ToyStage:
 
     def _told(self, step: Step) -> dict[int, list[int]] | None:
         """What the last stage told the first one, if a step needs it."""
-        if self.stage or not step.waits:
+        if self.stage or not step.waits_for_tokens:
             return None
         if step.depends_on_step:
             numbers = self.regions[TOKENS, step.depends_on_step][1]

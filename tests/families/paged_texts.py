@@ -14,7 +14,7 @@ from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.residency import Residency, page_table
 from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Space
-from lucevisor.protocol.steps import OpenSequence, Operation, Sampling, Slice, Step, ZeroState
+from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, Slice, Step, ZeroState
 from tests.families.pipeline import STATES
 
 
@@ -39,7 +39,7 @@ class Texts:
             if s not in self.tables:
                 self.tables[s] = page_table(self.pools, self.spec.window or None, self.residency)
                 self.lengths[s] = 0
-                operations.append(OpenSequence(s, s % STATES, Sampling()))
+                operations.append(OpenSequence(s, s % STATES, SamplingParams()))
                 if Space.RECURRENT in self.spec.spaces():
                     operations.append(ZeroState(s % STATES))
             table, start = self.tables[s], self.lengths[s]

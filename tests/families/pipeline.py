@@ -20,7 +20,7 @@ from lucevisor.protocol.steps import (
     CloseSequence,
     OpenSequence,
     Operation,
-    Sampling,
+    SamplingParams,
     SetPages,
     Slice,
     Step,
@@ -138,7 +138,7 @@ class Pipeline:
     def open(self, sequence: int) -> None:
         state = self.free_states.pop() if Space.RECURRENT in self.spec.spaces() else 0
         self.texts[sequence] = Text(state, pages={space: [] for space in self.free})
-        operations: list[Operation] = [OpenSequence(sequence, state, Sampling())]
+        operations: list[Operation] = [OpenSequence(sequence, state, SamplingParams())]
         if Space.RECURRENT in self.spec.spaces():
             operations.append(ZeroState(state))
         self.apply(operations)

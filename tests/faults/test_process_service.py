@@ -18,7 +18,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, NotReady
 from lucevisor.errors import LucevisorError
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.states import State
 from tests.e2e.process import ROOT
 from tests.supervision.real_groups import brisk, stage_tiny, until
@@ -54,7 +54,7 @@ async def serving(config_file: Path, directory: Path, **limits: float) -> AsyncI
 
 async def ask(service: Service) -> FinishedEvent:
     assert service.engine is not None
-    request = GenerationRequest(request_id="r", prompt=(1, 2), max_tokens=4, sampling=Sampling(temperature=0.0))
+    request = GenerationRequest(request_id="r", prompt=(1, 2), max_tokens=4, sampling=SamplingParams(temperature=0.0))
     with service.engine.submit(request) as handle:
         async for event in handle:
             if isinstance(event, FinishedEvent):

@@ -45,7 +45,7 @@ def configure(
     folder: Path, devices: Sequence[str], split: object = "auto", draft: Mapping[str, object] = OFF, **engine: object
 ) -> Config:
     """Write and load a configuration; groups are those of ``devices`` and of the drafter.  Nothing is set aside for
-    prefix slots."""
+    prefix slots, and eight sequences run if not said otherwise."""
     on = [str(draft["device"])] if "device" in draft else []
     groups = dict.fromkeys(device.split(":")[0] for device in (*devices, *on))
     lines = ["[model]", 'path = "model.gguf"']
@@ -62,6 +62,7 @@ def configure(
         "[draft]",
         *(f"{key} = {json.dumps(value)}" for key, value in draft.items()),
     ]
+    engine = {"max_sequences": 8, **engine}
     lines += ["[engine]", *(f"{key} = {json.dumps(value)}" for key, value in engine.items())]
     path = folder / "plan.toml"
     path.write_text("\n".join(lines) + "\n")

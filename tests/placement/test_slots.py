@@ -144,3 +144,36 @@ def test_host_memory_that_is_known_is_not_promised_twice(devices, big, tmp_path)
     assert isinstance(none, Placement)
     assert (none.pools.states, none.pools.host_states) == (1, 0)
     assert "recurrent states 1: one for each of 1 sequences, and 0 spare" in none.reasons
+
+
+def automatic(config: Config) -> Config:
+    engine = dataclasses.replace(config.engine, max_sequences="auto")
+    return dataclasses.replace(config, engine=engine, cache=CacheConfig())
+
+
+@pytest.mark.parametrize("gib", [20, 34, 60, 139])
+def test_automatic_capacity_takes_what_a_gpu_has_and_no_context(big, tmp_path, gib):
+    config = configure(tmp_path, ["cuda:0"])
+    few = placed(big, cached(config), gib)
+    p = placed(big, automatic(config), gib)
+    assert (p.max_context, p.prefill_chunk) == (few.max_context, few.prefill_chunk)
+    assert p.max_sequences in (8, 16, 32)
+    assert p.cache_bytes >= few.cache_bytes
+    if gib == 139:
+        assert (p.max_sequences, p.prefix_slots) == (32, 512)
+        assert p.cache_bytes > 30 * GIB
+        assert p.pools.states > 32 + p.cache_bytes // (2 * STATE_27B)
+    state_bytes = sum(device.state_bytes for device in p.devices)
+    assert p.cache_bytes <= max(GIB, state_bytes)
+
+
+def test_automatic_capacity_of_a_cpu_or_unknown_memory_is_small(big, demo, tmp_path):
+    for spec, devices, inventory in ((demo, ["left:0"], {"left": [cpu(16)]}), (big, ["cuda:0"], None)):
+        p = plan(spec, automatic(configure(tmp_path, devices)), inventory)
+        assert isinstance(p, Placement)
+        assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (8, 32, GIB)
+
+
+def test_configured_capacity_stays(big, tmp_path):
+    p = placed(big, cached(configure(tmp_path, ["cuda:0"], max_sequences=5), 7, 3 * GIB), 139)
+    assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (5, 7, 3 * GIB)

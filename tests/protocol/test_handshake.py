@@ -74,7 +74,7 @@ def test_a_matching_daemon_is_accepted():
             "install a ROCm build with /opt/rocm-env/bin/python -m pip install torch",
         ),
         (
-            {"devices": [], "unseen": "there is no /dev/kfd"},
+            {"devices": [], "device_problem": "there is no /dev/kfd"},
             "torch 2.9.1+rocm6.4 of /opt/rocm-env/bin/python is a ROCm build, but sees no GPU (there is no /dev/kfd)",
             "rocminfo must list it",
         ),

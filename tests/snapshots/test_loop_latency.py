@@ -27,7 +27,7 @@ from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.spec import LayerSpec, StateTensor, attention_state
 from lucevisor.model.values import Dtype, LayerRange, Space
 from lucevisor.protocol.loading import PoolSizes
-from lucevisor.protocol.steps import Sampled, Sampling, StepResult
+from lucevisor.protocol.steps import Sampled, SamplingParams, StepResult
 from lucevisor.snapshots.file_format import SlotRecord, StateModel
 from lucevisor.snapshots.manager import SnapshotManager
 from lucevisor.snapshots.policy import SavePolicy
@@ -97,7 +97,7 @@ class Rig:
         self.engine.attach(self.pipeline)
 
     async def generate(self, name: str, prompt: TokenBuffer) -> FinishedEvent:
-        request = GenerationRequest(request_id=name, prompt=prompt, max_tokens=2, sampling=Sampling(seed=1))
+        request = GenerationRequest(request_id=name, prompt=prompt, max_tokens=2, sampling=SamplingParams(seed=1))
         with self.engine.submit(request) as handle:
             async for event in handle:
                 if isinstance(event, FinishedEvent):

@@ -1,5 +1,7 @@
 """Decisions about snapshots: file names, what is worth saving, what is removed first."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +17,10 @@ from lucevisor.snapshots.policy import (
     SaveTrigger,
     SnapshotSpeeds,
     file_name,
+    files_to_evict,
     plan_shutdown_saves,
     read_name,
     reject_save_reason,
-    victims,
 )
 from tests.snapshots.snapshot_parts import FULL_ONLY, made_model, made_slot
 
@@ -120,9 +122,9 @@ CANDIDATES = st.lists(
 
 
 @given(candidates=CANDIDATES, deadline_s=st.floats(0, 5))
-def test_shutdown_saves_fit_the_deadline(candidates, deadline_s):
+def test_shutdown_saves_fit_the_deadline_and_the_disk(candidates, deadline_s):
     chosen = plan_shutdown_saves(candidates, POLICY, SPEEDS, deadline_s)
-    assert sum(c.n_bytes for c in chosen) <= deadline_s * SPEEDS.write_bytes_per_s
+    assert sum(c.n_bytes for c in chosen) <= min(deadline_s * SPEEDS.write_bytes_per_s, POLICY.disk_bytes)
     assert all(not reject_save_reason(c, SaveTrigger.SHUTDOWN, POLICY, SPEEDS) for c in chosen)
 
 
@@ -133,6 +135,15 @@ def test_shutdown_saves_the_most_valuable_first():
         Candidate(3, 4000, 9 * 10**7, 0, 3),
     )
     assert plan_shutdown_saves([cheap, dear, used], POLICY, SPEEDS, 0.2) == [used, dear]
+
+
+def test_shutdown_saves_evict_no_better_snapshot():
+    older = [Candidate(n, 4000, 1 << 28) for n in range(20)]
+    newest = [Candidate(n, 4000, 1 << 28) for n in range(20, 24)]
+    on_disk = [replace(c, n_saved_tokens=4000) for c in newest]
+    assert plan_shutdown_saves([*older, *newest], POLICY, SPEEDS, 10) == newest[::-1]
+    assert plan_shutdown_saves([*older, *on_disk], POLICY, SPEEDS, 10) == []
+    assert plan_shutdown_saves([*older, *on_disk[1:]], POLICY, SPEEDS, 10) == [older[-1]]
 
 
 # ---- what goes
@@ -154,7 +165,7 @@ USES = st.lists(
 @given(files=USES, budget=st.integers(0, 400), data=st.data())
 def test_victims(files, budget, data):
     keep = data.draw(st.sets(st.sampled_from([f.file for f in files]))) if files else set()
-    gone = victims(files, budget, keep)
+    gone = files_to_evict(files, budget, keep)
     total = sum(f.n_bytes for f in files)
     assert all(f.kind is FileKind.SNAPSHOT and f.file not in keep for f in gone)
     assert [f.used_s for f in gone] == sorted(f.used_s for f in gone)

@@ -37,7 +37,7 @@ class DrivenMachine:
     def to(self, state: State, child: int = 1) -> DrivenMachine:
         """Bring child `child` to STARTING, LOADING or READY, from STOPPED or after a Spawn instruction."""
         if self.state is State.STOPPED:
-            self.send(ev.StartAsked())
+            self.send(ev.StartRequested())
         self.send(ev.Spawned(child, 1000 + child))
         if state is not State.STARTING:
             self.send(ev.HelloReceived(child))

@@ -18,12 +18,12 @@ from lucevisor.app.model_files import open_model
 from lucevisor.config import load
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.engine.request import GenerationRequest, TokenEvent
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.supervision.policy import SupervisionLimits
 from tests.daemon_forks import Forker
 from tests.e2e.process import DEMO
 
-LIMITS = SupervisionLimits(step_s=3.0, heartbeat_s=3.0, busy_heartbeat_s=3.0, second_look_s=0.1)
+LIMITS = SupervisionLimits(step_s=3.0, heartbeat_s=3.0, busy_heartbeat_s=3.0, recheck_s=0.1)
 
 
 def say(**facts: object) -> None:
@@ -38,7 +38,7 @@ async def main(run_dir: str, n_tokens: int) -> None:
     assert service.engine is not None
     pids = [group.pid for group in service.groups.values()]
     request = GenerationRequest(
-        request_id="r", prompt=(1, 2, 3), max_tokens=n_tokens, sampling=Sampling(temperature=0.0)
+        request_id="r", prompt=(1, 2, 3), max_tokens=n_tokens, sampling=SamplingParams(temperature=0.0)
     )
     n, reason = 0, ""
     with service.engine.submit(request) as handle:

@@ -23,7 +23,7 @@ from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 
 FAST = SupervisionLimits(
-    backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, second_look_s=0.1, n_restarts=3
+    backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3
 )
 REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
 PATIENCE_S = 100.0

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from lucevisor.config import GroupConfig
 from lucevisor.errors import LucevisorError
-from lucevisor.supervision.child import LINES_PER_SECOND, LONGEST_LINE, N_KEPT, Handles, Lines, environment, launch
+from lucevisor.supervision.child import (
+    LINES_PER_SECOND,
+    LONGEST_LINE,
+    N_KEPT,
+    Handles,
+    OutputLines,
+    environment,
+    launch,
+)
 from lucevisor.supervision.launcher import stage_packages
 
 INHERITED = {
@@ -127,7 +135,7 @@ def test_a_staging_that_was_removed_is_made_again(tmp_path):
 )
 def test_lines_come_out_whole_however_the_bytes_are_cut(lines, cut):
     data = "".join(line + "\n" for line in lines).encode()
-    of, got = Lines(), []
+    of, got = OutputLines(), []
     for start in range(0, len(data), cut):
         got += of.feed(data[start : start + cut], 0.0)
     assert got == [line for line in lines if line]
@@ -135,7 +143,7 @@ def test_lines_come_out_whole_however_the_bytes_are_cut(lines, cut):
 
 
 def test_output_is_bounded_in_length_count_and_rate():
-    of = Lines()
+    of = OutputLines()
     assert of.feed(b"a" * (LONGEST_LINE + 5000) + b"\nshort\r\nlast", 0.0) == ["a" * LONGEST_LINE + " […]", "short"]
     assert of.end(0.0) == ["last"]
     passed = of.feed(b"line\n" * 2000, 1.5)

@@ -14,7 +14,7 @@ from tests.supervision.driven_machine import LIMITS, DrivenMachine, of, signals
 
 def test_a_start_goes_through_hello_and_loaded_to_ready():
     driven = DrivenMachine()
-    assert of(ev.Spawn, driven.send(ev.StartAsked())) == [ev.Spawn(1)]
+    assert of(ev.Spawn, driven.send(ev.StartRequested())) == [ev.Spawn(1)]
     driven.send(ev.Spawned(1, 4711))
     assert driven.due == {Timer.HELLO: 160.0}
     assert ev.SendLoad(1) in driven.send(ev.HelloReceived(1))
@@ -32,10 +32,10 @@ def test_progress_moves_the_stall_deadline_and_silence_ends_the_load():
     driven = DrivenMachine().to(State.LOADING)
     driven.send(ev.LoadSent(1))
     driven.now += 100.0
-    driven.send(ev.Progressed(1))
+    driven.send(ev.ProgressReceived(1))
     assert driven.due[Timer.LOAD] == driven.now + LIMITS.load_stall_s
     assert driven.fire(Timer.LOAD) == [
-        ev.StartTimer(Timer.LOAD, LIMITS.second_look_s)
+        ev.StartTimer(Timer.LOAD, LIMITS.recheck_s)
     ]  # the supervisor may be the late one
     assert signals(driven.fire(Timer.LOAD)) == [ProcessSignal.STACKS]
     assert driven.machine.reason == "no load progress in 120 s"
@@ -46,7 +46,7 @@ def test_while_nothing_is_sent_to_load_the_pulse_alone_is_watched():
     driven = DrivenMachine().to(State.LOADING)
     for _ in range(1000):
         driven.now += 1.0
-        driven.send(ev.Beat(1, "idle"))
+        driven.send(ev.HeartbeatReceived(1, "idle"))
         assert set(driven.due) == {Timer.PULSE}
     driven.send(ev.LoadSent(1))
     assert driven.due[Timer.LOAD] == driven.now + LIMITS.load_stall_s
@@ -71,17 +71,17 @@ def test_the_cause_of_the_last_failure_is_kept_until_ready_again():
 
 def test_a_heartbeat_between_the_two_looks_saves_the_daemon():
     driven = DrivenMachine().to(State.READY)
-    driven.send(ev.Beat(1, "idle"))
+    driven.send(ev.HeartbeatReceived(1, "idle"))
     driven.fire(Timer.PULSE)
-    driven.send(ev.Beat(1, "idle"))
+    driven.send(ev.HeartbeatReceived(1, "idle"))
     assert driven.due[Timer.PULSE] == driven.now + LIMITS.heartbeat_s
-    assert driven.fire(Timer.PULSE) == [ev.StartTimer(Timer.PULSE, LIMITS.second_look_s)]
+    assert driven.fire(Timer.PULSE) == [ev.StartTimer(Timer.PULSE, LIMITS.recheck_s)]
     assert driven.state is State.READY
 
 
 def test_during_a_load_an_idle_heartbeat_does_not_shorten_the_limit():
     driven = DrivenMachine().to(State.LOADING)
-    driven.send(ev.Beat(1, "idle"))
+    driven.send(ev.HeartbeatReceived(1, "idle"))
     assert driven.due[Timer.PULSE] == driven.now + LIMITS.load_stall_s
     driven.send(ev.LoadSent(1))
     driven.send(ev.LoadedReceived(1))
@@ -144,8 +144,8 @@ def test_the_restart_limit_ends_in_failed_and_restart_clears_it():
     driven.send(ev.Exited(3, signal=11))
     assert driven.state is State.FAILED
     assert driven.machine.reason == "process 1003 was killed by signal 11 (SIGSEGV); restart limit 2/60s reached"
-    assert of(ev.Refuse, driven.send(ev.StartAsked()))
-    assert of(ev.Spawn, driven.send(ev.RestartAsked(4.0))) == [ev.Spawn(4)]
+    assert of(ev.Refuse, driven.send(ev.StartRequested()))
+    assert of(ev.Spawn, driven.send(ev.RestartRequested(4.0))) == [ev.Spawn(4)]
     driven.to(State.READY, 4)
     driven.send(ev.Exited(4, signal=11))
     assert driven.state is State.BACKOFF
@@ -178,7 +178,7 @@ def test_slow_failures_outside_the_window_go_on_restarting_but_starts_that_never
 )
 def test_a_configuration_error_fails_at_once_and_is_tried_again_after_a_long_pause(event):
     driven = DrivenMachine()
-    driven.send(ev.StartAsked())
+    driven.send(ev.StartRequested())
     driven.send(event)
     assert driven.state is State.FAILED
     assert driven.machine.retry_in_s(driven.now) == LIMITS.failed_first_s
@@ -206,7 +206,7 @@ def test_a_failed_group_tries_again_after_pauses_that_grow_to_an_hour_until_it_i
         driven.fire(Timer.BACKOFF)
         pauses.append(fail(driven))
     assert pauses == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
-    assert of(ev.Spawn, driven.send(ev.RestartAsked(4.0)))  # an operator's restart does not wait
+    assert of(ev.Spawn, driven.send(ev.RestartRequested(4.0)))  # an operator's restart does not wait
     driven.to(State.READY, driven.machine.child)
     driven.now += LIMITS.stable_s
     driven.send(ev.Exited(driven.machine.child, signal=11))
@@ -216,7 +216,7 @@ def test_a_failed_group_tries_again_after_pauses_that_grow_to_an_hour_until_it_i
 def test_a_group_that_was_never_ready_is_given_up_sooner():
     limits = SupervisionLimits()
     driven = DrivenMachine(limits)
-    driven.send(ev.StartAsked())
+    driven.send(ev.StartRequested())
     while driven.state is not State.FAILED:
         driven.send(ev.Spawned(driven.machine.child, 2000))
         driven.send(ev.Exited(driven.machine.child, code=1))
@@ -235,15 +235,15 @@ def test_no_restarts_allowed_means_that_a_failed_group_stays_failed():
 
 def test_a_lack_of_the_supervisor_is_a_pause_and_never_counts():
     driven = DrivenMachine()
-    driven.send(ev.StartAsked())
+    driven.send(ev.StartRequested())
     for child in range(1, 50):
         driven.send(ev.SpawnFailed(child, "too many open files", configuration=False))
-        assert (driven.state, driven.machine.lacking) == (State.BACKOFF, True)
+        assert (driven.state, driven.machine.short_of_resources) == (State.BACKOFF, True)
         driven.fire(Timer.BACKOFF)
-    assert (driven.machine.restarts, driven.machine.lacking) == (0, False)
+    assert (driven.machine.restarts, driven.machine.short_of_resources) == (0, False)
     driven.to(State.READY, 50)
     driven.send(ev.Exited(50, code=1))
-    assert (driven.state, driven.machine.lacking) == (State.BACKOFF, False)
+    assert (driven.state, driven.machine.short_of_resources) == (State.BACKOFF, False)
     driven.fire(Timer.BACKOFF)
     assert driven.machine.restarts == 1
 

@@ -13,7 +13,7 @@ from tests.supervision.driven_machine import DrivenMachine, of, signals
 def test_a_stop_escalates_from_message_to_term_to_kill_to_quarantine():
     driven = DrivenMachine().to(State.READY)
     began = driven.now
-    said = driven.send(ev.StopAsked(4.0))
+    said = driven.send(ev.StopRequested(4.0))
     assert of(ev.SendShutdown, said) == [ev.SendShutdown(1, "stop asked")]
     assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.TERMINATE]
     assert driven.now - began == 2.0
@@ -23,8 +23,8 @@ def test_a_stop_escalates_from_message_to_term_to_kill_to_quarantine():
     assert driven.state is State.FAILED
     assert driven.machine.quarantined
     assert "quarantine" in driven.machine.reason
-    assert of(ev.Refuse, driven.send(ev.RestartAsked(4.0)))
-    assert not of(ev.Spawn, driven.send(ev.StartAsked()))
+    assert of(ev.Refuse, driven.send(ev.RestartRequested(4.0)))
+    assert not of(ev.Spawn, driven.send(ev.StartRequested()))
     driven.send(ev.Exited(1, signal=9))
     assert driven.state is State.STOPPED
     assert not driven.machine.quarantined
@@ -38,13 +38,13 @@ def test_a_failed_daemon_that_does_not_die_is_quarantined_until_its_exit_and_a_r
     assert driven.machine.quarantined
     driven.send(ev.Exited(1, signal=9))
     assert driven.state is State.FAILED
-    assert of(ev.Spawn, driven.send(ev.RestartAsked(4.0))) == [ev.Spawn(2)]
+    assert of(ev.Spawn, driven.send(ev.RestartRequested(4.0))) == [ev.Spawn(2)]
 
 
 @pytest.mark.parametrize("state", [State.STARTING, State.LOADING])
 def test_a_stop_during_the_start_terminates_at_once(state):
     driven = DrivenMachine().to(state)
-    assert signals(driven.send(ev.StopAsked(4.0, drain_s=2.0))) == [ProcessSignal.TERMINATE]
+    assert signals(driven.send(ev.StopRequested(4.0, drain_s=2.0))) == [ProcessSignal.TERMINATE]
     driven.send(ev.Exited(1, code=0))
     assert driven.state is State.STOPPED
     assert driven.due == {}
@@ -52,8 +52,8 @@ def test_a_stop_during_the_start_terminates_at_once(state):
 
 def test_a_stop_before_the_spawn_waits_for_the_process():
     driven = DrivenMachine()
-    driven.send(ev.StartAsked())
-    assert not signals(driven.send(ev.StopAsked(4.0)))
+    driven.send(ev.StartRequested())
+    assert not signals(driven.send(ev.StopRequested(4.0)))
     assert signals(driven.send(ev.Spawned(1, 1001))) == [ProcessSignal.TERMINATE]
     driven.send(ev.Exited(1, signal=15))
     assert driven.state is State.STOPPED
@@ -61,27 +61,27 @@ def test_a_stop_before_the_spawn_waits_for_the_process():
 
 def test_later_stops_only_shorten():
     driven = DrivenMachine().to(State.READY)
-    driven.send(ev.StopAsked(4.0))
-    assert driven.send(ev.StopAsked(60.0)) == []
-    driven.send(ev.StopAsked(1.0))
+    driven.send(ev.StopRequested(4.0))
+    assert driven.send(ev.StopRequested(60.0)) == []
+    driven.send(ev.StopRequested(1.0))
     assert driven.due[Timer.ESCALATION] == driven.now + 0.5
-    assert signals(driven.send(ev.StopAsked(0.0))) == [ProcessSignal.KILL]
-    assert driven.send(ev.StopAsked(0.0)) == []
+    assert signals(driven.send(ev.StopRequested(0.0))) == [ProcessSignal.KILL]
+    assert driven.send(ev.StopRequested(0.0)) == []
 
 
 def test_a_stop_takes_the_place_of_a_restart_and_not_the_other_way_round():
     driven = DrivenMachine().to(State.READY)
-    driven.send(ev.RestartAsked(4.0))
-    driven.send(ev.StopAsked(4.0))
-    assert of(ev.Refuse, driven.send(ev.RestartAsked(4.0)))
-    assert of(ev.Refuse, driven.send(ev.StartAsked()))
+    driven.send(ev.RestartRequested(4.0))
+    driven.send(ev.StopRequested(4.0))
+    assert of(ev.Refuse, driven.send(ev.RestartRequested(4.0)))
+    assert of(ev.Refuse, driven.send(ev.StartRequested()))
     driven.send(ev.Exited(1, code=0))
     assert driven.state is State.STOPPED
 
 
 def test_a_restart_drains_first_and_starts_when_the_old_process_is_gone():
     driven = DrivenMachine().to(State.READY)
-    assert of(ev.AnnounceDraining, driven.send(ev.RestartAsked(10.0, drain_s=5.0)))
+    assert of(ev.AnnounceDraining, driven.send(ev.RestartRequested(10.0, drain_s=5.0)))
     assert driven.state is State.DRAINING
     said = driven.send(ev.Drained(1))
     assert of(ev.AnnounceLost, said)
@@ -93,7 +93,7 @@ def test_a_restart_drains_first_and_starts_when_the_old_process_is_gone():
 
 def test_a_drain_ends_at_its_deadline():
     driven = DrivenMachine().to(State.READY)
-    driven.send(ev.StopAsked(10.0, drain_s=5.0))
+    driven.send(ev.StopRequested(10.0, drain_s=5.0))
     assert of(ev.SendShutdown, driven.fire(Timer.DRAIN))
     assert driven.state is State.STOPPING
 
@@ -102,6 +102,6 @@ def test_a_drain_ends_at_its_deadline():
 def test_a_stop_in_backoff_cancels_the_next_start(timer):
     driven = DrivenMachine().to(State.READY)
     driven.send(ev.Exited(1, signal=9))
-    assert ev.CancelTimer(timer) in driven.send(ev.StopAsked(4.0))
+    assert ev.CancelTimer(timer) in driven.send(ev.StopRequested(4.0))
     assert driven.state is State.STOPPED
     assert driven.machine.handle(ev.TimerFired(timer), driven.now) == []

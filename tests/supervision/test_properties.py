@@ -87,15 +87,15 @@ class World(RuleBasedStateMachine):
     def start(self):
         if self.state is State.STOPPED:
             self.restarts = []
-        self.tell(ev.StartAsked())
+        self.tell(ev.StartRequested())
 
     @rule(deadline_s=deadlines, drain_s=deadlines)
     def stop(self, deadline_s, drain_s):
-        self.tell(ev.StopAsked(deadline_s, drain_s))
+        self.tell(ev.StopRequested(deadline_s, drain_s))
 
     @rule(deadline_s=deadlines, drain_s=deadlines)
     def restart(self, deadline_s, drain_s):
-        instructions = self.machine.handle(ev.RestartAsked(deadline_s, drain_s), self.now)
+        instructions = self.machine.handle(ev.RestartRequested(deadline_s, drain_s), self.now)
         if not any(isinstance(instruction, ev.Refuse) for instruction in instructions):
             self.restarts = []
         for instruction in instructions:
@@ -138,7 +138,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.child is not None and self.spawned)
     @rule(phase=phases)
     def beats(self, phase):
-        self.tell(ev.Beat(self.child, phase))
+        self.tell(ev.HeartbeatReceived(self.child, phase))
 
     @precondition(lambda self: self.child is not None and self.spawned)
     @rule(configuration=st.booleans(), exiting=st.booleans())
@@ -146,7 +146,7 @@ class World(RuleBasedStateMachine):
         self.tell(ev.Failure(self.child, "failed", configuration, exiting))
 
     @precondition(lambda self: self.child is not None and self.spawned)
-    @rule(event=st.sampled_from([ev.Progressed, ev.Drained]))
+    @rule(event=st.sampled_from([ev.ProgressReceived, ev.Drained]))
     def small_news(self, event):
         self.tell(event(self.child))
 
@@ -237,7 +237,7 @@ class World(RuleBasedStateMachine):
         """Whatever happened: a stop ends in time, when kills work and when they do not."""
         if not hasattr(self, "machine"):
             return
-        self.tell(ev.StopAsked(4.0, 1.0))
+        self.tell(ev.StopRequested(4.0, 1.0))
         if self.child is not None and not self.spawned:
             self.spawned = True
             self.tell(ev.Spawned(self.child, 1))

@@ -71,7 +71,7 @@ RULES: Final = ParameterRules(
 
 
 class AnthropicToolChoice(msgspec.Struct):
-    """Whether and which tools are called."""
+    """Choice of tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -79,7 +79,7 @@ class AnthropicToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model thinks, and whether its thinking is sent (`display`)."""
+    """Switch of thinking; `display`: its text is sent, or not."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -101,7 +101,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class PromptBody(msgspec.Struct, kw_only=True):
-    """What makes a prompt, common to both endpoints.  None: absent, the default applies."""
+    """Fields of a prompt, common to both endpoints.  None: absent, the default applies."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -410,7 +410,7 @@ SIGNATURE: Final = "unsigned"
 
 _Event = dict[str, object]
 _FIELDS: Final = {"text": "text", "thinking": "thinking", "tool_use": "input"}
-"""What the deltas of a block add up to."""
+"""Field of a block that its deltas add up to, by type."""
 _STOP_REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 

@@ -207,7 +207,7 @@ _STOP_TYPES: Final[dict[FinishReason, str]] = {"length": "limit", "stop": "eos",
 
 @dataclass(slots=True)
 class _Choice:
-    """What a choice was so far."""
+    """State of a choice."""
 
     n_prompt: int
     prompt: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,10 +20,9 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseFormatter, ResponseId, make_envelope, respond
+from lucevisor.api.generation import OpenAiFormatter, ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
-    Envelope,
     TokenRecord,
     UsageTotals,
     chat_logprobs,
@@ -61,7 +60,6 @@ from lucevisor.errors import show
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
 from lucevisor.text.preamble import normalised
 from lucevisor.text.template import ChatTemplate, EncodedPrompt, RenderedPrompt, TemplateError
-from lucevisor.text.tokenizer import Tokenizer
 
 
 class ReasoningObject(msgspec.Struct):
@@ -556,26 +554,17 @@ class ChatRequestBuilder:
         return param
 
 
-_CHUNK = "chat.completion.chunk"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFormatter(ResponseFormatter):
-    """One response.  `token_ids`: they were requested, and those of the `prompt`; `custom`: names of tools whose input
-    is text; `reasoning`: it is shown."""
+class ChatFormatter(OpenAiFormatter):
+    """`custom`: names of tools whose input is text; `reasoning`: it is shown."""
 
-    envelope: Envelope
-    tokenizer: Tokenizer
-    logprobs: bool
-    token_ids: bool
-    prompt: Sequence[int] = ()
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
     custom: Sequence[str] = ()
     reasoning: bool = True
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk that names the role."""
-        chunks = self._chunk(index, {"role": "assistant", "content": ""}, ChoiceDelta(None))
-        return [{**chunk, **self._prompt()} for chunk in chunks]
+        return [self._chunk(index, {"role": "assistant", "content": ""}, ChoiceDelta(None)) | self.prompt_ids(index)]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
@@ -590,38 +579,21 @@ class ChatFormatter(ResponseFormatter):
                 fields["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
             case None:
                 pass
-        return self._chunk(index, fields, delta)
-
-    def end(self, totals: UsageTotals) -> Sequence[object]:
-        """Return the chunk with the usage and no choice, if it was requested."""
-        return self.envelope.usage_chunk(_CHUNK, totals)
+        return [self._chunk(index, fields, delta)]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
-        return {
-            **self.envelope.head("chat.completion"),
-            "choices": [self._full_choice(index, deltas) for index, deltas in enumerate(choices)],
-            "usage": totals.usage(),
-            "timings": totals.timings_json(),
-            **self._prompt(),
-        }
+        bodies = [self._full_choice(index, deltas) for index, deltas in enumerate(choices)]
+        return self.response("chat.completion", bodies, totals) | self.prompt_ids(0)
 
-    def _prompt(self) -> dict[str, object]:
-        return {"prompt_token_ids": list(self.prompt)} if self.token_ids else {}
-
-    def _chunk(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> Sequence[dict[str, object]]:
-        return [self.envelope.chunk(_CHUNK, index, self._choice(index, fields, delta), delta.n_tokens)]
-
-    def _choice(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
+    def _chunk(self, index: int, fields: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
             "delta": fields,
             "logprobs": self._logprobs(delta.tokens),
             "finish_reason": delta.finish_reason,
         }
-        if self.token_ids:
-            choice["token_ids"] = list(delta.token_ids)
-        return choice
+        return self.chunk(index, choice, delta)
 
     def _full_choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
         events = [delta.event for delta in deltas]
@@ -643,9 +615,7 @@ class ChatFormatter(ResponseFormatter):
             "logprobs": self._logprobs([token for delta in deltas for token in delta.tokens], full=True),
             "finish_reason": deltas[-1].finish_reason,
         }
-        if self.token_ids:
-            choice["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
-        return choice
+        return self.with_ids(choice, deltas)
 
     def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
         if not self.logprobs or not (full or any(token.content for token in tokens)):
@@ -672,7 +642,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         tokenizer=ctx.tokenizer,
         logprobs=options.logprobs,
         token_ids=options.token_ids,
-        prompt=prepared.prompts[0],
+        n=options.n,
+        prompts=prepared.prompts,
         custom=options.custom,
         reasoning=options.show_reasoning,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from aiohttp import web
 from msgspec import Meta
@@ -16,10 +16,9 @@ from lucevisor.api.app_context import AppContext
 from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_form
 from lucevisor.api.errors import bad_parameter
-from lucevisor.api.generation import ResponseFormatter, ResponseId, make_envelope, respond
+from lucevisor.api.generation import OpenAiFormatter, ResponseId, make_envelope, respond
 from lucevisor.api.output import (
     ChoiceDelta,
-    Envelope,
     UsageTotals,
     completion_logprobs,
     echoed_logprobs,
@@ -200,75 +199,47 @@ _KIND = "text_completion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionFormatter(ResponseFormatter):
-    """`n`: choices per prompt; `echoes`: the text of each prompt if it is to be repeated, else empty.
+class CompletionFormatter(OpenAiFormatter):
+    """`echoes`: the text of each prompt if it is to be repeated, else empty; `scored`: log-probabilities of the prompts
+    were requested."""
 
-    `prompts`: their ids; `scored`: log-probabilities of them are wanted.
-    """
-
-    envelope: Envelope
-    tokenizer: Tokenizer
-    n: int
+    chunk_kind: ClassVar[str] = _KIND
     echoes: tuple[str, ...]
-    logprobs: bool
-    token_ids: bool
-    prompts: Sequence[Sequence[int]]
     scored: bool = False
 
     def start(self, index: int) -> Sequence[object]:
         """Return the chunk with the prompt, as text or ids, if that was requested."""
         if not (self.echoes or self.token_ids):
             return ()
-        choice = self._choice(index, self._echo(index), ChoiceDelta(None)) | self._prompt(index)
-        return self._chunk(index, choice, ChoiceDelta(None))
+        delta = ChoiceDelta(None)
+        choice = self._choice(index, self._echo(index), delta) | self.prompt_ids(index)
+        return [self.chunk(index, choice, delta)]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
         """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
-        return self._chunk(index, self._choice(index, _text(delta), delta), delta)
-
-    def end(self, totals: UsageTotals) -> Sequence[object]:
-        """Return the chunk with the usage and no choice, if it was requested."""
-        return self.envelope.usage_chunk(_KIND, totals)
+        return [self.chunk(index, self._choice(index, _text(delta), delta), delta)]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
         """Return the whole response as one object."""
-        result = []
+        bodies = []
         for index, deltas in enumerate(choices):
-            joined = ChoiceDelta(
-                None,
-                tuple(token for delta in deltas for token in delta.tokens),
-                tuple(token_id for delta in deltas for token_id in delta.token_ids),
-                deltas[-1].finish_reason,
-                prompt_scores=deltas[-1].prompt_scores,
-            )
+            tokens = tuple(token for delta in deltas for token in delta.tokens)
+            joined = replace(deltas[-1], tokens=tokens)
             text = self._echo(index) + "".join(map(_text, deltas))
-            result.append(self._choice(index, text, joined, full=True) | self._prompt(index))
-        return {
-            **self.envelope.head(_KIND),
-            "choices": result,
-            "usage": totals.usage(),
-            "timings": totals.timings_json(),
-        }
+            choice = self._choice(index, text, joined, full=True) | self.prompt_ids(index)
+            bodies.append(self.with_ids(choice, deltas))
+        return self.response(_KIND, bodies, totals)
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _prompt(self, index: int) -> dict[str, object]:
-        return {"prompt_token_ids": list(self.prompts[index // self.n])} if self.token_ids else {}
-
-    def _chunk(self, index: int, choice: object, delta: ChoiceDelta) -> Sequence[object]:
-        return [self.envelope.chunk(_KIND, index, choice, delta.n_tokens)]
-
     def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
-        choice: dict[str, object] = {
+        return {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(index, delta, full=full),
             "finish_reason": delta.finish_reason,
         }
-        if self.token_ids:
-            choice["token_ids"] = list(delta.token_ids)
-        return choice
 
     def _logprobs(self, index: int, delta: ChoiceDelta, *, full: bool) -> object:
         if not self.logprobs or not (delta.tokens or full):

@@ -44,7 +44,7 @@ from lucevisor.api.schemas import (
 )
 from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
-from lucevisor.protocol.steps import Sampling
+from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class TextConfig(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    """How much the model thinks, and whether its thinking comes as a summary."""
+    """Effort of thinking, and the kind of its summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -224,7 +224,7 @@ _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text
 
 @dataclass(slots=True)
 class _Turn:
-    """What the assistant did since the last input."""
+    """Items of the assistant since the last input."""
 
     origin: str = ""
     reasoning: list[str] = field(default_factory=list)
@@ -546,7 +546,7 @@ def _translate_output(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
         chat.fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
 
 
-def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: Sampling) -> dict[str, object]:
+def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams) -> dict[str, object]:
     """Return the fields of the request that the response repeats."""
     reasoning = body.reasoning
     return {
@@ -822,7 +822,7 @@ _CALL_TEXTS: Final = {"function_call": "arguments", "custom_tool_call": "input"}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which items of a list a client asks for: at most `limit`, those behind `after` in its order."""
+    """Items of a list to return: at most `limit`, those after `after` in its order."""
 
     limit: int
     after: str | None

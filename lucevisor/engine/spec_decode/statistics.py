@@ -1,7 +1,7 @@
 """Statistics of speculation since the start: drafts made, verified and accepted, acceptance length, times.
 
-Pure: counts in, sums out.  Decides nothing; speculation.py does, by what was accepted of late.  Counts are kept apart
-by the origin of a sequence's prefix, so that an acceptance that suffers from a restore or a recovery shows.
+Counts are kept by the origin of a sequence's prefix, so that an acceptance rate that suffers from a restore or a
+recovery shows.
 
 Invariants: accepted <= verified <= drafted; a decode yields one token and one more for every accepted draft, except
 where the stop id was a draft: then none follows it.  The times of a step are shared out by rows and add up to it.

@@ -84,7 +84,7 @@ class Alternatives:
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 branches = [self._of(branch, where) for branch in schema[key]]
-                if key == "oneOf" and not self._exclude_each_other(branches, where):
+                if key == "oneOf" and not self._disjoint_branches(branches, where):
                     self.refuse(where, "oneOf", "whose schemas may both fit")
                 alternatives = self._intersection(alternatives, list(chain.from_iterable(branches)), where)
         for choice in _dependencies(schema):
@@ -155,18 +155,26 @@ class Alternatives:
             elif key in _LISTS:
                 merged[key] = [*previous, *(item for item in value if item not in previous)]
             elif key == "enum":
-                constants = {json.dumps(item, sort_keys=True) for item in value}
-                merged[key] = [item for item in previous if json.dumps(item, sort_keys=True) in constants]
+                constants = set(map(_comparable, value))
+                merged[key] = [item for item in previous if _comparable(item) in constants]
             elif key == "uniqueItems":
                 merged[key] = True
             elif key in _CONFLICTING:
                 self.refuse(where, key, "in two schemas")
         return merged | _merged_properties(first, second)
 
-    def _exclude_each_other(self, branches: Sequence[Sequence[Mapping[str, Any]]], where: str) -> bool:
-        """Whether no value can fit two of the branches."""
+    def exclude_each_other(self, schemas: Sequence[object]) -> bool:
+        """Return whether no value can fit two of the schemas, as far as is easily told."""
+        try:
+            return self._disjoint_branches([self._of(schema, "") for schema in schemas], "")
+        except (TypeError, ValueError, AttributeError):  # keywords that do not concern the type may be anything
+            return False
+
+    def _disjoint_branches(self, branches: Sequence[Sequence[Mapping[str, Any]]], where: str) -> bool:
         return all(
-            self._disjoint(a, b, where, 3) for first, second in combinations(branches, 2) for a in first for b in second
+            self._disjoint(a, b, where, 3)
+            for first, second in combinations(branches, 2)
+            for a, b in product(first, second)
         )
 
     def _disjoint(self, first: Mapping[str, Any], second: Mapping[str, Any], where: str, depth: int) -> bool:
@@ -185,7 +193,7 @@ class Alternatives:
                 if _property(b, key) is False:
                     return True
                 options = [self._of(_property(schema, key), where) for schema in (a, b)]
-                if all(self._disjoint(mine, theirs, where, depth - 1) for mine, theirs in product(*options)):
+                if all(self._disjoint(left, right, where, depth - 1) for left, right in product(*options)):
                     return True
         return False
 
@@ -213,6 +221,19 @@ def _fitting(alternative: dict[str, Any]) -> dict[str, Any]:
         return alternative
     constants = [value for value in alternative["enum"] if type_of(value) in alternative["type"]]
     return {**alternative, "enum": constants, "type": sorted({type_of(value) for value in constants})}
+
+
+def _comparable(value: Any) -> str:
+    """A constant as text, in which 1.0 is 1, as JSON schema compares them."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:

@@ -4,13 +4,11 @@ A strict schema is enforced whole or refused, with the keyword and its path.  Fr
 enforced is dropped, alone; what is left allows whatever the schema allows.  Objects then have the properties that the
 schema names, and no others unless it says so: models write some that nobody asked for, and small ones do not stop;
 vLLM and llama.cpp allow none by default either.
-Knows JSON schema, all dialects since draft 4, and llguidance's subset of it; no requests and no tokens.
-Invariant: whatever fits the result of a strict schema fits the schema.
+All dialects since draft 4 are read.  Invariant: whatever fits the result of a strict schema fits the schema.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -21,8 +19,9 @@ from typing import Any, Final
 
 from lucevisor.errors import show
 from lucevisor.text import patterns
+from lucevisor.text.grammar.alternatives import Alternatives
 from lucevisor.text.grammar.matcher import GrammarError
-from lucevisor.text.references import REFERENCES, Document, Place, UnresolvedReferenceError, without_endless
+from lucevisor.text.references import Flattener, UnresolvedReferenceError, resolved_name, without_endless
 
 MAX_DEPTH: Final = 80
 """Schemas within one another, references followed: llguidance follows them on its stack."""
@@ -40,7 +39,7 @@ _ARRAY: Final = ("items", "prefixItems", "additionalItems", "minItems", "maxItem
 _STRING: Final = ("pattern", "format", "minLength", "maxLength")
 _NUMBER: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS: Final = ("allOf", "anyOf", "oneOf")
-_APPLICATORS: Final = (*REFERENCES, *_LISTS, "if", "not", "dependentSchemas", "dependencies")
+_APPLICATORS: Final = ("$ref", *_LISTS, "if", "not", "dependentSchemas", "dependencies")
 _TYPE_OF_GROUP: Final = ((_OBJECT, "object"), (_ARRAY, "array"), (_STRING, "string"), (_NUMBER, "number"))
 _GROUPS: Final = {key: group for group, _ in _TYPE_OF_GROUP for key in group}
 _CONSTRAINTS: Final = frozenset([*_GROUPS, *_APPLICATORS, "type", "enum", "const", "dependentRequired"])
@@ -62,9 +61,12 @@ def prepared(schema: Mapping[str, Any], *, lenient: bool) -> Ready:
     ``lenient``: drop keywords that cannot be enforced.  Raises GrammarError naming the keyword otherwise, and for what
     is no JSON schema.
     """
-    ready = _Preparation(schema, lenient).whole()
-    if isinstance(ready, dict):
-        ready = without_endless(ready)
+    flattener = Flattener(schema, lenient)
+    try:
+        flat = without_endless(flattener.flattened())
+    except UnresolvedReferenceError as unresolved:
+        raise GrammarError(str(unresolved)) from None
+    ready = False if isinstance(flat, bool) else _Preparation(flat, flattener.paths, lenient).prepared()
     error = _compile_error(ready)
     if error and lenient:
         ready, error = _relaxed(ready, error)
@@ -110,28 +112,50 @@ class _Survey:
         return self.declares and not self.is_open and self.min_properties <= len(self.names)
 
 
-class _Preparation:
-    """Prepares one root schema; ``definitions``: what is referred to, by the names that references get."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A schema, and a pointer to it in the schema that the client sent."""
 
-    def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
-        self.document = Document(root)
+    schema: Any
+    path: str
+
+    def child(self, *steps: str | int) -> _Place:
+        """Return what lies under these keys; raises LookupError."""
+        value, path = self.schema, self.path
+        for step in steps:
+            value = value[step]
+            path += "/" + str(step).replace("~", "~0").replace("/", "~1")
+        return _Place(value, path)
+
+
+class _Preparation:
+    """Prepares a flattened schema; ``paths``: of its definitions in the schema that the client sent."""
+
+    def __init__(self, flat: Mapping[str, Any], paths: Mapping[str, str], lenient: bool) -> None:
+        self.root, self._given_definitions, self._paths = _Place(flat, "#"), flat.get("$defs", {}), paths
+        self.alternatives = Alternatives(self._given_definitions, strict=False)
         self.lenient = lenient
         self._definitions: dict[str, Ready] = {}
-        self._names: dict[tuple[int, _Scope], str] = {}
-        self._active: list[int] = [id(root)]
+        self._names: dict[tuple[str, _Scope], str] = {}
+        self._active = [name for name, path in paths.items() if path == self.root.path]
         self._surveys: dict[int, _Survey] = {}
         self._made: list[Mapping[str, Any]] = []  # kept, as surveys are found by identity
         self._depth = 0
 
-    def whole(self) -> Ready:
-        ready = self.value(self.document.root, _Scope())
+    def prepared(self) -> Ready:
+        ready = self.value(self.root, _Scope())
         if self._definitions and isinstance(ready, dict):
             ready["$defs"] = self._definitions
         return ready
 
+    def target(self, place: _Place) -> _Place:
+        """The definition that a schema refers to."""
+        name = resolved_name(place.schema)
+        return _Place(self._given_definitions[name], self._paths[name])
+
     # -- one schema
 
-    def value(self, place: Place, scope: _Scope) -> Ready:
+    def value(self, place: _Place, scope: _Scope) -> Ready:
         schema = place.schema
         if isinstance(schema, bool):
             return schema
@@ -145,31 +169,20 @@ class _Preparation:
         finally:
             self._depth -= 1
 
-    def _without_siblings(self, place: Place, scope: _Scope) -> Place:
-        """The place, less the keywords beside a reference where they do not count or go round in a circle."""
+    def _without_siblings(self, place: _Place, scope: _Scope) -> _Place:
+        """The place, less the keywords beside a reference that go round in a circle."""
         schema = place.schema
-        if "$ref" not in schema:
+        if "$ref" not in schema or resolved_name(schema) not in self._active:
             return place
-        alone = self.document.ref_stands_alone
-        if not alone and (scope.part or _constraints(schema) > 1) and self._is_active(place):
-            beside = next((key for key in schema if key in _CONSTRAINTS and key != "$ref"), "$ref")
-            self.unsupported(place, beside, "cannot be enforced beside a reference to a schema that contains it")
-            if scope.part:
-                return self._with(place, {key: value for key, value in schema.items() if key != "$ref"})
-            alone = True
-        return self._with(place, {"$ref": schema["$ref"]}) if alone else place
-
-    def _with(self, place: Place, schema: Mapping[str, Any]) -> Place:
+        if not scope.part and _constraints(schema) == 1:
+            return place
+        beside = next((key for key in schema if key in _CONSTRAINTS and key != "$ref"), "$ref")
+        self.unsupported(place, beside, "cannot be enforced beside a reference to a schema that contains it")
+        schema = {key: value for key, value in schema.items() if (key == "$ref") != scope.part}
         self._made.append(schema)
         return replace(place, schema=schema)
 
-    def _is_active(self, place: Place) -> bool:
-        try:
-            return id(self.document.target(place, "$ref").schema) in self._active
-        except UnresolvedReferenceError:
-            return False
-
-    def _schema(self, place: Place, scope: _Scope) -> Ready:
+    def _schema(self, place: _Place, scope: _Scope) -> Ready:
         schema: Mapping[str, Any] = place.schema
         kinds = self.kinds(place)
         survey = self.survey(place)
@@ -182,10 +195,10 @@ class _Preparation:
             inner = _Scope(part=True, shared=scope.shared | several)
         return _SchemaWriter(self, place, kinds, inner, closing, composed=composed or scope.part).written()
 
-    def kinds(self, place: Place) -> frozenset[str]:
+    def kinds(self, place: _Place) -> frozenset[str]:
         """The types that a schema's own ``type`` allows."""
-        given = place.schema.get("type", _ALL_KINDS)
-        kinds = [given] if isinstance(given, str) else given
+        type_ = place.schema.get("type", _ALL_KINDS)
+        kinds = [type_] if isinstance(type_, str) else type_
         if not isinstance(kinds, Sequence) or not kinds:
             raise _malformed(place, "type", "is neither a type nor a list of types")
         for kind in kinds:
@@ -193,37 +206,30 @@ class _Preparation:
                 raise _malformed(place, "type", f"{show(kind)} is not a type of JSON schema")
         return frozenset("number" if kind == "integer" else kind for kind in kinds)
 
-    def unsupported(self, place: Place, keyword: str, reason: str = "cannot be enforced") -> None:
+    def unsupported(self, place: _Place, keyword: str, reason: str = "cannot be enforced") -> None:
         """Refuse a keyword of a strict schema; the caller drops it otherwise."""
         if not self.lenient:
             raise GrammarError(f"{keyword} at {place.path} {reason}")
 
     # -- references
 
-    def reference(self, place: Place, key: str, scope: _Scope) -> Ready:
-        """The reference to a definition, which is prepared here the first time; True for one that is dropped."""
-        if not isinstance(place.schema[key], str):
-            raise _malformed(place, key, "is not text")
-        try:
-            target = self.document.target(place, key)
-        except UnresolvedReferenceError:
-            self.unsupported(place, key, f"leads nowhere: {show(place.schema[key])} is not in this schema")
-            return True
+    def reference(self, place: _Place, scope: _Scope) -> Ready:
+        """The reference to a definition, which is prepared here the first time."""
+        target, name = self.target(place), resolved_name(place.schema)
         if isinstance(target.schema, bool):
             return target.schema
-        definition = (id(target.schema), scope)
-        if definition not in self._names:
+        if (name, scope) not in self._names:
             if len(self._names) >= _MAX_DEFINITIONS:
                 raise GrammarError(f"it refers to more than {_MAX_DEFINITIONS} schemas")
-            self._names[definition] = name = f"d{len(self._names)}"
-            self._active.append(id(target.schema))
-            self._definitions[name] = self.value(target, scope)
+            self._names[name, scope] = prepared_name = f"d{len(self._names)}"
+            self._active.append(name)
+            self._definitions[prepared_name] = self.value(target, scope)
             self._active.pop()
-        return {"$ref": f"#/$defs/{self._names[definition]}"}
+        return {"$ref": f"#/$defs/{self._names[name, scope]}"}
 
     # -- what composed schemas say of an object
 
-    def survey(self, place: Place) -> _Survey:
+    def survey(self, place: _Place) -> _Survey:
         schema = place.schema
         if not isinstance(schema, Mapping):
             return _Survey(Counter())
@@ -231,30 +237,26 @@ class _Preparation:
             return self._surveys[id(schema)]
         self._surveys[id(schema)] = _Survey(Counter())  # while this one is made: circles end
         survey = self._own_survey(place)
-        for key in REFERENCES:
-            if key in schema:
-                try:
-                    survey.add(self.survey(self.document.target(place, key)))
-                except UnresolvedReferenceError:
-                    survey.is_open = True
+        if "$ref" in schema:
+            survey.add(self.survey(self.target(place)))
         for key in _LISTS:
             branches = _Survey(Counter())
             for i, _ in enumerate(_list(schema.get(key))):
-                branch = self.survey(self.document.child(place, key, i))
+                branch = self.survey(place.child(key, i))
                 branches.add(branch, alternative=key != "allOf")
             survey.add(branches)
         for key in ("then", "else"):
             if key in schema:
-                survey.add(self.survey(self.document.child(place, key)))
+                survey.add(self.survey(place.child(key)))
         for key in ("dependentSchemas", "dependencies"):
             schemas = schema.get(key)
             for name in schemas if isinstance(schemas, Mapping) else ():
-                survey.add(self.survey(self.document.child(place, key, name)))
+                survey.add(self.survey(place.child(key, name)))
         self._surveys[id(schema)] = survey
         return survey
 
     @staticmethod
-    def _own_survey(place: Place) -> _Survey:
+    def _own_survey(place: _Place) -> _Survey:
         schema = place.schema
         properties, required = schema.get("properties"), schema.get("required")
         survey = _Survey(Counter(list(properties) if isinstance(properties, Mapping) else []))
@@ -282,7 +284,7 @@ def _is_choice(schema: Mapping[str, Any]) -> bool:
     """Whether a schema only says that a value fits another, or one of several."""
     chosen = [key for key in _APPLICATORS if key in schema]
     alone = len(chosen) == 1 and (
-        chosen[0] in (*REFERENCES, "anyOf", "oneOf")
+        chosen[0] in ("$ref", "anyOf", "oneOf")
         or (chosen[0] == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1)
     )
     return alone and not any(key in schema for key in (*_OBJECT, "dependentRequired"))
@@ -292,7 +294,7 @@ def _constraints(schema: Mapping[str, Any]) -> int:
     return sum(key in _CONSTRAINTS for key in schema)
 
 
-def _malformed(place: Place, keyword: str, reason: str) -> GrammarError:
+def _malformed(place: _Place, keyword: str, reason: str) -> GrammarError:
     return GrammarError(f"{keyword} at {place.path} {reason}".lstrip() if keyword else f"{place.path} {reason}")
 
 
@@ -302,7 +304,7 @@ class _SchemaWriter:
     def __init__(
         self,
         preparation: _Preparation,
-        place: Place,
+        place: _Place,
         kinds: frozenset[str],
         scope: _Scope,
         closing: _Survey | None,
@@ -316,15 +318,15 @@ class _SchemaWriter:
         self._conjuncts: list[Ready] = []  # which the value must fit as well
 
     def written(self) -> Ready:
-        done = set[tuple[str, ...]]()
+        written_groups = set[tuple[str, ...]]()
         for key in self._schema:
             group = _GROUPS.get(key)
-            if group is not None and group not in done:
-                done.add(group)
+            if group is not None and group not in written_groups:
+                written_groups.add(group)
                 self._write_group(group)
             elif key in self._WRITERS:
                 self._WRITERS[key](self, key)
-        if self._closing is not None and _OBJECT not in done:
+        if self._closing is not None and _OBJECT not in written_groups:
             self._object()
         if self._conjuncts:
             self._out["allOf"] = [*self._out.get("allOf", []), *self._conjuncts]
@@ -342,7 +344,7 @@ class _SchemaWriter:
         return _malformed(self._place, keyword, reason)
 
     def _inner(self, *steps: str | int, scope: _Scope | None = None) -> Ready:
-        place = self._preparation.document.child(self._place, *steps)
+        place = self._place.child(*steps)
         return self._preparation.value(place, self._scope if scope is None else scope)
 
     # -- any value
@@ -363,7 +365,7 @@ class _SchemaWriter:
             self._drop(key, "has a number beyond what can be enforced")
 
     def _reference(self, key: str) -> None:
-        ready = self._preparation.reference(self._place, key, self._scope)
+        ready = self._preparation.reference(self._place, self._scope)
         if isinstance(ready, dict) and "$ref" not in self._out:
             self._out |= ready
         elif ready is not True:
@@ -383,16 +385,13 @@ class _SchemaWriter:
 
     def _one_of(self, key: str) -> None:
         branches = self._branches(key)
-        places = [self._preparation.document.child(self._place, key, i) for i in range(len(branches))]
+        places = [self._place.child(key, i) for i in range(len(branches))]
         if (names := _required_names(places)) is not None:
             branches = [
                 {"type": "object", "required": [name], "properties": dict.fromkeys(set(names) - {name}, False)}
                 for name in names
             ]
-        elif not all(
-            _Facts(self._preparation, a).excludes(_Facts(self._preparation, b))
-            for a, b in itertools.combinations(places, 2)
-        ):
+        elif not self._preparation.alternatives.exclude_each_other([place.schema for place in places]):
             self._drop(key, "has alternatives that may fit together; anyOf can be enforced")
         self._alternatives(branches)
 
@@ -403,7 +402,7 @@ class _SchemaWriter:
             self._out["anyOf"] = list(branches)
 
     def _not(self, key: str) -> None:
-        place = self._preparation.document.child(self._place, key)
+        place = self._place.child(key)
         schema = place.schema
         if schema is False:
             return
@@ -714,8 +713,7 @@ class _SchemaWriter:
 
     _WRITERS: Final[Mapping[str, Callable[[_SchemaWriter, str], None]]] = {
         "type": _type, "enum": _values, "const": _values,
-        "$ref": _reference, "$dynamicRef": _reference, "$recursiveRef": _reference,
-        "allOf": _all_of, "anyOf": _any_of, "oneOf": _one_of, "not": _not, "if": _if,
+        "$ref": _reference, "allOf": _all_of, "anyOf": _any_of, "oneOf": _one_of, "not": _not, "if": _if,
         "dependentRequired": _dependent_required, "dependentSchemas": _dependent_schemas, "dependencies": _dependencies,
     }  # fmt: skip
 
@@ -731,7 +729,7 @@ def _absent_or(name: str, ready: Ready) -> Ready:
     return {"anyOf": [{"properties": {name: False}}, ready]}
 
 
-def _required_names(places: Sequence[Place]) -> list[str] | None:
+def _required_names(places: Sequence[_Place]) -> list[str] | None:
     """The names that schemas require, if each does nothing but to require one."""
     names = []
     for place in places:
@@ -762,113 +760,8 @@ def _is_exact(value: Any) -> bool:
     return all(map(_is_exact, value.values()))
 
 
-class _Facts:
-    """What is known of the values of a schema: all of its schemas that always apply, references followed."""
-
-    def __init__(self, preparation: _Preparation, place: Place, depth: int = 0) -> None:
-        self._preparation, self._depth = preparation, depth
-        self._places = list(self._applying(place, set()))
-
-    def _applying(self, place: Place, seen: set[int]) -> Iterator[Place]:
-        schema = place.schema
-        if not isinstance(schema, Mapping) or id(schema) in seen:
-            return
-        seen.add(id(schema))
-        yield place
-        if isinstance(schema.get("$ref"), str):
-            with contextlib.suppress(UnresolvedReferenceError):
-                yield from self._applying(self._preparation.document.target(place, "$ref"), seen)
-        for i, _ in enumerate(schema["allOf"] if isinstance(schema.get("allOf"), list) else ()):
-            yield from self._applying(self._preparation.document.child(place, "allOf", i), seen)
-
-    def excludes(self, other: _Facts) -> bool:
-        """Return whether no value can fit both."""
-        kinds = self._kinds() & other._kinds()
-        if not kinds:
-            return True
-        constants, other_constants = self._constants(), other._constants()
-        if constants is not None and other_constants is not None and not constants & other_constants:
-            return True
-        if any(first._alternatives_exclude(second) for first, second in ((self, other), (other, self))):
-            return True
-        return kinds == {"object"} and self._depth < 4 and any(
-            self._property_excludes(other, name) for name in self._required() | other._required()
-        )  # fmt: skip
-
-    def _kinds(self) -> frozenset[str]:
-        kinds = frozenset(_ALL_KINDS)
-        for place in self._places:
-            kinds &= self._preparation.kinds(place)
-        constants = self._constants()
-        return kinds if constants is None else kinds & {_kind(json.loads(constant)) for constant in constants}
-
-    def _constants(self) -> set[str] | None:
-        constants: set[str] | None = None
-        for place in self._places:
-            for values in (place.schema.get("enum"), [place.schema["const"]] if "const" in place.schema else None):
-                if isinstance(values, list):
-                    listed = {json.dumps(_plain(value), sort_keys=True) for value in values}
-                    constants = listed if constants is None else constants & listed
-        return constants
-
-    def _required(self) -> set[str]:
-        return {name for place in self._places for name in _list(place.schema.get("required")) if isinstance(name, str)}
-
-    def _alternatives_exclude(self, other: _Facts) -> bool:
-        for place in self._places:
-            for key in ("anyOf", "oneOf"):
-                branches = [
-                    self._preparation.document.child(place, key, i) for i, _ in enumerate(_list(place.schema.get(key)))
-                ]
-                if branches and self._depth < 4 and all(
-                    _Facts(self._preparation, branch, self._depth + 1).excludes(other) for branch in branches
-                ):  # fmt: skip
-                    return True
-        return False
-
-    def _property_excludes(self, other: _Facts, name: str) -> bool:
-        return any(
-            a.schema is False or b.schema is False
-            or _Facts(self._preparation, a, self._depth + 1).excludes(_Facts(self._preparation, b, self._depth + 1))
-            for a in self._of(name)
-            for b in other._of(name)
-        )  # fmt: skip
-
-    def _of(self, name: str) -> Iterator[Place]:
-        """The schemas of a property; True where there are none."""
-        is_described = False
-        for place in self._places:
-            properties = place.schema.get("properties")
-            if isinstance(properties, Mapping) and name in properties:
-                is_described = True
-                yield self._preparation.document.child(place, "properties", name)
-            elif place.schema.get("additionalProperties") is False and "patternProperties" not in place.schema:
-                is_described = True
-                yield replace(place, schema=False)
-        if not is_described and self._places:
-            yield replace(self._places[0], schema={})
-
-
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else "boolean"
-    for kind, types in (("number", (int, float)), ("string", str), ("array", list)):
-        if isinstance(value, types):
-            return kind
-    return "object"
-
-
-def _plain(value: Any) -> Any:
-    """A constant in which 1.0 is 1, as JSON schema compares them."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 # -- what llguidance says
@@ -890,7 +783,7 @@ def _refusal_together(ready: dict[str, Any]) -> str:
     """Why keywords of one type do not go together: of a pattern and a length, it may be known only while followed."""
     if (refusal := _refusal(ready)) or not {"pattern", "format"} & ready.keys():
         return refusal
-    return _TOO_MUCH_WORK if patterns.gives_up(json.dumps({"json_schema": ready})) else ""
+    return _TOO_MUCH_WORK if patterns.exceeds_work_limit(json.dumps({"json_schema": ready})) else ""
 
 
 def _reason(error: str) -> str:

@@ -63,7 +63,7 @@ def text_terminal(schema: Mapping[str, Any], alternatives: Alternatives, where: 
         term = searched(str(pattern))
         if term is None:
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}")
-        elif terms and patterns.gives_up(_grammar(" & ".join([*terms, term]))):
+        elif terms and patterns.exceeds_work_limit(_grammar(" & ".join([*terms, term]))):
             alternatives.refuse(where, f"the pattern {json.dumps(pattern)}", "beside others or lengths: too much work")
         else:
             terms.append(term)

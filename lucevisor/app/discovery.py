@@ -1,0 +1,180 @@
+"""Interpreters with torch, the devices they see, and a configuration for a model on them: for `init` and
+`start MODEL.gguf`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from lucevisor.app.model_files import open_model
+from lucevisor.app.rundir import NAME, log_path
+from lucevisor.config import load
+from lucevisor.config.formats import HUB_PREFIX
+from lucevisor.deployment.probe import inventory
+from lucevisor.errors import ConfigError, LucevisorError
+from lucevisor.placement.devices import with_target_devices
+from lucevisor.placement.planner import plan
+from lucevisor.placement.result import Infeasible
+
+PROBE_S = 120.0
+"""Importing torch from a cold disk takes a minute."""
+
+_PROBE = """
+import json
+try:
+    import gguf, msgspec, numpy, torch
+    backend = "hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    n_devices = torch.cuda.device_count() if backend != "cpu" else 0
+    names = [torch.cuda.get_device_name(i) for i in range(n_devices)]
+    print(json.dumps({"torch": torch.__version__, "backend": backend, "devices": names}))
+except Exception as error:
+    print(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+"""
+
+
+class Interpreter(msgspec.Struct, frozen=True):
+    """What an interpreter answered. ``devices``: names of its GPUs; ``problem``: why it cannot run a daemon, if so."""
+
+    torch: str = ""
+    backend: Literal["cpu", "cuda", "hip"] = "cpu"
+    devices: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A backend group to be written. ``devices``: names of its GPUs."""
+
+    backend: str
+    python: str
+    torch: str
+    devices: tuple[str, ...] = ()
+
+    def toml(self) -> str:
+        """Return the section of a configuration file."""
+        lines = [f"[groups.{self.backend}]", f'backend = "{self.backend}"']
+        if self.python != sys.executable:
+            lines.append(f"python = {json.dumps(self.python)}")
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        devices = ", ".join(self.devices) or "this machine's processor"
+        return f"group {self.backend}: {devices}; torch {self.torch} of {self.python}"
+
+
+def model_name(model: str) -> str:
+    """Return a name for the supervisor of a model: the file's stem, or the repository's name."""
+    stem = model.removeprefix(HUB_PREFIX).partition(":")[0] if model.startswith(HUB_PREFIX) else model
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(stem).name.removesuffix(".gguf")).lstrip("_.-")[:64]
+    return name if NAME.match(name) else "model"
+
+
+def choose_groups(model: str, pythons: Sequence[str]) -> list[Group]:
+    """Return groups that hold ``model``: all GPUs of this machine, and its processor where those are too small or none.
+
+    Queries ``pythons``, this interpreter, and the virtual environments beside it and in the current directory.
+    Raises ConfigError when one of ``pythons`` cannot run a daemon, LucevisorError when none can.
+    """
+    pythons = [os.path.abspath(python) if "/" in python else python for python in pythons]
+    candidates = list(dict.fromkeys([*pythons, sys.executable, *_environments()]))
+    with ThreadPoolExecutor() as pool:
+        answers = dict(zip(candidates, pool.map(query, candidates), strict=True))
+    for python in pythons:
+        if answers[python].problem:
+            why = f"cannot run a daemon: {answers[python].problem}"
+            raise ConfigError("--python", python, why, "name one with torch, numpy, gguf and msgspec")
+    usable = {python: answer for python, answer in answers.items() if not answer.problem}
+    if not usable:
+        problems = "; ".join(f"{python}: {answer.problem}" for python, answer in answers.items())
+        raise LucevisorError(
+            f"no interpreter can run a daemon ({problems}); install torch, numpy, gguf and msgspec into one, "
+            "and name it with --python"
+        )
+    groups = assign(usable)
+    if groups[0].backend != "cpu" and not fits(model, groups):
+        groups.append(cpu_group(usable))
+    return groups
+
+
+def assign(interpreters: dict[str, Interpreter]) -> list[Group]:
+    """Return a group for each vendor whose GPUs an interpreter sees, of the first one; else one of backend cpu."""
+    groups: dict[str, Group] = {}
+    for python, found in interpreters.items():
+        if found.devices and found.backend not in groups:
+            groups[found.backend] = Group(found.backend, python, found.torch, found.devices)
+    return [*groups.values()] or [cpu_group(interpreters)]
+
+
+def cpu_group(interpreters: dict[str, Interpreter]) -> Group:
+    """Return a group of this machine's processor, in the first interpreter."""
+    python, found = next(iter(interpreters.items()))
+    return Group("cpu", python, found.torch)
+
+
+def query(python: str) -> Interpreter:
+    """Ask an interpreter for its torch and devices. Never raises; see ``problem``."""
+    command = [python, "-P", "-c", _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PROBE_S, check=False, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return Interpreter(problem=error.strerror or str(error))
+    except subprocess.TimeoutExpired:
+        return Interpreter(problem=f"no answer within {PROBE_S:.0f} s")
+    try:
+        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Interpreter)
+    except msgspec.DecodeError:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
+        return Interpreter(problem=f"is not a Python interpreter of 3.11 or newer ({said})")
+
+
+def write_config(model: str, groups: Sequence[Group]) -> str:
+    """Return the text of a configuration file that serves ``model`` on ``groups``, split automatically."""
+    path = model if model.startswith(HUB_PREFIX) else str(Path(model).resolve())
+    return "\n".join([f"[model]\npath = {json.dumps(path)}\n", *(group.toml() for group in groups)])
+
+
+def save_config(model: str, groups: Sequence[Group], name: str) -> Path:
+    """Write the configuration of ``model`` beside the log of supervisor ``name``, and return its path."""
+    path = log_path(name) / "config.toml"
+    head = f"# Written by `lucevisor start {model}`, again at each such start: copy it to change it.\n\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(head + write_config(model, groups), "utf-8")
+    except OSError as error:
+        raise LucevisorError(f"{path} cannot be written: {error.strerror}; set XDG_STATE_HOME") from error
+    return path
+
+
+def fits(model: str, groups: Sequence[Group]) -> bool:
+    """Return whether the GPUs of ``groups`` hold the model beside its pages."""
+    with tempfile.TemporaryDirectory(prefix="lucevisor-init-") as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(write_config(model, groups), "utf-8")
+        config = load(path, [])
+    opened = open_model(config)
+    devices, problems = asyncio.run(inventory(config))
+    if problems:  # the start says what is wrong
+        return True
+    placed = plan(opened.spec, with_target_devices(config, devices), devices, None, None, None)
+    return not isinstance(placed, Infeasible)
+
+
+def _environments() -> list[str]:
+    """Return the interpreters of virtual environments beside this one and in the current directory."""
+    folders = dict.fromkeys((Path(sys.prefix).parent, Path.cwd()))
+    found = sorted(marker for folder in folders for marker in folder.glob("*/pyvenv.cfg"))
+    pythons = [marker.parent / "bin" / "python" for marker in found if marker.parent != Path(sys.prefix)]
+    return [str(python) for python in pythons if python.exists()]
