@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from daemons.errors import StateError
-<<<<<<< HEAD
-from daemons.token_ring import FollowingStep, TokenRing
-=======
-from daemons.token_ring import RunAheadStep, TokenRing, without_tokens
->>>>>>> main
+from daemons.token_ring import RunAheadStep, TokenRing
 from lucevisor.protocol.arena import Arena, Doorbells
 from lucevisor.protocol.loading import ArenaPlan, token_region_bytes
 from lucevisor.protocol.steps import (
@@ -79,15 +75,6 @@ def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenR
     assert all_of_them.tokens == [Sampled(9, 100), Sampled(2, 101), Sampled(4, 102)]
 
 
-<<<<<<< HEAD
-=======
-def test_the_newest_of_several_tokens_of_a_sequence_counts(ends: tuple[TokenRing, TokenRing]) -> None:
-    last, first = ends
-    publish(last, decode(5, 9), Sampled(9, 100), Sampled(9, 101))
-    assert first.read(5) == {9: [101]}
-
-
->>>>>>> main
 def test_what_nobody_sampled_is_refused(ends: tuple[TokenRing, TokenRing]) -> None:
     last, first = ends
     publish(last, decode(5, 9), Sampled(9, 100))
