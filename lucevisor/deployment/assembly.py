@@ -69,12 +69,14 @@ class DraftAssembly:
             self._engine.drafter.detach()
             self._on_change()
 
-    def pipeline_attached(self, *, kept: bool = False) -> None:
-        """The engine has a pipeline, whose daemons hold no sequences; ``kept``: that of the drafter has the state of
-        the one before, as of the last step."""
+    def pipeline_attached(self, *, restored: bool = False) -> None:
+        """Attach the drafter to the engine's new pipeline, whose daemons hold no sequences.
+
+        ``restored``: the drafter's daemon has the state of the one before, as of the last step.
+        """
         self._serving = True
         if self._link is not None:
-            self._prepare(kept=kept)
+            self._prepare(restored=restored)
 
     def pipeline_detached(self) -> None:
         """The engine has dropped the pipeline, and the drafter with it."""
@@ -87,10 +89,10 @@ class DraftAssembly:
             self._token = 0
             self._attach()
 
-    def _prepare(self, *, kept: bool = False) -> None:
+    def _prepare(self, *, restored: bool = False) -> None:
         """Reset a daemon of its own; that of a stage was reset before the pipeline was attached."""
         if not self._alone:
-            self._attach(kept=kept)
+            self._attach(restored=restored)
             return
         assert self._link is not None
         self._n_resets += 1
@@ -100,11 +102,11 @@ class DraftAssembly:
         except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
             self._token = 0
 
-    def _attach(self, *, kept: bool = False) -> None:
+    def _attach(self, *, restored: bool = False) -> None:
         assert self._link is not None
         self.attached = True
-        log.info("drafter attached", group=self.group, kept=kept)
-        self._engine.drafter.attach(self._link, with_output=self._with_output, kept=kept)
+        log.info("drafter attached", group=self.group, restored=restored)
+        self._engine.drafter.attach(self._link, with_output=self._with_output, restored=restored)
         self._on_change()
 
 
@@ -286,18 +288,18 @@ class PipelineAssembly:
         log.info("rebuilding", groups=sorted(self._lost), replayed=sorted(self._replayed))
         replayed = [stage for stage in links if self._stage_groups[stage] in self._replayed]
         self._forget_replays()
-        if not self._engine.restore(links, self._restored, kept=self._lost <= self._with_state, replayed=replayed):
+        if not self._engine.restore(links, self._restored, restored=self._lost <= self._with_state, replayed=replayed):
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
         """The engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
         lost, self._lost = self._lost, set()
-        draft_restored, self._draft_restored = self._draft_restored and self._engine.state_kept, False
+        draft_restored, self._draft_restored = self._draft_restored and self._engine.state_restored, False
         self._with_state.clear()
         if rebuilt:
             log.info("rebuilt", groups=sorted(lost))
             if self._draft is not None and self._draft.group in lost:
-                self._draft.pipeline_attached(kept=draft_restored)
+                self._draft.pipeline_attached(restored=draft_restored)
         else:
             self._on_pipeline_dropped()
             if set(self._links) == set(self._stage_groups):
@@ -341,15 +343,15 @@ class PipelineAssembly:
         self._pipeline = Pipeline(links, self._engine.on_result, self._failed, rings=rings)
         self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
-        kept, self._with_state = self._with_state, set()
+        with_state, self._with_state = self._with_state, set()
         draft_restored, self._draft_restored = self._draft_restored, False
 
-        def attach_drafter(state_kept: bool) -> None:
+        def attach_drafter(state_restored: bool) -> None:
             if self._draft is not None:
-                self._draft.pipeline_attached(kept=state_kept and draft_restored)
+                self._draft.pipeline_attached(restored=state_restored and draft_restored)
 
-        whole = kept >= set(self._stage_groups)
-        self._engine.attach(self._pipeline, kept=whole, before_steps=attach_drafter)
+        whole = with_state >= set(self._stage_groups)
+        self._engine.attach(self._pipeline, restored=whole, before_steps=attach_drafter)
         self._on_change()
 
     def _failed(self, failure: PipelineFailure) -> None:

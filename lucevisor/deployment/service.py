@@ -348,14 +348,14 @@ class Service:
         for name, group in later.groups.items():
             self.restart_reasons.setdefault(name, Counter())
             self.on_state(later, name, group.state, "reloaded")
-        engine.part(_MOVING, None, 0)
+        engine.detach_frozen(_MOVING, None, 0)
         if later.placement is not None:
             self._take_over(engine, later, restored)
 
     def detach(self, engine: Engine) -> None:
         """Detach the present deployment from the engine, whose requests wait for another one."""
         self.deployment.detach()
-        engine.part(_MOVING, None, 0)
+        engine.detach_frozen(_MOVING, None, 0)
 
     async def end(self, deployment: Deployment) -> None:
         """Stop a deployment that does not serve."""
@@ -368,7 +368,7 @@ class Service:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
         rows = journal_rows(later.buffers, later.placement)
-        engine.part(_MOVING, rows, rows.n_pages if rows is not None else 0)
+        engine.detach_frozen(_MOVING, rows, rows.n_pages if rows is not None else 0)
         if self.snapshots is not None and later.transfers is not None:
             self.snapshots.shards = later.transfers
         later.attach(engine, restored)
@@ -469,7 +469,7 @@ class Service:
             if state is State.FAILED:
                 self.engine.detach(away, permanent=True)
             else:
-                self.engine.away(away)
+                self.engine.set_unavailable(away)
         self._observer.state(group, state, reason)
         self.on_change()
 

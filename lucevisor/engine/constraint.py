@@ -88,7 +88,7 @@ MAX_MASK_BYTES: Final = 8 * 1024 * 1024
 
 def within_masks(widths: Sequence[int], constraints: Sequence[Constraint | None]) -> list[int]:
     """Cut the longest slices with a constraint until the masks of a step, ``1 + width`` each, are small enough."""
-    rows = [one.row_bytes if one is not None else 0 for one in constraints]
+    rows = [constraint.row_bytes if constraint is not None else 0 for constraint in constraints]
     most = max(widths, default=0)
     while most and sum(n * (1 + min(width, most)) for n, width in zip(rows, widths, strict=True)) > MAX_MASK_BYTES:
         most -= 1

@@ -66,9 +66,9 @@ class EngineLimits:
         n_drafts = self.speculation.max_drafts
         least = self.prefill_chunk + self.max_sequences * (1 + n_drafts)
         if self.max_step_tokens < least:
-            each = f" * (1 + {n_drafts} drafts)" if n_drafts else ""
+            per = f" * (1 + {n_drafts} drafts)" if n_drafts else ""
             raise ValueError(
-                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences{each} = {least} is the least"
+                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences{per} = {least} is the least"
             )
         self._check_pools()
 

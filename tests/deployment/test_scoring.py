@@ -94,19 +94,6 @@ async def test_a_lost_daemon_fails_what_waits_and_a_new_one_goes_on() -> None:
     assert await task == [3.0] * 50
 
 
-def test_a_daemon_that_runs_without_it_is_away() -> None:
-    stage, daemon = made()
-    stage.on_ready("left", daemon, "the scoring model cannot be loaded: no memory")  # type: ignore[arg-type]
-    assert stage.unavailable_reason == "the scoring model cannot be loaded: no memory"
-
-
-async def test_a_link_that_closes_unseen_is_an_error_of_this_window() -> None:
-    stage, daemon = made()
-    daemon.alive = False
-    with pytest.raises(ScoringError, match="cannot be reached"):
-        await stage.score([1] * 50, 8)
-
-
 async def test_a_window_waits_for_the_answer_of_one_whose_request_is_gone() -> None:
     stage, daemon = made()
     gone = await begun(stage, [1] * 250)

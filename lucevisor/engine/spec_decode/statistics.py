@@ -126,11 +126,11 @@ class DraftStatistics:
         self.n_steps += any(n_drafted)
         for share, n in zip(shares, n_drafted, strict=True):
             self.by_origin[share.origin].n_drafted += n
-        rest = seconds
+        remaining_s = seconds
         for share, part_s in _shared_out(shares, seconds):
             self.by_origin[share.origin].draft_s += part_s
-            rest -= part_s
-        self.upkeep_s += max(0.0, rest)
+            remaining_s -= part_s
+        self.upkeep_s += max(0.0, remaining_s)
 
     def stepped(self, shares: Sequence[StepShare], seconds: float) -> None:
         """Count the time of a step."""
