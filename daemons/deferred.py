@@ -34,7 +34,7 @@ class QueuedStep:
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """True if ``wait`` returns at once."""
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -66,7 +66,7 @@ class DeferredTokens:
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """True if ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> dict[int, int]:
@@ -109,7 +109,7 @@ class DeferredDrafts:
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """True if ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Drafted]:

@@ -81,8 +81,8 @@ def _first_tokens(s: Slice, n: int) -> Slice:
 
 
 class PlaceholderDraft(NamedTuple):
-    """Where a draft begins: ``layout``, whose metadata the device puts in place, and the ``row`` [1] of the step that
-    holds the token before.
+    """A draft whose start only the device knows: ``layout``, whose metadata the device fills in, and the step's ``row``
+    [1] of the preceding token.
     """
 
     layout: Layout

@@ -185,7 +185,7 @@ class Pools:
             self._host_pages.page_in(rows, pages)
 
     def place_of_page(self, space: Space, page: int, where: str) -> tuple[Tier, int]:
-        """Where a page lies, and its row there.  Raises StateError naming ``where``."""
+        """Return the memory that a page lies in, and its row there.  Raises StateError naming ``where``."""
         n = self.units[space]
         if 0 <= page < n:
             return Tier.DEVICE, page
@@ -231,12 +231,12 @@ class Pools:
 
     @property
     def page_locked(self) -> bool:
-        """Whether copies to and from host memory are DMA."""
+        """True if copies to and from host memory are DMA."""
         return self.states_locked and self.pages_locked
 
     @property
     def pages_locked(self) -> bool:
-        """Whether a GPU can read pages in host memory."""
+        """True if a GPU can read pages in host memory."""
         return self._host_pages is None or self._host_pages.page_locked
 
     def finish_page_outs(self) -> None:

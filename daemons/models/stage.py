@@ -82,7 +82,7 @@ class LoadedStage:
 
     @torch.inference_mode()
     def _decode_capture(self, load: Load) -> str:
-        """Whether decodes are captured on a cpu, for the report of kernel selection."""
+        """Return whether decodes are captured on a cpu, for the report of kernel selection."""
         sequences = Sequences([s.pools for s in self.shards], load.pools, 1)
         spaces = [space for space in self.spec.spaces() if space is not Space.RECURRENT]
         operations: list[Operation] = [OpenSequence(0, 0, SamplingParams()), *(SetPages(0, s, 0, [0]) for s in spaces)]

@@ -151,7 +151,7 @@ class EngineConfig:
     """Host memory for the state of preempted requests, from which they continue; 0: they are computed again."""
 
     @property
-    def least_chunk(self) -> int:
+    def usual_chunk(self) -> int:
         """The prefill chunk; where it is automatic, the one that memory does not matter for."""
         return USUAL_CHUNK if self.prefill_chunk == "auto" else self.prefill_chunk
 

@@ -50,13 +50,13 @@ class DraftAssembly:
         """True while its daemon has a Reset to answer."""
         return self._token > 0
 
-    def ready(self, link: Link) -> None:
+    def on_ready(self, link: Link) -> None:
         """Its daemon finished loading, the drafter included."""
         self._link = link
         if self._serving:
             self._prepare()
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Its daemon has exited or is about to."""
         self._link, self._token = None, 0
         self.detach(reason)
@@ -181,7 +181,7 @@ class PipelineAssembly:
             self._replaying[group] -= 1  # no load carried it
         return found
 
-    def ready(
+    def on_ready(
         self,
         group: str,
         link: Link,
@@ -196,7 +196,7 @@ class PipelineAssembly:
         if self._detached:  # it was loading when the supervisor was told to stop
             return
         if self._draft is not None and group == self._draft.group and with_draft:
-            self._draft.ready(link)
+            self._draft.on_ready(link)
         if group not in self._stage_groups:
             return
         self._links[group] = link
@@ -208,7 +208,7 @@ class PipelineAssembly:
         if set(self._links) == set(self._stage_groups):
             self._reset(self._lost or self._links.keys())
 
-    def lost(self, group: str, reason: str) -> None:
+    def on_lost(self, group: str, reason: str) -> None:
         """A daemon has exited or is about to.  The loss of one that runs the drafter alone affects no request."""
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
@@ -217,9 +217,9 @@ class PipelineAssembly:
             self._replayed.discard(group)
             self._resetting.clear()
             if known or group not in self._lost:  # else the dead link has been reported already
-                self._lose(group, RequestError("shard_lost", _lost(group, reason)))
+                self._lose_stages(group, RequestError("shard_lost", _lost(group, reason)))
         if self._draft is not None and group == self._draft.group:
-            self._draft.lost(reason)
+            self._draft.on_lost(reason)
             if group in self._lost:
                 self._draft.pipeline_detached()  # until it is rebuilt
 
@@ -228,7 +228,7 @@ class PipelineAssembly:
         if self._draft is not None:
             self._draft.detach(reason)
 
-    def frame(self, group: str, frame: Frame) -> None:
+    def on_frame(self, group: str, frame: Frame) -> None:
         """Take a frame of a READY daemon's link.  Answers to an earlier Reset or pipeline are dropped."""
         match frame.message:
             case ResetDone(token) if group not in self._stage_groups:
@@ -259,7 +259,7 @@ class PipelineAssembly:
         self._detached = True
         self._links.clear()
         self._resetting.clear()
-        self._forget()
+        self._on_pipeline_dropped()
         if had_one and error is not None:
             self._engine.detach(error)
             self._on_change()
@@ -301,12 +301,12 @@ class PipelineAssembly:
             if self._draft is not None and self._draft.group in lost:
                 self._draft.pipeline_attached(restored=draft_restored)
         else:
-            self._forget()
+            self._on_pipeline_dropped()
             if set(self._links) == set(self._stage_groups):
                 self._reset(self._links.keys())
         self._on_change()
 
-    def _lose(self, group: str, error: RequestError) -> None:
+    def _lose_stages(self, group: str, error: RequestError) -> None:
         """The pipeline loses the stages of a group, or is closed."""
         if self._pipeline is None:
             return
@@ -315,10 +315,10 @@ class PipelineAssembly:
         if self._engine.lose_stages(stages, error):
             self._lost.add(group)
         else:
-            self._forget()
+            self._on_pipeline_dropped()
         self._on_change()
 
-    def _forget(self) -> None:
+    def _on_pipeline_dropped(self) -> None:
         """Note that the engine dropped the pipeline."""
         self._pipeline = None
         self._lost.clear()
@@ -334,7 +334,7 @@ class PipelineAssembly:
     def _on_dead_link(self, failure: PipelineFailure) -> bool:
         if not self._engine.rebuilds:
             return False
-        self.lost(self._stage_groups[failure.stage], failure.message)
+        self.on_lost(self._stage_groups[failure.stage], failure.message)
         return True
 
     def _attach(self) -> None:
@@ -356,7 +356,7 @@ class PipelineAssembly:
 
     def _failed(self, failure: PipelineFailure) -> None:
         """The pipeline ended itself: a daemon answered out of order, or a step could not be sent."""
-        self._forget()
+        self._on_pipeline_dropped()
         if failure.code == "shard_lost":
             failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))
         self._engine.on_failed(failure)

@@ -99,7 +99,7 @@ class Readiness:
 
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
-    """Watch ``engine`` until cancelled."""
+    """End the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
     recovery = engine.recovery
     while True:
         while (since := recovery.since) is None:
@@ -267,11 +267,11 @@ class Service:
         """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.until(lambda: self.state in ("ready", "failed", "draining"))
+                await self.wait_until(lambda: self.state in ("ready", "failed", "draining"))
         return self.state == "ready"
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition``, of what groups and deployments do, holds."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds, which is checked at each change of a group or deployment."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -457,7 +457,7 @@ class Service:
         self._on_engine(self.engine)
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
-        """Tell observer and engine what happens to the present deployment."""
+        """Report a group's change of state to observer and engine, if it belongs to the present deployment."""
         if deployment is not self.deployment:
             self._changed.set()
             return
@@ -496,7 +496,7 @@ class Service:
             self.snapshots.meter.add(result)
 
     def on_change(self) -> None:
-        """Wake whoever waits for a state."""
+        """Wake all waiters after a change of state."""
         if self.deployment.complete:
             self._loaded.set()
             self._weights.begin()

@@ -62,7 +62,7 @@ class ShardTransfers:
         self._ids = count(1)
         self._refusing = ""  # why no snapshot is saved or restored
 
-    def ready(self, group: str, link: Link) -> None:
+    def on_ready(self, group: str, link: Link) -> None:
         """A daemon finished loading."""
         self._links[group] = link
         self._refusing = ""
@@ -78,7 +78,7 @@ class ShardTransfers:
         """Take snapshots again."""
         self._refusing = ""
 
-    def lost(self, group: str, reason: str) -> None:
+    def on_lost(self, group: str, reason: str) -> None:
         """A daemon is lost, or about to be: it will not answer."""
         self._links.pop(group, None)
         for transfer in [*self._transfers.values()]:

@@ -16,7 +16,7 @@ from tests.e2e.test_systemd import complete, post
 
 WARM = 2
 GROUPS = ("left", "right")
-BRISK = "backoff_first_s=0.01,backoff_most_s=0.02"
+BRISK = "backoff_min_s=0.01,backoff_max_s=0.02"
 
 
 def pid_of(status: dict[str, Any], group: str) -> int:

@@ -64,7 +64,7 @@ async def ask(service: Service) -> FinishedEvent:
 
 async def test_ready_names_the_cause_of_the_last_failure_until_ready_again(tmp_path):
     """In every state on the way back, through the first process's death, the pause, the import and the load."""
-    async with serving(config_of(tmp_path), tmp_path, backoff_first_s=0.3) as service:
+    async with serving(config_of(tmp_path), tmp_path, backoff_min_s=0.3) as service:
         assert await service.wait_ready(60.0), service.reason()
         pid = service.groups["left"].pid
         heard: list[tuple[State, str]] = []
@@ -148,9 +148,9 @@ async def test_a_service_with_a_stopped_daemon_is_not_ready_and_says_why(tmp_pat
 async def test_groups_that_failed_try_again_by_themselves_and_serve(tmp_path):
     config = config_of(tmp_path, left="poor", right="poor")
     async with serving(config, tmp_path, failed_first_s=0.5) as service:
-        await service.until(lambda: all(group.state is State.FAILED for group in service.groups.values()))
+        await service.wait_until(lambda: all(group.state is State.FAILED for group in service.groups.values()))
         assert 0.0 <= service.ready_in_s() <= 0.5
-        await service.until(lambda: service.state == "ready")
+        await service.wait_until(lambda: service.state == "ready")
         assert [group.restarts for group in service.groups.values()] == [1, 1]
 
 
