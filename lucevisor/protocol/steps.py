@@ -99,10 +99,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         return self.typical_p < 1.0 or self.top_n_sigma > 0.0 or self.xtc_probability > 0.0
 
 
-Sampling = SamplingParams
-"""Old name, which tests/kernels import until their record is made anew."""
-
-
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Start a sequence.  ``state`` is its live recurrent state.  ``history``, the context tokens that no slice will
     carry, initialises the penalties.  ``mu``: mirostat's state; None at the start.  ``n_prompt``: tokens of the context
