@@ -339,8 +339,8 @@ class PipelineAssembly:
 
     def _attach(self) -> None:
         links = [self._links[group] for group in self._stage_groups]
-        rings = ORDERED and len(set(self._stage_groups)) == len(self._stage_groups)
-        self._pipeline = Pipeline(links, self._engine.on_result, self._failed, rings=rings)
+        has_doorbells = ORDERED and len(set(self._stage_groups)) == len(self._stage_groups)
+        self._pipeline = Pipeline(links, self._engine.on_result, self._failed, has_doorbells=has_doorbells)
         self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
         with_state, self._with_state = self._with_state, set()

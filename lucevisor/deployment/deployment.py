@@ -44,7 +44,7 @@ from lucevisor.protocol.loading import Hello, Loaded
 from lucevisor.protocol.messages import Heartbeat, Progress
 from lucevisor.protocol.steps import Step
 from lucevisor.protocol.transport import Link
-from lucevisor.protocol.validation import AskedStep
+from lucevisor.protocol.validation import UnansweredStep
 from lucevisor.snapshots.transfers import ShardTransfers
 from lucevisor.supervision.daemon import Callbacks, LoadOrder
 from lucevisor.supervision.group import GroupSupervisor
@@ -53,7 +53,7 @@ from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 from lucevisor.suspend_clock import SuspendAwareClock
 
-PATIENCE_S = 5.0
+OPTIONAL_GROUPS_S = 5.0
 """Time to wait for optional groups, once all others have said hello."""
 
 
@@ -95,7 +95,7 @@ class PlacementBarrier:
 
     async def _wait_for_others(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with suspend_clock.timeout(PATIENCE_S):
+            async with suspend_clock.timeout(OPTIONAL_GROUPS_S):
                 while self._others - self._hellos.keys() - self._failed:
                     self._news.clear()
                     await self._news.wait()
@@ -276,7 +276,7 @@ class Deployment:
             on_ready=self._on_ready,
             on_lost=self._on_lost,
             on_frame=self._on_frame,
-            asked=self._asked,
+            find_step=self._find_step,
             on_state=self._on_state,
             on_draining=self._on_draining,
             on_progress=lambda group, progress: owner.on_progress(self, group, progress),
@@ -516,8 +516,8 @@ class Deployment:
                 part.on_lost(group, reason)
         self._owner.on_change()
 
-    def _asked(self, _group: str, stage: int, step_id: int) -> AskedStep | None:
-        return None if self._engine is None else self._engine.asked(stage, step_id)
+    def _find_step(self, _group: str, stage: int, step_id: int) -> UnansweredStep | None:
+        return None if self._engine is None else self._engine.find_unanswered(stage, step_id)
 
     def _on_frame(self, group: str, frame: Frame) -> None:
         if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):

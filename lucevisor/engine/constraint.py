@@ -55,14 +55,14 @@ class MinTokens:
 
     def n_valid(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """Take tokens; return how many drafts may follow them."""
-        n_before = self._take(start, tokens)
+        n_before = self._consume(start, tokens)
         n_drafts = len(drafts) if self._inner is None else self._inner.n_valid(start, tokens, drafts)
         early = drafts[: min(n_drafts, max(0, self._least - n_before))]
         return next((i for i, draft in enumerate(early) if draft in self._ends), n_drafts)
 
     def masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
         """Take tokens; return the masks."""
-        n_before = self._take(start, tokens)
+        n_before = self._consume(start, tokens)
         if self._inner is None:
             rows = bytearray(b"\xff") * (self.row_bytes * (1 + len(drafts)))
         else:
@@ -76,7 +76,7 @@ class MinTokens:
                 rows[place] = row
         return rows
 
-    def _take(self, start: int, tokens: Sequence[int]) -> int:
+    def _consume(self, start: int, tokens: Sequence[int]) -> int:
         """Return how many tokens there are."""
         self._n_taken = max(self._n_taken, start + len(tokens))
         return start + len(tokens)

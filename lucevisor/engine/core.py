@@ -48,7 +48,7 @@ from lucevisor.kv.tokens import TokenBuffer
 from lucevisor.model.values import Space
 from lucevisor.protocol.messages import SlotPlace
 from lucevisor.protocol.steps import OpenSequence, Operation, SamplingParams, Step, StepResult
-from lucevisor.protocol.validation import AskedStep
+from lucevisor.protocol.validation import UnansweredStep
 
 MAX_LOSSES = 4
 
@@ -164,22 +164,22 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served."""
+        """True if requests are served."""
         return self.pipeline is not None and self._planning and not self._refusal
 
     @property
     def rebuilding(self) -> bool:
-        """Whether lost stages are being rebuilt."""
+        """True if lost stages are being rebuilt."""
         return self._stages.active
 
     @property
     def holding(self) -> bool:
-        """Whether requests wait for a daemon that was lost."""
+        """True if requests wait for a daemon that was lost."""
         return self.recovery.holding
 
     @property
     def rebuilds(self) -> bool:
-        """Whether lost stages may be rebuilt while others keep what they have."""
+        """True if lost stages may be rebuilt while others keep what they have."""
         return self._stages.enabled and self.recovery.hold_s > 0
 
     def attach(
@@ -204,7 +204,7 @@ class Engine:
         pipeline.on_first_stage_done = self._on_first_stage_done
         self.drafter.listen(pipeline)
         self._stages.attach(pipeline, self.proceed)
-        self.scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
+        self.scheduler.attach(pipeline.n_stages, opening or (), has_doorbells=pipeline.has_doorbells)
         if opening is not None:
             self.recovery.record_rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
         self.freezer.resume()
@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def state_restored(self) -> bool:
-        """Whether the stages that came back last had the bytes of the frozen state."""
+        """True if the stages that came back last had the bytes of the frozen state."""
         return self._stages.restored
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
@@ -313,7 +313,7 @@ class Engine:
         try:
             if self.scheduler.in_flight:
                 note_rankings(self.scheduler.in_flight[0], result.step.rank_pages, result.results)
-            blamed = self._judge(result, now)
+            blamed = self._find_invalid_stage(result, now)
             events = self.scheduler.apply(result.results[-1], now, blamed, result.results)
         except WrongResult as error:
             last = result.results[-1].stage
@@ -326,7 +326,7 @@ class Engine:
         self.proceed(events)
         self._settings.on_step(result)
 
-    def _judge(self, result: PipelineResult, now: float) -> str:
+    def _find_invalid_stage(self, result: PipelineResult, now: float) -> str:
         """Return the stage whose numbers are invalid in a step, if some are; note it until tokens are drawn again."""
         last = result.results[-1]
         if last.invalid:
@@ -358,9 +358,9 @@ class Engine:
         """Return the step a daemon has worked on for longest, for the watchdog."""
         return None if self.pipeline is None else self.pipeline.oldest_in_flight(self._clock())
 
-    def asked(self, stage: int, step_id: int) -> AskedStep | None:
+    def find_unanswered(self, stage: int, step_id: int) -> UnansweredStep | None:
         """Return a step that a stage has yet to answer, for the check of its answer."""
-        pending = None if self.pipeline is None else self.pipeline.asked(stage, step_id)
+        pending = None if self.pipeline is None else self.pipeline.find_unanswered(stage, step_id)
         if pending is None or self.pipeline is None:
             return None
         n_top: dict[int, int] = {}
@@ -368,7 +368,7 @@ class Engine:
             scheduled = next((step for step in self.scheduler.in_flight if step.step_id == step_id), None)
             parts = scheduled.parts.items() if scheduled is not None else ()
             n_top = {sequence: part.record.request.sampling.n_top_logprobs for sequence, part in parts}
-        return AskedStep(*pending, n_top)
+        return UnansweredStep(*pending, n_top)
 
     # ---- the end
 
@@ -424,14 +424,14 @@ class Engine:
             if (plan := self.scheduler.next_plan(self._clock())) is None:
                 break
             self._rows.on_step_planned(plan)
-            lives = self.scheduler.in_flight[-1].lives
+            live_sequences = self.scheduler.in_flight[-1].live_sequences
             if not self.scheduler.limits.stages_rank:
                 self.relevance.request_rankings(self.scheduler.in_flight[-1])
             self._stages.before_step(plan)
             pipeline.drafts.suspended = self.scheduler.drafting.suspended
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.make_masks(plan, pipeline)
-            self._stages.on_step_planned(plan, lives)  # the shards work already
+            self._stages.on_step_planned(plan, live_sequences)  # the shards work already
         self._outbox += self.scheduler.failed
         self.scheduler.failed.clear()
         # A dead link reenters here through on_failed; the outbox keeps events in order.
@@ -526,7 +526,7 @@ class Freezer:
 
     @property
     def paused(self) -> bool:
-        """Whether no step is planned because of ``freeze``."""
+        """True if no step is planned because of ``freeze``."""
         return self._paused
 
     async def freeze(self, timeout_s: float, reason: PauseReason = "restart") -> FrozenState | None:
@@ -641,8 +641,8 @@ class SlotAccess:
         self._engine.proceed()
 
     def can_restore(self, n_tokens: int, n_saved: int, paged_out: PagedOut | None) -> bool:
-        """Whether the first ``n_tokens`` of a prefix of ``n_saved`` may be restored, pages of which were ``paged_out``:
-        what was computed with pages left out stands for nothing that is computed without.
+        """Return whether the first ``n_tokens`` of a prefix of ``n_saved`` may be restored, pages of which were
+        ``paged_out``: what was computed with pages left out stands for nothing that is computed without.
         """
         limits = self._engine.scheduler.limits
         if not limits.stays_whole(n_tokens + 1):

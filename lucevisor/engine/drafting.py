@@ -35,7 +35,7 @@ from lucevisor.engine.step import (
     check_drafts,
     is_decode,
     padded,
-    untaken_tokens,
+    unconsumed_tokens,
 )
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.prefix_tree import NO_STATE
@@ -142,16 +142,16 @@ class Drafting:
 
     @property
     def suspended(self) -> bool:
-        """Whether the drafter gets no steps, and has no sequences."""
+        """True if the drafter gets no steps, and has no sequences."""
         return self._suspension.suspended
 
     @property
     def active(self) -> bool:
-        """Whether steps go to a drafter."""
+        """True if steps go to a drafter."""
         return self.attached and not self.suspended
 
     def toggle_due(self) -> bool:
-        """Whether to suspend or resume the drafter before the next step."""
+        """Return whether to suspend or resume the drafter before the next step."""
         if not self._suspension.is_due(idle=not self._running) or not self.attached or self.opening:
             return False  # at nearly every step
         asked = any(step.num_draft_tokens for step in self.outstanding)
@@ -175,7 +175,7 @@ class Drafting:
 
     @property
     def verifies_placeholders(self) -> bool:
-        """Whether the next step may verify drafts before they are known here: the output stage's daemon makes them, and
+        """True if the next step may verify drafts before they are known here: the output stage's daemon makes them, and
         the masks of a constraint do not depend on them.  Of several stages the first would keep a prompt
         waiting meanwhile.
         """
@@ -220,7 +220,7 @@ class Drafting:
         ]
 
     def would_draft(self, ahead: Sequence[ScheduledSlice]) -> bool:
-        """Whether decodes should wait for the tokens they start from, because drafts are likely to follow these."""
+        """Return whether decodes should wait for the tokens they start from, because drafts are likely to follow."""
         records = self._offered(ahead)
         offered = any(drafted.tokens for _, drafted in records)
         self._promised = self.speculation.num_verify_tokens(records, self._n_decoding) if offered else 0
@@ -265,8 +265,8 @@ class Drafting:
         return position
 
     def is_upkeep(self, slices: Sequence[Slice], n_stages: int) -> bool:
-        """Whether the drafter takes decodes along without a message and an answer of its own: it is asked for nothing,
-        in the output stage's daemon, which does one step after the other where there are several stages."""
+        """Return whether the drafter takes decodes along without a message and an answer of its own: it is asked for
+        nothing, in the output stage's daemon, which does one step after the other where there are several stages."""
         if not self.active or self._overlaps or n_stages == 1:
             return False
         return all_decodes(slices) and not any(slice_.num_draft_tokens or slice_.drafts_pend for slice_ in slices)
@@ -408,7 +408,7 @@ class Drafting:
         )
         n_decoding = self._n_decoding if record.state is RequestState.DECODE else len(self._running)  # prompts end
         wanted = min(most, self.speculation.num_draft_tokens(record.drafts, n_decoding)) if most > 0 else 0
-        if wanted and not self.speculation.trying:
+        if wanted and not self.speculation.in_trial:
             self._suspension.record_use()
         return wanted
 
@@ -421,7 +421,7 @@ class Drafting:
         constraint = slice_.record.request.constraint
         if constraint is None or not drafted.tokens:
             return drafted
-        n = constraint.n_valid(*untaken_tokens(slice_.record, constraint), drafted.tokens)
+        n = constraint.n_valid(*unconsumed_tokens(slice_.record, constraint), drafted.tokens)
         return Drafted(drafted.sequence, drafted.tokens[:n], drafted.probabilities[:n])
 
     @staticmethod

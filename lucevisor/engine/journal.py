@@ -97,8 +97,8 @@ class Journal:
         """Blocks in use."""
         return len(self._blocks)
 
-    def on_step_planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
-        """Note what a step will have computed; ``lives``: the sequences of its slices."""
+    def on_step_planned(self, step: Step, live_sequences: Mapping[int, LiveSequence]) -> None:
+        """Note what a step will have computed; ``live_sequences``: the sequences of its slices."""
         copied = [
             (self._key(operation.source), self._key(operation.target), operation.n_tokens)
             for operation in step.operations
@@ -107,7 +107,12 @@ class Journal:
         filing, row = _Filing(step.region, copied), 0
         parts, generation_of = filing.parts, self._pages.generation_of
         for slice_ in step.slices:
-            sequence, start, n, live = slice_.sequence, slice_.start, len(slice_.tokens), lives[slice_.sequence]
+            sequence, start, n, live = (
+                slice_.sequence,
+                slice_.start,
+                len(slice_.tokens),
+                live_sequences[slice_.sequence],
+            )
             page = live.table.page(Space.FULL, start // PAGE_TOKENS) if n == 1 else None
             if page is not None:  # a decode, of which a step may have many
                 parts.append(_PageRun(sequence, page, generation_of(page), start % PAGE_TOKENS, row, 1))

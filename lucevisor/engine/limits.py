@@ -166,11 +166,11 @@ class EngineLimits:
         return min(request.max_tokens, capacity - n_prompt)
 
     def stays_resident(self, n_tokens: int) -> bool:
-        """Whether no page of so long a sequence is paged out."""
+        """Return whether no page of so long a sequence is paged out."""
         return self.residency is None or pages_of(n_tokens) <= self.residency.pool_pages
 
     def stays_whole(self, n_tokens: int) -> bool:
-        """Whether all pages of so long a sequence are kept, on the devices or in host memory."""
+        """Return whether all pages of so long a sequence are kept, on the devices or in host memory."""
         return self.stays_resident(n_tokens) or (self.residency is not None and self.residency.keeps_host)
 
     def pages_needed(self, n_tokens: int) -> dict[Space, int]:
@@ -190,12 +190,12 @@ class EngineLimits:
         return self.residency.host_pages(pages_of(n_tokens))
 
     def ranks_prompt(self, n_tokens: int) -> bool:
-        """Whether so long a prompt ranks its pages before its last token."""
+        """Return whether so long a prompt ranks its pages before its last token."""
         return self.residency is not None and self.residency.ranks_pages and not self.stays_resident(n_tokens)
 
     @property
     def stages_rank(self) -> bool:
-        """Whether the stages rank pages, and not a small model."""
+        """True if the stages rank pages, and not a small model."""
         return self.residency is not None and self.residency.ranks_decodes
 
     def make_pools(self) -> PagePools:

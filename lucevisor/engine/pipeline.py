@@ -1,12 +1,12 @@
 """Pipeline parallelism: sends a step to its first stage, and on to the next when a stage has answered.
 
-Plain callbacks: no task, no queue of its own.  Where doorbells tell the next stage that rows are there, steps are
-posted: sent to all stages at once, so that a hop does not wait for this process (ADR 21).  Else frames for later stages
-are encoded while the first one works.  Knows neither requests nor pages; whoever reads the links calls ``receive``.
-A draft stage behind the last one gets the steps submitted since it was attached, in order, unless it is suspended.
-Where a daemon is lost, the steps in flight wait for its stages, and go on when others run these.
+Plain callbacks, without tasks.  If doorbells announce the rows to the next stage, steps are posted: sent to all stages
+at once, so that a hop does not wait for this process (ADR 21).  Otherwise frames for later stages are encoded while the
+first stage computes.  The reader of the links calls ``receive``.  A draft stage behind the last one gets the steps
+submitted since it was attached, in order, unless it is suspended.  When a daemon is lost, the steps in flight wait for
+its stages, and continue when another daemon runs them.
 Invariant: a stage answers its steps in the order they were sent to it; any other answer fails the pipeline, because the
-two sides no longer agree on what the shards hold.  Whatever the draft stage does wrong only detaches it.
+state of the shards is no longer known.  An error of the draft stage only detaches it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class StageLink(Protocol):
     """The link to the daemon that runs a stage."""
 
     def send(self, message: bytes | Masks | CancelPending, /, *, payload: Sequence[bytearray] = ()) -> None:
-        """Send one encoded frame, or masks with their rows, or a recall, without waiting; never call the pipeline from
-        inside.
+        """Send one encoded frame, or masks with their rows, or a cancellation, without waiting.
+
+        It must not call the pipeline.
 
         Raises ProtocolError or OSError when the link is dead.
         """
@@ -84,7 +85,7 @@ class StepInFlight:
 
 
 class Answer(NamedTuple):
-    """What a stage answered; ``payload`` holds the arrays that ``result.segments`` describe."""
+    """Answer of a stage; ``payload`` holds the arrays that ``result.segments`` describe."""
 
     result: StepResult
     payload: memoryview
@@ -93,7 +94,7 @@ class Answer(NamedTuple):
 @dataclass(slots=True, eq=False)
 class AttachedDrafter:
     """The draft stage.  ``with_output``: in the output stage's daemon, which may have a step before it can begin.
-    ``waiting``: (step id, when it was sent) of the steps to answer.  ``early``: answers heard before their steps ended.
+    ``waiting``: (step id, send time) of unanswered steps.  ``early``: answers received before their steps ended.
     """
 
     link: StageLink
@@ -104,21 +105,21 @@ class AttachedDrafter:
 
 @dataclass(slots=True, eq=False)
 class PipelineStep:
-    """A step on its way.  ``stage``: where it is.  ``frames``: encoded for later stages.  ``draft``: the draft stage
-    that gets it, if it is attached by then, with the operations ``opening`` in place of the step's own.
+    """A step in flight.  ``stage``: the stage that computes it.  ``frames``: encoded for later stages.  ``draft``: the
+    draft stage that gets it, if still attached, with the operations ``opening`` in place of the step's own.
     """
 
     step: Step
     stage: int
     started_at: float
-    sent_at: float  # when it came to the stage it is at
+    sent_at: float  # when it reached its present stage
     draft: AttachedDrafter | None = None
     opening: Sequence[Operation] | None = None
     frames: dict[int, bytes] = field(default_factory=dict)
-    sent_to: set[int] = field(default_factory=set)  # stages that it was sent to, and that are still there
-    posted: set[int] = field(default_factory=set)  # of these, before the stage ahead had answered
-    done: set[int] = field(default_factory=set)  # stages that have had its operations, and get it without them
-    early: dict[int, Answer] = field(default_factory=dict)  # of stages behind the one it is at
+    sent_to: set[int] = field(default_factory=set)  # stages that it was sent to and that are not lost
+    posted: set[int] = field(default_factory=set)  # those it was sent to before the previous stage had answered
+    done: set[int] = field(default_factory=set)  # stages that have applied its operations, and get it without them
+    early: dict[int, Answer] = field(default_factory=dict)  # answers of stages after the present one
     answers: list[Answer] = field(default_factory=list)
     hops_s: list[float] = field(default_factory=list)
     depends_on_step: int = (
@@ -130,12 +131,11 @@ class PipelineStep:
 
     @property
     def may_be_posted(self) -> bool:
-        """Whether all stages may have it at once: each waits for the rows of the one before, and none but the last
-        answers more than times."""
+        """True if the step may be sent to all stages at once: only the last stage returns more than times."""
         return bool(self.step.slices) and not (self.step.want_hidden or self.step.rank_pages)
 
     def lose(self, stage: int) -> None:
-        """A stage that has not answered it has it no more."""
+        """Record that a stage lost the step before answering it."""
         self.sent_to.discard(stage)
         self.posted.discard(stage)
 
@@ -150,9 +150,10 @@ class PipelineStep:
         return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
 
 
-def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
-    """Return a step with the tokens and drafts that it was sent without, ``known`` by sequence; of drafts what lacks is
-    made up, as no stage has them.
+def with_known_tokens(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
+    """Return a step with ``known`` tokens and drafts, by sequence, in place of placeholders.
+
+    Missing drafts are padded, as no stage has them.
     """
     slices = []
     for slice_ in step.slices:
@@ -164,18 +165,18 @@ def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
     return replace(step, slices=slices, depends_on_step=0, drafts_of=0)
 
 
-def starts_from(step: Step, before: Sequence[Sampled]) -> bool:
-    """Whether the decodes of a step start from the tokens that the step ``before`` sampled."""
+def matches_sampled(step: Step, before: Sequence[Sampled]) -> bool:
+    """Return whether the decodes of a step start from the tokens that the step ``before`` sampled."""
     newest = {sampled.sequence: sampled.token for sampled in before}
     return all(newest.get(slice_.sequence, slice_.tokens[0]) == slice_.tokens[0] for slice_ in step.slices)
 
 
 class DraftRelay:
-    """Steps to the draft stage, if one is ``attached``, and its answers back.
+    """Sends steps to the draft stage, if one is ``attached``, and receives its answers.
 
-    ``stage``: its number, behind all stages.  ``in_flight``: the steps that have yet to end.  ``on_drafted`` gets the
-    answers.  ``on_lost`` is called with the reason when the drafter was detached, ``on_known`` when steps that were
-    sent without their drafts have them, or never will.
+    ``stage``: its number, after all stages.  ``in_flight`` returns the unfinished steps.  ``on_drafted`` gets the
+    answers.  ``on_lost`` is called with the reason when the drafter was detached, ``on_drafts_known`` when the drafts
+    of steps sent without them are known, or will never be made.
     """
 
     def __init__(
@@ -183,11 +184,11 @@ class DraftRelay:
         stage: int,
         clock: Callable[[], float],
         in_flight: Callable[[], list[PipelineStep]],
-        on_known: Callable[[], None],
+        on_drafts_known: Callable[[], None],
     ) -> None:
-        self._stage, self._clock, self._in_flight, self._on_known = stage, clock, in_flight, on_known
+        self._stage, self._clock, self._in_flight, self._on_drafts_known = stage, clock, in_flight, on_drafts_known
         self.attached: AttachedDrafter | None = None
-        self._asked: dict[int, PipelineStep] = {}  # the steps that wait, by id
+        self._unanswered: dict[int, PipelineStep] = {}  # the steps that wait, by id
         self.suspended = False  # it gets no steps but those with an ``opening``
         self.on_drafted: Callable[[StepResult], None] = lambda _: None
         self.on_lost: Callable[[PipelineFailure], None] = lambda _: None
@@ -203,10 +204,10 @@ class DraftRelay:
         self.attached = AttachedDrafter(link, with_output)
 
     def detach(self) -> None:
-        """Send the drafter nothing more, and ignore its answers.  Does nothing without one."""
+        """Stop sending steps to the drafter, and ignore its answers.  Does nothing without one."""
         if self.attached is not None:
             self.attached = None
-            self._on_known()
+            self._on_drafts_known()
 
     def lose(self, code: ErrorCode, message: str) -> None:
         """Detach the drafter and call ``on_lost``.  Does nothing without one."""
@@ -228,32 +229,34 @@ class DraftRelay:
         if entry.opening is not None:
             step = replace(step, operations=list(entry.opening))
         if drawn is not None:
-            step = filled(step, tokens_by_sequence(before))
+            step = with_known_tokens(step, tokens_by_sequence(before))
         try:
             draft.link.send(encode(DraftStep(step, drawn), request_id=step.step_id, flags=self._stage))
         except (ProtocolError, OSError) as error:
             self.lose("shard_lost", f"step {step.step_id} could not be sent to the draft stage: {error}")
         else:
             draft.waiting.append((step.step_id, self._clock()))
-            self._asked = {waiting: self._asked[waiting] for waiting, _ in draft.waiting if waiting in self._asked}
-            self._asked[step.step_id] = entry
+            self._unanswered = {
+                waiting: self._unanswered[waiting] for waiting, _ in draft.waiting if waiting in self._unanswered
+            }
+            self._unanswered[step.step_id] = entry
 
-    def asked(self, step_id: int) -> PipelineStep | None:
+    def find_unanswered(self, step_id: int) -> PipelineStep | None:
         """Return a step that the drafter has yet to answer."""
-        return self._asked.get(step_id) if self.is_drafting(step_id) else None
+        return self._unanswered.get(step_id) if self.is_drafting(step_id) else None
 
     def is_drafting(self, step_id: int) -> bool:
-        """Whether the drafter has yet to answer a step."""
+        """Return whether the drafter has yet to answer a step."""
         return self.attached is not None and any(waiting == step_id for waiting, _ in self.attached.waiting)
 
-    def take_back(self, step_ids: Collection[int]) -> None:
-        """Note that the output stage has given steps back: a draft stage in its daemon drops them, too."""
+    def drop_cancelled(self, step_ids: Collection[int]) -> None:
+        """Drop steps that the output stage has cancelled: a draft stage in its daemon drops them, too."""
         draft = self.attached
         if draft is not None and draft.with_output:
             draft.waiting = deque(asked for asked in draft.waiting if asked[0] not in step_ids)
 
     def receive(self, result: StepResult) -> StageLink | None:
-        """Take an answer, for ``deliver_drafts``; return whose it is, None if it is not the one that was due."""
+        """Store an answer for ``deliver_drafts``; return the drafter's link, None if another answer was due."""
         draft = self.attached
         if draft is None:
             return None  # it was detached, or the pipeline replaced, before it answered
@@ -266,25 +269,25 @@ class DraftRelay:
         draft.early.append(result)
         return draft.link
 
-    def _put(self, made: StepResult) -> None:
-        """Give drafts to the steps that were sent without them: in case that they are sent again."""
+    def _fill_in_drafts(self, made: StepResult) -> None:
+        """Fill drafts into steps that were sent without them, in case they are sent again."""
         known = {drafted.sequence: drafted.tokens for drafted in made.drafts}
         for entry in [entry for entry in self._in_flight() if entry.step.drafts_of == made.step_id]:
-            entry.step = filled(entry.step, known)
-        self._on_known()
+            entry.step = with_known_tokens(entry.step, known)
+        self._on_drafts_known()
 
     def deliver_drafts(self) -> None:
-        """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it.
+        """Call ``on_drafted`` for drafts whose steps have ended.
 
-        Steps that verify others have them already, also one that was planned since they were heard.
+        Drafts of unfinished steps, whose output stage answered before an earlier stage, are only filled into steps.
         """
         while (draft := self.attached) is not None and draft.early:
             if any(entry.step.step_id == draft.early[0].step_id for entry in self._in_flight()):
                 for result in draft.early:
-                    self._put(result)
+                    self._fill_in_drafts(result)
                 return
             result = draft.early.popleft()
-            self._put(result)
+            self._fill_in_drafts(result)
             self.on_drafted(result)
 
 
@@ -295,7 +298,7 @@ class Pipeline:
     """Steps in flight through ``stages``; ``stages[s]`` is the link of the daemon that runs stage s (one daemon may
     run several).
 
-    ``rings``: each stage has a daemon of its own and a doorbell to the next one.
+    ``has_doorbells``: each stage has a daemon of its own and a doorbell to the next one.
     Made when every daemon is ready and holds no sequences.  ``on_result`` gets each step that the last stage answered,
     in the order of the answers; ``on_failed`` is called at most once, and nothing after it.
     """
@@ -307,19 +310,19 @@ class Pipeline:
         on_failed: Callable[[PipelineFailure], None],
         clock: Callable[[], float] = time.monotonic,
         *,
-        rings: bool = False,
+        has_doorbells: bool = False,
     ) -> None:
         if not stages:
             raise ValueError("a pipeline needs at least one stage")
         self._links = list(stages)
         self._on_result, self._on_failed, self._clock = on_result, on_failed, clock
-        self.rings = rings
+        self.has_doorbells = has_doorbells
         self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in order of arrival
-        self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # that its daemon has, in the order sent
-        self._cancelling: set[int] = set()  # stages that are to answer a recall
+        self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # unanswered by its daemon, in sending order
+        self._cancelling: set[int] = set()  # stages that have yet to answer CancelPending
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
-        self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
+        self.lost: set[int] = set()  # stages whose daemon is lost: steps wait for them
         self._rebuilding: dict[tuple[int, int], tuple[StageLink, float]] = {}  # by (stage, step id); when it was sent
         self.drafts = DraftRelay(len(stages), clock, lambda: self.in_flight, self._start)
         self._sampled: Sequence[Sampled] = ()  # tokens of the step that the last stage answered last
@@ -382,7 +385,7 @@ class Pipeline:
         if not self._open:
             return
         if isinstance(result, PendingCancelled):
-            self._take_back(result)
+            self._on_pending_cancelled(result)
             return
         now = self._clock()
         stage = result.stage
@@ -409,19 +412,19 @@ class Pipeline:
         self._advance(entry, now)
 
     def _advance(self, entry: PipelineStep, now: float) -> None:
-        """Let a step go on behind all stages that have answered it."""
+        """Move a step past all stages that have answered it."""
         while self._open and entry.stage < self.n_stages:
             stage = entry.stage
             answer = entry.early.pop(stage, None)
             if answer is None and stage in self.lost and entry.early:
-                # It had rung, for a later stage has answered, and was lost before it was heard: its times are unknown.
+                # It rang its doorbell, as a later stage has answered, and was lost before answering: times unknown.
                 answer = Answer(StepResult(entry.step.step_id, stage), _NO_PAYLOAD)
             if answer is None:
                 return
             self._at_stage[stage].popleft()
             entry.answers.append(answer)
             if stage == 0 and entry.step.waits_for_tokens and answer.result.sampled:
-                entry.step = filled(entry.step, tokens_by_sequence(answer.result.sampled))
+                entry.step = with_known_tokens(entry.step, tokens_by_sequence(answer.result.sampled))
             if stage and stage in entry.posted:
                 entry.hops_s.append(answer.result.hop_s)
             entry.stage += 1
@@ -431,7 +434,7 @@ class Pipeline:
                 self._go_on(entry, now)
 
     def _go_on(self, entry: PipelineStep, now: float) -> None:
-        """Pass a step on to a later stage."""
+        """Forward a step to its next stage."""
         stage = entry.stage
         entry.sent_at = now
         self._at_stage[stage].append(entry)
@@ -445,7 +448,7 @@ class Pipeline:
                 self.on_first_stage_done()
 
     def _finish(self, entry: PipelineStep, now: float) -> None:
-        """All stages have answered a step."""
+        """Report a step that all stages have answered."""
         if entry.draft is not None and not entry.draft.with_output:
             self.drafts.send(entry, drawn=entry.drawn(), before=self._sampled)
         self._sampled = entry.answers[-1].result.sampled
@@ -457,27 +460,27 @@ class Pipeline:
         self.drafts.deliver_drafts()
 
     def _publish_tokens(self, done: PipelineStep) -> None:
-        """Give the tokens of a step to the steps that follow it and wait here for them."""
+        """Fill the tokens of a finished step into the steps that follow it."""
         sampled = done.answers[-1].result.sampled
         for later in [later for later in self.in_flight if later.depends_on_step == done.step.step_id]:
             if later.step.depends_on_step:
-                later.step = filled(later.step, tokens_by_sequence(sampled))
-            elif not starts_from(later.step, sampled):  # the output stage was lost since, and drew others again
+                later.step = with_known_tokens(later.step, tokens_by_sequence(sampled))
+            elif not matches_sampled(later.step, sampled):  # the output stage was lost since, and drew others again
                 text = f"step {later.step.step_id} went on with other tokens than those of step {done.step.step_id}"
                 self.fail(0, "protocol_error", text)
                 return
         self._start()
 
     def _may_start(self, entry: PipelineStep) -> bool:
-        """Whether the first stage has all steps before this one."""
+        """Return whether the first stage has all steps before this one."""
         return all(0 in before.sent_to for before in self._at_stage[0] if before is not entry)
 
     def _start(self) -> None:
-        """Send the first stage what waits for tokens and drafts no longer, in order."""
+        """Send the steps whose tokens and drafts are known to the first stage, in order."""
         waiting = [entry for entry in self._at_stage[0] if 0 not in entry.sent_to and 0 not in self._cancelling]
         for entry in waiting if self._open else ():
             if entry.step.drafts_of and not self.drafts.is_drafting(entry.step.drafts_of):
-                entry.step = filled(entry.step, {})  # of a drafter that is gone
+                entry.step = with_known_tokens(entry.step, {})  # of a drafter that is gone
             if entry.step.waits_for_tokens or not self._send(entry, 0):
                 return
 
@@ -487,12 +490,12 @@ class Pipeline:
             self.close()
             self._on_failed(PipelineFailure(stage, code, message))
 
-    def asked(self, stage: int, step_id: int) -> tuple[Step, float] | None:
+    def find_unanswered(self, stage: int, step_id: int) -> tuple[Step, float] | None:
         """Return a step that a stage, or the draft stage, has yet to answer, and the seconds since it was submitted."""
         held = self._held[stage] if 0 <= stage < self.n_stages else ()
         entry = next((entry for entry in held if entry.step.step_id == step_id), None)
         if stage == self.n_stages:
-            entry = self.drafts.asked(step_id)
+            entry = self.drafts.find_unanswered(step_id)
         return None if entry is None else (entry.step, self._clock() - entry.started_at)
 
     def oldest_in_flight(self, now: float) -> StepInFlight | None:
@@ -529,15 +532,13 @@ class Pipeline:
 
     @property
     def settled(self) -> bool:
-        """Whether all steps in flight wait for lost stages or tokens of such steps, and no draft is being made."""
+        """True if all steps in flight wait for lost stages or tokens of such steps, and no draft is being made."""
         drafting = self.drafts.attached is not None and self.drafts.attached.waiting
         under_way = any(entry.stage in entry.sent_to for entry in self.in_flight)
         return not (drafting or self._cancelling or under_way)
 
     def lose(self, stages: Iterable[int]) -> None:
-        """Send nothing more to these stages, and ignore their answers; the other stages give back what was posted to
-        them.
-        """
+        """Stop sending to these stages and ignore their answers; cancel the steps posted to other stages."""
         self.lost.update(stages)
         self._rebuilding.clear()
         self._cancelling -= self.lost
@@ -552,8 +553,8 @@ class Pipeline:
                 with contextlib.suppress(ProtocolError, OSError):  # lost, too: the owner is notified
                     self._links[stage].send(CancelPending(stage))
 
-    def _take_back(self, message: PendingCancelled) -> None:
-        """Take the posted steps back that a stage has not begun, and those behind them."""
+    def _on_pending_cancelled(self, message: PendingCancelled) -> None:
+        """Take back the posted steps that a stage has not begun, and those after them."""
         stage = message.stage
         if stage not in self._cancelling:
             return  # it was lost since
@@ -566,7 +567,7 @@ class Pipeline:
         for entry in back:
             entry.lose(stage)
         if stage + 1 == self.n_stages:
-            self.drafts.take_back(message.step_ids)
+            self.drafts.drop_cancelled(message.step_ids)
         if message.operated and back:
             back[0].done.add(stage)
         for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.sent_to]:
@@ -581,7 +582,7 @@ class Pipeline:
         link.send(encode(step, request_id=step.step_id, flags=stage))
 
     def restore(self, links: Mapping[int, StageLink], steps: Mapping[int, Step], *, operated: bool = True) -> None:
-        """Send the waiting steps on: the daemons behind ``links`` run the lost stages now.
+        """Send the waiting steps to the daemons behind ``links``, which run the lost stages now.
 
         ``steps``: what to send in place of steps in flight, by id.  ``operated``: the new daemons got all operations
         of these already.  A dead link is lost again.
@@ -608,9 +609,9 @@ class Pipeline:
             self.on_rebuilt(result.stage)
 
     def _may_post(self, entry: PipelineStep, stage: int) -> bool:
-        """Whether a step may be sent to a stage before the one ahead has answered it: all steps before it were."""
+        """Return whether a step may be posted to a stage, which requires that all earlier steps were sent to it."""
         return (
-            self.rings
+            self.has_doorbells
             and not self.lost
             and entry.may_be_posted
             and all(
@@ -643,7 +644,7 @@ class Pipeline:
         return True
 
     def _is_held(self, step_id: int) -> bool:
-        """Whether the output stage has yet to answer a step, so that drafts behind it have not begun."""
+        """Return whether the output stage has yet to answer a step, so that drafts behind it have not begun."""
         return any(entry.step.step_id == step_id for entry in self._held[-1])
 
     def _dead_link(self, stage: int, text: str) -> None:

@@ -101,7 +101,7 @@ class PrefixReuse:
         return use.lookup[1]
 
     def must_wait(self, record: RequestRecord, running: Iterable[RequestRecord]) -> bool:
-        """Whether a queued request is held, or another is just computing the prefix it needs.
+        """Return whether a queued request is held, or another is just computing the prefix it needs.
 
         Instead of computing the same again, it waits until the other passes the last checkpoint it can use.
         """
@@ -282,7 +282,7 @@ class PrefixReuse:
         return SlotSource(live.n_computed, live.table.entries, state, origin, live.table.paged_out())
 
     def _is_whole(self, live: LiveSequence) -> bool:
-        """Whether no page was dropped, nor would be for the next token."""
+        """Return whether no page was dropped, nor would be for the next token."""
         n_lost = live.table.n_out - len(live.table.hosts)
         return not n_lost and self._limits.stays_whole(live.n_computed + 1)
 

@@ -81,7 +81,7 @@ class Recovery:
 
     @property
     def holding(self) -> bool:
-        """Whether requests wait for a daemon."""
+        """True if requests wait for a daemon."""
         return self.since is not None
 
     def begin_hold(self, now: float, reason: PauseReason = "loss") -> None:
@@ -120,7 +120,7 @@ class Recovery:
         return record.n_losses < self._max_losses
 
     def hold(self, record: RequestRecord) -> bool:
-        """Whether a running request whose sequence all shards have lost is held."""
+        """Return whether a running request whose sequence all shards have lost is held."""
         if not self.holding or not self.survives(record):
             return False
         if record.live is not None:
@@ -173,12 +173,12 @@ class StageRecovery:
 
     @property
     def enabled(self) -> bool:
-        """Whether a stage may be lost alone: there is a journal, or frozen state."""
+        """True if a stage may be lost alone: there is a journal, or frozen state."""
         return self._journal is not None or self.opening is not None
 
     @property
     def active(self) -> bool:
-        """Whether stages are lost."""
+        """True if stages are lost."""
         return self._pipeline is not None
 
     @property
@@ -229,12 +229,12 @@ class StageRecovery:
         if self._journal is not None:
             self._journal.free(plan.step.region)
 
-    def on_step_planned(self, plan: StepPlan, lives: Mapping[int, LiveSequence]) -> None:
+    def on_step_planned(self, plan: StepPlan, live_sequences: Mapping[int, LiveSequence]) -> None:
         """Record a step that is sent."""
         if plan.step.slices or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:
-            self._journal.on_step_planned(plan.step, lives)
+            self._journal.on_step_planned(plan.step, live_sequences)
 
     def on_step_finished(self, step_id: int) -> None:
         """Record a step that the last stage has answered."""
@@ -475,7 +475,7 @@ class StageRecovery:
 
 
 def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> bool:
-    """Whether the first ``n_tokens`` tokens, which others computed, may include some of a slice."""
+    """Return whether the first ``n_tokens`` tokens, which others computed, may include some of a slice."""
     start = part.slice.start
     return n_tokens > start and tokens.n_common(part.record.tokens, n_tokens) > start
 

@@ -48,7 +48,7 @@ class RunningRequests(Collection[RequestRecord]):
 
     @property
     def full(self) -> bool:
-        """Whether no further sequence may be open."""
+        """True if no further sequence may be open."""
         return not self.sequence_ids.n_free
 
     @property
@@ -155,7 +155,7 @@ class RunningRequests(Collection[RequestRecord]):
         return operations
 
     def _fits_host(self, record: RequestRecord, match: PrefixMatch) -> bool:
-        """Whether what it pages out by the end of its prompt fits beside what the running ones still will."""
+        """Return whether what it pages out by the end of its prompt fits beside what the running ones still will."""
         n_needed = self._limits.host_pages_needed(len(record.tokens))
         for other in self._records.values() if n_needed else ():
             if other.live is not None:
@@ -168,7 +168,7 @@ class RunningRequests(Collection[RequestRecord]):
         return self._reuse.index.evictor.can_reclaim_host(n_needed - len(shared), shared)
 
     def fits(self, record: RequestRecord, match: PrefixMatch) -> bool:
-        """Whether there is room for a request beside what the running ones still need."""
+        """Return whether there is room for a request beside what the running ones still need."""
         needs = self._limits.pages_needed(len(record.tokens))
         if Space.FULL in needs:
             ids = self._pools[Space.FULL].ids

@@ -63,19 +63,21 @@ class ClientShares:
         self._credit = credit
         self._served: dict[str, int] = {}
         self._requests: Counter[str] = Counter()
-        self._least = 0  # of those with requests
+        self._min_served = 0  # of those with requests
 
     @property
     def contested(self) -> bool:
-        """Whether more than one client has unfinished requests."""
+        """True if more than one client has unfinished requests."""
         return len(self._requests) > 1
 
     def add_request(self, client: str) -> None:
         """Count a new request of ``client``."""
         if client not in self._requests:
-            self._served[client] = max(self._served.get(client, 0), self._least)
+            self._served[client] = max(self._served.get(client, 0), self._min_served)
             owing = self._served.items()
-            self._served = {name: n for name, n in owing if n > self._least or name in self._requests or name == client}
+            self._served = {
+                name: n for name, n in owing if n > self._min_served or name in self._requests or name == client
+            }
         self._requests[client] += 1
         self._update()
 
@@ -101,20 +103,20 @@ class ClientShares:
 
     def lead(self, client: str) -> int:
         """Return how many more tokens ``client`` was served than the least served busy client."""
-        return self._served[client] - self._least if self.contested else 0
+        return self._served[client] - self._min_served if self.contested else 0
 
     def _update(self) -> None:
-        self._least = min((self._served[client] for client in self._requests), default=0)
+        self._min_served = min((self._served[client] for client in self._requests), default=0)
 
 
-PATIENCE: Final = 2
-"""Later requests overtake a request until they took so many times its own size."""
+MAX_OVERTAKEN_SIZES: Final = 2
+"""Sizes of a request that later ones may overtake it by, in tokens, before it is next."""
 
 
 class RequestQueue:
-    """Waiting requests; iteration has no particular order, ``in_order`` has.
+    """The waiting queue.  Iteration has no particular order; ``in_order`` has.
 
-    First come requests that go next (a sequence was preempted for them, or they lost theirs with a daemon), then those
+    First come requests with priority (a sequence was preempted for them, or they lost theirs with a daemon), then those
     of the client that was served least; within a client preempted requests, then the shortest prompt, with ageing.  A
     request charges its size to the older ones it overtakes.  One that was charged twice its own size is next.
     """
@@ -151,14 +153,14 @@ class RequestQueue:
     def start(self, record: RequestRecord) -> None:
         """Remove a request that starts, and age those it overtakes."""
         self.remove(record)
-        if record.started_at is None and not record.goes_next:
-            size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a place
+        if record.started_at is None and not record.has_priority:
+            size = max(PAGE_TOKENS, record.size)  # even the shortest prompt takes a sequence
             for other in self._waiting:
                 if other.arrival < record.arrival and other.request.client_id == record.request.client_id:
-                    other.n_passed += size
+                    other.n_overtaken_tokens += size
 
     def invalidate_order(self) -> None:
-        """Note that the size or the turn of a waiting request changed."""
+        """Sort again, because the size or the priority of a waiting request changed."""
         self._order = None
 
     def n_waiting(self, client: str) -> int:
@@ -189,35 +191,38 @@ class RequestQueue:
                     promised[record.request.client_id] += len(record.tokens) - record.live.n_scheduled
 
         def turn(record: RequestRecord) -> tuple[int, int, int, int, int]:
-            if record.goes_next:
+            if record.has_priority:
                 return 1, 0, 0, 0, record.arrival
             client, new = record.request.client_id, record.started_at is None
-            aged = max(0, PATIENCE * record.size - record.n_passed) if new else 0
+            aged = max(0, MAX_OVERTAKEN_SIZES * record.size - record.n_overtaken_tokens) if new else 0
             return 2, self._shares.lead(client) + promised[client], new, aged, record.arrival
 
         return sorted(records, key=turn)
 
 
 class SwapSpace(Protocol):
-    """Host memory for what preempted requests have computed.  Nothing here waits."""
+    """Host memory for the state of preempted requests.  No method waits."""
 
     @property
     def n_writing(self) -> int:
-        """Slots that are being written: their pages are free soon."""
+        """Number of slots that are being written, whose pages will be free soon."""
 
     def write(self, slot: PrefixSlot) -> SwappedPrefix | None:
-        """Begin to copy a pinned slot, to be released when its bytes are there; None: no room, it is released now."""
+        """Begin to copy a pinned slot, which is released once it is written.
+
+        None, releasing it now, if space is short.
+        """
 
     def read(self, record: RequestRecord, swapped: SwappedPrefix, reservation: Reservation) -> None:
-        """Begin to copy it back into reserved ids; then they are adopted, and the request resumed."""
+        """Begin to copy a prefix back into reserved ids; afterwards they are adopted, and the request resumes."""
 
     def drop(self, swapped: SwappedPrefix) -> None:
         """Free the copy."""
 
 
 class PreemptionCandidates:
-    """The sequences that running requests hold, as of now.  ``chunk``: tokens of a prompt that a step computes.
-    ``swaps``: what they computed goes to host memory.
+    """The running requests as candidates for preemption.  ``chunk``: prompt tokens per step.  ``swaps``: the state of a
+    preempted request goes to host memory.
     """
 
     def __init__(self, running: Iterable[RequestRecord], shares: ClientShares, chunk: int, *, swaps: bool) -> None:
@@ -228,27 +233,27 @@ class PreemptionCandidates:
             self._held[record.request.client_id] += 1
             if not record.uncached:
                 self._by_service.append(record)
-        self._by_service.sort(key=lambda record: (-record.stint(chunk), record.arrival))
-        self._most = max(self._held.values(), default=0)
-        self._by_share: dict[str, RequestRecord | None] = {}  # by client, the result of _richer
-        self._longest = self._by_service[0].stint(chunk) if self._by_service else 0
+        self._by_service.sort(key=lambda record: (-record.n_steps_served(chunk), record.arrival))
+        self._max_held = max(self._held.values(), default=0)
+        self._victims_by_client: dict[str, RequestRecord | None] = {}  # by client, the result of _victim_by_share
+        self._longest = self._by_service[0].n_steps_served(chunk) if self._by_service else 0
 
     def victim(self, record: RequestRecord) -> RequestRecord | None:
-        """Return the running request that gives way to a waiting one; None if it has to wait."""
+        """Return the running request to preempt for a waiting one; None if it has to wait."""
         client = record.request.client_id
-        if client not in self._by_share:
-            self._by_share[client] = self._richer(client)
-        if (candidate := self._by_share[client]) is not None:
+        if client not in self._victims_by_client:
+            self._victims_by_client[client] = self._victim_by_share(client)
+        if (candidate := self._victims_by_client[client]) is not None:
             return candidate
         if record.started_at is not None:
             return None
         return next(self.victims_of(record.request, record.size), None)
 
-    def _richer(self, client: str) -> RequestRecord | None:
+    def _victim_by_share(self, client: str) -> RequestRecord | None:
         """Return a request of the client with the most sequences, if that has two more than ``client``."""
-        if self._most < self._held[client] + 2:
+        if self._max_held < self._held[client] + 2:
             return None
-        richest = (record for record in self._by_service if self._held[record.request.client_id] == self._most)
+        richest = (record for record in self._by_service if self._held[record.request.client_id] == self._max_held)
         candidate = next(richest, None)
         if candidate is None or self._shares.lead(client) > self._shares.lead(candidate.request.client_id):
             return None
@@ -263,7 +268,7 @@ class PreemptionCandidates:
             return
         n_own = self._held[request.client_id]
         for record in self._by_service:
-            served = record.stint(self._chunk)
+            served = record.n_steps_served(self._chunk)
             if served < n_steps:
                 return
             again = 0 if self._swaps or record.live is None else record.live.n_computed / self._chunk
@@ -273,12 +278,12 @@ class PreemptionCandidates:
 
 
 class Preemption:
-    """Preempts running requests and starts them again.  ``swap`` None: all is computed again.
+    """Preempts running requests.  ``swap`` None: their state is recomputed instead of swapped.
 
-    For pages the youngest request gives way to an older one.  For sequences a waiting request may start in the place of
-    a running one of the client with the most sequences, if those are two more than its own client's; or of one that had
-    its sequence for at least as many steps as the waiting one may take.  What was computed is published as a prefix
-    slot, pinned until the swap space has its bytes, and read back before the request goes on.
+    When pages are short, the youngest request is preempted.  When sequences are short, a waiting request may replace a
+    running one of the client with the most sequences, if those are two more than its own client's; or one that was
+    served for at least as many steps as the waiting one may take.  The state of a preempted request is published as a
+    prefix slot, pinned until the swap space has its bytes, and read back before the request continues.
     """
 
     def __init__(
@@ -292,7 +297,7 @@ class Preemption:
 
     @property
     def pages_pending(self) -> bool:
-        """Whether pages of preempted requests are free soon, so that no other one is to give its own."""
+        """True if pages of preempted requests will be free soon, so that no other request is preempted."""
         return self.swap is not None and self.swap.n_writing > 0
 
     def candidates(self) -> PreemptionCandidates:
@@ -303,17 +308,17 @@ class Preemption:
         """Return the first waiting request that may start in the place of a running one, and that one."""
         candidates = self.candidates()
         for record in waiting:
-            if record.goes_next and self.pages_pending:
+            if record.has_priority and self.pages_pending:
                 return None
             victim = None if record.n_in_flight else candidates.victim(record)
             if victim is not None and not self._reuse.must_wait(record, self._running):
                 return record, victim
-            if record.goes_next:
+            if record.has_priority:
                 return None
         return None
 
     def preempt(self, record: RequestRecord, now: float) -> list[Operation]:
-        """Take a running request's pages, now or as soon as they are copied."""
+        """Free a running request's pages, now or as soon as they are copied to host memory, and requeue it."""
         operations = self._swap_out(record, now)
         if record.live is not None:
             record.n_served = max(record.n_served, record.live.n_computed)
@@ -385,7 +390,7 @@ class Admission:
                 break
             record, victim = place
             operations += self._preemption.preempt(victim, now)
-            record.goes_next = True
+            record.has_priority = True
             self._queue.invalidate_order()
             operations += self._admit(now, last_step)
         return operations
@@ -424,7 +429,7 @@ class Admission:
         if operations is None or record.live is None:
             return None
         self._queue.start(record)
-        record.goes_next = False
+        record.has_priority = False
         self._preemption.drop_swapped(record)
         record.move(RequestState.PREFILL)
         if record.started_at is None:
@@ -442,7 +447,7 @@ MAX_SKIPPED_STEPS: Final = 4
 
 
 def has_rows(record: RequestRecord) -> bool:
-    """Whether a request has tokens that no step computes yet."""
+    """Return whether a request has tokens that no step computes yet."""
     return record.live is not None and record.live.n_scheduled < record.n_tokens
 
 
@@ -539,7 +544,7 @@ class Scheduler:
         """Requeue the running requests to ``keep``, as the shards lost all sequences; end the others with ``error``."""
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
-            record.goes_next = True
+            record.has_priority = True
             self._operations += self.preemption.requeue(record)
         events = self.fail(self.running, error, now)
         self.drafting.detach()  # it goes with the pipeline
@@ -558,13 +563,13 @@ class Scheduler:
 
     # ---- steps
 
-    def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, rings: bool = False) -> None:
+    def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, has_doorbells: bool = False) -> None:
         """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all.
 
-        ``rings``: the last stage publishes tokens and drafts to the first one in shared memory.
+        ``has_doorbells``: the last stage publishes tokens and drafts to the first one in shared memory.
         """
         self._operations[:0] = opening
-        self.runs_ahead = rings or n_stages == 1
+        self.runs_ahead = has_doorbells or n_stages == 1
         self.drafting.n_stages, self.drafting.publishes_to_first = n_stages, self.runs_ahead
         self.n_stages, self._n_at_first_stage = n_stages, 0
         self.admission.open = True
@@ -596,9 +601,9 @@ class Scheduler:
         self._operations += self.admission.admit(now, self._last_step)  # none runs ahead beside a prompt
         while chosen := self.choose_slices(now):
             n_stopped = self._n_stopped
-            if secured := self._secure(chosen, now):
+            if with_pages := self._allocate_pages(chosen, now):
                 drafts = self.limits.speculation.max_drafts > 0
-                return self._plan([self._fit(slice_) for slice_ in secured] if drafts else secured, now)
+                return self._plan([self._fit_drafts(slice_) for slice_ in with_pages] if drafts else with_pages, now)
             if self._n_stopped == n_stopped:  # else all that were chosen are gone: choose again
                 break
         return self.flush_step(now) if self._flushing else None
@@ -657,7 +662,7 @@ class Scheduler:
                     self.reuse.drop_slots(part.record)
                     events.append(self._finish(part.record, "error", now, error=invalid_logits(blamed)))
             elif tokens := drawn.get(sequence):
-                self._take(events, part, tokens, now)
+                self._append_tokens(events, part, tokens, now)
         self.drafting.on_step_applied(scheduled, now, sum(stages_s), result.upkeep_s, cold=cold)
         return events
 
@@ -700,7 +705,7 @@ class Scheduler:
         return chosen or self.choose_ahead(records)
 
     def _is_long(self, record: RequestRecord) -> bool:
-        """Whether a prompt is long, so that it leaves room for others."""
+        """Return whether a prompt is long, so that it leaves room for others."""
         live = record.live
         return live is not None and record.wanted is None and live.n_prefill > self.limits.long_prefill_tokens
 
@@ -793,13 +798,13 @@ class Scheduler:
 
     # ---- inside: pages and plans
 
-    def _secure(self, chosen: list[ScheduledSlice], now: float) -> list[ScheduledSlice]:
+    def _allocate_pages(self, chosen: list[ScheduledSlice], now: float) -> list[ScheduledSlice]:
         """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
         too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
-        secured = []
+        with_pages = []
         for slice_ in sorted(chosen, key=attrgetter("record.arrival")):
             if slice_.record.live is slice_.live and slice_.live.table.covers(slice_.stop):
-                secured.append(slice_)
+                with_pages.append(slice_)
                 continue
             while slice_.record.live is slice_.live:  # not preempted for an older one, nor for itself
                 try:
@@ -809,7 +814,7 @@ class Scheduler:
                     break
                 if operations is not None:
                     self._operations += operations
-                    secured.append(slice_)
+                    with_pages.append(slice_)
                 if operations is not None or slice_.runs_ahead:  # which is not worth another request's pages
                     break
                 if (
@@ -822,9 +827,9 @@ class Scheduler:
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     break  # a snapshot is being written or read: its pages come back by themselves
                 self._operations += self.preemption.preempt(self.running.youngest, now)
-        return secured
+        return with_pages
 
-    def _fit(self, slice_: ScheduledSlice) -> ScheduledSlice:
+    def _fit_drafts(self, slice_: ScheduledSlice) -> ScheduledSlice:
         slice_, operations = self.drafting.fit(slice_)
         self._operations += operations
         return slice_
@@ -871,7 +876,7 @@ class Scheduler:
 
     # ---- inside: results and ends
 
-    def _take(self, events: Events, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> None:
+    def _append_tokens(self, events: Events, part: ScheduledSequence, drawn: Sequence[Sampled], now: float) -> None:
         """Append the tokens drawn for a slice; all but the last are accepted drafts, which are computed already."""
         record, live = part.record, part.live
         self.drafting.on_tokens(part, drawn)
@@ -881,12 +886,14 @@ class Scheduler:
             drafted = i + 1 < len(drawn)
             if drafted and record.live is live:
                 live.accept(i)
-            self._accept(events, record, sampled, now, drafted=drafted)
+            self._append_token(events, record, sampled, now, drafted=drafted)
         if part.slice.n_drafts and record.live is live:
             self._shares.charge([(record.request.client_id, len(drawn) - 1)])
             self._operations += self.running.end_verification(live)
 
-    def _accept(self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> None:
+    def _append_token(
+        self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool
+    ) -> None:
         request = record.request
         record.append(sampled)
         self.n_generated_tokens += not record.uncached
@@ -955,7 +962,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left and no step is in flight."""
+        """True if no request is left and no step is in flight."""
         return not self._records and not self.in_flight
 
     @property

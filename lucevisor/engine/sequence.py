@@ -166,8 +166,8 @@ class RequestRecord:
     n_in_flight: int = 0  # steps in flight that carry a slice of it
     prefix: PrefixUse = field(default_factory=PrefixUse)
     size: int = 0  # tokens to prefill, as estimated when it was queued
-    n_passed: int = 0  # tokens of later requests that started before it
-    goes_next: bool = False  # it starts before all others that wait
+    n_overtaken_tokens: int = 0  # tokens of later requests that started before it
+    has_priority: bool = False  # it starts before all others that wait
     n_served: int = 0  # the most tokens that it had computed when it was preempted
     loss: int = 0  # the last loss or restart of shards while it ran
     n_losses: int = 0  # losses in a row without a token in between
@@ -198,9 +198,9 @@ class RequestRecord:
         """Tokens generated so far, the stop id included."""
         return self.n_tokens - len(self.request.prompt)
 
-    def stint(self, chunk: int) -> int:
-        """Return how many steps computed something of it since it has its sequence: prompts in chunks of that size, its
-        answer token by token.  What is computed again does not count.
+    def n_steps_served(self, chunk: int) -> int:
+        """Return how many steps the request was served since it got its sequence: one per chunk of the prompt and one
+        per token of the answer.  Recomputed tokens do not count.
         """
         if self.live is None:
             return 0
@@ -210,7 +210,7 @@ class RequestRecord:
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether all rows of its prompt are wanted, so that no cached prefix can stand for them."""
+        """True if all rows of its prompt are wanted, so that no cached prefix can stand for them."""
         return self.uncached or self.request.score_prompt
 
     def scored(self, start: int, stop: int) -> list[int]:

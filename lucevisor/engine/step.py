@@ -53,17 +53,17 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
 
     @property
     def samples(self) -> bool:
-        """Whether a token is sampled after it."""
+        """True if a token is sampled after it."""
         return self.stop >= self.record.n_tokens
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether it starts from a token that a step in flight samples."""
+        """True if it starts from a token that a step in flight samples."""
         return self.stop > self.record.n_tokens
 
     @property
     def drafts_pend(self) -> bool:
-        """Whether it verifies drafts that are being made."""
+        """True if it verifies drafts that are being made."""
         return bool(self.drafts) and self.drafts[-1] == PENDING
 
     @property
@@ -73,7 +73,7 @@ class ScheduledSlice(msgspec.Struct, eq=False):  # quicker to make than a datacl
 
     @property
     def _ranks_pages(self) -> bool:
-        """Whether its last queries rank the pages: those before the last token of a prompt, and some decodes."""
+        """True if its last queries rank the pages: those before the last token of a prompt, and some decodes."""
         table, start = self.live.table, self.live.n_scheduled
         if self.samples:
             return self.stop - start == 1 and not self.drafts and table.ranks_at(start)
@@ -142,7 +142,7 @@ class ScheduledStep:
     plain: bool = False
 
     @property
-    def lives(self) -> dict[int, LiveSequence]:
+    def live_sequences(self) -> dict[int, LiveSequence]:
         """The sequences of its slices, by id."""
         return {sequence: part.live for sequence, part in self.parts.items()}
 
@@ -161,12 +161,12 @@ class ScheduledStep:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it computes no prompt, and something."""
+        """True if it computes no prompt, and something."""
         return bool(self.parts) and (self.plain or all(is_decode(part.slice) for part in self.parts.values()))
 
     @property
     def has_drafts(self) -> bool:
-        """Whether it verifies any."""
+        """True if it verifies any."""
         return not self.plain and any(part.slice.n_drafts for part in self.parts.values())
 
     @property
@@ -183,11 +183,13 @@ def mask_jobs(parts: Iterable[ScheduledSequence]) -> list[MaskJob]:
             continue
         request, constraint = part.record.request, part.record.request.constraint
         if constraint is not None:
-            jobs.append(MaskJob(request.request_id, constraint, *untaken_tokens(part.record, constraint), part.drafts))
+            jobs.append(
+                MaskJob(request.request_id, constraint, *unconsumed_tokens(part.record, constraint), part.drafts)
+            )
     return jobs
 
 
-def untaken_tokens(record: RequestRecord, constraint: Constraint) -> tuple[int, list[int]]:
+def unconsumed_tokens(record: RequestRecord, constraint: Constraint) -> tuple[int, list[int]]:
     """Return the tokens of a request's output that its constraint has not taken, and the place of the first."""
     start = constraint.n_tokens
     return start, record.tokens[len(record.request.prompt) + start :]
@@ -241,17 +243,17 @@ def check_drafts(scheduled: ScheduledStep, drafts: Sequence[Drafted], n_vocabula
 
 
 def all_decodes(slices: Sequence[Slice]) -> bool:
-    """Whether a step computes no prompt."""
+    """Return whether a step computes no prompt."""
     return all(is_decode(slice_) for slice_ in slices)
 
 
 def is_decode(slice_: Slice) -> bool:
-    """Whether a slice has one token that is certain, and samples."""
+    """Return whether a slice has one token that is certain, and samples."""
     return slice_.sample and len(slice_.tokens) - slice_.n_drafts == 1
 
 
 def is_plain(slice_: Slice) -> bool:
-    """Whether a slice is a decode without drafts that asks for nothing more."""
+    """Return whether a slice is a decode without drafts that asks for nothing more."""
     return slice_.sample and len(slice_.tokens) == 1 and not slice_.num_draft_tokens and not slice_.scored
 
 

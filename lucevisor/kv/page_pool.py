@@ -74,7 +74,7 @@ class PageAllocator:
         return self._n_evictable
 
     def evictable(self, page: int) -> bool:
-        """Whether the prefix index is the only owner of an id."""
+        """Return whether the prefix index is the only owner of an id."""
         return page in self._cached and self._ref_counts[page - self._first] == 1
 
     def in_use(self) -> list[int]:
@@ -224,7 +224,7 @@ class PagePools:
 
     @property
     def copies_states(self) -> bool:
-        """Whether a slot needs a copy of a live state instead of taking it over."""
+        """True if a slot needs a copy of a live state instead of taking it over."""
         return Space.RECURRENT in self and self.slot_pools[Space.RECURRENT].tier is not self[Space.RECURRENT].tier
 
     @property
@@ -276,7 +276,7 @@ class PagePools:
         return {space: ids for space, ids in taken.items() if ids is not None}
 
     def fits(self, needs: Mapping[Space, int]) -> bool:
-        """Whether ``needs[space]`` ids are free in every space."""
+        """Return whether ``needs[space]`` ids are free in every space."""
         return all(n <= self._allocators[space].n_free for space, n in needs.items())
 
     def begin_draft_epoch(self) -> None:

@@ -56,7 +56,7 @@ class PagedOut:
 
     @property
     def approximate(self) -> bool:
-        """Whether pages were computed by queries that did not see all that was before them."""
+        """True if pages were computed by queries that did not see all that was before them."""
         return self.policy != "exact"
 
     @property
@@ -150,11 +150,11 @@ class PageTable:
         return n_old
 
     def covers(self, stop: int) -> bool:
-        """Whether a slice up to ``stop`` takes no page, and surely neither releases nor swaps any: 63 of 64 decodes."""
+        """Return whether a slice up to ``stop`` neither allocates, releases nor swaps a page, as 63 of 64 decodes."""
         return self._window_tokens is None and self._holds(stop)
 
     def _holds(self, stop: int) -> bool:
-        """Whether all spaces have the pages of positions before ``stop``, or had them."""
+        """Return whether all spaces have the pages of positions before ``stop``, or had them."""
         return all(entries.stop * PAGE_TOKENS >= stop for entries in self._entries.values())
 
     def grow(self, start: int, stop: int, n_ahead: int = 0) -> list[Growth] | None:
@@ -260,11 +260,11 @@ class PageTable:
 
     @property
     def ranks_next(self) -> bool:
-        """Whether a slice should rank the pages, if it is one that does: some are out."""
+        """True if a slice should rank the pages, if it is one that does: some are out."""
         return False
 
     def ranks_at(self, position: int) -> bool:
-        """Whether a decode at ``position`` ranks the pages."""
+        """Return whether a decode at ``position`` ranks the pages."""
         return False
 
     def draft_room(self, stop: int) -> int | None:
@@ -275,7 +275,7 @@ class PageTable:
 
     @property
     def swaps_next(self) -> bool:
-        """Whether pages were ranked and not exchanged since."""
+        """True if pages were ranked and not exchanged since."""
         return False
 
     def swap(self, make_room: MakeRoom = lambda n_device, n_host: None) -> Swap | None:

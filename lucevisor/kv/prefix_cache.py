@@ -56,7 +56,7 @@ class PrefixMatch:
 
     @property
     def from_disk(self) -> bool:
-        """Whether the tokens came from a snapshot and this is their first use."""
+        """True if the tokens came from a snapshot and this is their first use."""
         return self.slot is not None and self.slot.origin == "disk" and self.slot.n_uses == 0
 
 
@@ -76,7 +76,7 @@ class Reservation:
 
     @property
     def drafted(self) -> bool:
-        """Whether a drafter is attached, and keeps state of all pages: where they are ranked, in host memory, too."""
+        """True if a drafter is attached, and keeps state of all pages: where they are ranked, in host memory, too."""
         return self.draft_epoch > 0 and (self.paged_out is None or self.paged_out.approximate)
 
     @property
@@ -179,7 +179,7 @@ class PrefixEvictor:
         )
 
     def can_reclaim(self, needs: Mapping[Space, int], shared: Mapping[Space, Collection[int]]) -> bool:
-        """Whether evicting all unpinned slots would free so many ids of each space for a sequence.
+        """Return whether evicting all unpinned slots would free so many ids of each space for a sequence.
 
         ``shared``: ids that the caller is about to own as well; they would stay.
         """
@@ -257,12 +257,17 @@ class PrefixEvictor:
             known = max(known, node.stop * PAGE_TOKENS)
         return slot.n_tokens - known
 
-    def _next_victim(self, lacking: Collection[PageAllocator]) -> PrefixSlot | None:
-        """Return the next slot to evict: one that frees an id of ``lacking`` if any does, then by value and use."""
+    def _next_victim(self, exhausted: Collection[PageAllocator]) -> PrefixSlot | None:
+        """Return the next slot to evict: one that frees an id of ``exhausted`` if any does, then by value and use."""
         slots = [slot for slot in self._slots if not slot.pins]
         return min(
             slots,
-            key=lambda s: (bool(lacking) and not self._frees(s, lacking), self._value(s), s.last_use, s.number),
+            key=lambda s: (
+                bool(exhausted) and not self._would_free(s, exhausted),
+                self._value(s),
+                s.last_use,
+                s.number,
+            ),
             default=None,
         )
 
@@ -276,9 +281,9 @@ class PrefixEvictor:
 
     def _reclaim(self, pools: PagePools, needs: Mapping[Space, int]) -> bool:
         while not pools.fits(needs):
-            lacking = [space for space, n in needs.items() if n > pools[space].n_free]
-            gives = all(pools[space] is self._pools[space] for space in lacking)  # slots own none of other pools
-            victim = self._next_victim([pools[space] for space in lacking]) if gives else None
+            exhausted = [space for space, n in needs.items() if n > pools[space].n_free]
+            gives = all(pools[space] is self._pools[space] for space in exhausted)  # slots own none of other pools
+            victim = self._next_victim([pools[space] for space in exhausted]) if gives else None
             if victim is None:
                 return False
             self._evict(victim)
@@ -289,25 +294,25 @@ class PrefixEvictor:
             return [slot.state] if slot.state != NO_STATE else []
         return slot.pages(space)
 
-    def _frees(self, slot: PrefixSlot, lacking: Collection[PageAllocator]) -> bool:
-        """Whether removing a slot frees an id of one of the allocators at once."""
-        if slot.state != NO_STATE and self._lone(Space.RECURRENT, slot.state, lacking):
+    def _would_free(self, slot: PrefixSlot, exhausted: Collection[PageAllocator]) -> bool:
+        """Return whether removing a slot frees an id of one of the allocators at once."""
+        if slot.state != NO_STATE and self._is_sole_owner(Space.RECURRENT, slot.state, exhausted):
             return True
-        if any(self._lone(space, page, lacking) for space, page in slot.tail.items()):
+        if any(self._is_sole_owner(space, page, exhausted) for space, page in slot.tail.items()):
             return True
         at = slot.node
         while at.parent is not None and (at.n_slots == 1 or at.n_windows == 1):
             for space, pages in at.pages.items():
                 n_needing = at.n_windows if space is Space.WINDOW else at.n_slots
                 needed = space is not Space.WINDOW or at.start >= slot.first_window
-                if n_needing == 1 and needed and any(self._lone(space, page, lacking) for page in pages):
+                if n_needing == 1 and needed and any(self._is_sole_owner(space, page, exhausted) for page in pages):
                     return True
             at = at.parent
         return False
 
-    def _lone(self, space: Space, unit: int, lacking: Collection[PageAllocator]) -> bool:
+    def _is_sole_owner(self, space: Space, unit: int, exhausted: Collection[PageAllocator]) -> bool:
         allocator = self._pools.allocator_of(space, unit)
-        return allocator in lacking and self._tree.holds(space)[unit] == 1 and allocator.evictable(unit)
+        return allocator in exhausted and self._tree.holds(space)[unit] == 1 and allocator.evictable(unit)
 
 
 class PrefixIndex:
@@ -358,7 +363,7 @@ class PrefixIndex:
 
     @property
     def enabled(self) -> bool:
-        """Whether the settings allow any slot."""
+        """True if the settings allow any slot."""
         state_bytes = self.settings.unit_bytes.get(Space.RECURRENT, 0) if self.recurrent else 0
         return self.settings.max_slots > 0 and state_bytes <= self.settings.memory_bytes
 
@@ -369,7 +374,7 @@ class PrefixIndex:
 
     @property
     def pinning(self) -> bool:
-        """Whether pins or reservations keep ids from sequences for now."""
+        """True if pins or reservations keep ids from sequences for now."""
         return bool(self._reservations) or any(slot.pins for slot in self._slots)
 
     def find_slot(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
@@ -403,7 +408,7 @@ class PrefixIndex:
     # ---- making slots
 
     def worth_caching(self, n_tokens: int) -> bool:
-        """Whether prefixes of this length are cached."""
+        """Return whether prefixes of this length are cached."""
         return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
 
     def allocate_state(self, n_tokens_saved: int) -> int | None:
@@ -501,7 +506,7 @@ class PrefixIndex:
         return slot
 
     def drafted(self, slot: PrefixSlot) -> bool:
-        """Whether the drafter that is attached has the state of all of a slot."""
+        """Return whether the drafter that is attached has the state of all of a slot."""
         if Space.FULL not in self._pools:
             return False
         epoch, tiers = self._pools[Space.FULL].epoch, self._pools.tiers(Space.FULL, slot.pages(Space.FULL))

@@ -112,7 +112,7 @@ class PrefixSlot:
         return pages + ([self.tail[space]] if space in self.tail else [])
 
     def begins_with(self, other: PrefixSlot) -> bool:
-        """Whether ``other`` is a proper prefix of this slot."""
+        """Return whether ``other`` is a proper prefix of this slot."""
         if other.n_tokens >= self.n_tokens:
             return False
         node, remainder = self.node, self.remainder

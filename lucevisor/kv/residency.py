@@ -49,26 +49,26 @@ class Residency:
 
     @property
     def keeps_host(self) -> bool:
-        """Whether what leaves is kept in host memory."""
+        """True if what leaves is kept in host memory."""
         return self.policy != "lru"
 
     @property
     def attends_host(self) -> bool:
-        """Whether attention reads what is kept there."""
+        """True if attention reads what is kept there."""
         return self.policy == "exact"
 
     @property
     def ranks_pages(self) -> bool:
-        """Whether pages come back, chosen by how much queries attend to them, or what a small model says."""
+        """True if pages come back, chosen by how much queries attend to them, or what a small model says."""
         return self.policy in ("qk", "drafter")
 
     @property
     def ranks_decodes(self) -> bool:
-        """Whether the stages rank the pages, by their own queries, and not for prompts alone."""
+        """True if the stages rank the pages, by their own queries, and not for prompts alone."""
         return self.policy == "qk"
 
     def ranks_at(self, position: int) -> bool:
-        """Whether the query of a decode at ``position`` ranks the pages."""
+        """Return whether the query of a decode at ``position`` ranks the pages."""
         return self.ranks_decodes and position % self.tau == 0
 
     def host_pages(self, n_pages: int) -> int:

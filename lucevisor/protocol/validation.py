@@ -26,7 +26,7 @@ CLOCK_SLACK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class AskedStep:
+class UnansweredStep:
     """A step that a stage has yet to answer.  ``elapsed_s``: since it was planned.  ``n_top``: how many of the best ids
     come with each token of a sequence, -1 none and no log-probability either; without the output stage empty.
     """
@@ -69,7 +69,7 @@ class _Fault(Exception):
     """A value that cannot be true."""
 
 
-def fault_of(message: Message, payload: memoryview, daemon: DaemonFacts, asked: AskedStep | None = None) -> str:
+def fault_of(message: Message, payload: memoryview, daemon: DaemonFacts, asked: UnansweredStep | None = None) -> str:
     """Return why a message cannot be true; empty if it can.
 
     ``asked``: the step that a StepResult answers, None if none is known, as in a late answer.
@@ -142,7 +142,7 @@ def _check_loaded(message: Loaded, daemon: DaemonFacts) -> None:
                           free_bytes=use.free_bytes, host_state_bytes=use.host_state_bytes)  # fmt: skip
 
 
-def _check_result(result: StepResult, daemon: DaemonFacts, asked: AskedStep | None) -> None:
+def _check_result(result: StepResult, daemon: DaemonFacts, asked: UnansweredStep | None) -> None:
     _require(result.stage in daemon.stages, f"StepResult is of stage {result.stage}, which it does not run")
     elapsed_s = daemon.age_s if asked is None else min(asked.elapsed_s, daemon.age_s)
     _check_time("compute_s", result.compute_s, elapsed_s)

@@ -25,7 +25,7 @@ from lucevisor.protocol.loading import Hello, Load, Loaded
 from lucevisor.protocol.messages import Failed, Heartbeat, LogLine, Progress, Shutdown
 from lucevisor.protocol.steps import StepResult
 from lucevisor.protocol.transport import Link
-from lucevisor.protocol.validation import MAX_INTEGER, AskedStep, DaemonFacts, fault_of
+from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import ProcessEnd
 from lucevisor.supervision.launcher import DaemonProcess
@@ -61,12 +61,12 @@ class Callbacks:
     """The first argument of each callback is the group's name.
 
     `make_load(group, hello)` returns what to load and may wait for other groups; an exception ends the start as a
-    configuration error. `check_loaded` returns why what was loaded must not be used, or "".
-    `on_ready` hands the link over for sending; `on_frame` gets every frame from then on. `asked(group, stage, step_id)`
-    returns a step that the stage has yet to answer, for the check of its answer.
-    `on_lost` comes once after each `on_ready`, as soon as the link is unusable: the process may still be exiting.
-    `on_draining(group, child)`: send nothing new, finish, then call `drained(child)`; None: there is never anything to
-    wait for. A callback that raises is reported to the loop's exception handler; the others still run.
+    configuration error. `check_loaded` returns why what was loaded must not be used, or "". `on_ready` hands the link
+    over for sending; `on_frame` gets every frame from then on. `find_step(group, stage, step_id)` returns a step that
+    the stage has yet to answer, for the check of its answer. `on_lost` comes once after each `on_ready`, as soon as the
+    link is unusable: the process may still be exiting. `on_draining(group, child)`: send nothing new, finish, then call
+    `drained(child)`; None: there is never anything to wait for. A callback that raises is reported to the loop's
+    exception handler; the others still run.
     """
 
     make_load: Callable[[str, Hello], Awaitable[LoadOrder]]
@@ -74,7 +74,7 @@ class Callbacks:
     on_ready: Callable[[str, Link, Hello, Loaded], None] = _ignore
     on_lost: Callable[[str, str], None] = _ignore
     on_frame: Callable[[str, Frame], None] = _ignore
-    asked: Callable[[str, int, int], AskedStep | None] = _no_step
+    find_step: Callable[[str, int, int], UnansweredStep | None] = _no_step
     on_state: Callable[[str, State, str], None] = _ignore
     on_draining: Callable[[str, int], None] | None = None
     on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
@@ -222,7 +222,7 @@ class Daemon:
         self._facts.age_s = time.monotonic() - self._started_at
         message, asked = frame.message, None
         if isinstance(message, StepResult) and self._ready:
-            asked = self._callbacks.asked(self.name, message.stage, message.step_id)
+            asked = self._callbacks.find_step(self.name, message.stage, message.step_id)
         fault = fault_of(message, frame.payload, self._facts, asked)
         if fault:
             self._distrusted = True

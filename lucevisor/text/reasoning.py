@@ -90,7 +90,7 @@ class ReasoningBudget:
         and one behind each draft, as `Matcher.masks` does.  Raises GrammarError.
         """
         with self._lock:
-            self._take(tokens[self._n_taken - start :])
+            self._consume(tokens[self._n_taken - start :])
             if self._inner is not None:
                 rows = self._inner.masks(start, tokens, drafts)
             else:
@@ -110,7 +110,7 @@ class ReasoningBudget:
         if not self._lock.acquire(blocking=False):
             return 0
         try:
-            self._take(tokens[self._n_taken - start :])
+            self._consume(tokens[self._n_taken - start :])
             n_drafts = len(drafts) if self._inner is None else self._inner.n_valid(start, tokens, drafts)
             state = self._state
             for index in range(n_drafts):
@@ -121,7 +121,7 @@ class ReasoningBudget:
         finally:
             self._lock.release()
 
-    def _take(self, tokens: Sequence[int]) -> None:
+    def _consume(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._state = self._after(self._state, token)
             self._n_taken += 1

@@ -233,7 +233,7 @@ def _limited(schema: Any, names: Set[str]) -> Any:
 
 
 def _ends(schema: object, ending: Set[str]) -> bool:
-    """Whether a schema has a value, if definitions of these names have one."""
+    """Return whether a schema has a value, if definitions of these names have one."""
     if not isinstance(schema, Mapping):
         return schema is not False
     if "$ref" in schema and resolved_name(schema) not in ending:

@@ -120,7 +120,9 @@ def play(seed: int) -> tuple[bool, bool]:
                     lied = True
                     message = typing.cast(StepResult, lie(message, rng))
             facts = DaemonFacts(AGE_S, load_of(groups, group), vocabulary=VOCABULARY)
-            fault = fault_of(message, frame.payload, facts, groups.engine.asked(message.stage, message.step_id))
+            fault = fault_of(
+                message, frame.payload, facts, groups.engine.find_unanswered(message.stage, message.step_id)
+            )
             if fault:
                 assert group == liar
                 assert lied

@@ -49,14 +49,14 @@ class Wire:
 class Bench:
     """Two stages on a wire each; the drafter beside the last one, or on wire 2."""
 
-    def __init__(self, *, with_output: bool, rings: bool = False) -> None:
+    def __init__(self, *, with_output: bool, has_doorbells: bool = False) -> None:
         self.now = 0.0
         self.wires = [Wire(), Wire(), Wire()]
         self.results: list[PipelineResult] = []
         self.failures: list[PipelineFailure] = []
         self.log: list[str] = []
         self.pipeline = Pipeline(
-            self.wires[:2], self._result, self.failures.append, clock=lambda: self.now, rings=rings
+            self.wires[:2], self._result, self.failures.append, clock=lambda: self.now, has_doorbells=has_doorbells
         )
         self.pipeline.drafts.on_drafted = lambda result: self.log.append(f"drafts {result.step_id}")
         self.pipeline.drafts.on_lost = lambda failure: self.log.append(failure.message)
@@ -121,7 +121,7 @@ def ahead(step_id: int, depends_on_step: int) -> Step:
 
 
 def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_the_output_stage() -> None:
-    bench = Bench(with_output=True, rings=True)
+    bench = Bench(with_output=True, has_doorbells=True)
     bench.attach()
     steps = [Step(1, 0, [], [Slice(2, 1, [7], True)]), ahead(2, 1)]
     for one in steps:
@@ -136,7 +136,7 @@ def test_a_draft_stage_gets_posted_steps_and_those_that_run_ahead_together_with_
 
 
 def test_in_another_daemon_it_gets_steps_of_several_micro_batches_with_the_tokens_each_started_from() -> None:
-    bench = Bench(with_output=False, rings=True)
+    bench = Bench(with_output=False, has_doorbells=True)
     bench.attach()
     for step_id, sequence in ((1, 4), (2, 9)):
         bench.pipeline.submit(Step(step_id, 0, [], [Slice(sequence, 1, [7], True)]))
@@ -152,7 +152,7 @@ def test_in_another_daemon_it_gets_steps_of_several_micro_batches_with_the_token
 
 
 def test_steps_that_the_output_stage_gives_back_come_to_both_again() -> None:
-    bench = Bench(with_output=True, rings=True)
+    bench = Bench(with_output=True, has_doorbells=True)
     bench.attach()
     for step_id in (1, 2, 3):
         bench.pipeline.submit(step(step_id))
@@ -175,7 +175,7 @@ def test_steps_that_the_output_stage_gives_back_come_to_both_again() -> None:
 
 
 def test_drafts_that_are_heard_before_a_stage_in_front_wait_for_the_end_of_their_step() -> None:
-    bench = Bench(with_output=True, rings=True)
+    bench = Bench(with_output=True, has_doorbells=True)
     bench.attach()
     for step_id in (1, 2):
         bench.pipeline.submit(step(step_id))
@@ -191,7 +191,7 @@ def test_drafts_that_are_heard_before_a_stage_in_front_wait_for_the_end_of_their
 
 
 def test_the_watchdog_does_not_see_drafts_behind_a_step_that_waits_for_its_rows() -> None:
-    bench = Bench(with_output=True, rings=True)
+    bench = Bench(with_output=True, has_doorbells=True)
     bench.attach()
     bench.pipeline.submit(step(1))
     bench.now = 2.0

@@ -160,7 +160,7 @@ def test_a_step_verifies_drafts_that_its_daemon_knows_first() -> None:
 
 def test_of_several_stages_the_first_is_told_drafts_by_the_last() -> None:
     bench = Bench(speculating(), 2)
-    bench.scheduler.attach(2, rings=True)
+    bench.scheduler.attach(2, has_doorbells=True)
     bench.submit("a")
     first = bench.plan()
     bench.answer(first)
@@ -174,7 +174,7 @@ def test_of_several_stages_the_first_is_told_drafts_by_the_last() -> None:
 
 def test_the_first_of_several_stages_waits_for_drafts_of_one_step() -> None:
     bench = Bench(speculating(), 2)
-    bench.scheduler.attach(2, rings=True)
+    bench.scheduler.attach(2, has_doorbells=True)
     bench.submit("a")
     first = bench.plan()
     bench.submit("b", "c")
@@ -188,7 +188,7 @@ def test_the_first_of_several_stages_waits_for_drafts_of_one_step() -> None:
 
 def test_a_step_that_asks_for_no_drafts_learns_those_that_it_verifies() -> None:
     bench = Bench(speculating(), 2)
-    bench.scheduler.attach(2, rings=True)
+    bench.scheduler.attach(2, has_doorbells=True)
     bench.submit("a", n=3)
     first = bench.plan()
     bench.answer(first)
@@ -200,7 +200,7 @@ def test_a_step_that_asks_for_no_drafts_learns_those_that_it_verifies() -> None:
 
 def test_a_prompt_does_not_wait_at_the_first_stage_for_the_drafts_of_others() -> None:
     bench = Bench(speculating(pools=PoolSizes(40, 0, 0)), 2)
-    bench.scheduler.attach(2, rings=True)
+    bench.scheduler.attach(2, has_doorbells=True)
     bench.submit("a")
     first = bench.plan()
     bench.answer(first)

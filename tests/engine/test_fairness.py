@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lucevisor.engine.limits import EngineLimits
-from lucevisor.engine.scheduler import MAX_SKIPPED_STEPS, PATIENCE, Scheduler
+from lucevisor.engine.scheduler import MAX_OVERTAKEN_SIZES, MAX_SKIPPED_STEPS, Scheduler
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import PAGE_TOKENS, Space
 from lucevisor.protocol.loading import PoolSizes
@@ -200,7 +200,7 @@ def test_later_requests_take_a_bounded_amount_of_work_before_an_earlier_one(
             for later in traces[i + 1 :]
             if later.started_at is not None and later.started_at < trace.started_at
         ]
-        assert sum(passed) < (PATIENCE + 1) * trace.n_prompt + PAGE_TOKENS
+        assert sum(passed) < (MAX_OVERTAKEN_SIZES + 1) * trace.n_prompt + PAGE_TOKENS
 
 
 def test_a_stream_of_short_prompts_does_not_keep_a_long_one_out() -> None:

@@ -52,7 +52,7 @@ class Bench:
         self.wires = [Wire() for _ in range(n_stages)]
         self.results: list[PipelineResult] = []
         self.failures: list[PipelineFailure] = []
-        self.pipeline = Pipeline(self.wires, self.results.append, self.failures.append, rings=True)  # type: ignore[arg-type]
+        self.pipeline = Pipeline(self.wires, self.results.append, self.failures.append, has_doorbells=True)  # type: ignore[arg-type]
 
     def answer(self, step_id: int, *stages: int, hop_s: float = 0.0) -> None:
         for stage in stages:

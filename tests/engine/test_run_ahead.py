@@ -80,7 +80,7 @@ def test_several_stages_run_ahead_where_the_last_one_tells_the_first_the_tokens(
     scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "a", n_stages=2)
     assert tokens(scheduler) == [[[7]]]
     scheduler = decoding(limits(pools=PoolSizes(16, 0, 4)), "a", n_stages=2)
-    scheduler.attach(2, rings=True)
+    scheduler.attach(2, has_doorbells=True)
     running, ahead = plans(scheduler)
     assert (running.step.depends_on_step, ahead.step.depends_on_step) == (0, running.step.step_id)
     assert ahead.step.slices[0].tokens == [PENDING]
@@ -89,7 +89,7 @@ def test_several_stages_run_ahead_where_the_last_one_tells_the_first_the_tokens(
 @pytest.mark.parametrize("n_stages", [2, 3])
 def test_each_micro_batch_has_a_step_under_way_and_one_behind_it(n_stages: int) -> None:
     scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcdef", n_stages=n_stages)
-    scheduler.attach(n_stages, rings=True)
+    scheduler.attach(n_stages, has_doorbells=True)
     found = plans(scheduler)
     of = [{s.sequence for s in plan.step.slices} for plan in found]
     assert of[:n_stages] == of[n_stages:]
@@ -105,7 +105,7 @@ def test_each_micro_batch_has_a_step_under_way_and_one_behind_it(n_stages: int) 
 @pytest.mark.parametrize("n_stages", [1, 2, 3])
 def test_a_request_starts_while_all_micro_batches_run_ahead(n_stages: int) -> None:
     scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcdef", n_stages=n_stages)
-    scheduler.attach(n_stages, rings=True)
+    scheduler.attach(n_stages, has_doorbells=True)
     found = plans(scheduler)
     assert len(found) == 2 * n_stages
     scheduler.submit(request("g"), 0.0)
@@ -120,7 +120,7 @@ def test_a_request_starts_while_all_micro_batches_run_ahead(n_stages: int) -> No
 
 def test_micro_batches_that_became_unequal_are_dealt_again() -> None:
     scheduler = decoding(limits(pools=PoolSizes(32, 0, 16), max_sequences=8), "abcd", n_stages=2)
-    scheduler.attach(2, rings=True)
+    scheduler.attach(2, has_doorbells=True)
     found = plans(scheduler)
     for name in found[0].request_ids:
         scheduler.cancel(name, 0.0)
@@ -176,7 +176,7 @@ def test_a_drafter_that_is_not_asked_does_not_end_the_run(*, with_output: bool, 
     scheduler = decoding(
         limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=DRAFTER), "ab", n_stages=n_stages
     )
-    scheduler.attach(n_stages, rings=True)
+    scheduler.attach(n_stages, has_doorbells=True)
     scheduler.attach_drafter(with_output=with_output)
     scheduler.drafting.speculation = Asked(3)
     in_flight, drafting = plans(scheduler), list[StepPlan]()

@@ -144,7 +144,7 @@ class TimedPipeline:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits, self.n_stages)
-        self.scheduler.attach(self.n_stages, rings=True)  # as daemons of one stage each
+        self.scheduler.attach(self.n_stages, has_doorbells=True)  # as daemons of one stage each
         if self.swaps:
             self.scheduler.preemption.swap = KeptSlots(self.scheduler.reuse.index)
         self._free_at = [0.0] * self.n_stages

@@ -101,7 +101,7 @@ class ToyEngine:
         self.texts: dict[int, list[int]] = {}  # prompt and answer by seed, for the drafter
 
     @property
-    def rings(self) -> bool:
+    def has_doorbells(self) -> bool:
         """Whether steps are posted."""
         return len(set(self.homes)) == self.model.n_stages
 
@@ -110,7 +110,11 @@ class ToyEngine:
         homes = self.homes if len(self.homes) == self.model.n_stages else range(self.model.n_stages)
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, homes, self.rows.regions)
         self.pipeline = Pipeline(
-            self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now, rings=self.rings
+            self.links,
+            self.engine.on_result,
+            self.engine.on_failed,
+            clock=lambda: self.now,
+            has_doorbells=self.has_doorbells,
         )
         self.engine.attach(self.pipeline)
 
@@ -123,7 +127,11 @@ class ToyEngine:
         for stage, other in held.items() if kept is not None else ():
             self.links[stage].stages[stage].take_over(other, kept.units)  # type: ignore[union-attr]
         self.pipeline = Pipeline(
-            self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now, rings=self.rings
+            self.links,
+            self.engine.on_result,
+            self.engine.on_failed,
+            clock=lambda: self.now,
+            has_doorbells=self.has_doorbells,
         )
         self.engine.attach(self.pipeline, restored=kept is not None)
 

@@ -1,9 +1,9 @@
 """Speculative decoding policy: how many tokens to draft and how many drafts to verify, for the most tokens a second.
 
-Verdicts and measured times in, widths out; no clock.  Acceptance is averaged by position of a draft.  The time of a
-round, from one result of a micro-batch to its next, is averaged by batch and width, so it includes drafting, links and
-waiting.  A neighbouring width is tried now and then.  Where no drafts pay they are tried at growing intervals, and a
-drafter that is not used for a while is suspended.  docs/speculation.md has the rules.
+The acceptance rate is averaged by position of a draft.  The time of a round, from one result of a micro-batch to its
+next, is averaged by batch and width, so it includes drafting, links and waiting.  A neighbouring width is tried now and
+then.  If drafts do not pay, they are tried at growing intervals, and an unused drafter is suspended.
+docs/speculation.md has the rules.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.steps import Drafted
 
 MEMORY: Final = 24
-"""Verdicts and rounds that an average remembers: a paragraph of text."""
+"""Length of the moving averages, in verdicts and rounds: a paragraph of text."""
 ON_GAIN: Final = 1.05
-"""Gain over plain decoding from which drafting begins; once begun it goes on while it gains anything."""
-TRY_INTERVAL: Final = 64
-"""Steps between tries of another width; doubles up to MAX_TRY_INTERVAL while drafting stays on or off."""
-MAX_TRY_INTERVAL: Final = 512
-TRY_ROUNDS: Final = 2
-"""Warm rounds of a try.  A single sequence gets twice as many, as each round has one verdict."""
+"""Speed-up over plain decoding that turns drafting on; it stays on while the speed-up is above 1."""
+TRIAL_INTERVAL: Final = 64
+"""Steps between trials of another width; doubles up to MAX_TRIAL_INTERVAL while drafting stays on or off."""
+MAX_TRIAL_INTERVAL: Final = 512
+TRIAL_ROUNDS: Final = 2
+"""Warm rounds of a trial.  A single sequence gets twice as many, as each round has one verdict."""
 ACTIVE_STEPS: Final = 128
-"""Steps without drafts, other than tries, after which the drafter is suspended, and its first suspension."""
+"""Steps without drafts, trials aside, after which the drafter is suspended; also the length of its first suspension."""
 MAX_SUSPEND_STEPS: Final = 8192
 SUSPENDED: Final = "the drafter is suspended, because plain decoding is faster; it is tried again now and then"
 
-PRIOR_VERDICTS: Final = 2.0  # that an assumed chance counts as
-ROW_SHARE: Final = 0.05  # assumed time of one more row, of a step of one row: 0.02 on a GPU, 0.06 on a small cpu
+PRIOR_VERDICTS: Final = 2.0  # weight of an assumed acceptance rate
+ROW_SHARE: Final = 0.05  # assumed time of one more row, relative to a step of one row: GPU 0.02, small cpu 0.06
 
 
 class DrafterPrior(NamedTuple):
-    """Assumptions about a drafter before it is measured: chance of its first draft, time of one draft over that of a
-    plain step, and how much of that each further draft adds.
+    """Assumptions about a drafter before it is measured: acceptance rate of its first draft, time of one draft relative
+    to a plain step, and the share of that time for each further draft.
     """
 
     first_chance: float
@@ -56,8 +56,8 @@ PRIORS: Final[dict[DraftKind, DrafterPrior]] = {
 class RequestDrafts:
     """Drafting state of one request.
 
-    ``match_length``: matching tokens of the lookup that found the drafts offered or verified last; 0 if the drafter
-    made them.  ``copying``: the last drafts were looked up, and all of them were accepted.
+    ``match_length``: length of the n-gram match that gave the newest drafts; 0 if the drafter made them.  ``copying``:
+    the last drafts came from lookup, and all of them were accepted.
     """
 
     match_length: int = 0
@@ -69,13 +69,13 @@ class RequestDrafts:
 
     @property
     def looked_up(self) -> bool:
-        """Whether the drafts were found in its own tokens."""
+        """True if the drafts came from prompt lookup."""
         return self.match_length > 0
 
 
 @dataclass(slots=True)
-class Chance:
-    """Exponentially weighted share of accepted drafts."""
+class AcceptanceRate:
+    """Exponentially weighted acceptance rate of drafts."""
 
     accepted: float = 0.0
     tried: float = 0.0
@@ -86,20 +86,20 @@ class Chance:
         self.accepted = self.accepted * keep + accepted
         self.tried = self.tried * keep + 1
 
-    def fade(self) -> None:
-        """Forget most verdicts: the text may be another."""
+    def decay(self) -> None:
+        """Lower the weight of past verdicts, for a new text."""
         share = min(1.0, MEMORY / 4 / self.tried) if self.tried else 1.0
         self.accepted *= share
         self.tried *= share
 
     def mean(self, prior: float) -> float:
-        """Return the chance of a draft."""
+        """Return the mean, with ``prior`` as two more verdicts."""
         return (self.accepted + PRIOR_VERDICTS * prior) / (self.tried + PRIOR_VERDICTS)
 
 
-class Batch(NamedTuple):
-    """What the time of a round depends on, besides its width: decoding sequences, whether an additional micro-batch is
-    drafted beside the stages, and whether the drafter is asked.
+class RoundShape(NamedTuple):
+    """Key of a round's measured time, besides its width: decoding sequences, whether an additional micro-batch is
+    drafted beside the stages, and whether the drafter makes drafts.
     """
 
     n_decoding: int
@@ -112,10 +112,10 @@ class RoundTimes:
     """Seconds of a round by batch and width."""
 
     prior: DrafterPrior
-    known: dict[Batch, dict[int, tuple[float, int]]] = field(default_factory=dict)  # seconds, rounds
-    upper: dict[tuple[Batch, int], float] = field(default_factory=dict)  # cold rounds, which compile or capture
+    known: dict[RoundShape, dict[int, tuple[float, int]]] = field(default_factory=dict)  # seconds, rounds
+    upper: dict[tuple[RoundShape, int], float] = field(default_factory=dict)  # cold rounds, which compile or capture
 
-    def add(self, batch: Batch, width: int, seconds: float, *, cold: bool) -> None:
+    def add(self, batch: RoundShape, width: int, seconds: float, *, cold: bool) -> None:
         """Count a round."""
         if cold:
             self.upper[batch, width] = min(self.upper.get((batch, width), seconds), seconds)
@@ -125,14 +125,14 @@ class RoundTimes:
         sample = min(seconds, 2 * mean) if n > 1 else seconds
         widths[width] = mean + (sample - mean) * max(1 / (n + 1), 2 / MEMORY), n + 1
 
-    def n_rounds(self, batch: Batch, width: int) -> int:
+    def n_rounds(self, batch: RoundShape, width: int) -> int:
         """Return how many warm rounds were counted."""
         return self.known.get(batch, {}).get(width, (0.0, 0))[1]
 
-    def seconds(self, batch: Batch, width: int) -> float | None:
+    def seconds(self, batch: RoundShape, width: int) -> float | None:
         """Return the seconds of a round, interpolated or scaled from the nearest measured ones; None before any."""
         widths = dict(self.known.get(batch, {}))
-        plain = self.known.get(Batch(batch.n_decoding, False, False), {}).get(0)
+        plain = self.known.get(RoundShape(batch.n_decoding, False, False), {}).get(0)
         if plain is not None:
             widths.setdefault(0, plain)
         if width in widths:
@@ -155,7 +155,7 @@ class RoundTimes:
             estimate = self.known[other][0][0] * self._assumed(batch, width) / self._assumed(other, 0)
         return min(estimate, self.upper.get((batch, width), estimate))
 
-    def _assumed(self, batch: Batch, width: int) -> float:
+    def _assumed(self, batch: RoundShape, width: int) -> float:
         """Return the assumed time of a round over that of a step of one row."""
         plain = 1 + ROW_SHARE * (batch.n_decoding - 1)
         step = plain + ROW_SHARE * batch.n_decoding * width
@@ -164,8 +164,8 @@ class RoundTimes:
 
 
 @dataclass(slots=True)
-class Try:
-    """A width that is tried for some rounds."""
+class WidthTrial:
+    """A trial of another width for some rounds."""
 
     n_decoding: int
     width: int
@@ -175,21 +175,21 @@ class Try:
 
 
 class SpecDecodeController:
-    """Widths of a batch; one per engine."""
+    """Chooses the width of a batch: how many tokens to draft and verify.  One per engine."""
 
     def __init__(self, max_drafts: int, kind: DraftKind = DraftKind.MTP, *, fixed: bool = False) -> None:
         """``fixed``: always ``max_drafts``."""
         self.apart = False  # the drafter works beside the output stage
         self.max_drafts, self.fixed, self._prior = max_drafts, fixed, PRIORS[kind]
-        self._drafted = [Chance() for _ in range(max_drafts)]  # by position
-        self._looked_up = {length: Chance() for length in MATCH_CHANCES}
+        self._drafted = [AcceptanceRate() for _ in range(max_drafts)]  # by position
+        self._looked_up = {length: AcceptanceRate() for length in MATCH_CHANCES}
         self._times = RoundTimes(self._prior)
         self._choices: dict[int, tuple[int, bool]] = {}  # width and beside, by decoding sequences
-        self._width, self._beside, self._chosen = 0, False, False  # chosen last; plain decoding was measured
+        self._width, self._beside, self._chosen = 0, False, False  # last choice; a choice was made
         self._n_decoding = self._n_groups = 1
         self._extra_group = False  # drafted beside the stages
-        self._try: Try | None = None
-        self._n_steps, self._try_at, self._try_interval = 0, 0, TRY_INTERVAL
+        self._trial: WidthTrial | None = None
+        self._n_steps, self._trial_at, self._trial_interval = 0, 0, TRIAL_INTERVAL
 
     # ---- decisions
 
@@ -199,11 +199,11 @@ class SpecDecodeController:
             return self.max_drafts
         self._n_decoding = n_decoding
         if drafts.copying and n_decoding == 1:
-            return 0  # its own tokens are drafts enough
-        if not drafts.n_asked:  # its text may be easier or harder than those before it
-            self._try_at = min(self._try_at, self._n_steps + TRY_INTERVAL // 2)
+            return 0  # lookup gives enough drafts
+        if not drafts.n_asked:  # a new text, with another acceptance rate
+            self._trial_at = min(self._trial_at, self._n_steps + TRIAL_INTERVAL // 2)
             if n_decoding == 1:
-                self._fade()
+                self._decay_rates()
         drafts.n_asked += 1
         width, self._beside = self._choose(n_decoding)
         return width
@@ -232,12 +232,12 @@ class SpecDecodeController:
         most, asked = max(counts), any(drafted.tokens and not drafts.looked_up for drafts, drafted in offers)
         if self.fixed:
             return most
-        if self._try is not None and self._try.n_decoding == n_decoding and asked:
-            return min(most, self._try.width)
+        if self._trial is not None and self._trial.n_decoding == n_decoding and asked:
+            return min(most, self._trial.width)
         tokens = [self._tokens(drafts.match_length, n) for (drafts, _), n in zip(offers, counts, strict=True)]
         rates = []
         for width in range(most + 1):
-            seconds = self._times.seconds(Batch(n_decoding, self._beside and asked, asked and width > 0), width)
+            seconds = self._times.seconds(RoundShape(n_decoding, self._beside and asked, asked and width > 0), width)
             if seconds is None:
                 return 0
             rates.append(sum(expected[min(width, len(expected) - 1)] for expected in tokens) / max(seconds, 1e-9))
@@ -245,23 +245,23 @@ class SpecDecodeController:
 
     @property
     def width(self) -> int:
-        """Drafts that are asked for at present."""
+        """Current number of drafts to ask for."""
         return self.max_drafts if self.fixed else self._width
 
     @property
     def no_drafts(self) -> str:
-        """Why no drafts are asked for at present; empty while they are, or before that was decided."""
+        """Reason why no drafts are asked for now; empty while they are, or before a choice was made."""
         if self.fixed or self._width or not self._chosen:
             return ""
         return "drafting is off: by measured times and acceptance plain decoding is faster"
 
     @property
-    def trying(self) -> bool:
-        """Whether a width is being tried."""
-        return self._try is not None
+    def in_trial(self) -> bool:
+        """True during a trial."""
+        return self._trial is not None
 
     def choose_groups(self, n_stages: int) -> int:
-        """Return the micro-batches to deal sequences into: one a stage, one more while a drafter apart works beside."""
+        """Return the number of micro-batches: one per stage, and one more beside a separate drafter."""
         self._extra_group = self.apart and self._n_decoding > n_stages and (self.fixed or self._beside)
         self._n_groups = n_stages + self._extra_group
         return self._n_groups
@@ -280,20 +280,20 @@ class SpecDecodeController:
         self._n_steps += 1
         if self._n_steps % 4 == 0:
             self._choices.clear()
-        if self._try is not None:
-            self._try.n_steps -= 1
-            if self._try.n_steps <= 0 or self._try.n_decoding != self._n_decoding:
-                self._end_try()
+        if self._trial is not None:
+            self._trial.n_steps -= 1
+            if self._trial.n_steps <= 0 or self._trial.n_decoding != self._n_decoding:
+                self._end_trial()
 
     def record_round(self, width: int, seconds: float, *, asked: bool, cold: bool = False) -> None:
         """Count a round in which every slice verified ``width`` drafts; ``asked``: the drafter made them.  ``cold`` as
         in StepResult.
         """
-        self._times.add(Batch(self._n_decoding, asked and self._extra_group, asked), width, seconds, cold=cold)
-        if self._try is not None and asked == (self._try.width > 0) and width == self._try.width and not cold:
-            self._try.n_rounds -= 1
-            if self._try.n_rounds <= 0:
-                self._end_try()
+        self._times.add(RoundShape(self._n_decoding, asked and self._extra_group, asked), width, seconds, cold=cold)
+        if self._trial is not None and asked == (self._trial.width > 0) and width == self._trial.width and not cold:
+            self._trial.n_rounds -= 1
+            if self._trial.n_rounds <= 0:
+                self._end_trial()
 
     # ---- inside
 
@@ -309,17 +309,17 @@ class SpecDecodeController:
         return list(accumulate(accumulate(chances, mul), initial=1.0))
 
     def _rate(self, n_decoding: int, width: int, beside: bool, tokens: Sequence[float]) -> float:
-        seconds = self._times.seconds(Batch(n_decoding, beside, width > 0), width)
+        seconds = self._times.seconds(RoundShape(n_decoding, beside, width > 0), width)
         return tokens[width] / max(seconds or 1.0, 1e-9)
 
     def _choose(self, n_decoding: int) -> tuple[int, bool]:
-        """Return the width, and whether to draft beside the stages; begin a try if one is due."""
-        if self._try is not None and self._try.n_decoding == n_decoding:
-            return self._try.width, self._try.beside
+        """Return the width, and whether to draft beside the stages; begin a trial if one is due."""
+        if self._trial is not None and self._trial.n_decoding == n_decoding:
+            return self._trial.width, self._trial.beside
         if n_decoding in self._choices:
             return self._choices[n_decoding]
-        if not self._times.n_rounds(Batch(n_decoding, False, False), 0) and not self._times.known:
-            return 0, False  # the first round of all shows what plain decoding takes
+        if not self._times.n_rounds(RoundShape(n_decoding, False, False), 0) and not self._times.known:
+            return 0, False  # the very first round measures plain decoding
         tokens = self._tokens(0, self.max_drafts)
         options = [(width, False) for width in range(self.max_drafts + 1)]
         options += [(width, True) for width in range(1, self.max_drafts + 1)] if self.apart and n_decoding > 1 else []
@@ -328,45 +328,46 @@ class SpecDecodeController:
         if rates[best] <= rates[0, False] * (1.0 if self._width else ON_GAIN):
             best = 0, False
         if (best[0] > 0) != (self._width > 0):
-            self._try_interval = TRY_INTERVAL
+            self._trial_interval = TRIAL_INTERVAL
         self._choices[n_decoding] = best
         self._width, self._chosen = best[0], True
-        if self._n_steps < self._try_at:
+        if self._n_steps < self._trial_at:
             return best
-        self._begin_try(n_decoding, best, rates)
+        self._begin_trial(n_decoding, best, rates)
         return self._choose(n_decoding)
 
-    def _begin_try(self, n_decoding: int, best: tuple[int, bool], rates: dict[tuple[int, bool], float]) -> None:
-        """Try the neighbour that was measured least, plain decoding included; without drafts the best width."""
+    def _begin_trial(self, n_decoding: int, best: tuple[int, bool], rates: dict[tuple[int, bool], float]) -> None:
+        """Begin a trial of the least measured neighbour, plain decoding included; without drafts of the best width."""
         width, beside = best
         if width:
             near = [(width + 1, beside), (width - 1, beside and width > 1), (0, False), (width, not beside)]
             options = [option for option in near if option in rates and option != best]
-            width, beside = min(options, key=lambda o: self._times.n_rounds(Batch(n_decoding, o[1], o[0] > 0), o[0]))
+            width, beside = min(
+                options, key=lambda o: self._times.n_rounds(RoundShape(n_decoding, o[1], o[0] > 0), o[0])
+            )
         else:
-            self._fade()
+            self._decay_rates()
             width, beside = max((option for option in rates if option[0]), key=rates.__getitem__)
-        n_rounds = TRY_ROUNDS * (1 + (n_decoding == 1))
-        self._try = Try(n_decoding, width, beside, n_rounds, n_steps=4 * n_rounds * self._n_groups)
-        self._try_at = self._n_steps + self._try_interval
-        self._try_interval = min(2 * self._try_interval, MAX_TRY_INTERVAL)
+        n_rounds = TRIAL_ROUNDS * (1 + (n_decoding == 1))
+        self._trial = WidthTrial(n_decoding, width, beside, n_rounds, n_steps=4 * n_rounds * self._n_groups)
+        self._trial_at = self._n_steps + self._trial_interval
+        self._trial_interval = min(2 * self._trial_interval, MAX_TRIAL_INTERVAL)
 
-    def _end_try(self) -> None:
-        self._try = None
+    def _end_trial(self) -> None:
+        self._trial = None
         self._choices.clear()
 
-    def _fade(self) -> None:
+    def _decay_rates(self) -> None:
         for chance in self._drafted:
-            chance.fade()
+            chance.decay()
 
 
 class DrafterSuspension:
-    """Whether the drafter is suspended.
+    """Suspension of an unused drafter.
 
-    A drafter that is not asked still costs: its context follows every step, and prompts go through its layers before
-    the first decode.  While it is suspended it gets no steps at all.  It is resumed after a number of steps, which
-    doubles each time that it was resumed in vain.  One that was used before is also resumed when a request comes while
-    nothing is decoded, as its prompt is computed with the drafter then.
+    An unused drafter still costs time: its context follows every step, and prompts go through its layers.  A suspended
+    one gets no steps.  It is resumed after a number of steps, which doubles each time that it stays unused.  If it was
+    used before, it is also resumed when a request arrives while no sequence is decoding.
     """
 
     def __init__(self) -> None:
@@ -376,7 +377,10 @@ class DrafterSuspension:
         self._interval = ACTIVE_STEPS
 
     def is_due(self, *, idle: bool) -> bool:
-        """Whether it is to be resumed, or suspended if the controller wants no drafts; ``idle``: nothing is decoded."""
+        """Return whether to resume the drafter, or to suspend it if the controller wants no drafts.
+
+        ``idle``: no sequence is decoding.
+        """
         if self.suspended:
             return self._n_steps >= self._interval or (idle and self._used)
         return self._n_steps >= ACTIVE_STEPS
@@ -394,7 +398,7 @@ class DrafterSuspension:
         self._n_steps += 1
 
     def record_use(self) -> None:
-        """Drafts are asked for, not for a try."""
+        """Record that drafts are asked for outside a trial."""
         self._n_steps, self._used = 0, True
 
     def reset(self) -> None:

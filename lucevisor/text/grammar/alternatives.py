@@ -178,7 +178,7 @@ class Alternatives:
         )
 
     def _disjoint(self, first: Mapping[str, Any], second: Mapping[str, Any], where: str, depth: int) -> bool:
-        """Whether no value fits both alternatives, as far as is easily told."""
+        """Return whether no value fits both alternatives, as far as is easily told."""
         self._n_compared += 1
         if self._n_compared > MAX_COMPARED:
             return False

@@ -70,7 +70,7 @@ class Matcher:
                 return self._masks(start, tokens, drafts)
 
     def _masks(self, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> bytearray:
-        self._take(start, tokens)
+        self._consume(start, tokens)
         rows = bytearray([_ALL]) * (self.row_bytes * (1 + len(drafts)))
         n_taken = 0
         for index in range(1 + len(drafts)):
@@ -94,7 +94,7 @@ class Matcher:
             return 0
         started = time.perf_counter()
         try:
-            self._take(start, tokens)
+            self._consume(start, tokens)
             return self._matcher.validate_tokens(list(drafts))
         except GrammarError:
             return 0  # the next masks say why
@@ -102,7 +102,7 @@ class Matcher:
             self._lock.release()
             self._slow = time.perf_counter() - started > _SLOW_S
 
-    def _take(self, start: int, tokens: Sequence[int]) -> None:
+    def _consume(self, start: int, tokens: Sequence[int]) -> None:
         if start > self.n_tokens:
             raise GrammarError(f"tokens {self.n_tokens} to {start} of the output are missing")
         for token in tokens[self.n_tokens - start :]:

@@ -108,7 +108,7 @@ class _Survey:
 
     @property
     def closes(self) -> bool:
-        """Whether an object can do without properties that are not named."""
+        """True if an object can do without properties that are not named."""
         return self.declares and not self.is_open and self.min_properties <= len(self.names)
 
 
@@ -281,7 +281,7 @@ class _Preparation:
 
 
 def _is_choice(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema only says that a value fits another, or one of several."""
+    """Return whether a schema only says that a value fits another, or one of several."""
     chosen = [key for key in _APPLICATORS if key in schema]
     alone = len(chosen) == 1 and (
         chosen[0] in ("$ref", "anyOf", "oneOf")
@@ -498,7 +498,7 @@ class _SchemaWriter:
         return None
 
     def _is_plain_composition(self) -> bool:
-        """Whether all schemas that describe the object always apply, and name its properties."""
+        """Return whether all schemas that describe the object always apply, and name its properties."""
         survey = self._preparation.survey(self._place)
         conditional = set(_APPLICATORS) - {"allOf", "$ref"}
         return not survey.is_open and not any(key in self._schema for key in conditional) and not any(
@@ -733,7 +733,7 @@ def _required_names(places: Sequence[_Place]) -> list[str] | None:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether llguidance writes a constant as it is."""
+    """Return whether llguidance writes a constant as it is."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return True
     if isinstance(value, int):

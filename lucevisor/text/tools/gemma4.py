@@ -221,7 +221,7 @@ class _ValueWriter:
         return values
 
     def _fits(self, value: object, alternative: Mapping[str, Any], where: str) -> bool:
-        """Whether a constant fits the other keywords of its alternative."""
+        """Return whether a constant fits the other keywords of its alternative."""
         if _has_quote(value):
             self._alternatives.refuse(where, "a constant with a quote marker in it")
             return False
