@@ -3,7 +3,7 @@
     python bench/plots.py [NAME ...]          (pip install 'lucevisor[bench]')
 
 Writes docs/images/NAME.svg.  Each contains the hash of the results it was drawn from, which
-tests/docs/test_performance.py compares.  Draw again after a new measurement.
+docs/performance.md compares.  Draw again after a new measurement.
 """
 
 import argparse

@@ -286,9 +286,9 @@ def journal_alone():
     def file(step_id, slices):
         step = Step(step_id, 0, [], slices)
         started = time.perf_counter()
-        journal.planned(step, lives)
-        journal.answered(step_id, 0)
-        journal.finished(step_id)
+        journal.on_step_planned(step, lives)
+        journal.on_stage_answered(step_id, 0)
+        journal.on_step_finished(step_id)
         between = time.perf_counter()
         rows.free(0)
         return between - started, time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Shard daemons: run inside the interpreters of backend groups.
+"""Shard daemons: the worker processes, which run inside the interpreters of backend groups.
 
 They import the standard library, torch, numpy, gguf, msgspec, ``lucevisor.model`` and ``lucevisor.protocol``,
 nothing else.
@@ -8,4 +8,6 @@ steps                            runner (read it first), boundary, token_ring, d
                                  cuda_graphs, warm
 devices                          device, check, timing, tuning
 tokens                           sampling, draws, scoring, masks, repetition, truncation
+attention backends               ops/attention (torch), ops/triton/paged_attention, ops/cpu/paged_attention.h;
+                                 ops/selection chooses
 """

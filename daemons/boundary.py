@@ -1,7 +1,6 @@
-"""Boundary activations handed from one stage to the next: rows in, rows out, one region a step.
+"""Boundary activations (pipeline parallelism's intermediate tensors) from one stage to the next: one region per step.
 
-Knows no stages.  Invariant: when ``write`` returns, the bytes are where the next stage reads
-them, unless its caller is to wait.
+Invariant: when ``write`` returns, the bytes are where the next stage reads them, unless ``wait`` is False.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ RowWait = Callable[[Doorbells, int, int], float]
 
 @dataclass(slots=True)
 class RowArrival:
-    """When the rows of a step came: ``waited_s`` for them, until ``at``, and ``hop_s`` since their doorbell."""
+    """Arrival of a step's rows: seconds waited (``waited_s``), the time ``at``, and ``hop_s`` since their doorbell."""
 
     wait: Callable[[], float] = lambda: 0.0
     waited_s: float = 0.0
@@ -45,23 +44,24 @@ class RowArrival:
         self.waited_s = self.at - started
 
     def idle_s(self, since: float) -> float:
-        """The part of the wait in which the device had nothing to do: from ``since`` on."""
+        """Return the part of the wait in which the device was idle, from ``since`` on."""
         return max(0.0, min(self.waited_s, self.at - since))
 
 
 class BoundaryBuffer(Protocol):
-    """The rows between two stages, wherever they lie."""
+    """The rows between two stages, in any memory."""
 
     @property
     def bells(self) -> Doorbells:
-        """Say of which steps the rows are there."""
+        """The doorbells, which name the step whose rows are in each region."""
 
     def read(self, region: int, n_rows: int) -> Tensor:
-        """``[n_rows, width]`` as the stage before wrote them, on the cpu; valid during the step."""
+        """Return the rows ``[n_rows, width]`` that the previous stage wrote, on the cpu; valid during the step."""
 
     def write(self, region: int, rows: Tensor, *, wait: bool = True) -> None:
-        """Hand ``rows`` ``[T, width]``, on any device, to the next stage.  Returns when they are there; at once without
-        ``wait``: the caller waits for the device before anybody reads them.
+        """Copy ``rows`` ``[T, width]``, on any device, to where the next stage reads them.
+
+        Without ``wait`` it returns at once, and the caller waits for the device before the doorbell is rung.
         """
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class SharedMemoryBuffer:
         return self._arena.bells
 
     def read(self, region: int, n_rows: int) -> Tensor:
-        """The region's own bytes, not a copy.  Raises DeviceError when the rows do not fit."""
+        """Return a view of the region.  Raises DeviceError when the rows do not fit."""
         last = self._last.get(region)
         if last is not None and last.shape[0] == n_rows:
             return last
@@ -118,7 +118,7 @@ class SharedMemoryBuffer:
 def boundary_rows(
     boundaries: Sequence[BoundaryBuffer], source: int | None, step: Step, await_rows: RowWait | None
 ) -> tuple[Tensor | None, RowArrival]:
-    """Where the stage before writes the rows of a step, and what waits for them; nothing for the first stage."""
+    """Return the rows that the previous stage writes for a step, and their arrival; None for the first stage."""
     if source is None:
         return None, RowArrival()
     boundary = boundaries[source]
@@ -129,7 +129,10 @@ def boundary_rows(
 
 
 def write_boundary_rows(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, wait: bool) -> QueuedStep | None:
-    """Hand the rows of a step to the next stage; without ``wait`` its bell is rung by what is returned."""
+    """Write the rows of a step for the next stage and ring its doorbell.
+
+    Without ``wait`` the returned QueuedStep rings it.
+    """
     boundary.write(step.region, rows, wait=wait)
     if not wait:
         return QueuedStep(recorded(rows.device), boundary.bells, step.region, step.step_id)
@@ -138,7 +141,7 @@ def write_boundary_rows(boundary: BoundaryBuffer, step: Step, rows: Tensor, *, w
 
 
 def arena_width(load: Load, arena: int, spec: ModelSpec) -> int:
-    """Numbers a row has in an arena.  Raises LoadError for an arena that no stage uses."""
+    """Return the width of a row in an arena.  Raises LoadError for an arena that no stage uses."""
     if not load.arenas[arena].capture:
         return spec.boundary_width
     layers = [plan.captures for plan in load.stages if plan.capture_target == arena]

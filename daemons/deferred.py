@@ -17,7 +17,7 @@ from lucevisor.protocol.steps import Drafted
 
 
 def recorded(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
-    """An event behind everything queued on the device's current stream."""
+    """Return an event recorded behind everything queued on the device's current stream."""
     event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -25,7 +25,7 @@ def recorded(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
 
 @dataclass(slots=True, eq=False)
 class QueuedStep:
-    """A step whose result is none, or rows on their way into a region, and the bell that says that they are there."""
+    """A step without a result for the host: at most boundary rows being copied to a region, and their doorbell."""
 
     done: torch.cuda.Event
     bells: Doorbells | None = None
@@ -34,11 +34,11 @@ class QueuedStep:
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """True if ``wait`` returns at once."""
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait for the device; ring."""
+        """Wait for the device, then ring the doorbell."""
         self.done.synchronize()
         if self.bells is not None:
             self.bells.ring(self.region, self.step_id)
@@ -46,8 +46,9 @@ class QueuedStep:
 
 @dataclass(slots=True, eq=False)
 class DeferredTokens:
-    """Tokens of a step, one a sequence: ``tokens`` int64 [n] on the device, on their way to ``host``.  ``invalid``:
-    once they are settled, the sequences that had no ``valid`` row to draw from.
+    """Tokens of a step, one per sequence: ``tokens`` int64 [n] on the device, being copied to ``host``.
+
+    ``invalid``: after ``wait``, the sequences whose row of logits was not ``valid``.
     """
 
     sequences: list[int]
@@ -58,18 +59,18 @@ class DeferredTokens:
 
     @classmethod
     def of(cls, sequences: Sequence[int], tokens: Tensor, valid: Tensor | None = None) -> DeferredTokens:
-        """Start the copy to the host; there tokens that are not valid are negative."""
+        """Start the copy to the host, where invalid tokens are negative."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens if valid is None else torch.where(valid, tokens, ~tokens), non_blocking=True)
         return cls([*sequences], tokens, host, recorded(tokens.device))
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """True if ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> dict[int, int]:
-        """Wait for the device; the tokens by sequence."""
+        """Wait for the device; return the tokens by sequence."""
         self.copied.synchronize()
         found = self.host.tolist()
         self.invalid = [sequence for sequence, token in zip(self.sequences, found, strict=True) if token < 0]
@@ -79,8 +80,9 @@ class DeferredTokens:
 
 @dataclass(slots=True, eq=False)
 class DeferredDrafts:
-    """Drafts of equal length: ``tokens`` int64 [B, n] on the device, valid until the next ones, and on their way to the
-    host with their probabilities.
+    """Drafts of equal length: ``tokens`` int64 [B, n] on the device, valid until the next ones.
+
+    They are being copied to the host with their probabilities.
     """
 
     sequences: list[int]
@@ -102,12 +104,12 @@ class DeferredDrafts:
 
     @property
     def seconds(self) -> float:
-        """How long the device took, once it is settled: what the host launched meanwhile does not count."""
+        """Seconds that the device took, after ``wait``."""
         return float(self.began.elapsed_time(self.copied)) / 1e3
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` returns at once."""
+        """True if ``wait`` returns at once."""
         return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Drafted]:
@@ -119,9 +121,9 @@ class DeferredDrafts:
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderFill:
-    """Puts tokens that only the device knows into a step's metadata, whose number i is the id of row i.
+    """Copies tokens that only the device has into a step's metadata, whose number i is the id of row i.
 
-    ``runs``: first row, first token and length of each run of neighbours.
+    ``runs``: first row, first token and length of each run of consecutive rows.
     """
 
     tokens: Tensor
@@ -129,7 +131,7 @@ class PlaceholderFill:
 
     @classmethod
     def of(cls, tokens: Tensor, places: Sequence[tuple[int, int]]) -> PlaceholderFill:
-        """``places``: a row and the index of its token, rows ascending."""
+        """Make the runs of ``places``: pairs of a row and the index of its token, rows ascending."""
         runs: list[tuple[int, int, int]] = []
         for row, at in places:
             if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (row, at):
@@ -139,7 +141,7 @@ class PlaceholderFill:
         return cls(tokens, runs)
 
     def onto(self, metadata: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The copies to make: where to, and of what."""
+        """Return the copies to make, as pairs of target and source."""
         return [(metadata[row : row + n], self.tokens[at : at + n]) for row, at, n in self.runs]
 
     def __call__(self, metadata: Tensor) -> None:

@@ -123,7 +123,7 @@ def _require(backend: Backend) -> None:
 
 
 def _why_unseen(backend: Backend) -> str:
-    """Why torch sees no device: its own reason, and what keeps devices from it."""
+    """Return why torch sees no device: its own reason, and settings that hide devices."""
     reasons = []
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

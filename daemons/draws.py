@@ -72,7 +72,7 @@ def draw(x: Tensor, samplings: Sequence[SamplingParams], keys: Sequence[int]) ->
 
 
 def draws_blindly(samplings: Sequence[SamplingParams]) -> bool:
-    """Whether rows are drawn alike, and nothing between logits and token depends on what is found."""
+    """Return whether rows are drawn alike, and nothing between logits and token depends on what is found."""
     if all(s.greedy for s in samplings):
         return all(s.stateless for s in samplings)
     if any(s.greedy or s.sorts or not s.stateless for s in samplings):

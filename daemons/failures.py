@@ -1,6 +1,6 @@
-"""What becomes of errors: the message that tells the supervisor, and stages that a daemon goes on without.
+"""Handling of errors: the Failed message for the supervisor, and optional stages that fail to load.
 
-Imports torch, which a daemon does not before it can be stopped and report.
+Imports torch, so it is imported only once the process can be stopped and report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def try_to_load(what: str, reporter: Reporter, load: Callable[[Reporter], T], *,
 
 
 def failure(what: str, error: Exception, group: str, where: str) -> Failed:
-    """What the supervisor is told of an error that is being handled, in ``what`` the daemon of ``group`` was at."""
+    """Return the Failed message for an error that is being handled, which happened in ``what``."""
     if isinstance(error, DaemonError):
         where, reason, advice, configuration = error.where, error.reason, error.advice, error.configuration
     else:

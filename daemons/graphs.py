@@ -31,30 +31,30 @@ from daemons.ops.operations import SHORT_SLICE
 CAPTURE_AT = 2
 """Occurrence of a key at which it is captured; the first one compiles kernels and fills caches."""
 CAPTURED = "captured"
-"""What is said of steps of a cpu that are captured."""
+"""Status of a step that is captured on a cpu."""
 MAX_GRAPHS = 64
-"""Graphs of short slices that are kept; the least recently used one is dropped."""
+"""Size of the LRU cache of graphs of short slices."""
 CHUNK_GRAPHS = 16
-"""The same of long ones, so that neither kind drops the other."""
+"""Size of the LRU cache of graphs of prefill chunks, so that neither kind evicts the other."""
 STAGED = 4
-"""Steps whose metadata have memory of their own: one runs and one is queued behind it."""
+"""Number of page-locked metadata buffers: one step runs and one is queued behind it."""
 STAGED_NUMBERS = 512
-"""Room for each of them: that of 16 slices of 4 tokens."""
+"""Initial size of each buffer: enough for 16 slices of 4 tokens."""
 MAX_SEEN = 4096
-"""Keys whose occurrences are counted; then counting begins anew."""
+"""Keys whose occurrences are counted before the counts are cleared."""
 
 Output = TypeVar("Output")
 
 
 class Graph(Protocol):
-    """What was captured."""
+    """Captured launches."""
 
     def replay(self) -> None:
         """Launch it, in stream order on a GPU."""
 
 
 def memory_pool(device: torch.device) -> Any:
-    """Memory that graphs share which run one after the other."""
+    """Return memory shared by graphs that run one after the other."""
     return RecordedMemory() if device.type == "cpu" else torch.cuda.graph_pool_handle()
 
 
@@ -71,7 +71,7 @@ def capture(device: torch.device, work: Callable[[], Output], pool: Any) -> tupl
 
 @dataclass(slots=True)
 class CapturedGraph(Generic[Output]):
-    """A graph with its static inputs, its output, and its batch, where layers leave their queries."""
+    """A graph with its static inputs, its output, and its batch, in which layers record their queries."""
 
     graph: Graph
     batch: Batch
@@ -90,22 +90,20 @@ class CapturedGraph(Generic[Output]):
         if rows is not None and static is not None:
             static.copy_(rows, non_blocking=True)
         if pads is not None:
-            pads.zero_()  # also pad rows are those of the eager step
+            pads.zero_()  # as in the eager step
         self.graph.replay()
         return self.out
 
 
 class Staging:
-    """Page-locked memory through which metadata go to a GPU: its parts take turns, so that the host waits for no copy,
-    and memory is not sought anew while the device idles.
-    """
+    """Page-locked buffers for copies of metadata to a GPU, used in turn so that the host waits for no copy."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, torch.cuda.Event]] = []
         self._turn = 0
 
     def refills(self, metadata: Tensor) -> Callable[[Layout], None]:
-        """What puts the metadata of a layout in the place of those of another step of the same key."""
+        """Return a function that overwrites a graph's metadata with those of another step of the same key."""
         if metadata.device.type != "cpu":
             return partial(self._refill, metadata)
         numbers = metadata.numpy()
@@ -158,7 +156,7 @@ class StepGraphs(Generic[Output]):
 
     @property
     def batch(self) -> Batch:
-        """That of the last run, where layers have left their queries."""
+        """The batch of the last run, with the queries that its layers recorded."""
         assert self._batch is not None
         return self._batch
 
@@ -169,7 +167,7 @@ class StepGraphs(Generic[Output]):
         tables: Tables,
         await_rows: Callable[[], None] = lambda: None,
     ) -> Output:
-        """The shard's output of a step: replayed if its key has a graph, eager otherwise.  Captures a repeated key.
+        """Return the shard's output of a step: replayed if its key has a graph, else eager.  Captures a repeated key.
 
         ``rows`` may be in host memory, and are read when ``await_rows`` has returned.
         """
@@ -184,7 +182,7 @@ class StepGraphs(Generic[Output]):
             self._chunk_graphs.clear()
             self._pool = None  # torch frees the memory with its last graph
             self._tables = {**tables}
-        graphs, most = (self._chunk_graphs, CHUNK_GRAPHS) if layout.is_padded else (self._graphs, MAX_GRAPHS)
+        graphs, max_graphs = (self._chunk_graphs, CHUNK_GRAPHS) if layout.is_padded else (self._graphs, MAX_GRAPHS)
         found = graphs.get(key)
         if found is None:
             self.cold = True
@@ -196,23 +194,23 @@ class StepGraphs(Generic[Output]):
             if found is None:
                 return self._run_eagerly(rows, layout, tables, await_rows)
             graphs[key] = found
-            if len(graphs) > most:
+            if len(graphs) > max_graphs:
                 dropped, _ = graphs.popitem(last=False)
-                self._seen[dropped] = 0  # more keys in turns than there is room for are not captured each time
+                self._seen[dropped] = 0  # so that alternating keys are not captured at each occurrence
         graphs.move_to_end(key)
         self._batch = found.batch
         return found.replay(rows, layout, await_rows)
 
     def has(self, layout: Layout, tables: Tables) -> bool:
-        """Whether a step of a few tokens a slice would be replayed."""
+        """Return whether a step of a few tokens a slice would be replayed."""
         return self._reads(tables) and layout.graph_key in self._graphs
 
     def _reads(self, tables: Tables) -> bool:
-        """Whether the graphs read these tables."""
+        """Return whether the graphs read these tables."""
         return len(tables) == len(self._tables) and all(map(is_, tables.values(), self._tables.values()))
 
     def capture_status(self, rows: Tensor | None, layout: Layout, tables: Tables) -> str:
-        """Whether a step is captured on a cpu, and if not, why; computes nothing."""
+        """Return whether a step is captured on a cpu, and if not, why; computes nothing."""
         batch = Batch(layout, tables, layout.on(self.device), captured=True)
         try:
             capture(self.device, lambda: self.work(rows, batch), memory_pool(self.device))
@@ -221,7 +219,7 @@ class StepGraphs(Generic[Output]):
         return CAPTURED
 
     def _padded(self, layout: Layout) -> Layout:
-        """The step as it would be captured: padded, also the first time, to compile and fill caches for its shapes."""
+        """Return the step padded as for capture, also the first time, so that kernels compile for these shapes."""
         padded = layout.padded(self.chunk_rows) if layout.n_rows > SHORT_SLICE else None
         if padded is None or padded.n_rows > self.max_tokens or padded.graph_key in self._uncapturable:
             return layout
@@ -264,7 +262,7 @@ class StepGraphs(Generic[Output]):
         return CapturedGraph(graph, batch, static_rows, out, self._staging.refills(metadata))
 
     def _static_rows(self, rows: Tensor, layout: Layout) -> Tensor:
-        """Memory from which a graph reads its boundary rows."""
+        """Return memory from which a graph reads its boundary rows."""
         if not layout.is_padded:
             return torch.empty_like(rows, device=self.device)
         if self._chunk_input is None:

@@ -1,8 +1,7 @@
-"""The daemon's end of the link, as the compute thread reads it: frames in order, and what a step waits for meanwhile.
+"""The inbox of a daemon's compute thread: frames in order, token masks by step, doorbells of boundary rows.
 
 A step is computed while the supervisor still makes its masks; only sampling waits for them.  A posted step is sent
-while the stage before is still at it; only its layers wait for the rows.  Knows frames and doorbells, no tensors but
-masks.
+before the previous stage has finished it; only its layers wait for the rows.
 Invariant: frames other than masks come out in the order of the link.
 """
 
@@ -25,17 +24,18 @@ from lucevisor.protocol.steps import CancelPending, DraftStep, Masks, Reset, Sli
 from lucevisor.protocol.transport import BlockingLink
 
 _POLLS_PER_LINK_CHECK: Final = 20
-"""At a doorbell, between two looks at the link: some two microseconds."""
+"""Polls of a doorbell between two checks of the link: some two microseconds."""
 _HOLD_MS: Final = 10
-"""How long an answer waits for the next one at a doorbell: longer than most steps of a stage that shares its core."""
+"""Longest time that an answer is held back to be sent with the next one: longer than most steps of a stage that shares
+its core."""
 
 
 class StepCancelled(Exception):
-    """The rows of a posted step never come: the supervisor takes it back, drops all sequences, or ends."""
+    """A posted step is cancelled: the supervisor took it back, dropped all sequences, or ended."""
 
 
 class Inbox:
-    """``spin_s``: how long ``await_rows`` polls before it sleeps."""
+    """Frames of one link.  ``spin_s``: how long ``await_rows`` polls before it sleeps."""
 
     def __init__(self, link: BlockingLink) -> None:
         self._link = link
@@ -44,29 +44,29 @@ class Inbox:
         self.spin_s = 0.0
 
     def receive(self) -> Frame | None:
-        """The next frame that is not a mask, as BlockingLink.receive."""
+        """Return the next frame that is not a mask, as BlockingLink.receive."""
         while True:
             frame = self._waiting.popleft() if self._waiting else self._link.receive()
             if frame is None or not self._store_masks(frame):
                 return frame
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a frame, or for the end of the link, for so long at most; whether ``receive`` returns soon."""
+        """Wait for a frame or the end of the link, up to ``timeout_s``; return whether ``receive`` would not block."""
         return bool(self._waiting) or self._link.wait(timeout_s)
 
     @property
     def is_cancelling(self) -> bool:
-        """Whether posted steps that have not begun are dropped."""
+        """True if posted steps that have not begun are to be dropped."""
         ends = any(isinstance(frame.message, CancelPending | Reset | Shutdown) for frame in self._waiting)
         return ends or self._link.closed_because is not None
 
     def await_rows(
         self, bells: Doorbells, region: int, step_id: int, computing: Callable[[], bool] = lambda: False
     ) -> float:
-        """Wait until the rows of a posted step are there; seconds since then, or since this was called if they were.
+        """Wait until the rows of a posted step are there; return the seconds since then, or since the call if shorter.
 
-        Polls for ``spin_s``, then sleeps until the bell or the link wakes it; asks ``computing`` meanwhile and does not
-        sleep while that says so.  Raises StepCancelled.
+        Polls for ``spin_s``, then sleeps until the bell or the link wakes it; never sleeps while ``computing`` returns
+        True.  Raises StepCancelled.
         """
         began = time.monotonic()
         until = began + self.spin_s
@@ -80,7 +80,7 @@ class Inbox:
         return min(bells.since_s(region), time.monotonic() - began)
 
     def _check_link(self, bells: Doorbells, timeout_ms: int | None) -> None:
-        """Set aside a frame that has come; without a timeout sleep until there is one, or a bell is rung."""
+        """Queue a frame that has arrived; without a timeout sleep until there is one, or a bell is rung."""
         if (link := self._link.fileno()) >= 0 and not self._link.buffered:
             poll = select.poll()
             poll.register(link, select.POLLIN)
@@ -98,10 +98,10 @@ class Inbox:
             self._waiting.append(frame)
 
     def wait_for_masks(self, step_id: int, slices: list[Slice]) -> Tensor | None:
-        """The masks of a step, uint8 [rows of its masked slices, bytes], once they are here.
+        """Wait for the masks of a step; return them as uint8 [rows of its masked slices, bytes].
 
-        None when they never will be: the supervisor is gone or has dropped the sequences, so nobody reads the result.
-        StateError when they are for another number of rows.
+        None if the supervisor is gone or has dropped all sequences, so that no result is read.  Raises StateError if
+        they are for another number of rows.
         """
         while step_id not in self._masks:
             frame = self._link.receive()
@@ -119,7 +119,7 @@ class Inbox:
         return torch.frombuffer(payload, dtype=torch.uint8).view(message.n_rows, message.row_bytes)
 
     def draft_step(self, step_id: int) -> DraftStep | None:
-        """What the draft stage shall do behind a step, if that has come and is the next frame, which it stays."""
+        """Return the DraftStep of a step if it is the next frame, without removing it."""
         while not self._waiting and self._link.closed_because is None and self._link.wait(0.0):
             frame = self._link.receive()
             if frame is None:
@@ -130,7 +130,7 @@ class Inbox:
         return message if isinstance(message, DraftStep) and message.step.step_id == step_id else None
 
     def clear(self) -> None:
-        """Forget all masks: no step waits for them any more."""
+        """Drop all masks."""
         self._masks.clear()
 
     def _store_masks(self, frame: Frame) -> bool:

@@ -1,8 +1,8 @@
-"""The pulse: a second thread that reports while the compute thread is inside a kernel.
+"""Worker heartbeats, log lines and load progress, sent by a second thread while the compute thread is inside a kernel.
 
-Knows no torch and nothing of what is computed.  Invariants: no method of `Reporter` blocks or raises because of the
-supervisor; memory held for a supervisor that does not read is bounded (log lines and progress are dropped and counted,
-heartbeats are created when sent).
+Imports no torch.  Invariants: no method of `Reporter` blocks or raises because of the supervisor; memory held for a
+supervisor that does not read is bounded (log lines and progress are dropped and counted, heartbeats are created when
+sent).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The model runner: the stages of one model in a daemon, executing prefill chunks and decode steps.
+"""The model runner: executes prefill chunks and decode steps on the stages of one daemon.
 
-``run_step``: state operations, boundary rows in, the stage's layers, boundary rows out, and at the output stage logits
-and sampling.  ``run_draft``: the same step for the draft stage: captures and sampled tokens in, drafts out.
-Decides nothing: ids, pages and order come from the supervisor.
+``run_step`` applies state operations, reads boundary rows, runs the stage's layers (the forward pass) and writes
+boundary rows; the output stage makes logits and samples.  ``run_draft`` runs the same step on the draft stage: captures
+and sampled tokens in, drafts out.  Ids, pages and order come from the supervisor.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from lucevisor.protocol.loading import DeviceUse, Load, Loaded, StagePlan
 from lucevisor.protocol.steps import DraftStep, PageScores, Sampled, Scored, Slice, Step, StepResult
 
 MaskSource = Callable[[int, list[Slice]], Tensor | None]
-"""Returns the masks of a step and its slices when they are there; see Inbox.wait_for_masks."""
+"""Waits for the masks of a step; see Inbox.wait_for_masks."""
 
 
 class ModelRunner:
-    """The stages of one daemon, its draft and its scoring stage, each of which it may lack; after :meth:`load`."""
+    """The stages of one daemon, and its draft and scoring stages if it runs them; made by :meth:`load`."""
 
     def __init__(self, load: Load, backend: Backend, arenas: Sequence[Arena], files: GgufFiles) -> None:
         self._load = load
@@ -136,7 +136,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _take_replays(self, replays: Mapping[int, LayerwiseReplay], reporter: Reporter, started: float) -> bool:
-        """Go on from where the replays ended; return whether there are any.  If one was not computed, none counts."""
+        """Continue from the replayed state; return whether all stages were replayed.  If one was not, none counts."""
         ended = [self.stages[stage].replayed(replay) for stage, replay in replays.items()]
         for stage, replay in replays.items() if all(ended) else ():
             if self._plans[stage].output and self._sampler is not None:
@@ -171,12 +171,12 @@ class ModelRunner:
         await_rows: RowWait | None = None,
         between: Callable[[], object] = lambda: None,
     ) -> StepOutput:
-        """Execute one step on one of the stages; ``masks`` is asked before constrained slices are sampled.
+        """Execute one step on one of the stages.
 
-        ``await_rows`` of a posted step is called when all but its rows is prepared; it may raise StepCancelled, after
-        which the step's operations count as applied.  ``queued`` is called before anything waits for the device: the
-        time to settle the step before.  That may be deferred, and this step may be queued behind it, where all stages
-        are here, or where ``await_rows`` settles it.  ``between``, called between launches, may settle it earlier.
+        ``masks`` is called before constrained slices are sampled.  ``await_rows`` of a posted step is called when all
+        but its rows is prepared; it may raise StepCancelled, after which the step's operations count as applied.
+        ``queued`` is called before anything waits for the device, to finish the previous step, whose result may be
+        deferred.  ``between`` is called between launches and may finish it earlier.
         """
         started = time.monotonic()
         stage, plan = self.stages[stage_index], self._plans[stage_index]
@@ -226,7 +226,11 @@ class ModelRunner:
     def _with_tokens(
         self, plan: StagePlan, step: Step, await_tokens: RowWait | None
     ) -> tuple[Step, PlaceholderFill | None, RunAheadStep | None]:
-        """The step with what pends; 0 where only the device knows it (second), or nobody yet (third)."""
+        """Return a step with tokens in place of placeholders.
+
+        They are 0 where only the device has them (the second result copies them) or where another daemon is still
+        computing them (the third result waits for them).
+        """
         if plan.output and self._sampler is not None:
             inputs, drafts = self._draft_inputs, None
             if inputs is not None:
@@ -239,13 +243,13 @@ class ModelRunner:
         return without_tokens(step) if following is None else following.step, None, following
 
     def publish_tokens(self, output: StepOutput, *, drafts: bool = False) -> StepOutput:
-        """Hand tokens that the supervisor was told of, or drafts, to the first stage, if that is another daemon's."""
+        """Publish drafts, or tokens already sent to the supervisor, to a first stage in another daemon."""
         if self._ring is not None and self._sampler is not None and drafts == bool(output.result.drafts):
             self._ring.publish(output.step, output.result)
         return output
 
     def finish_step(self, output: StepOutput) -> StepOutput:
-        """Wait for what a step has deferred."""
+        """Wait for a step's deferred tokens, drafts or rows; return its complete output."""
         deferred, sampled, drafts, now = output.deferred, output.result.sampled, output.result.drafts, math.inf
         if isinstance(deferred, QueuedStep):
             deferred.wait()
@@ -266,12 +270,12 @@ class ModelRunner:
         return self.publish_tokens(StepOutput(result, output.payload, step=output.step), drafts=True)
 
     def _may_queue(self, plan: StagePlan, step: Step) -> bool:
-        """Whether a step may be answered when the next one is queued: not if drafts begin with its tokens."""
+        """Return whether the next step may be queued before this one is answered."""
         drafts = plan.output and self._wants_drafts(step)
         return self._queues and not (drafts or step.want_hidden or step.want_logits or step.rank_pages)
 
     def _share_known_tokens(self, asked: Step, queued: Callable[[], None]) -> list[Slice] | None:
-        """Settle the step before, and tell the draft stage the tokens of one that was launched without them."""
+        """Finish the previous step, and store the tokens of a step launched without them for the draft stage."""
         queued()
         if self._draft_inputs is None or self._sampler is None:
             return None
@@ -282,22 +286,22 @@ class ModelRunner:
     def _hand_captures(
         self, plan: StagePlan, step: Step, captures: Tensor, queued: Callable[[], None], queues: bool
     ) -> None:
-        """Hand a stage's captures to the draft stage, in this daemon or in another."""
+        """Pass a stage's captures to the draft stage, in this daemon or in another."""
         if not queues:
             queued()
         if plan.capture_target is not None:
-            # before anybody hears of the step, the output stage waits for its device, and so does one that queues
+            # the output stage, and a stage that queues steps, wait for their device before they answer the step
             wait = not (plan.output or queues) or captures.device != self.stages[plan.stage].device
             self._boundaries[plan.capture_target].write(step.region, captures, wait=wait)
         elif self._draft_inputs is not None:
             self._draft_inputs.store_captures(step, plan.stage, captures)
 
     def awaits_drafts(self, step: Step) -> bool:
-        """Whether the device has nothing to do behind a step until ``run_draft``."""
+        """Return whether the device would be idle after a step until ``run_draft``."""
         return self.defers_drafts and self._wants_drafts(step) and not (self._draft and self._draft.has_begun(step))
 
     def _wants_drafts(self, step: Step) -> bool:
-        """Whether the draft stage, if it is here, is asked for drafts behind a step."""
+        """Return whether a step asks the draft stage of this daemon for drafts."""
         return self._draft is not None and any(s.num_draft_tokens for s in step.slices)
 
     @torch.inference_mode()
@@ -315,19 +319,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_upkeep(self, step: Step, stage_index: int) -> None:
-        """Let the draft stage take a step along that the output stage has launched.  Raises StateError."""
+        """Extend the drafter's context by an upkeep step that the output stage has launched.  Raises StateError."""
         inputs, started = self._draft_inputs, time.monotonic()
         if step.upkeep and self._plans[stage_index].output and self._draft and inputs:
             inputs.run(self._draft, DraftStep(step, [[] for _ in step.slices]))
             self._upkeep_s += time.monotonic() - started
 
     def flush(self) -> None:
-        """Bring all state up to date: before it is read."""
+        """Apply all deferred state changes before the state is read."""
         if self._draft is not None:
             self._draft.flush()
 
     def state_map(self) -> StateMap:
-        """Where the state of every layer is."""
+        """Return where the state of every layer lies."""
         draft = None if self._draft is None else DraftPools(self._draft.layers, self._draft.pools[0])
         return StateMap(self.spec, [shard.pools for stage in self.stages.values() for shard in stage.shards], draft)
 
@@ -358,7 +362,7 @@ class ModelRunner:
     def _count_and_score(
         self, stage: LoadedStage, step: Step, rows: Tensor, queued: Callable[[], None]
     ) -> list[Scored]:
-        """Count the tokens of a step that is computed, and score those that are to be."""
+        """Count the tokens of a computed step for penalties, and return the prompt log-probabilities it asks for."""
         if self._sampler is None:
             return []
         self._sampler.count_context(step.slices)
@@ -398,11 +402,7 @@ class ModelRunner:
         return self._sampler.sample(slices, logits, found, partial(self._extend_drafts, step))
 
     def _extend_drafts(self, step: Step, drawn: Tensor | None) -> None:
-        """Let the draft stage take a step along that the host waits for, if it is known that it will."""
-        if (
-            self.defers_drafts
-            and self._wants_drafts(step)
-            and self._draft is not None
-            and self._draft_inputs is not None
-        ):
-            self._draft_inputs.extend(self._draft, self.draft_step(step.step_id), drawn)
+        """Extend the drafter's context while the host waits for a step, if its DraftStep has arrived."""
+        draft, inputs = self._draft, self._draft_inputs
+        if self.defers_drafts and self._wants_drafts(step) and draft is not None and inputs is not None:
+            inputs.extend(draft, self.draft_step(step.step_id), drawn)

@@ -1,10 +1,10 @@
-"""Logits to tokens, on the output stage: penalties, bias, masks, temperature, filters, draws, acceptance of drafts.
+"""The sampler: logits processors (penalties, DRY, bias, token masks), temperature, filters, draws, draft acceptance.
 
-A draw depends on (seed, position, logits, tokens before) alone, so batching, placement, restarts and drafts do not
-change it.
+Runs on the output stage.  A draft is accepted if it equals the token drawn from its row (no rejection sampling), so
+drafts never change answers.  A draw depends on (seed, position, logits, earlier tokens) alone, so batching, placement
+and restarts do not change it either.
 Order: penalties, DRY, bias, masks, temperature, then mirostat or filters: top_k, top_p, min_p (each acts on what the
 previous one left), and those of truncation.py.
-Knows token ids and logits only; sequences are ids.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lucevisor.protocol.steps import (
 )
 
 _XTC = 1 << 40
-"""Added to a position: the number that decides whether XTC acts there."""
+"""Offset of a position's draw key for the number that decides whether XTC acts there."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Sampler:
     device: torch.device
     states: dict[int, SamplingState] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)  # the token sampled last, by sequence
-    _deferred: DeferredTokens | None = None  # newer ones, which the host does not know yet
+    _deferred: DeferredTokens | None = None  # newer ones that the host does not have yet
     _invalid: list[int] = field(default_factory=list)  # sequences whose logits were NaN or infinite
 
     def open(
@@ -107,7 +107,7 @@ class Sampler:
                 self.close(operation.sequence)
 
     def replayed(self, steps: Sequence[Step]) -> None:
-        """Follow steps that were computed while the daemon loaded."""
+        """Apply steps that were computed while the daemon loaded."""
         for step in steps:
             self.apply_operations(step.operations)
             self.count_context(step.slices)
@@ -124,8 +124,8 @@ class Sampler:
         return found
 
     def known(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
-        """The step with the tokens its pending slices stand for; 0 where only the device knows them, which the second
-        result puts in place.  Raises StateError where none was sampled.
+        """Return a step with tokens in place of placeholders (``PENDING``); 0 where only the device has them, which the
+        second result copies there.  Raises StateError where none was sampled.
         """
         if not any(s.tokens == [PENDING] for s in step.slices):
             return step, None
@@ -145,11 +145,11 @@ class Sampler:
         return replace(step, slices=slices), fill
 
     def with_known_tokens(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Slices with the tokens that their pending ones stand for: the step before is settled, theirs is not."""
+        """Return slices with the newest tokens in place of placeholders, once the previous step is finished."""
         return [replace(s, tokens=[self._last[s.sequence]]) if s.tokens == [PENDING] else s for s in slices]
 
     def checked(self, scored: Sequence[Scored]) -> list[Scored]:
-        """Scores with void ones in place of those that are not numbers, whose sequences ``take_invalid`` names."""
+        """Return scores with 0 in place of NaN and infinities; ``take_invalid`` then names their sequences."""
         found = []
         for one in scored:
             if not all(map(math.isfinite, one.logprobs)):
@@ -159,9 +159,9 @@ class Sampler:
         return found
 
     def defer(self, slices: Sequence[Slice], logits: Tensor) -> DeferredTokens | None:
-        """Draw a token a slice as ``sample`` does, without waiting for the device; ``finish_tokens`` brings them.
+        """Draw a token per slice as ``sample`` does, without waiting for the device; ``finish_tokens`` returns them.
 
-        None where the host has to look at something in between: then nothing was done.  ``logits`` as for ``sample``.
+        None, without any effect, if the host must read something in between.  ``logits`` as for ``sample``.
         """
         states = [self.states[s.sequence] for s in slices]
         samplings = [state.sampling for state in states]
@@ -210,12 +210,12 @@ class Sampler:
         masks: Tensor | None = None,
         meanwhile: Callable[[Tensor | None], None] = lambda drawn: None,
     ) -> list[Sampled]:
-        """Tokens of each slice: the one after its context, then one after each accepted draft, which is counted.
+        """Return the tokens of each slice: the one after its context, then one after each accepted draft.
 
         ``logits`` float32 [n, V], changed in place: the last ``n_drafts + 1`` rows of each slice.  ``masks`` uint8 [m,
         bytes]: those of the masked slices.  All rows are drawn at once, each as if the drafts before it were accepted,
-        but for mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a device, with the
-        tokens that it draws, a row's each; None if the host takes part.
+        except with mirostat, which draws in order.  ``meanwhile`` is called before the host waits for a device, with
+        the tokens drawn on it, one per row; None if the host draws some.
         """
         valid = finite_rows(logits)
         rows: list[SamplingParams] = []
@@ -260,9 +260,7 @@ class Sampler:
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """Whether each row [n, V] has numbers to choose by: the largest is neither NaN, which counts as such, nor
-    infinite.
-    """
+    """Return for each row [n, V] whether its maximum is finite; a row with a NaN has NaN as its maximum."""
     return logits.amax(dim=-1).isfinite()
 
 
@@ -278,7 +276,7 @@ def rows_to_sample(slices: Sequence[Slice]) -> list[int]:
 
 
 def _accepted(drawn: list[int], drafts: list[int]) -> list[int]:
-    """The drawn tokens up to the first that differs from its draft, or all of them."""
+    """Return the drawn tokens up to the first that differs from its draft: the accepted drafts and one more."""
     n = next((i for i, (token, draft) in enumerate(zip(drawn, drafts, strict=False)) if token != draft), len(drafts))
     return drawn[: n + 1]
 

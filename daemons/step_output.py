@@ -1,4 +1,4 @@
-"""What a step of a stage gives to the supervisor: the result, and arrays beside it."""
+"""Output of a step of a stage: the result for the supervisor, and arrays sent as its payload."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepOutput:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether the device makes drafts that nobody waits for here."""
+        """True if the device makes drafts that nobody waits for here."""
         return isinstance(self.deferred, DeferredDrafts)
 
     @classmethod
@@ -48,7 +48,7 @@ class StepOutput:
         cls, asked: DraftStep, stage: int, drafts: list[Drafted] | DeferredDrafts, wait_s: float, started: float,
         *, cold: bool = False,
     ) -> StepOutput:  # fmt: skip
-        """What the draft stage made; ``cold`` as in StepResult."""
+        """Return the output of the draft stage; ``cold`` as in StepResult."""
         deferred = drafts if isinstance(drafts, DeferredDrafts) else None
         known, seconds = [] if isinstance(drafts, DeferredDrafts) else drafts, time.monotonic() - started
         result = StepResult(asked.step.step_id, stage, [], seconds, wait_s, drafts=known, cold=cold)

@@ -1,7 +1,7 @@
-"""How fast a device runs layers, for the planner's automatic split.
+"""Timing of layers on a device, for the planner's automatic split.
 
-Loads one span of layers with the blocks and pools that serve, times it and releases it.  Knows no plan.  Invariant: a
-time covers the layers alone, without the fixed costs of a step (its metadata, its boundary copies).
+Loads one span of layers with the blocks and pools used for serving, times it and releases it.  Invariant: a time covers
+the layers alone, without the fixed costs of a step (its metadata, its boundary copies).
 """
 
 from __future__ import annotations

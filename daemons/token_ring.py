@@ -1,7 +1,7 @@
-"""Tokens and drafts that the output stage's daemon makes, on their way to the first stage through shared memory.
+"""The token ring: sampled tokens and drafts from the output stage's daemon to the first stage, through shared memory.
 
-The first stage starts a step that runs ahead of them without waiting for the supervisor (ADR 16).  Knows regions and
-doorbells; no layers.  Invariant: the supervisor was told of tokens before the first stage is.
+The first stage thus starts a step that runs ahead (async scheduling) without waiting for the supervisor (ADR 16).
+Invariant: tokens are sent to the supervisor before they are published to the first stage.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lucevisor.protocol.steps import PENDING, Sampled, Slice, Step, StepResult
 from lucevisor.protocol.validation import ids_fault
 
 _HEAD = 2
-"""Numbers before the sequences of a region: how many they are, and how many tokens each has."""
+"""Numbers at the head of a region: the number of sequences, and of tokens for each."""
 
 
 class TokenRing:
-    """One end of the arena for tokens.  ``vocabulary``: ids of the model; others are not believed."""
+    """One end of the arena for tokens.  ``vocabulary``: number of valid ids; others raise StateError."""
 
     def __init__(self, arena: Arena, vocabulary: int) -> None:
         self._arena, self._vocabulary = arena, vocabulary
         self._regions = [arena.region(i).cast("q") for i in range(arena.plan.n_regions)]
 
     def publish(self, step: Step | None, result: StepResult) -> None:
-        """Hand what a result has for the first stage to it: drafts, or the newest token of each sequence of ``step``.
+        """Publish a result's drafts, or the newest token of each sequence of ``step``, to the first stage.
 
-        Not tokens of a step behind which drafts are made: no step starts before these.
+        Tokens of a step that asks for drafts are not published, because the next step starts from the drafts.
         """
         if result.drafts:
             self._write(result.step_id, {one.sequence: list(one.tokens) for one in result.drafts})
@@ -54,7 +54,7 @@ class TokenRing:
         return await_tokens(self._arena.bells, self._region(step_id), step_id)
 
     def read(self, step_id: int) -> dict[int, list[int]]:
-        """The tokens of each sequence of a step, equally many.  Raises StateError when they cannot be true."""
+        """Return the tokens of each sequence of a step, equally many.  Raises StateError for invalid contents."""
         numbers = self._numbers(step_id)
         n, width = numbers[0], numbers[1]
         if n < 1 or width < 1 or _HEAD + n + n * width > len(numbers):
@@ -66,9 +66,9 @@ class TokenRing:
         return {sequence: tokens[i * width : (i + 1) * width] for i, sequence in enumerate(sequences)}
 
     def tokens(self, step_id: int, n: int, width: int) -> Tensor:
-        """Where the tokens of a step of ``n`` sequences lie, int64 [n * width]: page-locked as its arena is.
+        """Return a view of the tokens of a step of ``n`` sequences, int64 [n * width], page-locked if its arena is.
 
-        They stay there until a step comes that is a whole round of regions later.
+        It is valid until the step one round of regions later.
         """
         region = self._arena.region(self._region(step_id))
         return torch.frombuffer(region, dtype=torch.int64, count=n * width, offset=8 * (_HEAD + n))
@@ -81,7 +81,7 @@ class TokenRing:
 
 
 def without_tokens(step: Step) -> Step:
-    """Return a step with 0 for its pending tokens and drafts, which stages that embed nothing need not know."""
+    """Return a step with 0 for its pending tokens and drafts, which only the embedding stage reads."""
     return replace(step, slices=[_without_tokens(s) for s in step.slices])
 
 
@@ -92,9 +92,10 @@ def _without_tokens(s: Slice) -> Slice:
 
 
 class RunAheadStep:
-    """A step whose pending tokens or drafts are made meanwhile.
+    """A step that is launched before its tokens or drafts are known.
 
-    Called with the step's metadata, on any device, it waits and puts them there; then it has ``tokens``.
+    Calling it with the step's metadata, on any device, waits for the tokens and writes them there; then ``tokens`` is
+    set.
     """
 
     def __init__(self, ring: TokenRing | None, step: Step, await_tokens: RowWait | None) -> None:
@@ -146,7 +147,7 @@ class RunAheadStep:
 
     @property
     def tokens(self) -> list[Sampled]:
-        """What was put there."""
+        """The tokens that were written."""
         return [
             Sampled(one, self._found[one][min(i, len(self._found[one]) - 1)])
             for one, (_, n) in self._rows.items()

@@ -18,7 +18,8 @@ _MOST_LIKELY = 100
 
 
 def filtered(scaled: Tensor, s: SamplingParams, u_xtc: float) -> tuple[Tensor, Tensor]:
-    """What the filters keep of logits ``scaled`` [V], divided by the temperature: probabilities, descending, and ids.
+    """Filter logits ``scaled`` [V], divided by the temperature; return the remaining probabilities, descending, and
+    ids.
 
     ``u_xtc`` in [0, 1) decides whether XTC acts.
     """
@@ -58,7 +59,7 @@ def _typical(p: Tensor, ids: Tensor, mass: float) -> tuple[Tensor, Tensor]:
 
 
 def mirostat_keeps(scaled: Tensor, m: Mirostat, mu: float) -> tuple[Tensor, Tensor]:
-    """What mirostat keeps of logits ``scaled`` [V]: probabilities, descending, and ids.
+    """Filter logits ``scaled`` [V] by mirostat; return the remaining probabilities, descending, and ids.
 
     Source: Basu et al. 2021, algorithm 1, and version 2 as in llama.cpp: tokens of at most ``mu`` bits of surprise.
     """
@@ -88,5 +89,5 @@ def _expected_rank(p: Tensor, mu: float, vocabulary: int) -> int:
 
 
 def next_mu(p: float, m: Mirostat, mu: float) -> float:
-    """Where mirostat stands after a token of probability ``p`` among those it kept."""
+    """Return mirostat's ``mu`` after a token of probability ``p`` among the remaining ones."""
     return mu - m.eta * (-math.log2(p) - m.tau)

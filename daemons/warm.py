@@ -143,9 +143,9 @@ def warm_up(stage: LoadedStage, report: Report = lambda done, total: None, *, co
     # longest first: the others find memory in the pool
     chunks = [WarmStep(0, n) for n in reversed(PADDED_ROWS) if n <= min(most, pages * PAGE_TOKENS)]
     if compiles:
-        of_most = [one for one in several if one.sequences == several[-1].sequences][: len(VERIFYING) - 1]
-        of_most[:0] = [WarmStep(0, 1, sequences=of_most[0].sequences)] if of_most else []
-        captured = [_captured(verifies, pages * PAGE_TOKENS), _captured(of_most, pages * PAGE_TOKENS), chunks]
+        of_max_batch = [one for one in several if one.sequences == several[-1].sequences][: len(VERIFYING) - 1]
+        of_max_batch[:0] = [WarmStep(0, 1, sequences=of_max_batch[0].sequences)] if of_max_batch else []
+        captured = [_captured(verifies, pages * PAGE_TOKENS), _captured(of_max_batch, pages * PAGE_TOKENS), chunks]
         _run_all(steps, captured, stage.device, run, report)
     else:  # graphs of a cpu are for any length
         _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
@@ -186,7 +186,7 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
     used = range(1, 1 + stage.max_drafts)
     verifies = [WarmStep(0, 1 + k, 0, k) for k in used] + [WarmStep(0, 1, 0, stage.max_drafts)] * bool(used)
     several = [n for n in DRAFTING if used and n <= _most_sequences(stage.sequences)]
-    of_most = [WarmStep(0, n, 0, n, sequences=several[-1]) for n in used if n < VERIFYING[-1]] if several else []
+    of_max_batch = [WarmStep(0, n, 0, n, sequences=several[-1]) for n in used if n < VERIFYING[-1]] if several else []
     steps += [WarmStep(0, 1, 0, stage.max_drafts, sequences=n) for n in several]
     width = stage.spec.model.hidden_size
 
@@ -204,7 +204,7 @@ def warm_up_draft(stage: DraftStage, report: Report = lambda done, total: None, 
 
     if compiles:
         # Drafts lie behind a slice: within the same bound of the length.
-        captured = [_captured(alike, n_positions, room=most + 1) for alike in (verifies, of_most)]
+        captured = [_captured(alike, n_positions, room=most + 1) for alike in (verifies, of_max_batch)]
         _run_all(steps, captured, stage.device, run, report)
     else:
         _run_all([], [verifies], stage.device, run, report, RECORD_SECONDS)
@@ -245,7 +245,7 @@ def _run_all(
 
 
 def _most_sequences(sequences: Sequences) -> int:
-    """How many may be open at once, each with a state of its own where there are any."""
+    """Return how many sequences may be open at once, each with a recurrent state if the model has any."""
     n_live = sequences.sizes.device_states
     return min(sequences.max_sequences, n_live) if sequences.units[Space.RECURRENT] else sequences.max_sequences
 

@@ -1,7 +1,7 @@
-"""The daemon's main loop: hello, then one message at a time from the link until end of file.
+"""The worker's main loop: hello, then one message at a time from the link until end of file.
 
-The only file of the daemon that turns exceptions into Failed messages.  An error inside a step ends the process: a
-device that failed once cannot be trusted, and the supervisor knows how to start a fresh process.
+The only file of the daemon that turns exceptions into Failed messages.  An error inside a step ends the process,
+because a device that failed once cannot be trusted; the supervisor starts a fresh one.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _version(package: str) -> str:
 
 
 class _StepFailed(Exception):
-    """A step failed, and the supervisor was told; ``code`` is the exit code of the process."""
+    """A step failed, and a Failed message was sent; ``code`` is the exit code of the process."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -114,11 +114,11 @@ class _MessageLoop:
         self._runtime: ModelRunner | None = None
         self._transfers: TransferExecutor | None = None
         self._broken = False
-        self._deferred: StepOutput | None = None  # of a step that is computed on the device
+        self._deferred: StepOutput | None = None  # the step that the device still computes
         self._n_rows = 0  # of that step
-        self._waiting = deque[Frame]()  # what the draft stage shall do behind it
-        self._upkeep: tuple[Step, int] | None = None  # a step and its stage that the draft stage has not taken along
-        self._cancelled: list[int] = []  # steps that were dropped: a posted one, and all behind it
+        self._waiting = deque[Frame]()  # DraftSteps that need its tokens
+        self._upkeep: tuple[Step, int] | None = None  # a step, and its stage, that the drafter's context still lacks
+        self._cancelled: list[int] = []  # dropped steps: a posted one, and all behind it
         self._operations_applied = False  # the operations of the first of them were applied
         self._idle_since = time.monotonic()
 
@@ -146,7 +146,7 @@ class _MessageLoop:
         self._idle_since = time.monotonic()
 
     def _receive(self) -> Frame | None:
-        """The next frame; meanwhile answer the step on the device when that is done."""
+        """Return the next frame; meanwhile answer the step on the device as soon as that is done."""
         while self._deferred is not None and not self._inbox.wait(self._poll_s):
             self._answer_if_done()
         return self._inbox.receive()
@@ -158,8 +158,9 @@ class _MessageLoop:
         return 0.0 if drafting or (runtime is not None and runtime.is_polling) else _POLL_S
 
     def _answer_if_done(self, *, idle: bool = True) -> bool:
-        """Answer the step on the device if that is done; return whether there still is one.  ``idle``: nothing else is
-        done meanwhile.  Raises _StepFailed after it said why.
+        """Answer the step on the device if that is done; return whether one is left.
+
+        ``idle``: report the idle phase afterwards.  Raises _StepFailed after sending Failed.
         """
         output = self._deferred
         if output is None:
@@ -175,7 +176,7 @@ class _MessageLoop:
         return not done
 
     def _answer_deferred(self) -> None:
-        """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after it said why."""
+        """Wait for the step on the device, if there is one, and answer it.  Raises _StepFailed after sending Failed."""
         output = self._deferred
         if output is None or self._runtime is None:
             return
@@ -194,7 +195,7 @@ class _MessageLoop:
             raise _StepFailed(code)
 
     def _failed(self, output: StepOutput, error: Exception) -> _StepFailed:
-        """Say why the step on the device failed."""
+        """Send Failed for the step on the device."""
         return _StepFailed(self._fail(f"step {output.result.step_id}", error, f"stage {output.result.stage}"))
 
     def _answer(self, output: StepOutput, n_rows: int) -> None:
@@ -294,7 +295,7 @@ class _MessageLoop:
         return self._run_upkeep()
 
     def _answer_behind_drafts(self, output: StepOutput, n_rows: int) -> int | None:
-        """Let the device begin with the drafts behind a step, which come next, before the step is answered."""
+        """Launch the drafts that follow a step on the device, then answer the step."""
         frame = self._inbox.receive()
         assert frame is not None
         assert isinstance(frame.message, DraftStep)
@@ -312,7 +313,7 @@ class _MessageLoop:
         return None
 
     def _run_upkeep(self) -> int | None:
-        """Let the draft stage take the last step along, if it has not.  Returns None, or the exit code."""
+        """Extend the drafter's context by the last step, if that is pending.  Returns None, or the exit code."""
         pending, self._upkeep = self._upkeep, None
         if pending is None or self._runtime is None:
             return None
@@ -368,7 +369,7 @@ class _MessageLoop:
             self._transfers.cancel(reason)
 
     def _break(self) -> None:
-        """A device failed in a transfer, or a thread that serves them: wake the compute thread to end the process."""
+        """Wake the compute thread to end the process, because a transfer thread or its device failed."""
         self._broken = True
         self._link.close()
 

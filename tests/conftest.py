@@ -120,7 +120,7 @@ def scaled(own: settings, deep: bool) -> settings:
 @pytest.fixture
 def no_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads find no memory to begin, and those that start them wait in vain; ours for a moment only."""
-    monkeypatch.setattr(threads, "BEGIN_S", 0.05)
+    monkeypatch.setattr(threads, "START_TIMEOUT_S", 0.05)
     monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
     for name in ("_start_new_thread", "_start_joinable_thread"):  # what Thread.start calls, by version of Python
         monkeypatch.setattr(threading, name, lambda *_, **__: 0, raising=False)

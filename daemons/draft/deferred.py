@@ -1,7 +1,7 @@
-"""Rows of plain decodes that the drafter's context lacks: they are added together, once something needs them.
+"""Rows of plain decodes that the drafter's context still lacks; they are added together when something needs them.
 
-While nothing is drafted, a drafter that extends its context by one row a step launches as much as for sixty.  Knows
-neither drafter nor pages.  Invariant: the rows of a sequence have consecutive positions.
+While nothing is drafted, adding one row per step would launch as many kernels as adding sixty at once.
+Invariant: the rows of a sequence have consecutive positions.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 from lucevisor.protocol.steps import Operation, SetPages, Slice
 
 MAX_ROWS: Final = 64
-"""Rows of a sequence that wait at most: a pass over so many takes hardly longer than one over a single row."""
+"""Pending rows of one sequence: a pass over this many takes hardly longer than one over a single row."""
 MAX_ROWS_OF_ALL: Final = 512
-"""The same of all sequences: on a GPU a pass over 64 to 512 rows takes about as long, and steps of many sequences
-would have one every few steps."""
+"""Pending rows of all sequences: on a GPU a pass over 64 to 512 rows takes about the same time, and with many sequences
+a lower bound would cause a pass every few steps."""
 
 
 class DeferredRows:
-    """The rows that wait, by sequence; ``most`` of all sequences."""
+    """The pending rows by sequence, at most ``max_rows`` in all."""
 
-    def __init__(self, most: int = MAX_ROWS_OF_ALL) -> None:
-        self.n_rows, self._most = 0, most
+    def __init__(self, max_rows: int = MAX_ROWS_OF_ALL) -> None:
+        self.n_rows, self._max_rows = 0, max_rows
         self._slices: dict[int, list[Slice]] = {}
         self._features: dict[int, list[Tensor]] = {}
 
     def allows(self, operations: Sequence[Operation]) -> bool:
-        """Whether operations may run before the waiting rows are added: they only give sequences more pages."""
+        """Return whether operations may run before the pending rows are added, as they only add pages to sequences."""
         return not self.n_rows or all(isinstance(operation, SetPages) for operation in operations)
 
     def accepts(self, slices: Sequence[Slice]) -> bool:
-        """Whether the rows of a step that asks for no drafts may wait: one of each sequence, behind those that do."""
-        if self.n_rows + len(slices) > self._most:
+        """Return whether the rows of a step may be deferred: one per sequence, following its pending ones."""
+        if self.n_rows + len(slices) > self._max_rows:
             return False
         for s in slices:
             before = self._slices.get(s.sequence)
@@ -47,14 +47,14 @@ class DeferredRows:
         return True
 
     def add(self, slices: Sequence[Slice], features: Tensor) -> None:
-        """Let a row of each slice wait; ``features`` [B, n E] are copied."""
+        """Defer a row of each slice; ``features`` [B, n E] are copied."""
         for s, row in zip(slices, features.clone(), strict=True):
             self._slices.setdefault(s.sequence, []).append(s)
             self._features.setdefault(s.sequence, []).append(row)
         self.n_rows += len(slices)
 
     def pop_all(self) -> tuple[list[Slice], Tensor]:
-        """Return all rows as one slice of each sequence, and their features [T, n E]; none waits any more."""
+        """Remove all rows and return them as one slice per sequence, with their features [T, n E]."""
         slices = [
             msgspec.structs.replace(parts[-1], start=parts[0].start, tokens=[s.tokens[0] for s in parts])
             for parts in self._slices.values()
@@ -64,7 +64,7 @@ class DeferredRows:
         return slices, features
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Drop all rows."""
         self.n_rows = 0
         self._slices.clear()
         self._features.clear()

@@ -1,6 +1,6 @@
-"""What a daemon hands to its draft stage for a step: captures of the target's layers, its tokens and those sampled.
+"""Inputs of the draft stage for a step: captures of the target's layers, the step's tokens and the sampled ones.
 
-Knows no drafter.  Invariant: nothing is kept of a step once its DraftStep ran, nor of more steps than may be in
+Invariant: the inputs of a step are dropped once its DraftStep ran, and only as many steps are stored as may be in
 flight, so a detached draft stage costs no memory.
 """
 
@@ -23,9 +23,9 @@ from lucevisor.protocol.steps import Drafted, DraftStep, Sampled, Slice, Step, t
 
 @dataclass(slots=True)
 class _StepInputs:
-    """Of one step: captures by stage, and if the output stage is here the tokens sampled for each slice.
+    """Inputs of one step: captures by stage, and the tokens sampled for each slice if the output stage is here.
 
-    ``slices``: with the tokens they started from, which a step that ran ahead does not say.
+    ``slices``: with the tokens they started from, which a step that ran ahead lacks.
     """
 
     captures: dict[int, Tensor] = field(default_factory=dict)
@@ -34,30 +34,30 @@ class _StepInputs:
 
 
 class DraftInputs:
-    """Keeps what the stages of this daemon make for the draft stage, and reads the rest from arenas."""
+    """Stores what the stages of this daemon compute for the draft stage, and reads the rest from arenas."""
 
     def __init__(self, plan: DraftPlan, boundaries: Sequence[BoundaryBuffer]) -> None:
         self.plan, self._boundaries = plan, boundaries
         self._kept: dict[int, _StepInputs] = {}
         self._lent: dict[int, _StepInputs] = {}  # by stage: the last step, whose captures are the stage's own memory
-        self._drafts: dict[int, Sequence[int]] = {}  # by sequence: made last, and not verified yet
-        self._deferred: DeferredDrafts | None = None  # newer ones, which the host does not know yet
-        self._most = arena_regions(plan.stage + 1)
+        self._drafts: dict[int, Sequence[int]] = {}  # newest drafts by sequence, not verified yet
+        self._deferred: DeferredDrafts | None = None  # newer ones that the host does not have yet
+        self._max_steps = arena_regions(plan.stage + 1)
         self._copies: torch.cuda.Stream | None = None
 
     def store_captures(self, step: Step, stage: int, captures: Tensor) -> None:
-        """Keep a stage's captures, which its next step may overwrite: ``copy_captures`` comes before that."""
+        """Store a stage's captures, which its next step overwrites unless ``copy_captures`` is called before it."""
         kept = self._lent[stage] = self._of(step)
         kept.captures[stage] = captures
 
     def copy_captures(self, stage: int) -> None:
-        """Copy a stage's last captures if they are still kept, before the stage runs again."""
+        """Copy a stage's last captures if they are still stored, before the stage runs again."""
         kept = self._lent.pop(stage, None)
         if kept is not None and stage in kept.captures:
             kept.captures[stage] = kept.captures[stage].clone()
 
     def store_slices(self, step: Step, slices: list[Slice]) -> None:
-        """Keep the slices of a step with the tokens it started from, in place of those of a run that was recalled."""
+        """Store the slices of a step with the tokens it started from, in place of those of a cancelled run."""
         self._of(step).slices = slices
 
     def store_tokens(self, step: Step, sampled: Sequence[Sampled]) -> None:
@@ -68,15 +68,15 @@ class DraftInputs:
 
     def _of(self, step: Step) -> _StepInputs:
         kept = self._kept.setdefault(step.step_id, _StepInputs())
-        if len(self._kept) > self._most:
+        if len(self._kept) > self._max_steps:
             self._kept.pop(next(iter(self._kept))).captures.clear()
         return kept
 
     def pop_step(self, message: DraftStep) -> tuple[Step, list[Tensor], list[list[int]]]:
-        """The step with the tokens it started from, captures [T, n E] of each source, valid during the step, and the
-        tokens sampled for each slice.
+        """Remove a step's inputs and return them: the step with the tokens it started from, captures [T, n E] of each
+        source, valid during the step, and the tokens sampled for each slice.
 
-        Raises StateError when they are not in this daemon.
+        Raises StateError if this daemon lacks some.
         """
         step = message.step
         kept = self._pop(step.step_id)
@@ -106,10 +106,10 @@ class DraftInputs:
         return captures
 
     def extend(self, stage: DraftStage, message: DraftStep | None, drawn: Tensor | None) -> None:
-        """Let the draft stage take a step along before its tokens are known, if it can.  ``run`` comes later.
+        """Extend the drafter's context by a step before its tokens are known, if the drafter can.  ``run`` comes later.
 
-        ``drawn``: a token for each row that samples, which the device will have.  All messages before this one must
-        have been fed.  Raises StateError.
+        ``drawn``: a token for each row that samples, on the device.  All earlier messages must have run.  Raises
+        StateError.
         """
         kept = None if message is None else self._kept.get(message.step.step_id)
         if message is None or kept is None:
@@ -119,9 +119,9 @@ class DraftInputs:
             stage.extend(step, self._copied(self._captures(step, kept), stage), drawn)
 
     def run(self, stage: DraftStage, message: DraftStep, *, defer: bool = False) -> list[Drafted] | DeferredDrafts:
-        """Let the draft stage take a step along, and return its drafts.
+        """Run the draft stage for a step and return its drafts.
 
-        ``defer`` as in DraftStage.run; then ``finish_drafts`` says what they are.  Raises StateError.
+        ``defer`` as in DraftStage.run; then ``finish_drafts`` returns them.  Raises StateError.
         """
         step, captures, tokens = self.pop_step(message)
         if not stage.has_extended(step):
@@ -136,7 +136,7 @@ class DraftInputs:
         return drafts
 
     def finish_drafts(self, deferred: DeferredDrafts) -> list[Drafted]:
-        """Wait for drafts that only the device knew.  Call it before the next ``run``."""
+        """Wait for drafts that only the device has.  Call it before the next ``run``."""
         drafts = deferred.wait()
         self._made(drafts)
         return drafts
@@ -151,9 +151,9 @@ class DraftInputs:
         self._deferred = None
 
     def _copied(self, captures: list[Tensor], stage: DraftStage) -> list[Tensor]:
-        """Captures on a GPU, those in arenas as copies that are complete: the next step may overwrite them.
+        """Return captures on the drafter's GPU; those in arenas are copied, as the next step may overwrite them.
 
-        On a stream of its own, which does not wait for steps that are queued.
+        The copies run on a stream of their own, which does not wait for queued steps.
         """
         if stage.device.type == "cpu" or all(rows.device.type != "cpu" for rows in captures):
             return captures
@@ -170,7 +170,7 @@ class DraftInputs:
 
     @property
     def drafts_wait(self) -> bool:
-        """Whether drafts were made that the host does not know yet."""
+        """True if there are drafts that the host does not have yet."""
         return self._deferred is not None
 
     def with_drafts(self, step: Step) -> tuple[Step, PlaceholderFill | None]:
@@ -196,11 +196,11 @@ class DraftInputs:
         return replace(step, slices=filled), fill
 
     def with_known_drafts(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Slices with the drafts that they verify, now that the host knows them."""
+        """Return slices with the drafts that they verify in place of placeholders."""
         return _filled(slices, self._drafts)
 
     def _pop(self, step_id: int) -> _StepInputs:
-        """What is kept of a step; forgets it and all steps before it."""
+        """Remove and return the inputs of a step; drop those of all earlier steps."""
         while step_id in self._kept:
             first = next(iter(self._kept))
             kept = self._kept.pop(first)

@@ -1,4 +1,4 @@
-"""Drafts to make behind a step: pure functions of a step and its tokens, which know no drafter."""
+"""The drafts to make after a step, as pure functions of the step and its tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lucevisor.protocol.steps import Slice, Step
 
 
 class DraftJob(NamedTuple):
-    """A draft to make: ``n`` tokens behind ``newest``, which is at ``position``.
+    """A draft of ``n`` tokens after ``newest``, which is at ``position``.
 
-    ``row``: that of the step which holds the token before; ``at``: index of the slice.
+    ``row``: the step's row of the preceding token; ``at``: index of the slice.
     """
 
     slice: Slice
@@ -33,9 +33,9 @@ class DraftJob(NamedTuple):
 
 
 def draft_jobs(step: Step, tokens: Sequence[Sequence[int]], max_drafts: int) -> list[DraftJob]:
-    """The drafts to make, those of equal length behind each other, of at most ``max_drafts``.
+    """Return the drafts to make, of at most ``max_drafts`` tokens, those of equal length next to each other.
 
-    ``tokens[i]``: sampled for slice i.  Raises StateError where that or what is asked for cannot be.
+    ``tokens[i]``: sampled for slice i.  Raises StateError for tokens or requests that contradict the step.
     """
     if len(tokens) != len(step.slices):
         where = f"draft step {step.step_id}"
@@ -81,8 +81,8 @@ def _first_tokens(s: Slice, n: int) -> Slice:
 
 
 class PlaceholderDraft(NamedTuple):
-    """Where a draft begins: ``layout``, whose metadata the device puts in place, and the ``row`` [1] of the step that
-    holds the token before.
+    """A draft whose start only the device knows: ``layout``, whose metadata the device fills in, and the step's ``row``
+    [1] of the preceding token.
     """
 
     layout: Layout

@@ -1,9 +1,9 @@
 """The draft stage: a drafter with its pools on one device, run after the output stage of each step.
 
-:meth:`DraftStage.run` first adds the step's tokens to the drafter's context, then drafts behind the tokens that were
-sampled; rows of plain decodes wait until something needs them (deferred.py).  Pages and states have the ids of the
-target's.  Invariants: steps run in the order given; rows of rejected drafts are overwritten by the step that follows,
-so nothing is rolled back.
+:meth:`DraftStage.run` first adds the step's tokens to the drafter's context, then drafts after the sampled tokens; rows
+of plain decodes are added when something needs them (deferred.py).  Pages and states have the ids of the target's.
+Invariants: steps run in the order given; the next step overwrites the rows of rejected drafts, so nothing is rolled
+back.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ DRAFTERS: dict[type, type[Dflash] | type[Mtp] | type[Gemma4Assistant]] = {
 
 
 class ExtendedStep(NamedTuple):
-    """A step whose rows are in the context before its tokens are known: their hidden states, and the drafts behind it
-    if they were begun.
+    """A step whose rows were added to the context before its tokens were known: their hidden states, and its drafts if
+    they were launched.
     """
 
     step_id: int
@@ -101,10 +101,10 @@ class DraftStage:
         self.cold = False  # the last step was, as in StepResult
         if weights.selector.captures:
             n_routed = max(layer.n_routed for layer in self.layers)
-            most = weights.selector.max_async_pairs // max(1, n_routed)
+            max_rows = weights.selector.max_async_pairs // max(1, n_routed)
             self.graphs = DraftGraphs(
-                StepGraphs(self.device, drafter.extend, most, lambda text: self.warn(text)),
-                StepGraphs(self.device, drafter.draft, most, lambda text: self.warn(text)),
+                StepGraphs(self.device, drafter.extend, max_rows, lambda text: self.warn(text)),
+                StepGraphs(self.device, drafter.draft, max_rows, lambda text: self.warn(text)),
             )
 
     @classmethod
@@ -120,9 +120,9 @@ class DraftStage:
     ) -> DraftStage:
         """Load the drafter of ``load.draft`` for the open model ``target``.
 
-        ``output_stage``: that of this daemon, if it has it; what it holds on the same device is shared.  ``sizes``: of
-        the draft vocabulary.  Raises GgufError for files that do not fit, LoadError (file, tensor) or DeviceError
-        (device, tensor, bytes).
+        ``output_stage``: this daemon's, if it runs one; its matrices on the same device are shared.  ``sizes``: of the
+        draft vocabulary.  Raises GgufError for files that do not fit, LoadError (file, tensor) or DeviceError (device,
+        tensor, bytes).
         """
         plan = load.draft
         assert plan is not None
@@ -165,8 +165,8 @@ class DraftStage:
                 self.sequences.apply(operation)
 
     def extends_ahead(self, step: Step) -> bool:
-        """Whether ``extend`` can take a step that asks for drafts, before it is known what it draws: on a GPU, which
-        does that while the host waits, and if the tokens that it started from are known.
+        """Return whether ``extend`` can run a step before its sampled tokens are known: on a GPU, and if the tokens
+        that it started from are known.
         """
         return self.device.type != "cpu" and all(token >= 0 for s in step.slices for token in s.tokens)
 
@@ -174,19 +174,20 @@ class DraftStage:
         return self._ahead if self._ahead is not None and self._ahead.step_id == step.step_id else None
 
     def has_extended(self, step: Step) -> bool:
-        """Whether ``extend`` took this step."""
+        """Return whether ``extend`` ran this step."""
         return self._ahead_of(step) is not None
 
     def has_begun(self, step: Step) -> bool:
-        """Whether ``extend`` began with the drafts behind this step."""
+        """Return whether ``extend`` launched the drafts of this step."""
         ahead = self._ahead_of(step)
         return ahead is not None and ahead.drafts is not None
 
     @inferring
     def extend(self, step: Step, captures: Sequence[Tensor], drawn: Tensor | None) -> None:
-        """Apply a step's operations and add its rows to the context, as ``apply`` and ``run`` do, and begin with the
-        drafts of one sequence if the device has the tokens ``drawn`` [n_drafts + 1] for each row.  ``run`` does what is
-        left.  Raises StateError.
+        """Apply a step's operations and add its rows to the context, before ``run``.
+
+        Also launches the drafts of a step of one sequence, if the device has the tokens ``drawn`` [n_drafts + 1] for
+        each row.  Raises StateError.
         """
         began, self.cold = recorded(self.device, timed=True), False
         self.apply(step.operations)
@@ -200,8 +201,9 @@ class DraftStage:
     def _draft_behind_placeholders(
         self, step: Step, hidden: Tensor, drawn: Tensor, began: torch.cuda.Event
     ) -> DeferredDrafts | None:
-        """Drafts behind a step of one slice; None if they have to wait until its tokens are known: without a graph the
-        host may read where they begin.
+        """Launch the drafts of a step of one slice before its tokens are known on the host.
+
+        None if that is impossible: without a CUDA graph the host reads where drafts start.
         """
         [s, *others] = step.slices
         if others or not s.sample or not s.num_draft_tokens or self.graphs is None:
@@ -222,7 +224,7 @@ class DraftStage:
         """Extend the context by the step's tokens, then draft where a slice asks for it and sampled a token.
 
         ``captures``: rows [T, n E] of each source, on any device; ``tokens[i]``: sampled for slice i.  ``defer``: do
-        not wait for the device, if all drafts are equally long.  Raises StateError: plan or tables say otherwise.
+        not wait for the device, if all drafts are equally long.  Raises StateError if they contradict plan or tables.
         """
         if not step.slices:
             return []
@@ -239,20 +241,20 @@ class DraftStage:
         if jobs or not self._deferred.accepts(step.slices):
             self.flush()
         if not jobs and self._deferred.accepts(step.slices):
-            for s in step.slices:  # the other checks of a layout wait with the rows: they take as long as all of this
+            for s in step.slices:  # the other checks are slow, and run when the rows are added
                 self.sequences.get(s.sequence, f"slice of sequence {s.sequence} at {s.start}")
             self._deferred.add(step.slices, features)
             return []
         return self._drafts(jobs, self._extend(step, features), began)
 
     def _mark_used(self, slices: Sequence[Slice], tokens: Sequence[Sequence[int]] = ()) -> None:
-        """Note tokens of slices and sampled ones as used, in this order: drafts are drawn from those used last."""
+        """Record tokens of slices, then sampled ones, as used: drafts are drawn from the most recently used tokens."""
         if self.draft_vocabulary is not None:
-            for some in (*(s.tokens for s in slices), *tokens):
-                self.draft_vocabulary.mark_used(some)
+            for ids in (*(s.tokens for s in slices), *tokens):
+                self.draft_vocabulary.mark_used(ids)
 
     def _extend(self, step: Step, features: Tensor) -> Tensor:
-        """Add a step's rows to the context; their hidden states."""
+        """Add a step's rows to the context; return their hidden states."""
         layout = self._layout(step.slices)
         with launching(self.device):
             if self.graphs is None:
@@ -261,13 +263,13 @@ class DraftStage:
                 hidden = self.graphs.extend.run(features, layout, self.sequences.tables(self.device))
                 self.cold = self.cold or self.graphs.extend.cold
         if Space.RECURRENT in self._spaces:
-            self.sequences.record_updates(step.slices)  # rows of its own states, of which one will be the live one's
+            self.sequences.record_updates(step.slices)  # of the drafter's own states
         return hidden
 
     def _drafts(
         self, jobs: list[DraftJob], hidden: Tensor, began: torch.cuda.Event | None
     ) -> list[Drafted] | DeferredDrafts:
-        """Make drafts; do not wait for the device if a time ``began`` is given and all are equally long."""
+        """Make drafts; with ``began``, and if all are equally long, do not wait for the device."""
         with launching(self.device):
             if began is not None and jobs and jobs[0].n == jobs[-1].n:
                 jobs.sort(key=lambda job: job.at)
@@ -280,7 +282,7 @@ class DraftStage:
         return [found[at] for at in sorted(found)]
 
     def flush(self) -> None:
-        """Add the rows that wait to the context: before anything reads or copies it."""
+        """Add the deferred rows to the context, before anything reads or copies it."""
         if self._deferred.n_rows:
             self._add_deferred()
 
@@ -303,7 +305,7 @@ class DraftStage:
         return [DeviceUse(self.plan.device, self.spec.layers, self.weight_bytes, pools.nbytes, free, host)]
 
     def _features(self, step: Step, captures: Sequence[Tensor]) -> Tensor:
-        """Captures of all layers, [T, n E] on this device."""
+        """Return the captures of all layers, [T, n E] on this device.  Raises StateError for other shapes."""
         n_tokens = step.n_tokens
         if [rows.shape for rows in captures] != [(n_tokens, width) for width in self._widths]:
             found, expected = [list(rows.shape) for rows in captures], [[n_tokens, width] for width in self._widths]
@@ -325,7 +327,7 @@ class DraftStage:
         return Batch(layout, self.sequences.tables(self.device), layout.on(self.device))
 
     def draft_layout(self, jobs: Sequence[DraftJob]) -> Layout:
-        """The rows of drafts of equal length."""
+        """Return the layout of drafts of equal length."""
         drafter, n = self.drafter, jobs[0].n
         slices = [
             Slice(
@@ -340,7 +342,7 @@ class DraftStage:
         return Layout(slices, self.sequences, self.spec.model, bounded=True)
 
     def _draft(self, jobs: Sequence[DraftJob], hidden: Tensor) -> Drafts:
-        """Drafts of equal length."""
+        """Make drafts of equal length."""
         index = None
         if self.drafter.starts_from_hidden:
             index = torch.tensor([job.row for job in jobs], dtype=torch.int64)
@@ -349,7 +351,7 @@ class DraftStage:
         return self._draft_at(self.draft_layout(jobs), hidden, index)
 
     def _draft_at(self, layout: Layout, hidden: Tensor, index: Tensor | None) -> Drafts:
-        """Drafts of a layout; ``index`` [B]: the rows of ``hidden`` that precede them, if drafts start from those."""
+        """Make the drafts of a layout; ``index`` [B]: the rows of ``hidden`` to start from, if the drafter does."""
         rows = hidden.index_select(0, index) if self.drafter.starts_from_hidden and index is not None else None
         if self.draft_vocabulary is not None:
             self.draft_vocabulary.renew()  # not in a graph, which reads what is there by then
@@ -361,10 +363,10 @@ class DraftStage:
 
 
 def _pools_of(load: Load) -> PoolSizes:
-    """The drafter attends to resident pages alone, and keeps others only if they come back by rank.
+    """Return the drafter's pools, without host pages if attention reads those in place.
 
-    Under ``exact`` one comes back at times, too, for a request that goes on from the slot of another: it has no draft
-    epoch then, so nobody attends to it.
+    The drafter attends to resident pages only.  Pages that return under policy ``exact`` have no draft epoch, so it
+    does not attend to them.
     """
     return msgspec.structs.replace(load.pools, host_pages=0 if load.attend_host else load.pools.host_pages)
 

@@ -117,7 +117,7 @@ def copy_rows(source: PackedWeights, from_rows: Tensor, target: PackedWeights, t
 def draft_vocabulary(
     spec: DraftSpec, lm_head: Linear, selector: KernelSelector, sizes: DraftVocabularySizes
 ) -> DraftVocabulary | None:
-    """That of a drafter with the output matrix ``lm_head``.  Raises DeviceError.
+    """Return the draft vocabulary of a drafter with the output matrix ``lm_head``.  Raises DeviceError.
 
     None, and drafts are drawn from all tokens, where they are few, where the matrix is not packed for a GPU, and for a
     drafter with an output matrix of its own.
@@ -139,7 +139,7 @@ def _by_last_use(tokens: Sequence[int]) -> Iterable[int]:
 
 
 class SharedWeights(NamedTuple):
-    """What the output stage has on the drafter's device: the output matrix, and the token table."""
+    """Weights of the output stage on the drafter's device: the output matrix, and the token table."""
 
     lm_head: Linear | None = None
     table: Table | None = None

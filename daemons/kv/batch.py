@@ -33,11 +33,10 @@ from lucevisor.protocol.steps import Slice
 
 
 class Layout:
-    """The host side: the groups, and the ``numbers`` of one int64 array with all metadata a device needs.
+    """The host side of a batch: the groups, and the ``numbers`` of one int64 array with all metadata of the step.
 
-    ``bounded``: slices attend to positions from ``Slice.draft_from`` on.  ``ranked``: sequences whose slices ask how
-    much they attend to each page.  ``fill`` puts tokens that only the device knows into metadata that lie there: the id
-    of row i is number i.
+    ``bounded``: slices attend to positions from ``Slice.draft_from`` on.  ``ranked``: sequences whose slices rank their
+    pages.  ``fill`` copies tokens that only the device has into the metadata there: the id of row i is number i.
     """
 
     def __init__(
@@ -86,13 +85,15 @@ class Layout:
 
     @property
     def metadata(self) -> np.ndarray:
-        """``numbers``, in an array of their own at each call."""
+        """A new array of ``numbers``."""
         return np.array(self.numbers, dtype=np.int64)
 
     @property
     def graph_key(self) -> GraphKey | None:
-        """None unless all slices have the same number of tokens, at most SHORT_SLICE, of which QUERIES may rank pages,
-        and read those in host memory in place, if at all; or the step is padded.
+        """The key of the step's CUDA graph; None if it cannot be captured.
+
+        All slices must have the same number of tokens, at most SHORT_SLICE (QUERIES if they rank pages), and read host
+        pages in place if at all, unless the step is padded.
         """
         if len(self.groups) != 1:
             return None
@@ -104,7 +105,7 @@ class Layout:
         return GraphKey(len(group.starts), group.n, group.max_length, group.max_host_length)
 
     def padded(self, max_rows: int) -> Layout | None:
-        """The step with up to ``max_rows`` rows for a graph; None where :meth:`SliceGroup.padded` is.
+        """Return the step padded to at most ``max_rows`` rows for a graph; None where :meth:`SliceGroup.padded` is.
 
         Pad rows have id 0, the position of the last token, which is finite everywhere, and slot -1.
         """
@@ -120,16 +121,16 @@ class Layout:
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether slices read pages in host memory without copying them."""
+        """True if slices read pages in host memory without copying them."""
         return any(group.reads_in_place for group in self.groups)
 
     @property
     def is_ranked(self) -> bool:
-        """Whether a slice asks how much it attends to each page."""
+        """True if a slice ranks its pages."""
         return any(group.ranked for group in self.groups)
 
     def on(self, device: torch.device) -> Tensor:
-        """The metadata on a device."""
+        """Return the metadata on a device."""
         metadata = torch.from_numpy(self.metadata)
         if device.type != "cpu":
             metadata = metadata.pin_memory().to(device, non_blocking=True)
@@ -174,9 +175,9 @@ class Group:
         self._kept = layout.states[0] if host and b == 1 else None
 
     def token(self, token: int, operations: Operations) -> Group:
-        """The group of one token of each slice, for layers without recurrent states.
+        """Return the group of one token of each slice, for layers without recurrent states.
 
-        It keeps the bound of the attended length: a CUDA graph of all tokens is valid for that.
+        The bound of the attended length stays, because the CUDA graph of all tokens is valid for it.
         """
         starts, full = ([start + token for start in s] for s in (self.layout.starts, self.layout.full_starts))
         one = copy(self)
@@ -190,31 +191,29 @@ class Group:
         return one
 
     def take(self, x: Tensor) -> Tensor:
-        """Rows of the step [T, ...] -> [B, n, ...]."""
+        """Return the group's rows [B, n, ...] of the step's rows [T, ...]."""
         part = x if self.is_whole_step else x[self.rows]
         return part.view(self.n_slices, self.n_tokens, *x.shape[1:])
 
     def ask(self, keys: PagedTensor, q: Tensor, scale: float) -> None:
-        """Keep a layer's last queries, by which pages may be ranked.  Those of short slices always: a CUDA graph is for
-        all of them.
-        """
+        """Record a layer's last queries for ranking pages; of short slices always, as their CUDA graphs do."""
         if self.n_tokens <= QUERIES:
             self.queries.append((keys, q, scale))
         elif self.layout.ranked:
             self.queries.append((keys, q[:, -QUERIES:].clone(), scale))
 
     def without_pads(self, x: Tensor) -> Tensor:
-        """Rows [B, n, ...] with zeros in place of pad rows."""
+        """Return rows [B, n, ...] with zeros in place of pad rows."""
         pads = torch.arange(self.n_tokens, device=x.device) >= self.spans[:, 1:]
         return x.masked_fill(pads.view(*pads.shape, *[1] * (x.dim() - 2)), 0)
 
     def behind_tokens(self, x: Tensor, n: int) -> Tensor:
-        """Rows length .. length + n - 1 of x [B, rows, C], where length is the number of the slice's tokens."""
+        """Return rows length .. length + n - 1 of x [B, rows, C], where length is the number of the slice's tokens."""
         at = self.spans[:, 1:] + torch.arange(n, device=x.device)
         return x.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def load_state(self, pool: Tensor) -> Tensor:
-        """States of the slices' sequences, [B, *shape]; on the cpu a view of the pool if their ids are consecutive."""
+        """Return the states of the slices' sequences, [B, *shape]; on the cpu a view if their ids are consecutive."""
         if self.state_run is not None:
             return pool.narrow(0, self.state_run, self.n_slices)
         return pool.index_select(0, self.states)
@@ -229,30 +228,28 @@ class Group:
                 target.copy_(value)
 
     def kept_row(self, pool: Tensor, token: int) -> Tensor | None:
-        """Memory of the state kept after a token, [1, *shape]; None if none is, or where no view can be it."""
+        """Return a view of the state stored after a token, [1, *shape]; None if there is no such view."""
         at = token - self.n_tokens + self.n_states
         return None if self._kept is None or at < 0 else pool.narrow(0, self._kept[at], 1)
 
     def keep_states(self, pool: Tensor, token: int, values: Tensor) -> None:
-        """Write the states after k tokens from ``token`` on, [B, k, *shape]; those after the last n_states are kept."""
+        """Store the states after k tokens from ``token`` on, [B, k, *shape], of the last ``n_states`` tokens."""
         ids = self.kept_states[:, token : token + values.shape[1]]
         pool.index_copy_(0, ids.reshape(-1), values.flatten(0, 1))
 
     def query(self, space: Space) -> PagedQuery:
-        """The group's queries, for attention that reads pages in place."""
+        """Return the group's queries, for attention that reads pages in place."""
         table = self.tables[space]
         return PagedQuery(table, self.table_rows, self.starts_in(space), self.n_tokens, self.max_length, self.lows)
 
     def host_query(self) -> PagedQuery:
-        """The same for pages in host memory, all of which are behind the queries: without causality a slice sees all
-        positions up to its last one.
-        """
+        """Return the queries for pages in host memory, which need no causal mask because all precede the queries."""
         assert self.host_lengths is not None
         starts = self.host_lengths - self.n_tokens
         return PagedQuery(self.tables[HOST], self.table_rows, starts, self.n_tokens, self.layout.max_host_length)
 
     def starts_in(self, space: Space) -> Tensor:
-        """Where the slices start in the table of a space, [B]."""
+        """Return the positions at which slices start in the table of a space, [B]."""
         return self.full_starts if space is Space.FULL else self.starts
 
     def keys(self, space: Space, window: int, causal: bool = True) -> tuple[Pages, Tensor | Causal | None]:

@@ -1,4 +1,4 @@
-"""What a slice must be, whatever the tables hold.  Invariant: a wrong one raises StateError before any write."""
+"""Checks of slices.  Invariant: an invalid slice raises StateError before any write."""
 
 from __future__ import annotations
 

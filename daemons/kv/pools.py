@@ -1,10 +1,10 @@
-"""Pools: the memory of pages and recurrent states of one shard.
+"""Pools: the memory of the KV cache (pages) and the recurrent states of one shard.
 
-Built from the layer table alone; knows no family and no sequence.  Layers of equal state share one allocation
-``[layers, units, *shape]``, so a page or a state is copied for all of them in one call.  Some recurrent states may lie
-in host memory: the device only copies to and from them, in stream order, so other readers and writers must wait for
-that stream.  Drafts' states have rows in the small tensors alone, and updates.  Invariants: unit ids are the
-supervisor's, the same in every shard; a pool starts as zeros, so stale positions behind a mask are finite.
+``kv_dtype`` q8_0 is KV cache quantisation.  Layers of equal state share one allocation ``[layers, units, *shape]``, so
+a page or a state is copied for all of them in one call.  Some recurrent states may lie in host memory: the device only
+copies to and from them, in stream order, so other readers and writers must wait for that stream.  States of drafts have
+rows only in the small tensors, and updates.  Invariants: unit ids are the supervisor's, the same in every shard; a pool
+starts as zeros, so masked stale positions are finite.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Pools:
             self._host_pages.page_in(rows, pages)
 
     def place_of_page(self, space: Space, page: int, where: str) -> tuple[Tier, int]:
-        """Where a page lies, and its row there.  Raises StateError naming ``where``."""
+        """Return the memory that a page lies in, and its row there.  Raises StateError naming ``where``."""
         n = self.units[space]
         if 0 <= page < n:
             return Tier.DEVICE, page
@@ -231,12 +231,12 @@ class Pools:
 
     @property
     def page_locked(self) -> bool:
-        """Whether copies to and from host memory are DMA."""
+        """True if copies to and from host memory are DMA."""
         return self.states_locked and self.pages_locked
 
     @property
     def pages_locked(self) -> bool:
-        """Whether a GPU can read pages in host memory."""
+        """True if a GPU can read pages in host memory."""
         return self._host_pages is None or self._host_pages.page_locked
 
     def finish_page_outs(self) -> None:

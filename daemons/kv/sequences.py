@@ -1,7 +1,7 @@
-"""Open sequences of a daemon: page tables and live states, as the supervisor's operations set them.
+"""Open sequences of a daemon: page tables (block tables) and live states, as the supervisor's operations set them.
 
-Tables exist twice: as lists on the host, for the slots a step writes, and on each device for gathering; only changed
-entries are uploaded.  Knows ids, neither tokens nor what layers hold.
+Tables exist twice: as lists on the host, for the slots that a step writes, and on each device for gathering; only
+changed entries are uploaded.
 Invariant: an operation that contradicts the tables raises StateError and changes nothing.
 """
 
@@ -35,14 +35,14 @@ from lucevisor.protocol.steps import (
 )
 
 HOST: Final = "host"
-"""The table of a sequence's rows in host memory, where attention reads them in place."""
+"""Key of the table of a sequence's rows in host memory, where attention reads them in place."""
 Tables = dict[Space | Literal["host"], Tensor]
 """Page tables on a device, int32 [max_sequences, entries]."""
 NO_PAGE = -1
 """A skipped table entry: a sliding sequence may start past its first window."""
 MIN_ENTRIES, MAX_FIRST_ENTRIES = 1024, 1 << 16
-"""Bounds of the entries of a device's table at first: as many as its pool has pages, as a table that grows moves, and
-the CUDA graphs that read it are captured again.
+"""Bounds of the initial entries of a device's table: as many as its pool has pages, because a table that grows moves,
+and then the CUDA graphs that read it are captured again.
 """
 MAX_ENTRIES = 1 << 20
 """Longest page table: 64 Mi positions.  A larger index is a broken plan, not a long text."""
@@ -73,7 +73,7 @@ class OpenedSequence:
 
     @property
     def out_tokens(self) -> int:
-        """Positions that were paged out: by so much those behind them moved up in the ``full`` table."""
+        """Number of paged-out positions, by which later ones moved up in the ``full`` table."""
         return len(self.out) * PAGE_TOKENS
 
     def place(self, position: int) -> int:
@@ -128,7 +128,7 @@ class Sequences:
             changed.clear()
 
     def get(self, sequence: int, what: str) -> OpenedSequence:
-        """The open sequence of that id.  Raises StateError naming the operation or slice that refers to it."""
+        """Return the open sequence of an id.  Raises StateError naming ``what`` refers to it."""
         found = self.by_id.get(sequence)
         if found is None:
             raise StateError(what, f"sequence {sequence} is not open")
@@ -179,21 +179,21 @@ class Sequences:
                 opened.state = opened.state if is_draft else state
 
     def record_updates(self, slices: Sequence[Slice]) -> None:
-        """Note the slices of a step that ran: several tokens that all have a row left updates."""
+        """Record the slices of a step that ran: several tokens that each have a state id left state updates."""
         for s in slices:
             if (opened := self.by_id.get(s.sequence)) is not None:
                 opened.updates = s.states if len(s.states) == len(s.tokens) > 1 else []
 
     def commit_states(self, slices: Sequence[Slice]) -> None:
-        """Make the live states of sequences that go on without a ``UseState``, before a step of these slices."""
+        """Apply pending state updates of sequences without a ``UseState``, before a step of these slices."""
         for s in slices:
             if (opened := self.by_id.get(s.sequence)) is not None and opened.updates:
                 self._commit_state(opened, opened.state)
 
     def _commit_state(self, opened: OpenedSequence, state: int) -> None:
-        """Make ``state`` if it is one of those after the tokens of the last slice; nobody uses the others.
+        """Compute ``state`` from the updates of the last slice, if it is one of its states; drop the other updates.
 
-        A draft's is made in the place of the live one, which the sequence keeps.
+        A draft's state replaces the live one, whose id the sequence keeps.
         """
         if state in opened.updates:
             rows, is_draft = opened.updates[: opened.updates.index(state) + 1], self.sizes.is_draft_state(state)
@@ -205,9 +205,9 @@ class Sequences:
         opened.updates = []
 
     def _materialise_state(self, state: int) -> None:
-        """Make a state that is copied before it is known which one its sequence goes on with.
+        """Compute a state that is copied before its sequence has chosen the state to continue from.
 
-        The live one is made in its place, so the others follow from that: it is the first, as its token always counts.
+        The live state is the first of a slice, as its token is always accepted; the others are computed from it.
         """
         for opened in self.by_id.values():
             if state in opened.updates:

@@ -68,18 +68,18 @@ class SliceGroup:
         return self.full_starts if space is Space.FULL else self.starts
 
     def common_end(self, space: Space) -> int:
-        """Where slices of several tokens end in a space, if all end there and see all before them; else 0."""
+        """Return the common end of slices of several tokens in a space, if all see all positions before it; else 0."""
         ends = {start + self.n for start in self.starts_in(space)}
         return ends.pop() if len(ends) == 1 and self.n > 1 and not (self.lows or self.reads_host) else 0
 
     @property
     def reads_host(self) -> bool:
-        """Whether slices attend to pages in host memory."""
+        """True if slices attend to pages in host memory."""
         return any(sequence.host_rows for sequence in self.sequences)
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether pages in host memory are read there: by slices so short that each number is read once."""
+        """True if pages in host memory are read there: by slices so short that each number is read once."""
         return self.in_place and self.n <= SHORT_SLICE and self.reads_host
 
     @property
@@ -106,7 +106,7 @@ class SliceGroup:
 
     @property
     def leaves_updates(self) -> bool:
-        """Whether slices leave what each token does to their state, and not the states after them."""
+        """True if slices leave what each token does to their state, and not the states after them."""
         return 1 < self.n == self.n_states
 
     @property
@@ -148,8 +148,8 @@ class SliceGroup:
 
 
 class GraphKey(NamedTuple):
-    """What a step's launches depend on: B slices of n tokens, of one long slice n rows with pad rows, that attend to at
-    most ``max_length`` positions, and to ``max_host_length`` in host memory.
+    """Key of a step's CUDA graph: B slices of n tokens (n rows with pad rows for one long slice) that attend to at most
+    ``max_length`` positions, and to ``max_host_length`` in host memory.
     """
 
     n_slices: int

@@ -1,9 +1,8 @@
-"""What single tokens do to a shard's recurrent states, and the states that are made of it.
+"""Rank-1 updates of a shard's recurrent states by single tokens, from which the state after an accepted draft is made.
 
-A verified token's update takes a hundredth of a state's bytes, and has the row of the state after it, which for a draft
-is not there; of all those of a slice one state is made, when it is known which one the sequence goes on with.  The
-device waits for that between drafts and the next step, and the same rows come again and again: on a GPU their launches
-are captured.  Knows rows, no sequences.
+An update takes a hundredth of a state's bytes, so a verify slice stores updates instead of a state for each draft.
+Once it is known which drafts are accepted, one state is computed from them.  On a GPU these launches are captured,
+because the device waits for them between verification and the next step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ApplyUpdates = Callable[[Tensor, Tensor, int, Tensor, int], None]
 
 
 class StateUpdates:
-    """Of one device."""
+    """The updates of one device, in rows with the ids of states."""
 
     def __init__(self, device: torch.device, apply: ApplyUpdates) -> None:
         self.device, self._apply = device, apply
@@ -38,7 +37,7 @@ class StateUpdates:
         self._rows, self._first_rows = rows.numpy(), [rows[:n] for n in range(MAX_DECODE_TOKENS + 1)]
 
     def allocate(self, matrices: Tensor, n_rows: int, width: int, layers: Sequence[int], what: str) -> None:
-        """Rows for the states of ``matrices`` [layers, states, ...], and more behind them.  Raises DeviceError."""
+        """Allocate rows for the states of ``matrices`` [layers, states, ...] and of drafts.  Raises DeviceError."""
         extent = (len(layers), n_rows, width)
         advice = "lower the number of sequences or of cached states, or give this device fewer layers"
         with allocating(self.device, f"updates of {what}", 4 * prod(extent), advice):
@@ -47,7 +46,7 @@ class StateUpdates:
         self._stacks.append((matrices, updates))
 
     def add_windows(self, stacks: Sequence[Tensor]) -> None:
-        """Also make the rows of stacks [layers, rows, ...] that are written whole after each token."""
+        """Add stacks [layers, rows, ...] (convolution windows) that are written whole after each token."""
         on_host = self.device.type == "cpu"
         self._windows += [stack.view(torch.uint8).numpy() for stack in stacks] if on_host else stacks
 
@@ -56,9 +55,9 @@ class StateUpdates:
         return self._by_layer[layer]
 
     def apply(self, source: int, rows: Sequence[int], target: int, window: int | None = None) -> None:
-        """Make a state from another one, or in its place, and the updates of tokens, in order.
+        """Compute state ``target`` from state ``source`` and the updates in ``rows``, in order.
 
-        ``window``: the row whose windows it gets; None: it has them.
+        ``window``: the row whose convolution windows it gets; None if it has them.
         """
         windows = [] if window is None else self._windows
         if not self._stacks and not windows:

@@ -184,7 +184,7 @@ class WeightLoader:
         return fa.format is fb.format and (fa.format not in QUANTISED_FORMATS or fa.kind is fb.kind)
 
     def _tiled(self, rows: Rows) -> bool:
-        """Whether C++ kernels multiply the matrix in tiles."""
+        """Return whether C++ kernels multiply the matrix in tiles."""
         layout = self._layout(rows)
         if len(layout.shape) != 2 or rows.columns is not None or layout.format in ROW_INDEXED - {WeightFormat.BFLOAT16}:
             return False

@@ -1,9 +1,8 @@
-"""Runs steps of a stage layer by layer, as its layers are loaded: what a lost daemon had computed is there with the
-weights.
+"""Layerwise replay: recomputes a lost daemon's state layer by layer while its replacement loads the weights.
 
-All rows wait before each layer, in device memory that holds them beside the weights to come, or nothing is replayed.
-On a GPU a thread of its own computes them, while the next layer is read.
-Knows no links.  Invariant: pages, states and tables are as if the steps had run one after the other.
+Device memory must hold the rows of all tokens beside the weights, otherwise nothing is replayed.  On a GPU a thread
+computes a layer while the next one is read.
+Invariant: pages, states and tables are as if the steps had run one after the other.
 """
 
 from __future__ import annotations
@@ -35,17 +34,19 @@ from lucevisor.protocol.steps import CopyPage, CopyState, Operation, Slice, Step
 from lucevisor.protocol.threads import ThreadExecutor
 
 WORK_BYTES = 1 << 30
-"""Device memory left beside rows and weights to layers that compute as many rows as a step has."""
+"""Workspace for layers that compute as many rows as a step has."""
 MAX_STEPS_AT_ONCE = 8
-"""Steps of different sequences that a GPU with room for it computes together: fewer launches, and longer products."""
+"""Steps of different sequences that a GPU with enough memory computes together, for fewer launches."""
 SWITCH_S = 5e-4
-"""How long the thread that loads waits at most for the interpreter while the other one computes, and the other way."""
+"""Interpreter switch interval while one thread loads and the other one computes."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Slices that are computed together: where their rows lie in the file, and how many, their rows before the next
-    layer, and what is copied behind it.
+    """Slices that are computed together.
+
+    ``places``: first row in the file and number of rows; ``rows``: input of the next layer; ``copies``: operations
+    after it.
     """
 
     slices: list[Slice]
@@ -55,23 +56,21 @@ class _Chunk:
     arranged: tuple[Layout, Tensor] | None = None  # with the metadata on the device
 
     def join(self, other: _Chunk) -> None:
-        """Compute another one's slices, too."""
+        """Add another chunk's slices."""
         self.slices += other.slices
         self.places += other.places
         self.copies += other.copies
 
 
 class LayerwiseReplay:
-    """The steps of ``replay`` over one stage.  ``problem`` says why they were not computed; then nothing of them is in
-    the shard's pools that anybody reads.
-    """
+    """The steps of ``replay`` over one stage.  ``problem``: why they were not computed; empty if they were."""
 
     def __init__(self, replay: StageReplay, plan: StagePlan, load: Load, spec: ModelSpec, rows: RowFile) -> None:
         self.steps: Sequence[Step] = replay.steps
         self.sequences: Sequences | None = None
         self.problem = ""
-        self.max_rows = 0  # that are computed together; 0: those of a step
-        self.whole = False  # the last layer is computed whole, too, though nobody reads its rows
+        self.max_rows = 0  # rows computed together; 0: those of a step
+        self.whole = False  # also compute the unused output rows of the last layer, for tests
         self._replay, self._load, self._spec, self._rows = replay, load, spec, rows
         self._layers = plan.shards[0].layers
         self._chunks: list[_Chunk] = []
@@ -88,9 +87,9 @@ class LayerwiseReplay:
 
     @contextmanager
     def loading(self, selector: KernelSelector) -> Iterator[None]:
-        """Load weights beside what is computed meanwhile, on a stream of their own, which goes first.
+        """Load weights on a CUDA stream of higher priority while another thread computes.
 
-        Rows are given back at the end: what else the daemon loads was planned without them.
+        The memory of the rows is released at the end.
         """
         device = selector.device
         if device.type == "cpu" or self.problem or (threads := self._begin_threads()) is None:
@@ -106,19 +105,20 @@ class LayerwiseReplay:
         try:
             with torch.cuda.stream(stream):
                 yield
-            for one in self._submitted:
-                one.result()  # raises what nobody expected, as it would without a thread
+            for future in self._submitted:
+                future.result()  # raises unexpected errors, as without a thread
         finally:
             self._thread.shutdown(cancel_futures=True)
             self._reader.shutdown(cancel_futures=True)
             sys.setswitchinterval(interval)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._chunks.clear()
-        torch.cuda.empty_cache()  # what loading took for a while belongs to its stream
+        torch.cuda.empty_cache()  # cached blocks of the loading stream cannot be reused by others
 
     def layer_loaded(self, shard: ShardModel, missing_bytes: int) -> None:
-        """The shard has pools and embedding, or one layer more; ``missing_bytes`` of its weights are still to be
-        loaded.
+        """Compute what has become possible: the shard has its pools and embedding, or one more layer.
+
+        ``missing_bytes``: weights that are still to be loaded.
         """
         n_layers = len(shard.layers)
         self._missing_bytes = missing_bytes
@@ -129,7 +129,7 @@ class LayerwiseReplay:
 
         @torch.inference_mode()
         def compute() -> None:
-            """On the stream of steps, behind the layer's weights."""
+            """Run on the stream of steps, after the layer's weights."""
             steps = torch.cuda.default_stream(shard.device)
             steps.wait_event(loaded)
             with torch.cuda.stream(steps), launching(shard.device):
@@ -138,19 +138,19 @@ class LayerwiseReplay:
         self._submitted.append(self._thread.submit(compute))
 
     def finish(self, shard: ShardModel) -> Sequences | None:
-        """Wait until all is computed; the open sequences, or None with a ``problem``."""
+        """Wait until all is computed; return the open sequences, or None with a ``problem``."""
         if self.problem:
             return None
         synchronize(shard.device)
         if self.sequences is not None:
-            for step in self.steps:  # a verify slice may be among those that were on their way
+            for step in self.steps:  # steps in flight may have verify slices
                 self.sequences.record_updates(step.slices)
         return self.sequences
 
     # ---- inside
 
     def _begin_threads(self) -> tuple[ThreadExecutor, ThreadExecutor] | None:
-        """One that computes, one that reads rows; None if there is no memory for them, and nothing is replayed."""
+        """Start the threads that compute and read rows; decline and return None if there is no memory for them."""
         try:
             return ThreadExecutor(1, "replay"), ThreadExecutor(1, "replay rows")
         except MemoryError as error:
@@ -167,7 +167,7 @@ class LayerwiseReplay:
             pass  # also a lack of memory: what cannot run fails in the layers, where it is reported
 
     def _try(self, shard: ShardModel, n_layers: int) -> None:
-        """Compute all rows of the last of so many layers, or what comes before the first, if it was possible so far."""
+        """Compute all rows of layer ``n_layers - 1``, or prepare them if it is 0; decline if that fails."""
         try:
             if not self.problem and n_layers:
                 self._advance(shard, shard.layers[n_layers - 1], n_layers - 1)
@@ -185,9 +185,9 @@ class LayerwiseReplay:
             batch = Batch(layout, tables, metadata)
             if chunk.rows is None:
                 chunk.rows = self._first_rows(shard, chunk, batch)
-            # ends in torch's kernel, which waits for all ahead: the next chunk reads what these wrote
+            # the last kernel is torch's, which waits for all earlier ones: the next chunk reads what they wrote
             if index + 1 == self._layers.stop and not self.whole:
-                advance_state(layer, chunk.rows, batch)  # nobody reads what it returns
+                advance_state(layer, chunk.rows, batch)  # the output rows of the last layer are not needed
                 chunk.rows = chunk.rows[:1].clone()
             else:
                 chunk.rows = layer(chunk.rows, batch)
@@ -196,19 +196,19 @@ class LayerwiseReplay:
         self._all_rows = None
 
     def _begin(self, shard: ShardModel) -> None:
-        """Open the sequences, and arrange the steps; decline if their rows have no room."""
+        """Open the sequences and lay out the steps; decline if memory is short."""
         n_rows = sum(step.n_tokens for step in self.steps)
         width = max(self._spec.hidden_size, self._spec.boundary_width)
         if shard.embedding is None:
-            width += self._spec.boundary_width  # as they come from the file, too
-        # layers may have been loaded meanwhile: they are missing no more, and their memory is not free
+            width += self._spec.boundary_width  # the rows read from the file
+        # layers loaded meanwhile are counted twice: as missing, and in memory that is not free
         needed = n_rows * width * torch_dtype(self._load.dtype).itemsize + self._missing_bytes
         if shard.device != CPU:
             free = memory_free(shard.device)
             if needed + WORK_BYTES > free:
                 self._decline(f"rows and weights take {needed} bytes, {free} are free")
                 return
-            shares = (free - needed) // WORK_BYTES - 1  # one is for what loads meanwhile
+            shares = (free - needed) // WORK_BYTES - 1  # one is for the loading thread
             self.max_rows = max(1, min(shares, MAX_STEPS_AT_ONCE)) * self._load.max_step_tokens
         load = self._load
         sequences = self.sequences = Sequences(
@@ -226,7 +226,7 @@ class LayerwiseReplay:
                 chunk.rows = self._first_rows(shard, chunk, batch)
 
     def _arranged(self, sequences: Sequences) -> list[_Chunk]:
-        """Apply the operations, but for copies, which go to the chunk behind which they come."""
+        """Apply all operations except copies, which are added to the preceding chunk."""
         chunks: list[_Chunk] = []
         row = self._replay.first_row
         for step in self.steps:
@@ -241,10 +241,9 @@ class LayerwiseReplay:
         return chunks
 
     def _joined(self, chunks: list[_Chunk]) -> list[_Chunk]:
-        """Join chunks of different sequences, of each in order, up to ``max_rows``.
+        """Join chunks of different sequences up to ``max_rows``, keeping the order within each sequence.
 
-        From the first one of several sequences on they stay as they are: those are steps that were on their way, and
-        the next part of a prompt may be alone behind such a step.
+        Chunks from the first one with several sequences on are steps that were in flight, and stay as they are.
         """
         n_alone = next((i for i, chunk in enumerate(chunks) if len(chunk.slices) > 1), len(chunks))
         waiting: dict[int, deque[_Chunk]] = {}
@@ -268,7 +267,7 @@ class LayerwiseReplay:
 
     @torch.inference_mode()
     def _read_rows(self, n: int, device: torch.device) -> Tensor:
-        """All rows from the file, in a thread and on a stream of its own: they come while layers are loaded."""
+        """Read all rows from the file, in a thread and on a CUDA stream of its own, while layers are loaded."""
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             rows = self._rows.read(self._replay.first_row, n, device)
@@ -277,7 +276,7 @@ class LayerwiseReplay:
         return rows
 
     def _first_rows(self, shard: ShardModel, chunk: _Chunk, batch: Batch) -> Tensor:
-        """The residual stream before the shard's first layer."""
+        """Return the residual stream before the shard's first layer."""
         if shard.embedding is not None:
             return shard.from_boundary(shard.embedding(batch), batch)
         if self._all_rows is None:
@@ -301,7 +300,7 @@ def _copy(shard: ShardModel, operation: Operation, layer: int) -> None:
 
 
 def layerwise_replays(load: Load, spec: ModelSpec, fd: int) -> dict[int, LayerwiseReplay]:
-    """The replays of a load by stage.  ``fd``: of the file of rows, which is closed with the last of them."""
+    """Return the replays of a load by stage.  ``fd``: the file of rows, closed with the last of them."""
     if not load.replay:
         return {}
     rows, plans = RowFile(fd, spec.boundary_width, torch_dtype(load.dtype)), {plan.stage: plan for plan in load.stages}
@@ -309,7 +308,7 @@ def layerwise_replays(load: Load, spec: ModelSpec, fd: int) -> dict[int, Layerwi
 
 
 def report_replays(replays: Sequence[LayerwiseReplay], reporter: Reporter, seconds: float, *, ended: bool) -> None:
-    """Log what was replayed while loading; where one has not ``ended``, that none counts, and why."""
+    """Log the tokens that were replayed while loading, or, if not all replays ``ended``, why none counts."""
     seconds = round(seconds, 3)
     if ended:
         n_tokens = sum(step.n_tokens for replay in replays for step in replay.steps)

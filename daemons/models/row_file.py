@@ -1,7 +1,6 @@
-"""Boundary rows in a memfd, read by several threads: what a replay computes again.
+"""Boundary rows in a memfd, the input of a replay, read by several threads.
 
-Knows bytes and tensors, neither steps nor layers.  Invariant: nothing is being read any more when ``read`` returns or
-raises.
+Invariant: all reads have ended when ``read`` returns or raises.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from torch import Tensor
 from daemons.device import CPU
 from lucevisor.protocol.threads import ThreadExecutor
 
-MOST_ROW_READERS = 4
-LEAST_PART_BYTES = 4 << 20
-"""Rows are read by several threads, of so much each at least: one copies less than a GPU takes."""
+MAX_ROW_READERS = 4
+MIN_PART_BYTES = 4 << 20
+"""Smallest part for a thread.  One thread alone copies slower than a GPU receives."""
 SLOT_BYTES = 32 << 20
 N_SLOTS = 2
-"""Page-locked memory through which rows go to a GPU: one slot is filled while the other is copied."""
+"""Page-locked buffers on the way to a GPU: one is filled while the other is copied."""
 POLL_S = 1e-3
-"""How often one looks for rows that are still being written."""
+"""Interval of polls for rows that are still being written."""
 
 
 class RowFile:
-    """Boundary rows ``[n, width]`` in a memfd, by index of the first one.
+    """Boundary rows ``[n, width]`` in a memfd.
 
-    They may still be written: the file is complete once it is sealed against growth, or cannot be.
+    They may still be being written: the file is complete once it is sealed against growth.
     """
 
     def __init__(self, fd: int, width: int, dtype: torch.dtype) -> None:
@@ -42,11 +41,10 @@ class RowFile:
         weakref.finalize(self, os.close, fd)
 
     def read(self, first: int, n: int, device: torch.device) -> Tensor:
-        """``[n, width]`` on a device, each part as soon as it is there; a GPU may still be copying on its current
-        stream.
+        """Return rows ``[n, width]`` on a device, waiting until they are written; the copies run on the current stream.
 
-        Raises OSError if the file is complete without them, MemoryError if memory for them cannot be page-locked or a
-        thread does not begin.
+        Raises OSError if the file ends before them, MemoryError if memory cannot be page-locked or a thread does not
+        begin.
         """
         row_bytes = self._width * self._dtype.itemsize
         at, slots = first * row_bytes, list[_PinnedBuffer]()
@@ -56,7 +54,7 @@ class RowFile:
         else:
             found = torch.empty(n * row_bytes, dtype=torch.uint8, device=device)
             slots += [_PinnedBuffer() for _ in range(N_SLOTS)]
-        n_readers = min(MOST_ROW_READERS, len(found) // LEAST_PART_BYTES)
+        n_readers = min(MAX_ROW_READERS, len(found) // MIN_PART_BYTES)
         with ThreadExecutor(n_readers if n_readers > 1 else 0, "row reader") as readers:
             for part in torch.split(found, SLOT_BYTES):
                 while not self._is_written(at + len(part)):
@@ -71,9 +69,9 @@ class RowFile:
         return found.view(self._dtype).view(n, self._width)
 
     def _fill(self, readers: Executor, target: Tensor, at: int) -> None:
-        """Read bytes that are there into host memory."""
+        """Read written bytes into host memory, with several threads if they are many."""
         view = memoryview(target.numpy())  # type: ignore[arg-type]  # torch's stub of numpy() hides the buffer
-        n = min(MOST_ROW_READERS, len(view) // LEAST_PART_BYTES)
+        n = min(MAX_ROW_READERS, len(view) // MIN_PART_BYTES)
         if n < 2:
             self._read(view, at)
             return
@@ -89,7 +87,7 @@ class RowFile:
             view, at = view[n_read:], at + n_read
 
     def _is_written(self, n_bytes: int) -> bool:
-        """Whether the file has so many bytes by now.  Raises OSError if it never will."""
+        """Return whether the file has so many bytes yet.  Raises OSError if it never will."""
         seals = fcntl.fcntl(self._fd, fcntl.F_GET_SEALS)
         if os.fstat(self._fd).st_size >= n_bytes:
             return True
@@ -99,7 +97,7 @@ class RowFile:
 
 
 class _PinnedBuffer:
-    """Page-locked memory between the file and a GPU, which torch keeps for the next one."""
+    """A page-locked buffer between the file and a GPU; torch caches its memory for the next one."""
 
     def __init__(self) -> None:
         """Raises MemoryError."""
@@ -110,7 +108,7 @@ class _PinnedBuffer:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, n_bytes: int) -> Tensor:
-        """So many bytes, when nothing copies them any more."""
+        """Return the first ``n_bytes``, once their last copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._memory[:n_bytes]

@@ -30,7 +30,7 @@ from lucevisor.protocol.loading import DeviceUse, PoolSizes, ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """What to build: one shard of ``spec``, with the embedding or the output matrix where set.
+    """Configuration of one shard of ``spec``, with the embedding or the output matrix where set.
 
     ``captures``: its layers, ascending, whose residual stream a drafter reads.
     """

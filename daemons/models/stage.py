@@ -1,7 +1,6 @@
-"""One stage: the consecutive shards of a backend group, loaded once, then run step by step.
+"""One pipeline stage: the consecutive shards of a backend group, loaded once, then run step by step.
 
-The interface of the tensor code to the runner: messages in, tensors out.  Knows neither links nor arenas.  Invariants:
-steps run in the order given; no step synchronises with a device.
+Invariants: steps run in the order given; no step synchronises with a device.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class LoadedStage:
 
     @torch.inference_mode()
     def _decode_capture(self, load: Load) -> str:
-        """Whether decodes are captured on a cpu, for the report of kernel selection."""
+        """Return whether decodes are captured on a cpu, for the report of kernel selection."""
         sequences = Sequences([s.pools for s in self.shards], load.pools, 1)
         spaces = [space for space in self.spec.spaces() if space is not Space.RECURRENT]
         operations: list[Operation] = [OpenSequence(0, 0, SamplingParams()), *(SetPages(0, s, 0, [0]) for s in spaces)]
@@ -150,7 +149,7 @@ class LoadedStage:
         return cls(spec, plan, load, shards)
 
     def replayed(self, replay: LayerwiseReplay) -> bool:
-        """Go on from where a replay ended; return whether it did."""
+        """Take over the sequences of a replay; return whether it was computed."""
         found = replay.finish(self.shards[0])
         if found is not None:
             self.sequences = found
@@ -170,11 +169,11 @@ class LoadedStage:
         fill: Callable[[Tensor], None] | None = None,
         await_rows: Callable[[], None] = lambda: None,
     ) -> StageOutput:
-        """Run the step's slices through the stage's layers, after the step's operations were applied.
+        """Run the forward pass of the step's slices, after the step's operations were applied.
 
-        ``rows_in`` [T, boundary_width], on any device, read when ``await_rows`` has returned, which is called when all
-        else is prepared; ignored by the embedding stage, which reads token ids.  ``fill`` as in Layout.  Raises
-        StateError for slices that contradict the tables.
+        ``rows_in`` [T, boundary_width], on any device, is read after ``await_rows``, which is called when all else is
+        prepared; the embedding stage reads token ids instead.  ``fill`` as in Layout.  Raises StateError for slices
+        that contradict the tables.
         """
         n, where = step.n_tokens, f"step {step.step_id}"
         if n == 0:
@@ -222,7 +221,7 @@ class LoadedStage:
         return StageOutput(h, [x.to(self.device) for x in hidden or []], joined, _added(scores), cold)
 
     def _checked(self, rows_in: Tensor | None, n: int, where: str) -> Tensor | None:
-        """The rows that the stage reads.  Raises StateError."""
+        """Return the boundary rows to read, None for the embedding stage.  Raises StateError for a wrong shape."""
         if self.embedding:
             return None
         if rows_in is None or rows_in.shape != (n, self.spec.boundary_width):
@@ -254,7 +253,7 @@ class LoadedStage:
 
 
 def _added(scores: Sequence[dict[int, Tensor]]) -> list[PageScores]:
-    """The scores of all shards together, by sequence."""
+    """Return the sums of all shards' scores, by sequence."""
     sums: dict[int, Tensor] = {}
     for one in scores:
         for sequence, found in one.items():

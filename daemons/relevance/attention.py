@@ -1,4 +1,4 @@
-"""How much the last tokens of a window attend to each of its tokens.
+"""Attention of the last tokens of a window to each of its tokens (PFlash scores).
 
 Per layer and head, softmax of query times key before rotary positions (a place far away scores like a near one); then
 the largest over heads and layers, and the mean over the queries.  Layers with a window are left out: they never saw

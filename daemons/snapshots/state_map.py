@@ -1,7 +1,7 @@
-"""Which rows of this daemon's pools belong to which bytes of a snapshot file.
+"""Mapping between rows of this daemon's pools and bytes of a snapshot file.
 
-Knows page ids, states and byte offsets; no sequences, threads or system calls.  The supervisor chose the file's layout;
-this module finds each tensor in the pools and splits it into segments.  Invariant: only rows of the slot's positions
+The supervisor chose the file's layout; this module finds each tensor in the pools and splits it into segments.
+Invariant: only rows of the slot's positions
 are touched; a tensor that does not fit the pools raises StateError before any byte moves.
 """
 
@@ -116,17 +116,17 @@ class StateMap:
         return list(dict.fromkeys(pools.device for _, pools in self._layers.values()))
 
     def wait_for_page_outs(self) -> None:
-        """Make the devices' streams wait for pages on their way to host memory."""
+        """Make the devices' streams wait for pages that are being copied to host memory."""
         for pools in self._pools:
             pools.finish_page_outs()
 
     def invalidate_host_pages(self, place: SlotPlace) -> None:
-        """Pages of ``place`` get other bytes: what is known of those in host memory is outdated."""
+        """Drop the key sketches of the host pages of ``place``, whose bytes are about to change."""
         for pools in self._pools:
             pools.forget_sketches(place.full)
 
     def to_save(self, place: SlotPlace, tensors: Sequence[SnapshotTensor]) -> list[StateSegment]:
-        """The segments of a Save.  Raises StateError."""
+        """Return the segments of a Save.  Raises StateError."""
         segments: list[StateSegment] = []
         for tensor in tensors:
             if self._space(tensor) is not Space.RECURRENT and place.n_tokens != tensor.first + tensor.shape[0]:
@@ -137,7 +137,7 @@ class StateMap:
     def to_restore(
         self, place: SlotPlace, tensors: Sequence[SnapshotTensor]
     ) -> tuple[list[StateSegment], list[Conversion]]:
-        """The segments of a Restore to copy, and those to convert.  Raises StateError."""
+        """Return the segments of a Restore to copy, and those to convert.  Raises StateError."""
         scales = {(t.draft, t.layer, t.kind): t for t in tensors if t.kind.endswith(SCALE)}
         segments: list[StateSegment] = []
         conversions: list[Conversion] = []
@@ -226,7 +226,7 @@ class StateMap:
         return self._layer(tensor)[0].space
 
     def _tiers(self, tensor: SnapshotTensor) -> list[Tier]:
-        """Where pages of the tensor's layer may lie."""
+        """Return the memories that pages of the tensor's layer may lie in."""
         return [Tier.DEVICE] if self._paged(tensor).host is None else [Tier.DEVICE, Tier.HOST]
 
     def _paged(self, tensor: SnapshotTensor, tier: Tier = Tier.DEVICE) -> PagedTensor:

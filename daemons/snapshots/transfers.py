@@ -23,7 +23,7 @@ from daemons.snapshots.state_map import Conversion, StateMap, StateSegment
 from daemons.snapshots.streams import CopyStream, SnapshotIO, copy_stream_for
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.messages import Failed, Restore, Restored, Save, Saved, TransferFailed
-from lucevisor.protocol.threads import BegunThread
+from lucevisor.protocol.threads import StartedThread
 
 SAVE_NICE = 10
 """Niceness of saving threads, which yield to the compute thread; a request waits for a restore."""
@@ -286,7 +286,7 @@ class _Threads:
         self.n_threads, self._nice, self._on_lost = n_threads, nice, on_lost
         self._queue: SimpleQueue[Callable[[_ThreadStreams], None]] = SimpleQueue()
         for i in range(n_threads):
-            BegunThread(f"{name}_{i}", self._run)
+            StartedThread(f"{name}_{i}", self._run)
 
     def put(self, work: Callable[[_ThreadStreams], None]) -> None:
         self._queue.put(work)

@@ -1,4 +1,4 @@
-"""Application and server: listening sockets, routes, serving, draining."""
+"""The HTTP application and server: listening sockets, routes, serving, graceful drain."""
 
 from __future__ import annotations
 

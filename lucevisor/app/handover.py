@@ -308,7 +308,7 @@ class Handover:
 
     def on_served(self, request: Request) -> None:
         """Leave the name to the other one; stop when the running requests have ended."""
-        self._report.leave(request.pid)
+        self._report.report_handed_over(request.pid)
         self._run_dir.release()
         log.info("handed over", to_pid=request.pid, drain_s=request.drain_s)
         self._tasks.append(asyncio.create_task(self._finish(request.drain_s), name="finish requests"))

@@ -447,7 +447,7 @@ class Supervisor:
         result = ""
         while True:
             await asyncio.sleep(RUN_DIRECTORY_S)
-            if not self.url or self._handover.pending or self.run_dir.whole:
+            if not self.url or self._handover.pending or self.run_dir.is_intact:
                 continue
             try:
                 self.run_dir.renew()

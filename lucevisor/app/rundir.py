@@ -172,7 +172,7 @@ class RunDirectory:
         self._lock = None
 
     @property
-    def whole(self) -> bool:
+    def is_intact(self) -> bool:
         """True if nothing of it was removed, or while another process holds the name."""
         if self._lock is None:
             return True

@@ -124,7 +124,7 @@ class SystemdReport:
             if was_ready:
                 self.ready()
 
-    def leave(self, main_pid: int) -> None:
+    def report_handed_over(self, main_pid: int) -> None:
         """Another process is the service from now on, and reports."""
         self.notifier.send(MAINPID=main_pid)
         self.notifier = Notifier({})

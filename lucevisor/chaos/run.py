@@ -47,7 +47,7 @@ class Ask(Protocol):
 
 @dataclass(slots=True)
 class Row:
-    """What happened during the faults of one kind."""
+    """Results of the faults of one kind."""
 
     times: int = 0
     n_right: int = 0
@@ -128,7 +128,7 @@ class Chaos:
         return self.report
 
     def _start(self, directory: Path, *more: str) -> subprocess.Popen[bytes]:
-        limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_most_s": 0.5}
+        limits = {"heartbeat_s": HEARTBEAT_S, "busy_heartbeat_s": HEARTBEAT_S, "backoff_max_s": 0.5}
         limits["hello_s"] = READY_S  # a start took more than a minute where 40 processes shared two cores
         command = [*module_command(), "start", str(self._config), "--name", NAME, "--detached", *more]
         command += ["--starter", str(os.getpid())]

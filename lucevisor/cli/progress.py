@@ -91,17 +91,17 @@ class StartDisplay(Display):
         self._quarters.clear()
         seconds = time.monotonic() - self._began
         if self._announced and self._away:
-            self._say(f"ready again after {seconds:.1f} s")
+            self._echo(f"ready again after {seconds:.1f} s")
         elif not self._announced and service.placement is not None:
             self._announced = True
             devices = ", ".join(f"{d.device} layers {d.layers}" for d in service.placement.devices)
             if self._console is None:
                 log.info("ready", model=service.model.name, url=self._url, devices=devices, seconds=round(seconds, 3))
-            self._say(f"ready after {seconds:.1f} s: {service.model.name} ({service.model.spec.quant}) over {devices}")
+            self._echo(f"ready after {seconds:.1f} s: {service.model.name} ({service.model.spec.quant}) over {devices}")
             for warning in self._warnings(service):
-                self._say(warning)
+                self._echo(warning)
             for line in first_request(self._url, keys=bool(self._config.server.api_keys_file)):
-                self._say(line)
+                self._echo(line)
         self._away = False
 
     def _warnings(self, service: Service) -> list[str]:
@@ -113,7 +113,7 @@ class StartDisplay(Display):
             for warning in reply.warnings
         ]
 
-    def _say(self, line: str) -> None:
+    def _echo(self, line: str) -> None:
         if self._console is not None:
             logs.print_line(line)
 

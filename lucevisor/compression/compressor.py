@@ -15,7 +15,7 @@ from typing import Final, Literal
 import structlog
 
 from lucevisor.compression.memory import SelectionCache
-from lucevisor.compression.parts import Part, parts_of, question_end
+from lucevisor.compression.parts import PromptPart, parts_of, question_end
 from lucevisor.compression.selection import Range, anchor_chunks, keep_ratio_at, select
 from lucevisor.compression.windows import QUESTION_TOKENS, Windows
 from lucevisor.errors import ScoringError
@@ -122,7 +122,7 @@ class Compressor:
         shorter, ends = _joined(ids, turn_ends, kept)
         return CompressedPrompt(ids=shorter, turn_ends=ends, n_before=len(ids), outcome="compressed")
 
-    async def _kept_of(self, part: Part, ids: Sequence[int], end: int) -> Sequence[Range]:
+    async def _kept_of(self, part: PromptPart, ids: Sequence[int], end: int) -> Sequence[Range]:
         """Return the ranges of a part that stay: as before, if it was shortened before.  ``end``: of the question."""
         tokens = list(ids[part.start : part.stop])
         found = self._kept.find(tokens)
@@ -142,7 +142,7 @@ class Compressor:
 
 
 def _joined(
-    ids: Sequence[int], turn_ends: Sequence[int], kept: Mapping[Part, Sequence[Range]]
+    ids: Sequence[int], turn_ends: Sequence[int], kept: Mapping[PromptPart, Sequence[Range]]
 ) -> tuple[list[int], list[int]]:
     """Return the ids that stay, and where the turns end in them."""
     out: list[int] = []

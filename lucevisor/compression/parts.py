@@ -1,7 +1,7 @@
-"""Which parts of a prompt may be shortened, from its tokens, its chat turns and their roles.  Pure.
+"""Parts of a prompt that may be shortened, from its tokens, its chat turns and their roles.
 
-Never shortened: what the chat template wrote, the system prompt and tools, what the assistant said, and in a chat of
-several turns the last ones.  Invariant: a part has no marker and lies in one turn.
+Text of the chat template, the system prompt, tools, the assistant's messages and the last turns of a longer chat are
+never shortened.  Invariant: a part has no marker and lies in one turn.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SHORTENED: Final = frozenset({"user", "tool"})
 
 
 class TokenTexts(Protocol):
-    """What is asked of the tokenizer."""
+    """The methods used of a tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_marker(self, token_id: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """Tokens ``[start, stop)`` of a prompt that may be shortened."""
 
     start: int
@@ -38,7 +38,7 @@ class Part:
         return self.stop - self.start
 
 
-def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str], texts: TokenTexts) -> list[Part]:
+def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str], texts: TokenTexts) -> list[PromptPart]:
     """Return the parts, ascending.
 
     ``turn_ends``: offsets at which chat turns are complete; ``roles``: of the request's messages, [] for a raw prompt.
@@ -51,7 +51,7 @@ def parts_of(ids: Sequence[int], turn_ends: Sequence[int], roles: Sequence[str],
         return []
     if "assistant" in roles:
         of_turns = of_turns[:-HOT_TURNS]
-    parts: list[Part] = []
+    parts: list[PromptPart] = []
     for role, start, stop in zip(of_turns, [0, *turn_ends], turn_ends, strict=False):
         if role in _SHORTENED:
             parts += _between_markers(ids, _content_start(ids, start, stop, texts), stop, texts)
@@ -108,8 +108,8 @@ def _content_start(ids: Sequence[int], start: int, stop: int, texts: TokenTexts)
     return min(stop, start + _HEADER_TOKENS)
 
 
-def _between_markers(ids: Sequence[int], start: int, stop: int, texts: TokenTexts) -> Iterator[Part]:
+def _between_markers(ids: Sequence[int], start: int, stop: int, texts: TokenTexts) -> Iterator[PromptPart]:
     markers = [at for at in range(start, stop) if texts.is_marker(ids[at])]
     for low, high in zip([start - 1, *markers], [*markers, stop], strict=True):
         if high - low - 1 >= MIN_PART_TOKENS:
-            yield Part(low + 1, high)
+            yield PromptPart(low + 1, high)

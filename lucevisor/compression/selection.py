@@ -1,4 +1,4 @@
-"""Which chunks of a part of a prompt stay, from the relevance of its tokens.  Pure.
+"""Selection of the chunks of a prompt's part to keep, by the relevance of its tokens.
 
 Chunks are aligned to the end of the part, so the first may be shorter.  Invariant: at most the requested share is
 kept, and less than a chunk below it, but always the last chunk; chunks kept for their place or for a repeated phrase

@@ -125,7 +125,7 @@ def kind_of(value: object) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def mistyped(value: object, wanted: str) -> NoReturn:
+def wrong_type(value: object, wanted: str) -> NoReturn:
     """Raise InvalidValue for a value of another type."""
     raise InvalidValue(f"is {kind_of(value)}, not {wanted}", value=value)
 
@@ -136,7 +136,7 @@ def mistyped(value: object, wanted: str) -> NoReturn:
 def line(value: object, wanted: str = "text") -> str:
     """Parse one line of text without control characters or surrounding spaces; it may be empty."""
     if not isinstance(value, str):
-        mistyped(value, wanted)
+        wrong_type(value, wanted)
     if value != value.strip():
         raise InvalidValue("has surrounding spaces", f'nearest: "{value.strip()}"')
     if _CONTROL.search(value):
@@ -226,7 +226,7 @@ def origin(value: object) -> str:
 def visible_device(value: object) -> str:
     """Parse a device as `CUDA_VISIBLE_DEVICES` names it, by number or UUID."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        mistyped(value, "a number or UUID")
+        wrong_type(value, "a number or UUID")
     text = value if isinstance(value, str) else show(value)
     if not _VISIBLE.fullmatch(text):
         raise InvalidValue("is not a device number or UUID", 'such as 0 or "GPU-4f1b..."')
@@ -259,7 +259,7 @@ def environment(value: object) -> Mapping[str, str]:
 def size(value: object) -> int:
     """Parse bytes: an integer, or text of an integer directly followed by KiB, MiB or GiB."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        mistyped(value, "a size")
+        wrong_type(value, "a size")
     if isinstance(value, int):
         n_bytes = value
     elif match := _SIZE.fullmatch(value):
@@ -276,7 +276,7 @@ def size(value: object) -> int:
 def device(value: object) -> DeviceRef:
     """Parse `NAME:INDEX`; the name is resolved to a group later."""
     if not isinstance(value, str):
-        mistyped(value, "GROUP:INDEX")
+        wrong_type(value, "GROUP:INDEX")
     if match := _DEVICE.fullmatch(value):
         return DeviceRef(match[1], int(match[2]))
     name, colon, index = "".join(value[:64].lower().split()).partition(":")  # cuda:01, CUDA: 1 or cuda
@@ -294,7 +294,7 @@ def split(value: object) -> Split:
         hint = suggest(value, [AUTO]) if len(value) < 8 else 'such as [0.5, 0.5] or ["0-4", "4-8"]'
         raise InvalidValue("is not auto, weights or layer ranges", hint)
     if not isinstance(value, list):
-        mistyped(value, "auto, weights or layer ranges")
+        wrong_type(value, "auto, weights or layer ranges")
     if not value:
         raise InvalidValue("is empty", 'write one weight or range for each target device, or "auto"')
     if all(isinstance(item, str) for item in value) or (isinstance(value[0], str) and _RANGE.fullmatch(value[0])):
@@ -353,7 +353,7 @@ def write_split(value: Split) -> str | list[float] | list[str]:
 
 def restart_limit(value: object) -> RestartLimit:
     """Parse `COUNT/SECONDSs`."""
-    match = _RESTARTS.fullmatch(value) if isinstance(value, str) else mistyped(value, "COUNT/SECONDSs")
+    match = _RESTARTS.fullmatch(value) if isinstance(value, str) else wrong_type(value, "COUNT/SECONDSs")
     if match is None:
         raise InvalidValue("is not COUNT/SECONDSs", "such as 5/60s: at most 5 restarts in any 60 seconds")
     return RestartLimit(int(match[1]), int(match[2]))
@@ -361,7 +361,7 @@ def restart_limit(value: object) -> RestartLimit:
 
 def curve_point(value: object) -> tuple[int, float]:
     """Parse `TOKENS:SHARE`."""
-    match = _POINT.fullmatch(value) if isinstance(value, str) else mistyped(value, "TOKENS:SHARE")
+    match = _POINT.fullmatch(value) if isinstance(value, str) else wrong_type(value, "TOKENS:SHARE")
     if match is None:
         raise InvalidValue("is not TOKENS:SHARE", 'such as "32000:0.1"')
     share = float(match[2])

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from lucevisor.config.formats import AUTO, DEVICE, PATHS, SPLIT, Format, InvalidValue, absolute, kind_of, mistyped
+from lucevisor.config.formats import AUTO, DEVICE, PATHS, SPLIT, Format, InvalidValue, absolute, kind_of, wrong_type
 from lucevisor.errors import nearest, suggest
 
 MAX_ITEMS = 1024
@@ -108,7 +108,7 @@ class FieldKey:
 
     def _parse_items(self, value: object, form: Format) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            mistyped(value, "a list")
+            wrong_type(value, "a list")
         items = []
         for index, item in enumerate(value):
             try:

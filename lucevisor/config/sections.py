@@ -135,7 +135,7 @@ class EngineConfig:
     """Type of activations and arithmetic, one for the whole pipeline. `auto`: chosen by the planner for the given
     devices. On a cpu, `bfloat16` rounds activations to 8 bits for products of quantised matrices."""
     kv_dtype: KvDType = "auto"
-    """Type of keys and values in the pages. `auto`: as `dtype`."""
+    """Type of the KV cache; `q8_0` quantises it. `auto`: as `dtype`."""
     max_context: Annotated[Annotated[int, Meta(ge=1, le=2**30)] | AutoWord, Key(unit="tokens")] = "auto"
     """Longest sequence, prompt and answer together. `auto`: the model's own limit, or what the pages hold."""
     max_sequences: Annotated[Annotated[int, Meta(ge=1, le=4096)] | AutoWord, Key(unit="sequences")] = "auto"
@@ -151,7 +151,7 @@ class EngineConfig:
     """Host memory for the state of preempted requests, from which they continue; 0: they are computed again."""
 
     @property
-    def least_chunk(self) -> int:
+    def usual_chunk(self) -> int:
         """The prefill chunk; where it is automatic, the one that memory does not matter for."""
         return USUAL_CHUNK if self.prefill_chunk == "auto" else self.prefill_chunk
 

@@ -134,14 +134,14 @@ class AdminOperations:
             tried = (State.LOADING, State.READY, State.FAILED)  # of a new process: the old one has left these
             await supervised.wait(State.STARTING, *tried, timeout_s=2 * RESTART_S)
             if group in service.deployment.needed:
-                await service.until(
+                await service.wait_until(
                     lambda: (
                         service.state in ("ready", "draining")
                         or (service.state == "failed" and supervised.state in tried)
                     )
                 )
             else:  # it runs the drafter alone
-                await service.until(lambda: service.stopping or supervised.state in (State.READY, State.FAILED))
+                await service.wait_until(lambda: service.stopping or supervised.state in (State.READY, State.FAILED))
             if supervised.state is State.FAILED or service.stopping:
                 raise NotReadyError(f"group {group} did not come back: {service.reason() or supervised.reason}")
 
@@ -162,7 +162,7 @@ class AdminOperations:
                 service.config = config
                 return changed
             await self._move(service.engine, config)
-            await service.until(lambda: service.state in ("ready", "failed", "draining"))
+            await service.wait_until(lambda: service.state in ("ready", "failed", "draining"))
             return changed
 
     async def _move(self, engine: Engine, config: Config) -> None:
@@ -192,7 +192,7 @@ class AdminOperations:
         """Start a deployment and wait until its daemons are READY.  Raises LucevisorError."""
         service = self._service
         await later.start()
-        await service.until(lambda: later.loaded or service.stopping or later.failed is not None)
+        await service.wait_until(lambda: later.loaded or service.stopping or later.failed is not None)
         if not later.loaded:
             raise LucevisorError(f"nothing is reloaded: {later.failed or 'the supervisor is stopping'}")
 

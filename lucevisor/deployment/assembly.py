@@ -1,10 +1,9 @@
 """Joins READY daemons into a pipeline and attaches it to the engine: where supervision and engine meet.
 
-When every group with layers is READY, each daemon drops its sequences (Reset) and says so (ResetDone); only then is a
-pipeline over their links attached.  When a daemon is lost, its stages are lost to the pipeline, and only its successor
-is reset and rebuilt (engine/recovery/stages.py).  Where the engine cannot do that, the pipeline is closed at once, and
-all daemons are reset for the next one.
-Invariant: steps go to READY daemons only, which were reset since they were lost or the pipeline was closed.
+When every group with layers is READY, each daemon drops its sequences (Reset, answered by ResetDone); then a pipeline
+over their links is attached.  When a daemon is lost, only its replacement is reset and rebuilt (engine/recovery.py).
+Where the engine cannot do that, the pipeline is closed at once, and all daemons are reset for the next one.
+Invariant: steps go only to READY daemons that were reset since they were lost or the pipeline was closed.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class DraftAssembly:
         """True while its daemon has a Reset to answer."""
         return self._token > 0
 
-    def ready(self, link: Link) -> None:
+    def on_ready(self, link: Link) -> None:
         """Its daemon finished loading, the drafter included."""
         self._link = link
         if self._serving:
             self._prepare()
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Its daemon has exited or is about to."""
         self._link, self._token = None, 0
         self.detach(reason)
@@ -70,12 +69,14 @@ class DraftAssembly:
             self._engine.drafter.detach()
             self._on_change()
 
-    def pipeline_attached(self, *, kept: bool = False) -> None:
-        """The engine has a pipeline, whose daemons hold no sequences; ``kept``: that of the drafter has the state of
-        the one before, as of the last step."""
+    def pipeline_attached(self, *, restored: bool = False) -> None:
+        """Attach the drafter to the engine's new pipeline, whose daemons hold no sequences.
+
+        ``restored``: the drafter's daemon has the state of the one before, as of the last step.
+        """
         self._serving = True
         if self._link is not None:
-            self._prepare(kept=kept)
+            self._prepare(restored=restored)
 
     def pipeline_detached(self) -> None:
         """The engine has dropped the pipeline, and the drafter with it."""
@@ -88,10 +89,10 @@ class DraftAssembly:
             self._token = 0
             self._attach()
 
-    def _prepare(self, *, kept: bool = False) -> None:
+    def _prepare(self, *, restored: bool = False) -> None:
         """Reset a daemon of its own; that of a stage was reset before the pipeline was attached."""
         if not self._alone:
-            self._attach(kept=kept)
+            self._attach(restored=restored)
             return
         assert self._link is not None
         self._n_resets += 1
@@ -101,11 +102,11 @@ class DraftAssembly:
         except ProtocolError:  # the link's on_closed tells supervision, which calls lost()
             self._token = 0
 
-    def _attach(self, *, kept: bool = False) -> None:
+    def _attach(self, *, restored: bool = False) -> None:
         assert self._link is not None
         self.attached = True
-        log.info("drafter attached", group=self.group, kept=kept)
-        self._engine.drafter.attach(self._link, with_output=self._with_output, kept=kept)
+        log.info("drafter attached", group=self.group, restored=restored)
+        self._engine.drafter.attach(self._link, with_output=self._with_output, restored=restored)
         self._on_change()
 
 
@@ -180,7 +181,7 @@ class PipelineAssembly:
             self._replaying[group] -= 1  # no load carried it
         return found
 
-    def ready(
+    def on_ready(
         self,
         group: str,
         link: Link,
@@ -195,7 +196,7 @@ class PipelineAssembly:
         if self._detached:  # it was loading when the supervisor was told to stop
             return
         if self._draft is not None and group == self._draft.group and with_draft:
-            self._draft.ready(link)
+            self._draft.on_ready(link)
         if group not in self._stage_groups:
             return
         self._links[group] = link
@@ -207,7 +208,7 @@ class PipelineAssembly:
         if set(self._links) == set(self._stage_groups):
             self._reset(self._lost or self._links.keys())
 
-    def lost(self, group: str, reason: str) -> None:
+    def on_lost(self, group: str, reason: str) -> None:
         """A daemon has exited or is about to.  The loss of one that runs the drafter alone affects no request."""
         if group in self._stage_groups:
             known = self._links.pop(group, None) is not None
@@ -216,9 +217,9 @@ class PipelineAssembly:
             self._replayed.discard(group)
             self._resetting.clear()
             if known or group not in self._lost:  # else the dead link has been reported already
-                self._lose(group, RequestError("shard_lost", _lost(group, reason)))
+                self._lose_stages(group, RequestError("shard_lost", _lost(group, reason)))
         if self._draft is not None and group == self._draft.group:
-            self._draft.lost(reason)
+            self._draft.on_lost(reason)
             if group in self._lost:
                 self._draft.pipeline_detached()  # until it is rebuilt
 
@@ -227,7 +228,7 @@ class PipelineAssembly:
         if self._draft is not None:
             self._draft.detach(reason)
 
-    def frame(self, group: str, frame: Frame) -> None:
+    def on_frame(self, group: str, frame: Frame) -> None:
         """Take a frame of a READY daemon's link.  Answers to an earlier Reset or pipeline are dropped."""
         match frame.message:
             case ResetDone(token) if group not in self._stage_groups:
@@ -258,7 +259,7 @@ class PipelineAssembly:
         self._detached = True
         self._links.clear()
         self._resetting.clear()
-        self._forget()
+        self._on_pipeline_dropped()
         if had_one and error is not None:
             self._engine.detach(error)
             self._on_change()
@@ -287,25 +288,25 @@ class PipelineAssembly:
         log.info("rebuilding", groups=sorted(self._lost), replayed=sorted(self._replayed))
         replayed = [stage for stage in links if self._stage_groups[stage] in self._replayed]
         self._forget_replays()
-        if not self._engine.restore(links, self._restored, kept=self._lost <= self._with_state, replayed=replayed):
+        if not self._engine.restore(links, self._restored, restored=self._lost <= self._with_state, replayed=replayed):
             self._restored(False)  # it gave up meanwhile
 
     def _restored(self, rebuilt: bool) -> None:
         """The engine has rebuilt the lost stages, or has detached the pipeline because it cannot."""
         lost, self._lost = self._lost, set()
-        draft_restored, self._draft_restored = self._draft_restored and self._engine.state_kept, False
+        draft_restored, self._draft_restored = self._draft_restored and self._engine.state_restored, False
         self._with_state.clear()
         if rebuilt:
             log.info("rebuilt", groups=sorted(lost))
             if self._draft is not None and self._draft.group in lost:
-                self._draft.pipeline_attached(kept=draft_restored)
+                self._draft.pipeline_attached(restored=draft_restored)
         else:
-            self._forget()
+            self._on_pipeline_dropped()
             if set(self._links) == set(self._stage_groups):
                 self._reset(self._links.keys())
         self._on_change()
 
-    def _lose(self, group: str, error: RequestError) -> None:
+    def _lose_stages(self, group: str, error: RequestError) -> None:
         """The pipeline loses the stages of a group, or is closed."""
         if self._pipeline is None:
             return
@@ -314,10 +315,10 @@ class PipelineAssembly:
         if self._engine.lose_stages(stages, error):
             self._lost.add(group)
         else:
-            self._forget()
+            self._on_pipeline_dropped()
         self._on_change()
 
-    def _forget(self) -> None:
+    def _on_pipeline_dropped(self) -> None:
         """Note that the engine dropped the pipeline."""
         self._pipeline = None
         self._lost.clear()
@@ -333,7 +334,7 @@ class PipelineAssembly:
     def _on_dead_link(self, failure: PipelineFailure) -> bool:
         if not self._engine.rebuilds:
             return False
-        self.lost(self._stage_groups[failure.stage], failure.message)
+        self.on_lost(self._stage_groups[failure.stage], failure.message)
         return True
 
     def _attach(self) -> None:
@@ -342,20 +343,20 @@ class PipelineAssembly:
         self._pipeline = Pipeline(links, self._engine.on_result, self._failed, rings=rings)
         self._pipeline.on_dead_link = self._on_dead_link
         log.info("pipeline ready", stages=self._stage_groups)
-        kept, self._with_state = self._with_state, set()
+        with_state, self._with_state = self._with_state, set()
         draft_restored, self._draft_restored = self._draft_restored, False
 
-        def attach_drafter(state_kept: bool) -> None:
+        def attach_drafter(state_restored: bool) -> None:
             if self._draft is not None:
-                self._draft.pipeline_attached(kept=state_kept and draft_restored)
+                self._draft.pipeline_attached(restored=state_restored and draft_restored)
 
-        whole = kept >= set(self._stage_groups)
-        self._engine.attach(self._pipeline, kept=whole, before_steps=attach_drafter)
+        whole = with_state >= set(self._stage_groups)
+        self._engine.attach(self._pipeline, restored=whole, before_steps=attach_drafter)
         self._on_change()
 
     def _failed(self, failure: PipelineFailure) -> None:
         """The pipeline ended itself: a daemon answered out of order, or a step could not be sent."""
-        self._forget()
+        self._on_pipeline_dropped()
         if failure.code == "shard_lost":
             failure = replace(failure, message=_lost(self._stage_groups[failure.stage], failure.message))
         self._engine.on_failed(failure)

@@ -100,7 +100,7 @@ class PlacementBarrier:
                     self._news.clear()
                     await self._news.wait()
 
-    def forget(self, group: str) -> None:
+    def remove(self, group: str) -> None:
         """The process that said hello, or should have, is gone."""
         self._hellos.pop(group, None)
         self._failed.add(group)
@@ -345,7 +345,7 @@ class Deployment:
         self._assembly = PipelineAssembly(engine, stage_groups, self._owner.on_change, draft_group)
         for group, link in self._links.items():
             with_draft = group == draft_group and self._draft_loaded
-            self._assembly.ready(
+            self._assembly.on_ready(
                 group, link, with_draft=with_draft, restored=link in links, draft_restored=draft_restored
             )
 
@@ -492,14 +492,16 @@ class Deployment:
             self._draft_problem = self._draft_problem or loaded.draft_problem
             with_draft = self._draft_loaded = not self._draft_problem
         if self.transfers is not None:
-            self.transfers.ready(group, link)
+            self.transfers.on_ready(group, link)
         if self.scoring is not None:
-            self.scoring.ready(group, link, loaded.score_problem)
+            self.scoring.on_ready(group, link, loaded.score_problem)
         memory = self._replacements.take(group)
         if memory is not None:
-            self._begin(self._take_over(group, link, memory, with_draft=with_draft), f"state for {group}")
+            self._create_task(
+                self._restore_replacement(group, link, memory, with_draft=with_draft), f"state for {group}"
+            )
         elif self._assembly is not None:
-            self._assembly.ready(group, link, with_draft=with_draft, replayed=loaded.replayed)
+            self._assembly.on_ready(group, link, with_draft=with_draft, replayed=loaded.replayed)
         else:
             self._owner.on_change()
 
@@ -508,10 +510,10 @@ class Deployment:
         if group == self.draft_group:
             self._draft_loaded = False
         if self._assembly is not None:
-            self._assembly.lost(group, reason)
+            self._assembly.on_lost(group, reason)
         for part in (self.transfers, self.scoring):
             if part is not None:
-                part.lost(group, reason)
+                part.on_lost(group, reason)
         self._owner.on_change()
 
     def _asked(self, _group: str, stage: int, step_id: int) -> AskedStep | None:
@@ -521,19 +523,19 @@ class Deployment:
         if any(part is not None and part.frame(group, frame) for part in (self.transfers, self.scoring)):
             return
         if self._assembly is not None:
-            self._assembly.frame(group, frame)
+            self._assembly.on_frame(group, frame)
 
     def _on_state(self, group: str, state: State, reason: str) -> None:
         if self.placement is None and state in (State.BACKOFF, State.FAILED):
-            self._placing.forget(group)
+            self._placing.remove(group)
         if state is State.FAILED:
             self._replacements.drop(group)
         self._owner.on_state(self, group, state, reason)
 
     def _on_draining(self, group: str, child: int) -> None:
-        self._begin(self._drain(group, child), f"drain for {group}")
+        self._create_task(self._drain(group, child), f"drain for {group}")
 
-    def _begin(self, work: Coroutine[object, object, None], name: str) -> None:
+    def _create_task(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved; deadlines hold anyway
         self._tasks.add(task)
@@ -551,13 +553,15 @@ class Deployment:
             self._assembly.detach_drafter("its group is restarted")
         self.groups[group].drained(child)
 
-    async def _take_over(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
+    async def _restore_replacement(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
         restored = await restore_replacement(memory, self.transfers, group)
         if self._assembly is not None and self._links.get(group) is link:
             draft_restored = restored and memory.with_draft
-            self._assembly.ready(group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored)
+            self._assembly.on_ready(
+                group, link, with_draft=with_draft, restored=restored, draft_restored=draft_restored
+            )
 
     def _on_heartbeat(self, group: str, heartbeat: Heartbeat) -> None:
         log.debug("heartbeat", group=group, phase=heartbeat.phase, busy_s=round(heartbeat.busy_s, 3))

@@ -22,7 +22,7 @@ log = structlog.get_logger("scoring")
 
 
 class ScoringStage:
-    """The scoring model of a placement; ``ready`` when its daemon has loaded it."""
+    """The scoring model of a placement; ``on_ready`` when its daemon has loaded it."""
 
     def __init__(self, placed: PlacedScorer) -> None:
         self.placed = placed
@@ -52,7 +52,7 @@ class ScoringStage:
         """Work of its daemon, for messages; empty: none."""
         return f"window {self._sent.window} at {self._sent.start}" if self._sent is not None else ""
 
-    def ready(self, group: str, link: Link, problem: str) -> None:
+    def on_ready(self, group: str, link: Link, problem: str) -> None:
         """A daemon finished loading; with a ``problem`` without the scoring model."""
         if group != self.placed.group:
             return
@@ -62,7 +62,7 @@ class ScoringStage:
         self._link = link
         log.info("scoring model attached", group=self.placed.group, name=self.placed.name)
 
-    def lost(self, group: str, reason: str) -> None:
+    def on_lost(self, group: str, reason: str) -> None:
         """A daemon has exited or is about to."""
         if group == self.placed.group:
             self._detach(f"group {group}: {reason}")

@@ -99,7 +99,7 @@ class Readiness:
 
 
 async def watch_holds(engine: Engine, hold_s: float) -> None:
-    """Watch ``engine`` until cancelled."""
+    """End the requests of ``engine`` that wait for a lost daemon longer than ``hold_s``; runs until cancelled."""
     recovery = engine.recovery
     while True:
         while (since := recovery.since) is None:
@@ -267,11 +267,11 @@ class Service:
         """True when requests are served, False at the deadline, when a group FAILED or when stopping."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.until(lambda: self.state in ("ready", "failed", "draining"))
+                await self.wait_until(lambda: self.state in ("ready", "failed", "draining"))
         return self.state == "ready"
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition``, of what groups and deployments do, holds."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds, which is checked at each change of a group or deployment."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -348,14 +348,14 @@ class Service:
         for name, group in later.groups.items():
             self.restart_reasons.setdefault(name, Counter())
             self.on_state(later, name, group.state, "reloaded")
-        engine.part(_MOVING, None, 0)
+        engine.detach_frozen(_MOVING, None, 0)
         if later.placement is not None:
             self._take_over(engine, later, restored)
 
     def detach(self, engine: Engine) -> None:
         """Detach the present deployment from the engine, whose requests wait for another one."""
         self.deployment.detach()
-        engine.part(_MOVING, None, 0)
+        engine.detach_frozen(_MOVING, None, 0)
 
     async def end(self, deployment: Deployment) -> None:
         """Stop a deployment that does not serve."""
@@ -368,7 +368,7 @@ class Service:
         """Attach the present deployment, which is placed, to the engine of the one before."""
         assert later.placement is not None
         rows = journal_rows(later.buffers, later.placement)
-        engine.part(_MOVING, rows, rows.n_pages if rows is not None else 0)
+        engine.detach_frozen(_MOVING, rows, rows.n_pages if rows is not None else 0)
         if self.snapshots is not None and later.transfers is not None:
             self.snapshots.shards = later.transfers
         later.attach(engine, restored)
@@ -457,7 +457,7 @@ class Service:
         self._on_engine(self.engine)
 
     def on_state(self, deployment: Deployment, group: str, state: State, reason: str) -> None:
-        """Tell observer and engine what happens to the present deployment."""
+        """Report a group's change of state to observer and engine, if it belongs to the present deployment."""
         if deployment is not self.deployment:
             self._changed.set()
             return
@@ -469,7 +469,7 @@ class Service:
             if state is State.FAILED:
                 self.engine.detach(away, permanent=True)
             else:
-                self.engine.away(away)
+                self.engine.set_unavailable(away)
         self._observer.state(group, state, reason)
         self.on_change()
 
@@ -496,7 +496,7 @@ class Service:
             self.snapshots.meter.add(result)
 
     def on_change(self) -> None:
-        """Wake whoever waits for a state."""
+        """Wake all waiters after a change of state."""
         if self.deployment.complete:
             self._loaded.set()
             self._weights.begin()

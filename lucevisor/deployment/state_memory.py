@@ -1,4 +1,4 @@
-"""State of layers in host memory: written by the daemons that hold it, read by those that are to hold it next.
+"""KV transfer between daemons through host memory: written by those that hold the state, read by their successors.
 
 One memfd of all pages and recurrent states in use, by layer and unit; every daemon writes or reads its own layers, with
 the messages that snapshots use.  Units are the supervisor's, so the reader may have other layers than the writer had.

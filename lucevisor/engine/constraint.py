@@ -1,7 +1,6 @@
-"""Constrained output as the engine sees it: a request's constraint, and the masks that a step needs of it.
+"""Constrained output (structured output, guided decoding) in the engine: a request's constraint and its token masks.
 
-Knows token ids and bits, no grammars.  Invariant: one caller at a time uses a constraint, as the masks of a step are
-made after its plan and before its result.
+Invariant: one caller at a time uses a constraint, as the masks of a step are made after its plan and before its result.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ MAX_MASK_BYTES: Final = 8 * 1024 * 1024
 
 def within_masks(widths: Sequence[int], constraints: Sequence[Constraint | None]) -> list[int]:
     """Cut the longest slices with a constraint until the masks of a step, ``1 + width`` each, are small enough."""
-    rows = [one.row_bytes if one is not None else 0 for one in constraints]
+    rows = [constraint.row_bytes if constraint is not None else 0 for constraint in constraints]
     most = max(widths, default=0)
     while most and sum(n * (1 + min(width, most)) for n, width in zip(rows, widths, strict=True)) > MAX_MASK_BYTES:
         most -= 1

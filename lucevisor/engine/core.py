@@ -153,7 +153,7 @@ class Engine:
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """The prefix index: to look at, to set hooks, to pin."""
+        """The prefix index."""
         return self.scheduler.reuse.index
 
     # ---- the pipeline
@@ -183,17 +183,21 @@ class Engine:
         return self._stages.enabled and self.recovery.hold_s > 0
 
     def attach(
-        self, pipeline: Pipeline, *, kept: bool = False, before_steps: Callable[[bool], None] = lambda kept: None
+        self,
+        pipeline: Pipeline,
+        *,
+        restored: bool = False,
+        before_steps: Callable[[bool], None] = lambda restored: None,
     ) -> None:
         """Use a pipeline whose daemons hold no sequences; queued and held requests start.
 
-        ``kept``: they have the bytes of what was frozen before ``part``, so running requests go on as well.
+        ``restored``: they have the bytes of what was frozen before ``detach_frozen``, so running requests go on.
         ``before_steps`` is called with whether they do, before the first step.  Raises RuntimeError when one is
         attached already.
         """
         if self.pipeline is not None:
             raise RuntimeError("a pipeline is attached already; detach it first")
-        opening = self._stages.opening if kept else None
+        opening = self._stages.opening if restored else None
         if opening is None and self._stages.opening is not None:  # parted, and the bytes are not there
             self.detach(RequestError("shard_lost", self._unavailable))
         self.pipeline = pipeline
@@ -202,15 +206,15 @@ class Engine:
         self._stages.attach(pipeline, self.proceed)
         self.scheduler.attach(pipeline.n_stages, opening or (), rings=pipeline.rings)
         if opening is not None:
-            self.recovery.rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
-        self.freezer.end()
+            self.recovery.record_rebuilt(0, self._stages.n_frozen * pipeline.n_stages)
+        self.freezer.resume()
         before_steps(opening is not None)
         self.proceed()
 
     @property
-    def state_kept(self) -> bool:
-        """Whether the stages that were restored last had the bytes of what was frozen."""
-        return self._stages.kept
+    def state_restored(self) -> bool:
+        """Whether the stages that came back last had the bytes of the frozen state."""
+        return self._stages.restored
 
     def detach(self, error: RequestError, *, permanent: bool = False) -> None:
         """Drop the pipeline, and hold requests until the next attach; without a hold, end running ones with ``error``
@@ -224,18 +228,18 @@ class Engine:
             self.pipeline.close()
             self.pipeline = None
             if not self._stages.active:
-                self.recovery.begin(now, "restart" if self.freezer.paused else "loss")
+                self.recovery.begin_hold(now, "restart" if self.freezer.paused else "loss")
         self._stages.detach()
         if permanent:
             self.recovery.give_up()
         self._unavailable = error.message
         self._rows.forget_steps()
-        events = self.scheduler.lose_all(error, now, self.recovery.keep)
+        events = self.scheduler.lose_all(error, now, self.recovery.hold)
         if permanent:
             events += self.scheduler.fail(self.scheduler.queued, error, now)
         self.proceed(events)
 
-    def part(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
+    def detach_frozen(self, error: RequestError, rows: RowStore | None, journal_pages: int) -> None:
         """Leave the pipeline after a freeze; the next one may have what was frozen (``attach``).
 
         ``error``: says meanwhile why requests are not served.  ``rows``, ``journal_pages``: the memory of the journal
@@ -245,23 +249,23 @@ class Engine:
             self.pipeline.close()
             self.pipeline = None
         self.scheduler.detach_drafter()
-        self._stages.part(make_journal(rows, self.scheduler.pools, journal_pages))
+        self._stages.detach_frozen(make_journal(rows, self.scheduler.pools, journal_pages))
         self._unavailable = error.message
 
-    def away(self, error: RequestError) -> None:
+    def set_unavailable(self, error: RequestError) -> None:
         """Set the reason why requests are not served: ``error``'s message."""
         self._unavailable = error.message
 
     def lose_stages(self, stages: Collection[int], error: RequestError) -> bool:
-        """The daemon of some stages is lost: hold requests until ``restore``, and keep what the other stages have.
+        """Hold requests until ``restore``, as the daemons of some stages are lost; the other stages keep their state.
 
-        False: that is impossible, so it does what ``detach`` does.
+        Returns False where that is impossible: then it does what ``detach`` does.
         """
         if self.pipeline is None or not self.rebuilds or not self._stages.lose(self.pipeline, stages):
             self.detach(error)
             return False
         now = self._clock()
-        self.recovery.begin(now, "restart" if self.freezer.paused else "loss")
+        self.recovery.begin_hold(now, "restart" if self.freezer.paused else "loss")
         self._unavailable = error.message
         lost = [record for record in self.scheduler.running if not self.recovery.survives(record)]
         self.proceed(self.scheduler.fail(lost, error, now))
@@ -272,16 +276,16 @@ class Engine:
         links: Mapping[int, StageLink],
         on_end: Callable[[bool], None],
         *,
-        kept: bool = False,
+        restored: bool = False,
         replayed: Collection[int] = (),
     ) -> bool:
         """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
 
-        ``kept``: they have the bytes of what was frozen before the loss, so nothing is computed again.  ``replayed``:
-        stages whose daemons computed what ``replays`` made since the last loss.  ``on_end`` hears whether that
-        worked; if not, the pipeline is detached by then.  False: no stage is lost.
+        ``restored``: they have the bytes of what was frozen before the loss, so nothing is computed again.
+        ``replayed``: stages whose daemons computed what ``replays`` made since the last loss.  ``on_end`` is called
+        with whether that worked; if not, the pipeline is detached by then.  Returns False if no stage is lost.
         """
-        any_lost = self._stages.restore(links, on_end, kept=kept, replayed=replayed)
+        any_lost = self._stages.restore(links, on_end, restored=restored, replayed=replayed)
         self.proceed()
         return any_lost
 
@@ -289,21 +293,21 @@ class Engine:
         """Go on with the rebuild of lost stages."""
         try:
             if self._stages.advance(self._clock()):
-                self.recovery.rebuilt(self._stages.n_tokens, self._stages.n_kept)
+                self.recovery.record_rebuilt(self._stages.n_tokens, self._stages.n_restored)
                 for plan in self._stages.masked():
                     if self.pipeline is not None:
-                        self._masks.planned(plan, self.pipeline)
+                        self._masks.make_masks(plan, self.pipeline)
                 if not self._stages.active:  # a new daemon may be lost again already
-                    self.freezer.end()
-                    self._stages.end(rebuilt=True)
+                    self.freezer.resume()
+                    self._stages.report_end(rebuilt=True)
         except CannotRebuild as error:
             self.detach(RequestError("shard_lost", f"{self._unavailable}; {error}"))
-            self._stages.end(rebuilt=False)
+            self._stages.report_end(rebuilt=False)
 
     def on_result(self, result: PipelineResult) -> None:
         """Apply a finished step; the pipeline's ``on_result``."""
         now = self._clock()
-        self._stages.finished(result.step.step_id)
+        self._stages.on_step_finished(result.step.step_id)
         self._totals.add(result)
         n_before = self.scheduler.n_generated_tokens
         try:
@@ -356,15 +360,15 @@ class Engine:
 
     def asked(self, stage: int, step_id: int) -> AskedStep | None:
         """Return a step that a stage has yet to answer, for the check of its answer."""
-        found = None if self.pipeline is None else self.pipeline.asked(stage, step_id)
-        if found is None or self.pipeline is None:
+        pending = None if self.pipeline is None else self.pipeline.asked(stage, step_id)
+        if pending is None or self.pipeline is None:
             return None
         n_top: dict[int, int] = {}
         if stage == self.pipeline.n_stages - 1:
-            scheduled = next((one for one in self.scheduler.in_flight if one.step_id == step_id), None)
+            scheduled = next((step for step in self.scheduler.in_flight if step.step_id == step_id), None)
             parts = scheduled.parts.items() if scheduled is not None else ()
             n_top = {sequence: part.record.request.sampling.n_top_logprobs for sequence, part in parts}
-        return AskedStep(*found, n_top)
+        return AskedStep(*pending, n_top)
 
     # ---- the end
 
@@ -419,15 +423,15 @@ class Engine:
         while (pipeline := self.pipeline) is not None and self._planning:
             if (plan := self.scheduler.next_plan(self._clock())) is None:
                 break
-            self._rows.planned(plan)
+            self._rows.on_step_planned(plan)
             lives = self.scheduler.in_flight[-1].lives
             if not self.scheduler.limits.stages_rank:
-                self.relevance.planned(self.scheduler.in_flight[-1])
-            self._stages.sending(plan)
+                self.relevance.request_rankings(self.scheduler.in_flight[-1])
+            self._stages.before_step(plan)
             pipeline.drafts.suspended = self.scheduler.drafting.suspended
             pipeline.submit(plan.step, opening=plan.opening)
-            self._masks.planned(plan, pipeline)
-            self._stages.planned(plan, lives)  # the shards work already
+            self._masks.make_masks(plan, pipeline)
+            self._stages.on_step_planned(plan, lives)  # the shards work already
         self._outbox += self.scheduler.failed
         self.scheduler.failed.clear()
         # A dead link reenters here through on_failed; the outbox keeps events in order.
@@ -455,17 +459,17 @@ class DrafterAttachment:
         pipeline.drafts.on_drafted = self._drafted
         pipeline.drafts.on_lost = self._lost
 
-    def attach(self, link: StageLink, *, with_output: bool, kept: bool = False) -> None:
+    def attach(self, link: StageLink, *, with_output: bool, restored: bool = False) -> None:
         """Draft with the draft stage behind ``link``, whose daemon holds no sequences yet.
 
-        ``with_output``: it is the output stage's daemon.  ``kept``: it has the state of the drafter before, and no step
-        was planned since that was detached.  Raises RuntimeError without a pipeline or with a drafter,
+        ``with_output``: it is the output stage's daemon.  ``restored``: it has the state of the drafter before, and no
+        step was planned since that was detached.  Raises RuntimeError without a pipeline or with a drafter,
         ValueError if the limits have no room for one.
         """
         pipeline = self._engine.pipeline
         if pipeline is None:
             raise RuntimeError("there is no pipeline to attach a drafter to; attach one first")
-        self._engine.scheduler.attach_drafter(with_output=with_output, kept=kept)
+        self._engine.scheduler.attach_drafter(with_output=with_output, restored=restored)
         pipeline.drafts.attach(link, with_output=with_output)
         self._engine.proceed()
 
@@ -529,11 +533,11 @@ class Freezer:
         """Plan no step until lost stages are there again or a pipeline is attached, and wait until those on their way
         are done; requests are held meanwhile.
 
-        Returns what the shards hold then, which the engine's ``restore`` or ``attach`` may be told to be kept.  None if
-        it took longer, or the pipeline was lost.
+        Returns what the shards hold then, for ``restore`` or ``attach`` with ``restored``.  None if it took longer, or
+        the pipeline was lost.
         """
         self._paused = True
-        self._recovery.begin(self._clock(), reason)
+        self._recovery.begin_hold(self._clock(), reason)
         at_rest = await self._changes.holds_within(
             lambda: not self._paused or self._engine.pipeline is None or self._flush(), timeout_s
         )
@@ -547,13 +551,13 @@ class Freezer:
     def thaw(self) -> None:
         """Plan again after a freeze.  Does nothing if the freeze has ended already."""
         if self._paused and self._engine.pipeline is not None and not self._stages.active:
-            self.end()
+            self.resume()
             self._engine.proceed()
 
-    def end(self) -> None:
-        """The pipeline is whole: steps are planned again, after a freeze or a loss."""
+    def resume(self) -> None:
+        """Plan steps again after a freeze or a loss: the pipeline is whole."""
         self._paused = False
-        self._recovery.end(self._clock())
+        self._recovery.end_hold(self._clock())
 
     async def quiesce(self, timeout_s: float) -> bool:
         """Start no queued request until the next attach; return whether the running ones ended in time.
@@ -571,9 +575,9 @@ class Freezer:
         pipeline = self._engine.pipeline
         if pipeline is None or self._stages.active or self._engine.scheduler.n_in_flight or not pipeline.settled:
             return False
-        plan = self._engine.scheduler.cut(self._clock())
+        plan = self._engine.scheduler.flush_step(self._clock())
         if plan is not None:
-            self._stages.planned(plan, {})
+            self._stages.on_step_planned(plan, {})
             pipeline.submit(plan.step, opening=plan.opening)
         return plan is None
 

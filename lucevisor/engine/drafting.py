@@ -4,7 +4,7 @@ A drafter is asked with the slice behind whose token it drafts.  The sequence th
 (``LiveSequence.waiting_for_step``), and its next slice verifies them.  Drafts take only pages and states that are free
 or that prefix slots can give.  docs/scheduling.md has the rules.
 
-Where the output stage's daemon makes the drafts, a slice may verify them before the supervisor knows them: it carries
+Where the output stage's daemon makes the drafts, a slice may verify them before the supervisor has them.  It carries
 ``PENDING`` until they are filled in (ADR 16).
 
 Invariants: a sequence waits only for a step that the attached drafter has yet to answer; drafts never reach behind a
@@ -56,13 +56,13 @@ def with_same_draft_step(decodes: Sequence[ScheduledSlice]) -> list[ScheduledSli
     """Return those decodes whose drafts, as far as they are being made, the first step of these asked for: the first of
     several stages waits for one step's.
     """
-    asked = next((one.live.waiting_for_step for one in decodes if one.live.waiting_for_step), 0)
-    return [one for one in decodes if one.live.waiting_for_step in (0, asked)]
+    asked = next((slice_.live.waiting_for_step for slice_ in decodes if slice_.live.waiting_for_step), 0)
+    return [slice_ for slice_ in decodes if slice_.live.waiting_for_step in (0, asked)]
 
 
 def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: Mapping[int, Drafted]) -> bool:
     """Put the ``drafts`` that a step asked for into the slices behind it that verify them; return whether any do."""
-    found = False
+    any_filled = False
     for step in outstanding:
         for sequence, part in step.parts.items():
             before = asked.parts.get(sequence) if part.slice.drafts_pend else None
@@ -71,8 +71,8 @@ def fill_in(outstanding: Iterable[ScheduledStep], asked: ScheduledStep, drafts: 
             drafted = drafts.get(sequence, Drafted(sequence, []))
             slice_, n = part.slice.with_drafts(drafted.tokens), min(part.num_real_drafts, len(drafted.tokens))
             step.parts[sequence] = replace(part, slice=slice_, num_real_drafts=n)
-            found = True
-    return found
+            any_filled = True
+    return any_filled
 
 
 class Drafting:
@@ -88,12 +88,15 @@ class Drafting:
         self._suspension = DrafterSuspension()
         self.attached = False
         self.opening = False  # the next step opens the running sequences at the drafter
-        self._opens_kept = False  # which has their states
+        self._opens_restored = False  # which has their states
         self._was_suspended = False  # the last drafter did when it was detached
         self.outstanding: deque[ScheduledStep] = deque()  # steps that the drafter has yet to answer
         self._n_sampled = 0  # of them, those that the output stage has answered, at the front
         self._overlaps = False  # the drafter works beside the output stage
-        self.n_stages, self.tells_first = n_stages, n_stages == 1  # the last one tells the first one what it makes
+        self.n_stages, self.publishes_to_first = (
+            n_stages,
+            n_stages == 1,
+        )  # the last one publishes to the first what it makes
         self._n_decoding = 0  # when the next step was begun
         self._last_results: dict[frozenset[int], tuple[ScheduledStep, float]] = {}  # by the sequences of a micro-batch
         self._cold_drafts = 0  # the last step behind which drafts were compiled or captured
@@ -101,10 +104,10 @@ class Drafting:
 
     # ---- the drafter
 
-    def attach(self, *, with_output: bool, opening: bool, kept: bool = False) -> None:
+    def attach(self, *, with_output: bool, opening: bool, restored: bool = False) -> None:
         """Ask a drafter from the next step on, which runs in the output stage's daemon (``with_output``) or beside it.
 
-        ``opening``: sequences are open in the shards, which it has to open, too.  ``kept``: it has the state of the
+        ``opening``: sequences are open in the shards, which it has to open, too.  ``restored``: it has the state of the
         last one, and nothing was computed in between; that of a suspended one is not worth keeping.
 
         Raises ValueError if the limits have no room for one, RuntimeError if there is one.
@@ -113,13 +116,13 @@ class Drafting:
             raise ValueError("no drafter can be attached: the arenas have no region for it (speculation.drafter)")
         if self.attached:
             raise RuntimeError("a drafter is attached already; detach it first")
-        kept = kept and not self._was_suspended
+        restored = restored and not self._was_suspended
         self.attached, self.opening, self._overlaps = True, opening, not with_output
-        self._opens_kept, self._was_suspended = kept, False
-        self._pools.resume_draft_epoch() if kept else self._pools.begin_draft_epoch()
+        self._opens_restored, self._was_suspended = restored, False
+        self._pools.resume_draft_epoch() if restored else self._pools.begin_draft_epoch()
 
     def detach(self) -> None:
-        """Expect no drafts any more; the sequences that wait for some go on without."""
+        """Stop drafting; sequences that wait for drafts go on without."""
         if self.attached:
             self._was_suspended = self.suspended
             self._suspension.reset()
@@ -135,7 +138,7 @@ class Drafting:
     def open_running(self) -> list[Operation]:
         """Return the operations that open all running sequences at a drafter without any."""
         self.opening = False
-        return self._running.opening(kept=self._opens_kept)
+        return self._running.opening_operations(restored=self._opens_restored)
 
     @property
     def suspended(self) -> bool:
@@ -167,7 +170,7 @@ class Drafting:
     def resume(self, *, opening: bool) -> None:
         """Ask the drafter again, as one that was just attached; ``opening`` as there."""
         self._suspension.toggle()
-        self.opening, self._opens_kept = opening, False
+        self.opening, self._opens_restored = opening, False
         self._pools.begin_draft_epoch()
 
     @property
@@ -176,7 +179,7 @@ class Drafting:
         the masks of a constraint do not depend on them.  Of several stages the first would keep a prompt
         waiting meanwhile.
         """
-        if not self.attached or self._overlaps or not self.tells_first:
+        if not self.attached or self._overlaps or not self.publishes_to_first:
             return False
         alone = self.n_stages == 1
         return all(
@@ -206,13 +209,15 @@ class Drafting:
             return [*decodes]
         wanted = promised or self.speculation.num_verify_tokens(records, self._n_decoding)
         widths, most = [], self._settings.max_drafts
-        for one in decodes:
-            n_left = one.record.max_tokens - one.record.n_generated - 1
+        for slice_ in decodes:
+            n_left = slice_.record.max_tokens - slice_.record.n_generated - 1
             widths.append(max(0, min(wanted, most, n_left)))
-        widths = within_masks(self._within_states(widths), [one.record.request.constraint for one in decodes])
+        widths = within_masks(self._within_states(widths), [slice_.record.request.constraint for slice_ in decodes])
         if len(widths) > 2 and min(widths):  # a GPU's graphs are of equal slices
             widths = [min(widths)] * len(widths)
-        return [padded(one, width, drafted) for one, width, (_, drafted) in zip(decodes, widths, records, strict=True)]
+        return [
+            padded(slice_, width, drafted) for slice_, width, (_, drafted) in zip(decodes, widths, records, strict=True)
+        ]
 
     def would_draft(self, ahead: Sequence[ScheduledSlice]) -> bool:
         """Whether decodes should wait for the tokens they start from, because drafts are likely to follow these."""
@@ -221,33 +226,33 @@ class Drafting:
         self._promised = self.speculation.num_verify_tokens(records, self._n_decoding) if offered else 0
         return self._promised > 0
 
-    def fit(self, one: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
+    def fit(self, slice_: ScheduledSlice) -> tuple[ScheduledSlice, list[Operation]]:
         """Return a slice that has its own pages with pages and states for its drafts and for those to ask for.
 
         As many drafts as that leaves room for.  Call it where drafts are on, in the order of the step's slices, and
         plan all of them.
         """
-        live, table = one.live, one.live.table
-        n_drafts, room = len(one.drafts), table.draft_room(one.stop)
+        live, table = slice_.live, slice_.live.table
+        n_drafts, room = len(slice_.drafts), table.draft_room(slice_.stop)
         n_drafts = n_drafts if room is None else min(n_drafts, room)
-        covered = table.covers(one.stop + n_drafts + self._settings.max_drafts + 1)
-        operations = self._running.extend(live, one.stop + n_drafts) if n_drafts and not covered else []
-        while n_drafts and not covered and table.missing(one.stop + n_drafts):
+        covered = table.covers(slice_.stop + n_drafts + self._settings.max_drafts + 1)
+        operations = self._running.extend(live, slice_.stop + n_drafts) if n_drafts and not covered else []
+        while n_drafts and not covered and table.missing(slice_.stop + n_drafts):
             n_drafts -= 1
         states: list[int] = []
         if n_drafts and live.state != NO_STATE:
             taken = self._pools.draft_states.allocate(n_drafts) or []
             n_drafts = len(taken)
             states = [live.state, *taken] if taken else []
-        stop, num_draft_tokens = one.stop + n_drafts, self._num_draft_tokens(one, n_drafts)
-        if not one.drafts and not num_draft_tokens:
-            return one, operations  # as most are
+        stop, num_draft_tokens = slice_.stop + n_drafts, self._num_draft_tokens(slice_, n_drafts)
+        if not slice_.drafts and not num_draft_tokens:
+            return slice_, operations
         if num_draft_tokens and not covered:
             operations += self._running.extend(live, stop, num_draft_tokens + 1)
             while num_draft_tokens and table.missing(stop, num_draft_tokens + 1):
                 num_draft_tokens -= 1
-        one = replace(one, drafts=one.drafts[:n_drafts], num_real_drafts=min(one.num_real_drafts, n_drafts))
-        return replace(one, states=states, num_draft_tokens=num_draft_tokens), operations
+        slice_ = replace(slice_, drafts=slice_.drafts[:n_drafts], num_real_drafts=min(slice_.num_real_drafts, n_drafts))
+        return replace(slice_, states=states, num_draft_tokens=num_draft_tokens), operations
 
     def draft_from(self, live: LiveSequence) -> int:
         """Return the first position of a sequence whose state the drafter has; 0 without an active one."""
@@ -259,20 +264,20 @@ class Drafting:
             live.draft_from = now, position
         return position
 
-    def keeps_up(self, slices: Sequence[Slice], n_stages: int) -> bool:
+    def is_upkeep(self, slices: Sequence[Slice], n_stages: int) -> bool:
         """Whether the drafter takes decodes along without a message and an answer of its own: it is asked for nothing,
         in the output stage's daemon, which does one step after the other where there are several stages."""
         if not self.active or self._overlaps or n_stages == 1:
             return False
-        return all_decodes(slices) and not any(piece.num_draft_tokens or piece.drafts_pend for piece in slices)
+        return all_decodes(slices) and not any(slice_.num_draft_tokens or slice_.drafts_pend for slice_ in slices)
 
     def on_step_planned(self, step: ScheduledStep, *, upkeep: bool = False) -> None:
-        """Note a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
+        """Record a step that is sent to the drafter, too, if there is one; with ``upkeep`` it does not answer."""
         if self.active and not upkeep:
             self.outstanding.append(step)
         if self._settings.lookup:
             records = [part.record for part in step.parts.values()]  # of prompts: while the shards compute them
-            self._index(one for one in records if one.state is RequestState.PREFILL and not one.uncached)
+            self._index(record for record in records if record.state is RequestState.PREFILL and not record.uncached)
 
     # ---- results
 
@@ -324,7 +329,7 @@ class Drafting:
             self.speculation.record_round(width, now - then, asked=True, cold=cold)
 
     def on_drafts(self, result: StepResult) -> bool:
-        """Take the drafts of a step, so that its sequences go on; return whether a step may have become possible.
+        """Store the drafts of a step, so that its sequences go on; return whether another step may be possible now.
 
         Raises WrongResult, changing nothing, if they do not answer the oldest step that the drafter has yet to answer.
         """
@@ -353,7 +358,7 @@ class Drafting:
         return not verified or len(self._running) > 1
 
     def on_tokens(self, part: ScheduledSequence, drawn: Sequence[Sampled]) -> None:
-        """Note the tokens drawn for a slice, before its request takes them; all but the last are accepted drafts."""
+        """Record the tokens drawn for a slice before they are appended; all but the last are accepted drafts."""
         record, n_accepted = part.record, len(drawn) - 1
         if part.num_real_drafts:
             self.speculation.record_verdict(record.drafts, part.num_real_drafts, min(n_accepted, part.num_real_drafts))
@@ -362,7 +367,7 @@ class Drafting:
         if not n_accepted and not part.num_real_drafts:
             self.statistics.by_origin[part.origin].n_plain += 1
             return
-        ends = [i for i, one in enumerate(drawn) if one.token in record.request.stop_ids]
+        ends = [i for i, sampled in enumerate(drawn) if sampled.token in record.request.stop_ids]
         if ends:  # the request ends there
             n_accepted = min(n_accepted, ends[0] + 1)
         looked_up = record.drafts.looked_up
@@ -379,8 +384,8 @@ class Drafting:
         n_prompts = sum(record.state is RequestState.PREFILL for record in self._running)
         self._n_decoding = len(self._running) - n_prompts
         if self._settings.lookup:
-            self._index(one.record for one in decodes)
-        return [(one.record.drafts, self._candidates(one)) for one in decodes]
+            self._index(slice_.record for slice_ in decodes)
+        return [(slice_.record.drafts, self._candidates(slice_)) for slice_ in decodes]
 
     def _within_states(self, widths: list[int]) -> list[int]:
         """Cut the longest slices until there is an id for the recurrent state after every draft."""
@@ -391,15 +396,15 @@ class Drafting:
             most -= 1
         return [min(width, most) for width in widths]
 
-    def _num_draft_tokens(self, one: ScheduledSlice, n_drafts: int) -> int:
+    def _num_draft_tokens(self, slice_: ScheduledSlice, n_drafts: int) -> int:
         """Return how many drafts to ask for behind the token that a slice samples."""
-        record = one.record
-        if not self.active or not one.samples or record.uncached or self.draft_from(one.live) >= one.stop:
+        record = slice_.record
+        if not self.active or not slice_.samples or record.uncached or self.draft_from(slice_.live) >= slice_.stop:
             return 0
         most = min(
             self._settings.max_drafts,
-            record.max_tokens - record.n_generated - 2 - one.runs_ahead,  # the last token needs no draft
-            self._max_context - (one.stop + n_drafts) - 1,
+            record.max_tokens - record.n_generated - 2 - slice_.runs_ahead,  # the last token needs no draft
+            self._max_context - (slice_.stop + n_drafts) - 1,
         )
         n_decoding = self._n_decoding if record.state is RequestState.DECODE else len(self._running)  # prompts end
         wanted = min(most, self.speculation.num_draft_tokens(record.drafts, n_decoding)) if most > 0 else 0
@@ -407,21 +412,21 @@ class Drafting:
             self._suspension.record_use()
         return wanted
 
-    def _candidates(self, one: ScheduledSlice) -> Drafted:
+    def _candidates(self, slice_: ScheduledSlice) -> Drafted:
         """Return the drafts that may follow a sequence's tokens, up to the first that its constraint forbids."""
-        live = one.live
-        found = self.speculation.candidates(
-            one.record.drafts, live.drafted or placeholder_drafts(self.outstanding, live)
+        live = slice_.live
+        drafted = self.speculation.candidates(
+            slice_.record.drafts, live.drafted or placeholder_drafts(self.outstanding, live)
         )
-        constraint = one.record.request.constraint
-        if constraint is None or not found.tokens:
-            return found
-        n = constraint.n_valid(*untaken_tokens(one.record, constraint), found.tokens)
-        return Drafted(found.sequence, found.tokens[:n], found.probabilities[:n])
+        constraint = slice_.record.request.constraint
+        if constraint is None or not drafted.tokens:
+            return drafted
+        n = constraint.n_valid(*untaken_tokens(slice_.record, constraint), drafted.tokens)
+        return Drafted(drafted.sequence, drafted.tokens[:n], drafted.probabilities[:n])
 
     @staticmethod
     def _index(records: Iterable[RequestRecord]) -> None:
-        """Bring the n-grams of requests up to date, or nearer to it."""
+        """Index new tokens of requests, at most ``INDEX_TOKENS`` of them."""
         n_left = INDEX_TOKENS
         for record in records:
             if record.drafts.lookup is None:

@@ -97,17 +97,17 @@ class Journal:
         """Blocks in use."""
         return len(self._blocks)
 
-    def planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
+    def on_step_planned(self, step: Step, lives: Mapping[int, LiveSequence]) -> None:
         """Note what a step will have computed; ``lives``: the sequences of its slices."""
         copied = [
-            (self._key(one.source), self._key(one.target), one.n_tokens)
-            for one in step.operations
-            if isinstance(one, CopyPage) and one.space is Space.FULL
+            (self._key(operation.source), self._key(operation.target), operation.n_tokens)
+            for operation in step.operations
+            if isinstance(operation, CopyPage) and operation.space is Space.FULL
         ]
         filing, row = _Filing(step.region, copied), 0
         parts, generation_of = filing.parts, self._pages.generation_of
-        for piece in step.slices:
-            sequence, start, n, live = piece.sequence, piece.start, len(piece.tokens), lives[piece.sequence]
+        for slice_ in step.slices:
+            sequence, start, n, live = slice_.sequence, slice_.start, len(slice_.tokens), lives[slice_.sequence]
             page = live.table.page(Space.FULL, start // PAGE_TOKENS) if n == 1 else None
             if page is not None:  # a decode, of which a step may have many
                 parts.append(_PageRun(sequence, page, generation_of(page), start % PAGE_TOKENS, row, 1))
@@ -117,21 +117,21 @@ class Journal:
         if copied or row:
             self._filings[step.step_id] = filing
 
-    def without(self, step_id: int, sequences: Collection[int]) -> None:
-        """Some slices were taken out of a step in flight."""
+    def remove_slices(self, step_id: int, sequences: Collection[int]) -> None:
+        """Remove the slices of some sequences from a step in flight."""
         filing = self._filings.get(step_id)
         if filing is None:
             return
-        row, kept = 0, []
+        row, remaining = 0, []
         for part in filing.parts:
             if part.sequence not in sequences:
                 part.row = row
-                kept.append(part)
+                remaining.append(part)
                 row += part.n
-        filing.parts[:] = kept
+        filing.parts[:] = remaining
 
-    def answered(self, step_id: int, boundary: int) -> None:
-        """A stage has written the rows of a step to a boundary: file them.
+    def on_stage_answered(self, step_id: int, boundary: int) -> None:
+        """File the rows of a step that a stage has written to a boundary.
 
         Behind those of drafts that were not made after all lies what the region had before: the next step's rows take
         their places, as they do of rejected drafts.
@@ -141,16 +141,20 @@ class Journal:
             return
         for source, target, n_rows in filing.copied:
             known = self._find(boundary, *source)
-            if known is not None and known.n_rows >= n_rows and (block := self._take(boundary, *target)) is not None:
+            if (
+                known is not None
+                and known.n_rows >= n_rows
+                and (block := self._block_for(boundary, *target)) is not None
+            ):
                 self._store.copy(known.index, block.index, n_rows)
                 block.n_rows = n_rows
         copies, blocks = [], self._blocks
         for part in filing.parts:
             block, offset = blocks.get((boundary, part.page)), part.offset
             if block is None or block.generation != part.generation:
-                block = self._take(boundary, part.page, part.generation)
+                block = self._block_for(boundary, part.page, part.generation)
             if block is None or block.n_rows < offset:
-                continue  # no room, or a gap that nobody can fill
+                continue  # no room, or a gap before it
             stop = offset + part.n
             copies.append(RowCopy(block.index, offset, part.row, part.n))
             if stop > block.n_rows:
@@ -159,20 +163,22 @@ class Journal:
             self._store.file(boundary, filing.region, copies)
 
     def free(self, region: int) -> None:
-        """A step with rows in a region is about to be sent."""
+        """Wait until no copy reads a region, for a step that is about to be sent."""
         self._store.free(region)
 
-    def finished(self, step_id: int) -> None:
-        """The last stage has answered a step."""
+    def on_step_finished(self, step_id: int) -> None:
+        """Forget a step that the last stage has answered."""
         self._filings.pop(step_id, None)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop everything: the shards lost their sequences."""
         self._filings.clear()
         self._free += [block.index for block in self._blocks.values()]
         self._blocks.clear()
 
-    def find(self, boundary: int, pages: Sequence[int], start: int, stop: int, row: int = 0) -> list[RowCopy] | None:
+    def find_rows(
+        self, boundary: int, pages: Sequence[int], start: int, stop: int, row: int = 0
+    ) -> list[RowCopy] | None:
         """Return where the rows of some positions lie, to be placed from ``row`` on; None if one is missing.
 
         ``pages``: those of these positions, in order.
@@ -199,20 +205,20 @@ class Journal:
         return page, self._pages.generation_of(page)
 
     def _runs(self, sequence: int, pages: Sequence[int], start: int, stop: int, row: int) -> list[_PageRun]:
-        found, generation_of = [], self._pages.generation_of
+        runs, generation_of = [], self._pages.generation_of
         for page in pages:
             offset = start % PAGE_TOKENS
             n = min(PAGE_TOKENS - offset, stop - start)
-            found.append(_PageRun(sequence, page, generation_of(page), offset, row, n))
+            runs.append(_PageRun(sequence, page, generation_of(page), offset, row, n))
             start += n
             row += n
-        return found
+        return runs
 
     def _find(self, boundary: int, page: int, generation: int) -> _PageRows | None:
         block = self._blocks.get((boundary, page))
         return block if block is not None and block.generation == generation else None
 
-    def _take(self, boundary: int, page: int, generation: int) -> _PageRows | None:
+    def _block_for(self, boundary: int, page: int, generation: int) -> _PageRows | None:
         """Return the block of a page; None if there is no room for it, or it has a later generation already."""
         block = self._blocks.get((boundary, page))
         if block is None:

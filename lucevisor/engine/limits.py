@@ -1,4 +1,4 @@
-"""The limits the scheduler works within.  Pure.  Invariant: limits that would block every request are refused here."""
+"""Limits of the scheduler.  Invariant: limits that would block every request are refused here."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class SpeculationSettings:
 class EngineLimits:
     """What the scheduler may use.  ``pools`` is the record sent in Load.  Raises ValueError naming the wrong field.
 
-    ``max_step_tokens`` bounds a step and with it how long a decode may wait for the prefill chunks beside it; one chunk
-    and one token of every sequence with its drafts always fit, so neither starves.  ``window_tokens``: positions that a
-    sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off by
-    default, as is ``speculation``.  ``residency``: the bound of KV Flash; None: off.
-    ``long_prefill_tokens``: prompt tokens of a step while others run beside a prompt with more of them to compute; 0:
-    ``prefill_chunk``.
+    ``max_sequences`` and ``max_context`` are vLLM's max_num_seqs and max_model_len.  ``max_step_tokens``
+    (max_num_batched_tokens) bounds a step and with it how long a decode may wait for the prefill chunks beside it; one
+    chunk and one token of every sequence with its drafts always fit, so neither starves.  ``window_tokens``: positions
+    that a sliding layer sees, itself included; None without such layers.  ``prefix``: what prefix slots may take; off
+    by default, as is ``speculation``.  ``residency``: the bound of KV Flash; None: off.  ``long_prefill_tokens``:
+    prompt tokens of a step while others run beside a prompt with more of them to compute; 0: ``prefill_chunk``.
     """
 
     max_sequences: int
@@ -66,9 +66,9 @@ class EngineLimits:
         n_drafts = self.speculation.max_drafts
         least = self.prefill_chunk + self.max_sequences * (1 + n_drafts)
         if self.max_step_tokens < least:
-            each = f" * (1 + {n_drafts} drafts)" if n_drafts else ""
+            per = f" * (1 + {n_drafts} drafts)" if n_drafts else ""
             raise ValueError(
-                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences{each} = {least} is the least"
+                f"max_step_tokens is {self.max_step_tokens}; prefill_chunk + max_sequences{per} = {least} is the least"
             )
         self._check_pools()
 

@@ -33,7 +33,7 @@ _JOBS_A_THREAD: Final = 4  # fewer are not worth another thread: most masks take
 
 class MaskMaker:
     """``fail(request_id, error)`` ends a request whose constraint cannot go on.  ``threaded`` False: on the calling
-    thread, before ``planned`` returns, for tests that have no event loop, and where there is no memory for threads.
+    thread, before ``make_masks`` returns, for tests that have no event loop, and where there is no memory for threads.
     """
 
     def __init__(self, fail: Callable[[str, RequestError], None], *, threaded: bool = True) -> None:
@@ -46,7 +46,7 @@ class MaskMaker:
             except MemoryError as error:
                 log.warning("masks of constrained output are made on the event loop", reason=str(error))
 
-    def planned(self, plan: StepPlan, pipeline: Pipeline) -> None:
+    def make_masks(self, plan: StepPlan, pipeline: Pipeline) -> None:
         """Make the masks of a step that was submitted, and send them after it."""
         jobs, step_id = plan.mask_jobs, plan.step.step_id
         if not jobs:

@@ -25,12 +25,12 @@ def note_rankings(scheduled: ScheduledStep, asked: Collection[int], results: Seq
     wanted = {sequence: waiting[sequence] for sequence in asked if sequence in waiting}
     sums: dict[int, list[float]] = {}
     for result in results:
-        for one in result.page_scores:
-            before = sums.setdefault(one.sequence, [0.0] * len(one.scores))
-            if one.sequence not in wanted or len(before) != len(one.scores):
-                n = f"{len(one.scores)} pages of sequence {one.sequence}"
+        for answer in result.page_scores:
+            before = sums.setdefault(answer.sequence, [0.0] * len(answer.scores))
+            if answer.sequence not in wanted or len(before) != len(answer.scores):
+                n = f"{len(answer.scores)} pages of sequence {answer.sequence}"
                 raise WrongResult(f"step {result.step_id}: stage {result.stage} ranked {n}, which fits no other answer")
-            sums[one.sequence] = [a + b for a, b in zip(before, one.scores, strict=True)]
+            sums[answer.sequence] = [a + b for a, b in zip(before, answer.scores, strict=True)]
     for sequence, part in wanted.items():
         part.live.ranking = 0
         part.live.table.rank(sums.get(sequence, []))
@@ -50,7 +50,7 @@ class PageRelevance:
         self._on_ranked = on_ranked
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def planned(self, step: ScheduledStep) -> None:
+    def request_rankings(self, step: ScheduledStep) -> None:
         """Ask for the sequences of a step that wait for a ranking, which no stage makes."""
         for part in step.parts.values():
             live = part.live

@@ -115,7 +115,7 @@ class PipelineStep:
     draft: AttachedDrafter | None = None
     opening: Sequence[Operation] | None = None
     frames: dict[int, bytes] = field(default_factory=dict)
-    had: set[int] = field(default_factory=set)  # stages that it was sent to, and that are still there
+    sent_to: set[int] = field(default_factory=set)  # stages that it was sent to, and that are still there
     posted: set[int] = field(default_factory=set)  # of these, before the stage ahead had answered
     done: set[int] = field(default_factory=set)  # stages that have had its operations, and get it without them
     early: dict[int, Answer] = field(default_factory=dict)  # of stages behind the one it is at
@@ -136,13 +136,13 @@ class PipelineStep:
 
     def lose(self, stage: int) -> None:
         """A stage that has not answered it has it no more."""
-        self.had.discard(stage)
+        self.sent_to.discard(stage)
         self.posted.discard(stage)
 
     def drawn(self) -> list[list[int]]:
         """Return the tokens that the last stage sampled for each slice."""
-        found = tokens_by_sequence(self.answers[-1].result.sampled)
-        return [found.get(piece.sequence, []) for piece in self.step.slices]
+        tokens = tokens_by_sequence(self.answers[-1].result.sampled)
+        return [tokens.get(slice_.sequence, []) for slice_ in self.step.slices]
 
     def frame(self, stage: int, *, posted: bool = False) -> bytes:
         """Return the frame for a stage."""
@@ -155,27 +155,27 @@ def filled(step: Step, known: Mapping[int, Sequence[int]]) -> Step:
     made up, as no stage has them.
     """
     slices = []
-    for piece in step.slices:
-        if piece.tokens == [PENDING]:
-            piece = replace(piece, tokens=[known[piece.sequence][-1]])
-        elif piece.drafts_pend:
-            piece = piece.with_drafts(known.get(piece.sequence, ()))
-        slices.append(piece)
+    for slice_ in step.slices:
+        if slice_.tokens == [PENDING]:
+            slice_ = replace(slice_, tokens=[known[slice_.sequence][-1]])
+        elif slice_.drafts_pend:
+            slice_ = slice_.with_drafts(known.get(slice_.sequence, ()))
+        slices.append(slice_)
     return replace(step, slices=slices, depends_on_step=0, drafts_of=0)
 
 
 def starts_from(step: Step, before: Sequence[Sampled]) -> bool:
     """Whether the decodes of a step start from the tokens that the step ``before`` sampled."""
-    newest = {one.sequence: one.token for one in before}
-    return all(newest.get(piece.sequence, piece.tokens[0]) == piece.tokens[0] for piece in step.slices)
+    newest = {sampled.sequence: sampled.token for sampled in before}
+    return all(newest.get(slice_.sequence, slice_.tokens[0]) == slice_.tokens[0] for slice_ in step.slices)
 
 
 class DraftRelay:
     """Steps to the draft stage, if one is ``attached``, and its answers back.
 
     ``stage``: its number, behind all stages.  ``in_flight``: the steps that have yet to end.  ``on_drafted`` gets the
-    answers; ``on_lost`` is told why the drafter was detached; ``on_known`` is called when steps that were sent without
-    their drafts have them, or never will.
+    answers.  ``on_lost`` is called with the reason when the drafter was detached, ``on_known`` when steps that were
+    sent without their drafts have them, or never will.
     """
 
     def __init__(
@@ -240,9 +240,9 @@ class DraftRelay:
 
     def asked(self, step_id: int) -> PipelineStep | None:
         """Return a step that the drafter has yet to answer."""
-        return self._asked.get(step_id) if self.makes(step_id) else None
+        return self._asked.get(step_id) if self.is_drafting(step_id) else None
 
-    def makes(self, step_id: int) -> bool:
+    def is_drafting(self, step_id: int) -> bool:
         """Whether the drafter has yet to answer a step."""
         return self.attached is not None and any(waiting == step_id for waiting, _ in self.attached.waiting)
 
@@ -250,10 +250,10 @@ class DraftRelay:
         """Note that the output stage has given steps back: a draft stage in its daemon drops them, too."""
         draft = self.attached
         if draft is not None and draft.with_output:
-            draft.waiting = deque(one for one in draft.waiting if one[0] not in step_ids)
+            draft.waiting = deque(asked for asked in draft.waiting if asked[0] not in step_ids)
 
     def receive(self, result: StepResult) -> StageLink | None:
-        """Take an answer, for ``pass_on``; return whose it is, None if it is not the one that was due."""
+        """Take an answer, for ``deliver_drafts``; return whose it is, None if it is not the one that was due."""
         draft = self.attached
         if draft is None:
             return None  # it was detached, or the pipeline replaced, before it answered
@@ -268,12 +268,12 @@ class DraftRelay:
 
     def _put(self, made: StepResult) -> None:
         """Give drafts to the steps that were sent without them: in case that they are sent again."""
-        known = {one.sequence: one.tokens for one in made.drafts}
+        known = {drafted.sequence: drafted.tokens for drafted in made.drafts}
         for entry in [entry for entry in self._in_flight() if entry.step.drafts_of == made.step_id]:
             entry.step = filled(entry.step, known)
         self._on_known()
 
-    def pass_on(self) -> None:
+    def deliver_drafts(self) -> None:
         """Pass the drafts on whose steps have ended: what the output stage answered may wait for a stage before it.
 
         Steps that verify others have them already, also one that was planned since they were heard.
@@ -316,7 +316,7 @@ class Pipeline:
         self.rings = rings
         self._at_stage: list[deque[PipelineStep]] = [deque() for _ in stages]  # in order of arrival
         self._held: list[deque[PipelineStep]] = [deque() for _ in stages]  # that its daemon has, in the order sent
-        self._recalling: set[int] = set()  # stages that are to answer a recall
+        self._cancelling: set[int] = set()  # stages that are to answer a recall
         self._answered_at: dict[int, float] = {}  # by link: a daemon has one compute thread for all its stages
         self._open = True
         self.lost: set[int] = set()  # stages whose daemon is away: steps wait for them
@@ -326,7 +326,7 @@ class Pipeline:
         self.on_first_stage_done: Callable[[], None] = lambda: None  # not called by a pipeline of one stage
 
         self.on_rows: Callable[[Step, int], None] = lambda _, __: None  # a step's rows are there for the next stage
-        self.on_recalled: Callable[[], None] = lambda: None  # a stage has given posted steps back
+        self.on_steps_returned: Callable[[], None] = lambda: None  # a stage has given posted steps back
         self.on_rebuilt: Callable[[int], None] = lambda _: None  # a stage has answered a step that rebuilds it
         self.on_dead_link: Callable[[PipelineFailure], bool] = lambda _: False  # whether the stage alone may be lost
 
@@ -389,7 +389,7 @@ class Pipeline:
         if stage == self.n_stages:
             if (link := self.drafts.receive(result)) is not None:
                 self._answered_at[id(link)] = now
-                self.drafts.pass_on()
+                self.drafts.deliver_drafts()
             return
         if not 0 <= stage < self.n_stages:
             self.fail(0, "protocol_error", f"a daemon answered for stage {stage}; there are {self.n_stages}")
@@ -435,7 +435,7 @@ class Pipeline:
         stage = entry.stage
         entry.sent_at = now
         self._at_stage[stage].append(entry)
-        sent = stage in entry.had or stage in self._recalling or self._send(entry, stage)
+        sent = stage in entry.sent_to or stage in self._cancelling or self._send(entry, stage)
         if self._open:
             self.on_rows(entry.step, stage - 1)
         if sent and self._open:
@@ -449,14 +449,14 @@ class Pipeline:
         if entry.draft is not None and not entry.draft.with_output:
             self.drafts.send(entry, drawn=entry.drawn(), before=self._sampled)
         self._sampled = entry.answers[-1].result.sampled
-        self._tell(entry)
+        self._publish_tokens(entry)
         if not self._open:
             return
         results, payloads = zip(*entry.answers, strict=True)
         self._on_result(PipelineResult(entry.step, results, payloads, tuple(entry.hops_s), now - entry.started_at))
-        self.drafts.pass_on()
+        self.drafts.deliver_drafts()
 
-    def _tell(self, done: PipelineStep) -> None:
+    def _publish_tokens(self, done: PipelineStep) -> None:
         """Give the tokens of a step to the steps that follow it and wait here for them."""
         sampled = done.answers[-1].result.sampled
         for later in [later for later in self.in_flight if later.depends_on_step == done.step.step_id]:
@@ -470,13 +470,13 @@ class Pipeline:
 
     def _may_start(self, entry: PipelineStep) -> bool:
         """Whether the first stage has all steps before this one."""
-        return all(0 in before.had for before in self._at_stage[0] if before is not entry)
+        return all(0 in before.sent_to for before in self._at_stage[0] if before is not entry)
 
     def _start(self) -> None:
         """Send the first stage what waits for tokens and drafts no longer, in order."""
-        waiting = [entry for entry in self._at_stage[0] if 0 not in entry.had and 0 not in self._recalling]
+        waiting = [entry for entry in self._at_stage[0] if 0 not in entry.sent_to and 0 not in self._cancelling]
         for entry in waiting if self._open else ():
-            if entry.step.drafts_of and not self.drafts.makes(entry.step.drafts_of):
+            if entry.step.drafts_of and not self.drafts.is_drafting(entry.step.drafts_of):
                 entry.step = filled(entry.step, {})  # of a drafter that is gone
             if entry.step.waits_for_tokens or not self._send(entry, 0):
                 return
@@ -505,7 +505,7 @@ class Pipeline:
             (self._links[stage], stage, waiting[0].step.step_id, waiting[0].sent_at)
             for stage, waiting in enumerate(self._at_stage)
             if waiting and stage not in self.lost and not waiting[0].step.depends_on_step
-            if not self.drafts.makes(waiting[0].step.drafts_of)
+            if not self.drafts.is_drafting(waiting[0].step.drafts_of)
         ]
         if (draft := self.drafts.attached) is not None and draft.waiting and not self._is_held(draft.waiting[0][0]):
             first.append((draft.link, self.n_stages, *draft.waiting[0]))
@@ -521,7 +521,7 @@ class Pipeline:
         self._open = False
         self.drafts.detach()
         self._rebuilding.clear()
-        self._recalling.clear()
+        self._cancelling.clear()
         for waiting in (*self._at_stage, *self._held):
             waiting.clear()
 
@@ -531,8 +531,8 @@ class Pipeline:
     def settled(self) -> bool:
         """Whether all steps in flight wait for lost stages or tokens of such steps, and no draft is being made."""
         drafting = self.drafts.attached is not None and self.drafts.attached.waiting
-        under_way = any(entry.stage in entry.had for entry in self.in_flight)
-        return not (drafting or self._recalling or under_way)
+        under_way = any(entry.stage in entry.sent_to for entry in self.in_flight)
+        return not (drafting or self._cancelling or under_way)
 
     def lose(self, stages: Iterable[int]) -> None:
         """Send nothing more to these stages, and ignore their answers; the other stages give back what was posted to
@@ -540,24 +540,24 @@ class Pipeline:
         """
         self.lost.update(stages)
         self._rebuilding.clear()
-        self._recalling -= self.lost
+        self._cancelling -= self.lost
         for stage in self.lost:
             while self._held[stage]:
                 self._held[stage].popleft().lose(stage)
         for entry in [entry for stage in sorted(self.lost) for entry in self._at_stage[stage]]:
             self._advance(entry, self._clock())
         for stage, held in enumerate(self._held):
-            if stage not in self._recalling and any(stage in entry.posted for entry in held):
-                self._recalling.add(stage)
-                with contextlib.suppress(ProtocolError, OSError):  # it is lost, too, of which the owner hears
+            if stage not in self._cancelling and any(stage in entry.posted for entry in held):
+                self._cancelling.add(stage)
+                with contextlib.suppress(ProtocolError, OSError):  # lost, too: the owner is notified
                     self._links[stage].send(CancelPending(stage))
 
     def _take_back(self, message: PendingCancelled) -> None:
         """Take the posted steps back that a stage has not begun, and those behind them."""
         stage = message.stage
-        if stage not in self._recalling:
+        if stage not in self._cancelling:
             return  # it was lost since
-        self._recalling.discard(stage)
+        self._cancelling.discard(stage)
         held = self._held[stage]
         if [entry.step.step_id for entry in held][: len(message.step_ids)] != message.step_ids:
             self.fail(stage, "protocol_error", f"stage {stage} gave back steps that it does not have")
@@ -569,14 +569,14 @@ class Pipeline:
             self.drafts.take_back(message.step_ids)
         if message.operated and back:
             back[0].done.add(stage)
-        for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.had]:
+        for entry in [entry for entry in self._at_stage[stage] if stage and stage not in entry.sent_to]:
             if not self._send(entry, stage):  # its rows came meanwhile
                 return
         self._start()
-        self.on_recalled()
+        self.on_steps_returned()
 
     def rebuild(self, stage: int, step: Step, link: StageLink) -> None:
-        """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` hears of its answer."""
+        """Send a step to the new daemon of a lost stage alone; ``on_rebuilt`` is called when it is answered."""
         self._rebuilding[stage, step.step_id] = (link, self._clock())
         link.send(encode(step, request_id=step.step_id, flags=stage))
 
@@ -613,17 +613,19 @@ class Pipeline:
             self.rings
             and not self.lost
             and entry.may_be_posted
-            and all(stage in before.had for at in range(stage) for before in self._at_stage[at] if before is not entry)
+            and all(
+                stage in before.sent_to for at in range(stage) for before in self._at_stage[at] if before is not entry
+            )
         )
 
     def _send(self, entry: PipelineStep, stage: int, *, posted: bool = False) -> bool:
         step = entry.step
         if stage in self.lost:
             return True
-        entry.had.add(stage)
+        entry.sent_to.add(stage)
         if posted:
             entry.posted.add(stage)
-        if step.upkeep and entry.draft is not self.drafts.attached:  # it knows nothing of the sequences, or is gone
+        if step.upkeep and entry.draft is not self.drafts.attached:  # it has none of the sequences, or is gone
             entry.step = step = replace(step, upkeep=False)
             entry.frames.clear()
         self._held[stage].append(entry)

@@ -75,7 +75,7 @@ class PrefixReuse:
 
     # ---- before a request starts
 
-    def submitted(self, record: RequestRecord) -> None:
+    def on_submitted(self, record: RequestRecord) -> None:
         """Choose the checkpoints of a prompt, whatever is cached."""
         request, use = record.request, record.prefix
         turns = request.turn_boundaries
@@ -181,7 +181,7 @@ class PrefixReuse:
         self.index.evictor.reclaim({Space.FULL: n_device})
         self.index.evictor.reclaim_host(n_host)
 
-    def started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
+    def on_started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
         """Note where a request starts."""
         use = record.prefix
         n_cached = min(match.position, len(record.request.prompt))
@@ -189,12 +189,12 @@ class PrefixReuse:
             use.from_disk = match.from_disk
         use.cached = n_cached if use.cached is None else min(use.cached, n_cached)
         use.common.clear()
-        self.index.use(match, now)
+        self.index.record_use(match, now)
         if not self.index.block_granular and match.n_known - match.position >= PAGE_TOKENS:
             # Other prompts share more with it than any slot covers: make one where they diverge.
             use.branch_position = self._last_slice_end(record, match.n_known)
 
-    def advanced(self, record: RequestRecord, now: float) -> list[Operation]:
+    def on_slice_planned(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish a slot if the slice just planned ends at a checkpoint."""
         live, use = record.live, record.prefix
         if live is None:
@@ -206,7 +206,7 @@ class PrefixReuse:
             return []
         return self._remember(record, live, origin, now)
 
-    def ending(self, record: RequestRecord, now: float) -> list[Operation]:
+    def on_finishing(self, record: RequestRecord, now: float) -> list[Operation]:
         """Publish all that was computed of a request that is about to release its ids.
 
         The slot takes over its state, unless slots keep theirs in host memory: then it is copied there.
@@ -223,7 +223,7 @@ class PrefixReuse:
         self.index.publish(record.tokens, source, now)
         return []
 
-    def set_aside(self, record: RequestRecord, now: float) -> tuple[PrefixSlot | None, list[Operation]]:
+    def publish_preempted(self, record: RequestRecord, now: float) -> tuple[PrefixSlot | None, list[Operation]]:
         """Publish all that was computed of a request that is preempted, as a pinned slot; None if that is impossible.
 
         The operations copy its state if slots keep theirs in host memory; else the slot takes it over.
@@ -244,13 +244,13 @@ class PrefixReuse:
         slot = index.publish(record.tokens, self._source(live, state, "preempted"), now, pinned=True)
         return slot, operations if slot is not None and slot.state == state else []
 
-    def discard(self, record: RequestRecord) -> None:
+    def drop_slots(self, record: RequestRecord) -> None:
         """Drop the slots that a request's tokens begin with: what they hold is wrong."""
         tree, n_tokens = self.index.tree, len(record.tokens)
         for slot in [*tree.slots_on(tree.walk(record.tokens, n_tokens), record.tokens, n_tokens)]:
             self.index.drop(slot)
 
-    def ended(self, record: RequestRecord) -> None:
+    def on_finished(self, record: RequestRecord) -> None:
         """Count a finished request, and trim the index to its settings."""
         use = record.prefix
         if use.cached is not None and not record.uncached:
@@ -265,7 +265,7 @@ class PrefixReuse:
         n, index = live.n_computed, self.index
         if not index.worth_caching(n):
             return []
-        if (known := index.find(record.tokens, n)) is not None:
+        if (known := index.find_slot(record.tokens, n)) is not None:
             index.touch(known, now)
             return []
         state = NO_STATE

@@ -59,14 +59,14 @@ class WaitingSteps:
         """Return where the first slice of each sequence starts."""
         starts: dict[int, int] = {}
         for step in sorted((s for steps in self.by_stage.values() for s in steps), key=lambda s: s.step_id):
-            for piece in step.slices:
-                starts.setdefault(piece.sequence, piece.start)
+            for slice_ in step.slices:
+                starts.setdefault(slice_.sequence, slice_.start)
         return starts
 
     def behind(self, stage: int) -> list[Step]:
         """Return the steps that ``stage`` had answered before it was lost, in order."""
-        found = [step for at, steps in self.by_stage.items() if at > stage for step in steps]
-        return sorted(found, key=lambda step: step.step_id)
+        answered = [step for at, steps in self.by_stage.items() if at > stage for step in steps]
+        return sorted(answered, key=lambda step: step.step_id)
 
 
 class Rebuilder:
@@ -138,17 +138,17 @@ class Rebuilder:
         if stage == 0:
             return []
         lives = {live.sequence: live for live in self._stops}
-        found: list[RowCopy] = []
+        found_rows: list[RowCopy] = []
         row = 0
-        for piece in step.slices:
-            n = len(piece.tokens)
-            pages = pages_between(lives[piece.sequence], piece.start, piece.start + n)
-            copies = self._journal.find(stage - 1, pages, piece.start, piece.start + n, row)
+        for slice_ in step.slices:
+            n = len(slice_.tokens)
+            pages = pages_between(lives[slice_.sequence], slice_.start, slice_.start + n)
+            copies = self._journal.find_rows(stage - 1, pages, slice_.start, slice_.start + n, row)
             if copies is None:
-                raise CannotRebuild(f"the journal lacks rows of positions {piece.start} to {piece.start + n - 1}")
-            found += copies
+                raise CannotRebuild(f"the journal lacks rows of positions {slice_.start} to {slice_.start + n - 1}")
+            found_rows += copies
             row += n
-        return found
+        return found_rows
 
     # ---- inside
 
@@ -240,8 +240,8 @@ class Rebuilder:
         """Return window pages that may hold what the sequence has released, until others are rebuilt."""
         if Space.WINDOW not in self._pools:
             return []
-        own = {page for _, page in self._window_pages(live, stop)}
-        return [page for page in self._pools[Space.WINDOW].ids if page not in rebuilt and page not in own]
+        needed = {page for _, page in self._window_pages(live, stop)}
+        return [page for page in self._pools[Space.WINDOW].ids if page not in rebuilt and page not in needed]
 
     def _window_tables(self, live: LiveSequence, start: int, end: int, stop: int, spare: list[int]) -> list[Operation]:
         """Return the window table for a chunk of a sequence that is rebuilt up to ``stop``: its own pages from the last
@@ -250,8 +250,8 @@ class Rebuilder:
         if window is None:
             return []
         first, last = first_visible_page(start, window), pages_of(end)
-        own = live.table.known(Space.WINDOW)
-        first_own = max(own.first, first_visible_page(stop, window))
+        known = live.table.known(Space.WINDOW)
+        first_own = max(known.first, first_visible_page(stop, window))
         n_spare = min(last, first_own) - first
         if n_spare <= 0:
             return []

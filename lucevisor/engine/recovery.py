@@ -1,6 +1,7 @@
-"""What lost stages have computed, for their new daemons to compute again while they load their weights.
+"""Failover: holding requests while daemons are lost, rebuilding lost stages, and replays for loading daemons.
 
-Knows plans of a rebuild and where their rows lie; the caller hands both to the daemons.
+``Recovery`` counts losses and pauses, ``StageRecovery`` rebuilds lost stages of the attached pipeline, and
+``StageReplays`` makes the same steps for a new daemon to replay while it loads its weights.
 Invariant: a replay is the rebuild that ``StageRecovery.restore`` would begin, or there is none.
 """
 
@@ -83,14 +84,14 @@ class Recovery:
         """Whether requests wait for a daemon."""
         return self.since is not None
 
-    def begin(self, now: float, reason: PauseReason = "loss") -> None:
+    def begin_hold(self, now: float, reason: PauseReason = "loss") -> None:
         """Begin to hold: the pipeline or a stage of it is lost, or it is paused to restart one."""
         self._n_begun += 1
         if self.hold_s > 0 and self.since is None:
             self.since, self._reason = now, reason
             self.changed.set()
 
-    def end(self, now: float) -> None:
+    def end_hold(self, now: float) -> None:
         """End the hold: there is a pipeline again.  Does nothing without a hold."""
         if self.since is not None:
             seconds, totals, before = now - self.since, self._totals, self._totals.pauses[self._reason]
@@ -110,7 +111,7 @@ class Recovery:
         """Count the last loss or restart under a running request, once; return whether it is held."""
         if record.loss != self._n_begun:
             n_known, lost = len(record.tokens), self._reason == "loss"
-            counts = lost and record.n_in_flight > 0  # what only waited for its next chunk killed nobody
+            counts = lost and record.n_in_flight > 0  # a request that only waits for its next chunk is not to blame
             record.n_losses = counts if n_known > record.lost_at else record.n_losses + counts
             record.recovered = record.recovered or lost
             record.loss, record.lost_at = self._n_begun, n_known
@@ -118,7 +119,7 @@ class Recovery:
             self._totals = dataclasses.replace(self._totals, n_sequences=self._totals.n_sequences + 1)
         return record.n_losses < self._max_losses
 
-    def keep(self, record: RequestRecord) -> bool:
+    def hold(self, record: RequestRecord) -> bool:
         """Whether a running request whose sequence all shards have lost is held."""
         if not self.holding or not self.survives(record):
             return False
@@ -126,7 +127,7 @@ class Recovery:
             self._totals = dataclasses.replace(self._totals, n_tokens=self._totals.n_tokens + record.live.n_computed)
         return True
 
-    def rebuilt(self, n_tokens: int, n_kept: int) -> None:
+    def record_rebuilt(self, n_tokens: int, n_kept: int) -> None:
         """Count what lost stages computed again, and the tokens whose state new daemons took over."""
         totals = self._totals
         self._totals = dataclasses.replace(totals, n_rebuilt=totals.n_rebuilt + n_tokens, n_kept=totals.n_kept + n_kept)
@@ -165,8 +166,8 @@ class StageRecovery:
         self._output_lost = False
         self.opening: Sequence[Operation] | None = None  # of what was frozen; None: steps were planned since
         self.n_frozen = 0  # tokens of it
-        self.kept = False  # the new daemons have what was frozen, those of the last rebuild if none is under way
-        self.n_kept = 0  # tokens of the sequences whose state new daemons took over
+        self.restored = False  # the new daemons have what was frozen, those of the last rebuild if none is under way
+        self.n_restored = 0  # tokens of the sequences whose state new daemons took over
         self.n_tokens = 0  # of the sequences, once for each stage
         self.n_done = 0
 
@@ -190,7 +191,7 @@ class StageRecovery:
 
         def answered(step: Step, stage: int) -> None:
             if self._journal is not None:
-                self._journal.answered(step.step_id, stage)
+                self._journal.on_stage_answered(step.step_id, stage)
             if self.active:
                 proceed()
 
@@ -198,49 +199,52 @@ class StageRecovery:
             self._regions[stage].popleft()
             proceed()
 
-        pipeline.on_rows, pipeline.on_rebuilt, pipeline.on_recalled = answered, rebuilt, proceed
+        pipeline.on_rows, pipeline.on_rebuilt, pipeline.on_steps_returned = answered, rebuilt, proceed
 
     def detach(self) -> None:
-        """There is no pipeline any more, and nothing in the shards."""
+        """Forget the pipeline, and what its shards held."""
         self._pipeline = self.opening = None
         self._ended.clear()
         self._forget_plans()
         if self._journal is not None:
-            self._journal.forget()
+            self._journal.clear()
 
-    def part(self, journal: Journal | None) -> None:
-        """The pipeline is left for one with another journal; what was frozen stays so."""
+    def detach_frozen(self, journal: Journal | None) -> None:
+        """Leave the pipeline for one with another journal; the frozen state stays valid."""
         opening = self.opening or ()
         self._use(journal)
         self.detach()
         self.opening = [*opening]
 
     def freeze(self, opening: Sequence[Operation], n_tokens: int) -> None:
-        """All stages have done all that was decided; ``opening`` opens the running sequences, of ``n_tokens``, in a
-        daemon that has their state.  It holds for one loss, if no step is planned before that.
+        """Record the state of all stages between two steps.
+
+        ``opening`` opens the running sequences, of ``n_tokens``, in a daemon that has this state.  It is valid for one
+        loss, if no step is planned before that.
         """
         self.opening, self.n_frozen = [*opening], n_tokens
 
-    def sending(self, plan: StepPlan) -> None:
-        """A step is about to be sent, that writes to its region."""
+    def before_step(self, plan: StepPlan) -> None:
+        """Free the region of a step before it is sent."""
         if self._journal is not None:
             self._journal.free(plan.step.region)
 
-    def planned(self, plan: StepPlan, lives: Mapping[int, LiveSequence]) -> None:
-        """Note a step that is sent."""
+    def on_step_planned(self, plan: StepPlan, lives: Mapping[int, LiveSequence]) -> None:
+        """Record a step that is sent."""
         if plan.step.slices or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:
-            self._journal.planned(plan.step, lives)
+            self._journal.on_step_planned(plan.step, lives)
 
-    def finished(self, step_id: int) -> None:
-        """Note a step that the last stage has answered."""
+    def on_step_finished(self, step_id: int) -> None:
+        """Record a step that the last stage has answered."""
         if self._journal is not None:
-            self._journal.finished(step_id)
+            self._journal.on_step_finished(step_id)
 
     def lose(self, pipeline: Pipeline, stages: Iterable[int]) -> bool:
-        """These stages are lost, too, or again: begin anew when all have new daemons.  False: nothing is frozen, and no
-        stage would be left, or there is no journal.
+        """Record lost stages; the rebuild starts anew when all have new daemons.
+
+        Returns False if nothing is frozen and no stage would be left, or there is no journal.
         """
         lost = {*stages, *pipeline.lost}
         if pipeline.lost:
@@ -275,27 +279,29 @@ class StageRecovery:
     def gather(self, plans: Iterable[RebuildPlan]) -> int:
         """Return the descriptor of a new file, to which the rows of plans are written.  Raises OSError."""
         assert self._journal is not None
-        return self._journal.gather([one.rows for plan in plans for one in plan.steps])
+        return self._journal.gather([step.rows for plan in plans for step in plan.steps])
 
     def restore(
         self,
         links: Mapping[int, StageLink],
         on_end: Callable[[bool], None],
         *,
-        kept: bool,
+        restored: bool,
         replayed: Collection[int] = (),
     ) -> bool:
-        """All lost stages have daemons that hold no sequences, but if ``kept`` all bytes that were frozen, and those of
-        ``replayed`` stages what was prepared; ``on_end`` hears whether they were rebuilt.  False: no stage is lost.
+        """Rebuild the lost stages in daemons that hold no sequences.
+
+        ``restored``: they have all bytes that were frozen.  ``replayed``: stages whose daemons have computed what
+        ``prepare`` returned.  ``on_end`` is called with whether that worked.  Returns False if none is lost.
         """
-        self._links, self._on_end, self.kept = dict(links), on_end, kept
+        self._links, self._on_end, self.restored = dict(links), on_end, restored
         for stage in replayed if self.active else ():
             self._to_send[stage].clear()
             self.n_done += self._plans[stage].n_tokens
         return self.active
 
     def advance(self, now: float) -> bool:
-        """Do what is possible; return whether that was the last of it, and the pipeline is whole.
+        """Do what is possible; return whether the pipeline is whole now.
 
         Raises CannotRebuild.
         """
@@ -320,11 +326,11 @@ class StageRecovery:
         """Return the steps that went on whose masks are to be made again, since the output stage was lost."""
         if not self._output_lost:
             return []
-        jobs = {one.step_id: mask_jobs(one.parts.values()) for one in self._scheduler.in_flight}
+        jobs = {scheduled.step_id: mask_jobs(scheduled.parts.values()) for scheduled in self._scheduler.in_flight}
         return [StepPlan(step, (), jobs[step_id]) for step_id, step in self._steps.items() if jobs[step_id]]
 
-    def end(self, *, rebuilt: bool) -> None:
-        """Tell the owner how it ended."""
+    def report_end(self, *, rebuilt: bool) -> None:
+        """Call the owner's ``on_end``."""
         on_end, self._on_end = self._on_end, lambda _: None
         on_end(rebuilt)
 
@@ -335,8 +341,8 @@ class StageRecovery:
 
     def _settle(self, pipeline: Pipeline, now: float) -> bool:
         """Send what waits for a step; return whether all steps on their way wait for lost stages."""
-        while pipeline.settled and (plan := self._scheduler.cut(now)) is not None:
-            self.planned(plan, {})
+        while pipeline.settled and (plan := self._scheduler.flush_step(now)) is not None:
+            self.on_step_planned(plan, {})
             pipeline.submit(plan.step, opening=plan.opening)
         return pipeline.settled
 
@@ -347,9 +353,9 @@ class StageRecovery:
     def _begin(self, pipeline: Pipeline) -> None:
         """Plan what lost stages compute, now that all steps in flight wait for them.  Raises CannotRebuild."""
         lost = sorted(pipeline.lost)
-        self.kept = self.kept and self.opening is not None
-        self.n_tokens = self.n_done = self.n_kept = 0
-        if self.kept:
+        self.restored = self.restored and self.opening is not None
+        self.n_tokens = self.n_done = self.n_restored = 0
+        if self.restored:
             self._reopen(lost)
         elif self._journal is None:
             raise CannotRebuild("there is no journal")
@@ -362,22 +368,23 @@ class StageRecovery:
 
     def _without_ended(self, pipeline: Pipeline, journal: Journal) -> dict[int, Step]:
         """Take the slices of requests that have ended out of the steps in flight; return these by id."""
-        if any(one.stage and one.step.drafts_of for one in pipeline.in_flight):
+        if any(entry.stage and entry.step.drafts_of for entry in pipeline.in_flight):
             raise CannotRebuild("the drafts that a lost stage began with are unknown")
         self._drop_ended()
         ended: dict[int, set[int]] = {}
         for step_id, part in self._ended:
             ended.setdefault(step_id, set()).add(part.slice.sequence)
         for step_id, sequences in ended.items():
-            journal.without(step_id, sequences)
-        return {one.step.step_id: self._without(one.step, ended) for one in pipeline.in_flight}
+            journal.remove_slices(step_id, sequences)
+        return {entry.step.step_id: self._without(entry.step, ended) for entry in pipeline.in_flight}
 
     def _plan(self, pipeline: Pipeline, journal: Journal, lost: Sequence[int]) -> None:
         """Plan the steps that lost stages run again, and those in flight that they run first."""
         scheduler = self._scheduler
         self._drop_unfinished([part for _, part in self._ended])
         waiting = {
-            stage: [self._steps[one.step.step_id] for one in pipeline.in_flight if one.stage == stage] for stage in lost
+            stage: [self._steps[entry.step.step_id] for entry in pipeline.in_flight if entry.stage == stage]
+            for stage in lost
         }
         rebuilder = Rebuilder(
             scheduler.limits,
@@ -390,8 +397,10 @@ class StageRecovery:
         )
         self._drop_lost_slots(rebuilder.kept)
         self._plans = {stage: rebuilder.plan(stage) for stage in lost}
-        found = [(stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps]
-        self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in found if rows]
+        waiting_rows = [
+            (stage, step, rebuilder.rows(stage, step)) for stage, steps in waiting.items() for step in steps
+        ]
+        self._rows = [(stage, RebuildStep(step, rows)) for stage, step, rows in waiting_rows if rows]
         self._to_send = {stage: deque(plan.steps) for stage, plan in self._plans.items()}
         self._regions = {stage: deque() for stage in self._plans}
         self.n_tokens = sum(plan.n_tokens for plan in self._plans.values())
@@ -403,7 +412,7 @@ class StageRecovery:
         self._steps, self._rows, self._output_lost = {}, [], False
         self._to_send = {stage: deque([RebuildStep(step)]) for stage in lost}
         self._regions = {stage: deque() for stage in lost}
-        self.n_kept = self.n_frozen * len(lost)
+        self.n_restored = self.n_frozen * len(lost)
 
     def _drop_ended(self) -> None:
         """Forget the slices of sequences that were closed since, as those of an earlier loss.
@@ -429,11 +438,11 @@ class StageRecovery:
             if any(_reaches(slot.tokens, slot.n_tokens, part) for part in unfinished):
                 index.drop(slot)
 
-    def _drop_lost_slots(self, kept: Collection[PrefixSlot]) -> None:
+    def _drop_lost_slots(self, rebuilt: Collection[PrefixSlot]) -> None:
         """Drop the slots of which the lost stages had a part, but for those that come back with running sequences."""
         index = self._scheduler.reuse.index
         for slot in index.slots:
-            if slot not in kept:
+            if slot not in rebuilt:
                 index.drop(slot)
 
     def _without(self, step: Step, ended: Mapping[int, set[int]]) -> Step:
@@ -441,28 +450,28 @@ class StageRecovery:
             return step
         if step.want_logits:
             raise CannotRebuild("a step returns rows of a sequence that has been closed")
-        if any(piece.masked for piece in step.slices) and not self._output_lost:
+        if any(slice_.masked for slice_ in step.slices) and not self._output_lost:
             raise CannotRebuild("the output stage has masks of a sequence that was closed since")
-        kept = [piece for piece in step.slices if piece.sequence not in ended[step.step_id]]
-        return replace(step, slices=kept)
+        remaining = [slice_ for slice_ in step.slices if slice_.sequence not in ended[step.step_id]]
+        return replace(step, slices=remaining)
 
-    def _send(self, pipeline: Pipeline, stage: int, one: RebuildStep) -> None:
-        if one.rows and self._journal is not None:
-            self._journal.place(stage - 1, one.step.region, one.rows)
-        self._regions[stage].append(one.step.region)
-        with contextlib.suppress(ProtocolError, OSError):  # it was lost again, of which the owner hears
-            pipeline.rebuild(stage, one.step, self._links[stage])
-        self.n_done += sum(len(piece.tokens) for piece in one.step.slices)
+    def _send(self, pipeline: Pipeline, stage: int, rebuild_step: RebuildStep) -> None:
+        if rebuild_step.rows and self._journal is not None:
+            self._journal.place(stage - 1, rebuild_step.step.region, rebuild_step.rows)
+        self._regions[stage].append(rebuild_step.step.region)
+        with contextlib.suppress(ProtocolError, OSError):  # lost again: the owner is notified
+            pipeline.rebuild(stage, rebuild_step.step, self._links[stage])
+        self.n_done += sum(len(slice_.tokens) for slice_ in rebuild_step.step.slices)
 
     def _finish(self, pipeline: Pipeline) -> None:
         """Let the steps on their way go on."""
-        for stage, one in self._rows:
+        for stage, rebuild_step in self._rows:
             assert self._journal is not None
-            self._journal.place(stage - 1, one.step.region, one.rows)
+            self._journal.place(stage - 1, rebuild_step.step.region, rebuild_step.rows)
         self._pipeline = self.opening = None  # what waited is done now, by other stages than the lost ones, too
         self._ended.clear()
         self._forget_plans()
-        pipeline.restore(self._links, self._steps, operated=not self.kept)
+        pipeline.restore(self._links, self._steps, operated=not self.restored)
 
 
 def _reaches(tokens: TokenBuffer, n_tokens: int, part: ScheduledSequence) -> bool:
@@ -500,9 +509,9 @@ class StageReplays:
         plans: dict[int, RebuildPlan] = {}
 
         def prepared() -> bool:
-            found = self._recovery.prepare(stages, self._clock())
-            plans.update(found or {})
-            return found is not None
+            stage_plans = self._recovery.prepare(stages, self._clock())
+            plans.update(stage_plans or {})
+            return stage_plans is not None
 
         try:
             if not await self._changes.holds_within(prepared, timeout_s):
@@ -513,8 +522,8 @@ class StageReplays:
             return None
         replays, n_rows = [], 0
         for stage, plan in plans.items():
-            replays.append(StageReplay(stage, [one.step for one in plan.steps], n_rows))
-            n_rows += sum(copy.n for one in plan.steps for copy in one.rows)
+            replays.append(StageReplay(stage, [step.step for step in plan.steps], n_rows))
+            n_rows += sum(copy.n for step in plan.steps for copy in step.rows)
         try:
             return StateReplay(replays, self._recovery.gather(plans.values()))
         except OSError:

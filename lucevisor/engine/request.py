@@ -1,6 +1,6 @@
-"""The client's end of a request: an async iterator of its events that can cancel it.
+"""Requests as the API sees them: their states, events and errors, and the handle that iterates over the events.
 
-Knows nothing of scheduling.  Invariant: the iteration ends right after the FinishedEvent, which always comes.
+Invariant: the iteration ends right after the FinishedEvent, which always comes.
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ class ContextOverflow(SubmitError):
 
 
 class QueueFull(SubmitError):
-    """A client's share of the queue is full.  ``retry_after_s``: when its requests are likely to have started."""
+    """A client's share of the waiting queue is full (HTTP 429).  There is no other rate limit of requests.
+
+    ``retry_after_s``: when its requests are likely to have started."""
 
     code = "queue_full"
 

@@ -62,8 +62,8 @@ class RowCollector:
 
     @staticmethod
     def _array(step: PipelineResult, stage: int, name: str) -> Array:
-        for found, shape, data in payload_segments(step.results[stage], step.payloads[stage]):
-            if found == name:
+        for segment, shape, data in payload_segments(step.results[stage], step.payloads[stage]):
+            if segment == name:
                 return np.frombuffer(data.cast("B"), dtype=np.float32).reshape(shape)
         number = step.step.step_id
         raise RowsMissing(
@@ -87,7 +87,7 @@ class RowSteps:
         """Stop collecting rows of a request."""
         del self._collectors[request_id]
 
-    def planned(self, plan: StepPlan) -> None:
+    def on_step_planned(self, plan: StepPlan) -> None:
         """Note a step that is sent."""
         if plan.step.want_logits:
             self._request_of[plan.step.step_id] = plan.request_ids[0]

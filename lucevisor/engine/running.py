@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.prefix_reuse import PrefixReuse
 from lucevisor.engine.request import RequestState
-from lucevisor.engine.sequence import LiveSequence, RequestRecord, grown, page_operations
+from lucevisor.engine.sequence import LiveSequence, RequestRecord, grow_table, page_operations
 from lucevisor.engine.step import ScheduledSlice
 from lucevisor.kv.page_pool import PageAllocator, PagePools
 from lucevisor.kv.page_table import HostMemoryFull
@@ -69,15 +69,15 @@ class RunningRequests(Collection[RequestRecord]):
         self._records[sequence] = record
         return operations
 
-    def opening(self, *, kept: bool) -> list[Operation]:
-        """Return the operations that open all sequences at a drafter without any; ``kept``: it has their states."""
+    def opening_operations(self, *, restored: bool) -> list[Operation]:
+        """Return the operations that open all sequences at a drafter without any; ``restored``: it has their states."""
         operations: list[Operation] = []
         for record in self._records.values():
             live = record.live
             if live is None:
                 continue
             operations.append(OpenSequence(live.sequence, live.state, record.request.sampling))
-            if live.state != NO_STATE and not kept:
+            if live.state != NO_STATE and not restored:
                 operations.append(ZeroState(live.state))
             for growth in live.table.growths():
                 operations += page_operations(live.sequence, growth)
@@ -114,15 +114,15 @@ class RunningRequests(Collection[RequestRecord]):
     def release_ahead(self) -> bool:
         """Release the pages behind the tokens of all sequences, which only drafts would fill; False if there are none.
 
-        What is drafted in steps in flight is still written there, and nobody reads it: drafts are cut to the pages.
+        Steps in flight may still write drafts there.  These are never read, because drafts are cut to the pages.
         """
         lives = [(record.live, len(record.tokens)) for record in self._records.values() if record.live is not None]
         return sum(live.table.shrink(max(n_tokens, live.n_scheduled)) for live, n_tokens in lives) > 0
 
-    def settle(self, live: LiveSequence) -> list[Operation]:
-        """Give back what a verify slice took for drafts that were rejected, or whose verdict nobody waits for.
+    def end_verification(self, live: LiveSequence) -> list[Operation]:
+        """Release what a verify slice took for drafts, and go on from the state after the last accepted one.
 
-        The shards make the live state before anything else of it is used: they have what the slice's tokens do to it.
+        The shards make that state from the updates of the slice before they use it.
         """
         live.n_scheduled = live.n_computed
         if not live.draft_states:
@@ -147,7 +147,9 @@ class RunningRequests(Collection[RequestRecord]):
         return [CloseSequence(live.sequence)]
 
     def _grow(self, live: LiveSequence, stop: int, num_draft_tokens: int) -> list[Operation] | None:
-        operations = grown(live.sequence, live.table, live.n_scheduled, stop, num_draft_tokens, self._reuse.make_room)
+        operations = grow_table(
+            live.sequence, live.table, live.n_scheduled, stop, num_draft_tokens, self._reuse.make_room
+        )
         if operations and any(isinstance(operation, PageIn) for operation in operations):
             live.draft_from = (-1, 0)  # of a page that is back the drafter may lack the state
         return operations

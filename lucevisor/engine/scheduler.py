@@ -1,10 +1,10 @@
-"""Decides what the pipeline computes next: admission, chunked prefill, continuous batching, preemption.
+"""The scheduler: waiting queue, admission, continuous batching, chunked prefill, preemption and fair shares of clients.
 
-Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.  Knows no
-sockets, clocks or text.  The rules, and what they promise: docs/scheduling.md.
+Pure: requests and step results in, step plans and events out; ``now`` (seconds, monotonic) is an argument.
+docs/scheduling.md has the rules.
 
 Ids may be reused while steps are in flight, because every stage runs its steps in order: what is planned later is
-written later.  Operations that no step carries yet wait in one ordered list for the next plan.
+written later.  Operations are queued in order for the next plan.
 Invariants: only running requests, prefix slots and reservations own ids; a sequence has at most one undrawn token in
 flight; a finished request is in no list.
 """
@@ -70,7 +70,7 @@ class ClientShares:
         """Whether more than one client has unfinished requests."""
         return len(self._requests) > 1
 
-    def enter(self, client: str) -> None:
+    def add_request(self, client: str) -> None:
         """Count a new request of ``client``."""
         if client not in self._requests:
             self._served[client] = max(self._served.get(client, 0), self._least)
@@ -79,7 +79,7 @@ class ClientShares:
         self._requests[client] += 1
         self._update()
 
-    def leave(self, client: str) -> None:
+    def remove_request(self, client: str) -> None:
         """Count a finished request of ``client``."""
         self._requests[client] -= 1
         if not self._requests[client]:
@@ -157,7 +157,7 @@ class RequestQueue:
                 if other.arrival < record.arrival and other.request.client_id == record.request.client_id:
                     other.n_passed += size
 
-    def reordered(self) -> None:
+    def invalidate_order(self) -> None:
         """Note that the size or the turn of a waiting request changed."""
         self._order = None
 
@@ -212,10 +212,10 @@ class SwapSpace(Protocol):
         """Begin to copy it back into reserved ids; then they are adopted, and the request resumed."""
 
     def drop(self, swapped: SwappedPrefix) -> None:
-        """Free the copy: nobody needs it any more."""
+        """Free the copy."""
 
 
-class Places:
+class PreemptionCandidates:
     """The sequences that running requests hold, as of now.  ``chunk``: tokens of a prompt that a step computes.
     ``swaps``: what they computed goes to host memory.
     """
@@ -230,7 +230,7 @@ class Places:
                 self._by_service.append(record)
         self._by_service.sort(key=lambda record: (-record.stint(chunk), record.arrival))
         self._most = max(self._held.values(), default=0)
-        self._by_share: dict[str, RequestRecord | None] = {}  # by client, what _richer found
+        self._by_share: dict[str, RequestRecord | None] = {}  # by client, the result of _richer
         self._longest = self._by_service[0].stint(chunk) if self._by_service else 0
 
     def victim(self, record: RequestRecord) -> RequestRecord | None:
@@ -238,38 +238,36 @@ class Places:
         client = record.request.client_id
         if client not in self._by_share:
             self._by_share[client] = self._richer(client)
-        if (found := self._by_share[client]) is not None:
-            return found
+        if (candidate := self._by_share[client]) is not None:
+            return candidate
         if record.started_at is not None:
             return None
-        return next(self.shorter(record.request, record.size), None)
+        return next(self.victims_of(record.request, record.size), None)
 
     def _richer(self, client: str) -> RequestRecord | None:
-        """Return the running request that gives way to any request of a client, as its own client has two more."""
+        """Return a request of the client with the most sequences, if that has two more than ``client``."""
         if self._most < self._held[client] + 2:
             return None
-        richest = (one for one in self._by_service if self._held[one.request.client_id] == self._most)
-        found = next(richest, None)
-        if found is None or self._shares.lead(client) > self._shares.lead(found.request.client_id):
+        richest = (record for record in self._by_service if self._held[record.request.client_id] == self._most)
+        candidate = next(richest, None)
+        if candidate is None or self._shares.lead(client) > self._shares.lead(candidate.request.client_id):
             return None
-        return found
+        return candidate
 
-    def shorter(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
-        """Return the running requests that give way to one with so many tokens to prefill, as it is shorter than their
-        service.
-
-        Each has its client's own sequence, or that of a client with more sequences.
+    def victims_of(self, request: GenerationRequest, n_prompt: int) -> Iterator[RequestRecord]:
+        """Yield the running requests that were served for longer than a waiting one may take: of its own client, or of
+        one with more sequences.
         """
         n_steps = -(-n_prompt // self._chunk) + request.max_tokens
         if n_steps > self._longest:  # nearly all of a long queue
             return
-        own = self._held[request.client_id]
+        n_own = self._held[request.client_id]
         for record in self._by_service:
             served = record.stint(self._chunk)
             if served < n_steps:
                 return
             again = 0 if self._swaps or record.live is None else record.live.n_computed / self._chunk
-            may = record.request.client_id == request.client_id or self._held[record.request.client_id] > own
+            may = record.request.client_id == request.client_id or self._held[record.request.client_id] > n_own
             if may and served >= again:
                 yield record
 
@@ -293,21 +291,21 @@ class Preemption:
         self.n_swapped = 0  # of them, those whose bytes went to host memory
 
     @property
-    def pages_come(self) -> bool:
+    def pages_pending(self) -> bool:
         """Whether pages of preempted requests are free soon, so that no other one is to give its own."""
         return self.swap is not None and self.swap.n_writing > 0
 
-    def places(self) -> Places:
-        """Return who holds a sequence now."""
-        return Places(self._running, self._shares, self._chunk, swaps=self.swap is not None)
+    def candidates(self) -> PreemptionCandidates:
+        """Return the running requests as candidates for preemption."""
+        return PreemptionCandidates(self._running, self._shares, self._chunk, swaps=self.swap is not None)
 
-    def next_place(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
+    def next_preemption(self, waiting: Iterable[RequestRecord]) -> tuple[RequestRecord, RequestRecord] | None:
         """Return the first waiting request that may start in the place of a running one, and that one."""
-        places = self.places()
+        candidates = self.candidates()
         for record in waiting:
-            if record.goes_next and self.pages_come:
+            if record.goes_next and self.pages_pending:
                 return None
-            victim = None if record.n_in_flight else places.victim(record)
+            victim = None if record.n_in_flight else candidates.victim(record)
             if victim is not None and not self._reuse.must_wait(record, self._running):
                 return record, victim
             if record.goes_next:
@@ -323,7 +321,7 @@ class Preemption:
         return operations + self.requeue(record)
 
     def requeue(self, record: RequestRecord) -> list[Operation]:
-        """Let a running request wait again, without what it holds in the shards."""
+        """Return a running request to the queue, without what it holds in the shards."""
         operations = self._running.close(record)
         record.move(RequestState.QUEUED)
         self._queue.add(record)
@@ -336,23 +334,23 @@ class Preemption:
             return False
         reservation = self._reuse.reserve(swapped.n_tokens, swapped.paged_out) if swapped.whole else None
         if reservation is None:
-            self.forget(record)
+            self.drop_swapped(record)
             return False
         record.prefix.held, reservation.origin = True, "preempted"
         self.swap.read(record, swapped, reservation)
         return True
 
-    def forget(self, record: RequestRecord) -> None:
+    def drop_swapped(self, record: RequestRecord) -> None:
         """Give back what a request has in host memory, if anything."""
         swapped, record.prefix.swapped = record.prefix.swapped, None
         if swapped is not None and self.swap is not None:
             self.swap.drop(swapped)
 
     def _swap_out(self, record: RequestRecord, now: float) -> list[Operation]:
-        self.forget(record)
+        self.drop_swapped(record)
         if self.swap is None:
             return []
-        slot, operations = self._reuse.set_aside(record, now)
+        slot, operations = self._reuse.publish_preempted(record, now)
         if slot is not None:
             record.prefix.swapped = self.swap.write(slot)
             self.n_swapped += record.prefix.swapped is not None
@@ -382,13 +380,13 @@ class Admission:
         and open their sequences."""
         operations = self._admit(now, last_step)
         while self.open and len(self._queue):
-            place = self._preemption.next_place(self._queue.in_order(self._running))
+            place = self._preemption.next_preemption(self._queue.in_order(self._running))
             if place is None:
                 break
             record, victim = place
             operations += self._preemption.preempt(victim, now)
             record.goes_next = True
-            self._queue.reordered()
+            self._queue.invalidate_order()
             operations += self._admit(now, last_step)
         return operations
 
@@ -403,7 +401,9 @@ class Admission:
             if self._reuse.must_wait(record, self._running):
                 continue
             match = self._reuse.match(record)
-            if record.prefix.swapped is not None and not self._running.fits(record, match):
+            swapped = record.prefix.swapped
+            # What has come back is started or computed again: to wait for more room may be for ever.
+            if swapped is not None and match.position < swapped.n_tokens and not self._running.fits(record, match):
                 break
             if self._preemption.swap_in(record, match):
                 continue
@@ -425,13 +425,13 @@ class Admission:
             return None
         self._queue.start(record)
         record.goes_next = False
-        self._preemption.forget(record)
+        self._preemption.drop_swapped(record)
         record.move(RequestState.PREFILL)
         if record.started_at is None:
             record.started_at = now
         record.live.n_prefill = len(record.tokens) - record.live.n_computed
         record.live.last_step = last_step
-        self._reuse.started(record, match, now)
+        self._reuse.on_started(record, match, now)
         return operations
 
 
@@ -501,10 +501,10 @@ class Scheduler:
             raise InvalidRequest("rows", f"is {wanted.rows}; a step needs at least 1")
         record = RequestRecord(request, self._n_arrivals, self.limits.max_answer_tokens(request), now, wanted)
         self._n_arrivals += 1
-        self.reuse.submitted(record)
+        self.reuse.on_submitted(record)
         record.prefix.held = hold
         self._records[request.request_id] = record
-        self._shares.enter(request.client_id)
+        self._shares.add_request(request.client_id)
         self._queue.add(record)
 
     def accepts(self, request: GenerationRequest, max_queue: int) -> bool:
@@ -528,7 +528,7 @@ class Scheduler:
         if record is not None:
             record.prefix.held = False
             self.reuse.resize(record)
-            self._queue.reordered()
+            self._queue.invalidate_order()
 
     def cancel(self, request_id: str, now: float, error: RequestError | None = None) -> Events:
         """End a request, as failed if there is an ``error``, and free its ids.  Does nothing if it is over already."""
@@ -536,7 +536,7 @@ class Scheduler:
         return [] if record is None else [self._finish(record, "error" if error else "cancelled", now, error=error)]
 
     def lose_all(self, error: RequestError, now: float, keep: Callable[[RequestRecord], bool]) -> Events:
-        """The shards lost all sequences: requeue the running requests to ``keep``, end the others with ``error``."""
+        """Requeue the running requests to ``keep``, as the shards lost all sequences; end the others with ``error``."""
         self.reuse.index.clear()
         for record in [record for record in self.running if keep(record)]:
             record.goes_next = True
@@ -561,22 +561,22 @@ class Scheduler:
     def attach(self, n_stages: int, opening: Sequence[Operation] = (), *, rings: bool = False) -> None:
         """Plan for a fresh pipeline of ``n_stages`` stages; queued requests may start.  ``opening``: first of all.
 
-        ``rings``: of several stages the last one tells the first one tokens and drafts.
+        ``rings``: the last stage publishes tokens and drafts to the first one in shared memory.
         """
         self._operations[:0] = opening
         self.runs_ahead = rings or n_stages == 1
-        self.drafting.n_stages, self.drafting.tells_first = n_stages, self.runs_ahead
+        self.drafting.n_stages, self.drafting.publishes_to_first = n_stages, self.runs_ahead
         self.n_stages, self._n_at_first_stage = n_stages, 0
         self.admission.open = True
 
-    def attach_drafter(self, *, with_output: bool, kept: bool = False) -> None:
-        """Ask a drafter from the next step on, a fresh one or with state that was ``kept``; ``with_output``: it runs
-        in the output stage's daemon.
+    def attach_drafter(self, *, with_output: bool, restored: bool = False) -> None:
+        """Ask a drafter from the next step on, fresh or with ``restored`` state; ``with_output``: it runs in the output
+        stage's daemon.
 
         Raises ValueError if the limits have no room for one, RuntimeError if there is one.
         """
         opening = bool(self.running or self._operations)
-        self.drafting.attach(with_output=with_output, opening=opening, kept=kept)
+        self.drafting.attach(with_output=with_output, opening=opening, restored=restored)
 
     def detach_drafter(self) -> None:
         """Go on without drafts.  Does nothing without a drafter."""
@@ -592,16 +592,16 @@ class Scheduler:
         if self.drafting.toggle_due() and (plan := self._toggle_drafter(now)) is not None:
             return plan
         if self.drafting.opening:
-            return self.cut(now)
+            return self.flush_step(now)
         self._operations += self.admission.admit(now, self._last_step)  # none runs ahead beside a prompt
         while chosen := self.choose_slices(now):
             n_stopped = self._n_stopped
             if secured := self._secure(chosen, now):
                 drafts = self.limits.speculation.max_drafts > 0
-                return self._plan([self._fit(one) for one in secured] if drafts else secured, now)
+                return self._plan([self._fit(slice_) for slice_ in secured] if drafts else secured, now)
             if self._n_stopped == n_stopped:  # else all that were chosen are gone: choose again
                 break
-        return self.cut(now) if self._flushing else None
+        return self.flush_step(now) if self._flushing else None
 
     @property
     def _n_stopped(self) -> int:
@@ -616,7 +616,7 @@ class Scheduler:
         plan = self._plan([], now)  # planned before it is suspended: the drafter answers it
         return replace(plan, opening=self.drafting.suspend(plan.step.operations))
 
-    def cut(self, now: float) -> StepPlan | None:
+    def flush_step(self, now: float) -> StepPlan | None:
         """Return a step without slices that carries all waiting operations, or None if there are none."""
         if self.drafting.opening:  # what waits for a step was planned before; the drafter gets its outcome
             return replace(self._plan([], now), opening=self.drafting.open_running())
@@ -629,7 +629,7 @@ class Scheduler:
         return self._last_step + self._flushing
 
     def on_first_stage_done(self) -> bool:
-        """The first stage finished its oldest step; return whether prompts may have waited for that."""
+        """Record that the first stage finished its oldest step; return whether prompts may have waited for that."""
         self._n_at_first_stage = max(0, self._n_at_first_stage - 1)
         return RequestState.PREFILL in self.running.states
 
@@ -654,7 +654,7 @@ class Scheduler:
             part.record.n_in_flight -= 1
             if sequence in result.invalid:
                 if not part.record.ended:
-                    self.reuse.discard(part.record)
+                    self.reuse.drop_slots(part.record)
                     events.append(self._finish(part.record, "error", now, error=invalid_logits(blamed)))
             elif tokens := drawn.get(sequence):
                 self._take(events, part, tokens, now)
@@ -680,7 +680,7 @@ class Scheduler:
                 elif placeholders or not record.live.waiting_for_step:
                     decodes.append(ScheduledSlice(record, record.live, record.n_tokens))
         long_prompts = [record for record in prompts if self._is_long(record)]
-        if long_prompts and any(one.state is RequestState.DECODE or not self._is_long(one) for one in records):
+        if long_prompts and any(record.state is RequestState.DECODE or not self._is_long(record) for record in records):
             self._shared_until = now + 8.0  # long prompts go on leaving room: a client that was answered may ask again
         shared = bool(long_prompts) and now < self._shared_until
         if shared and (self._n_at_first_stage or len(self.in_flight) >= self.n_stages):
@@ -689,11 +689,11 @@ class Scheduler:
             if held:
                 prompts = [record for record in prompts if record not in held]
                 decodes.clear()  # they go with its next chunk: a step of their own would delay it
-        decodes.sort(key=lambda one: (one.live.last_step, one.record.arrival))
+        decodes.sort(key=lambda slice_: (slice_.live.last_step, slice_.record.arrival))
         if self.n_stages > 1:
             decodes = with_same_draft_step(decodes)
         chosen = self.drafting.with_drafts(decodes[: self._n_decodes(records)])
-        n_left = self.limits.max_step_tokens - sum(one.n_tokens for one in chosen)
+        n_left = self.limits.max_step_tokens - sum(slice_.n_tokens for slice_ in chosen)
         if shared:
             n_left = min(n_left, self.limits.long_prefill_tokens)
         chosen += self._choose_prompts(prompts, n_left, alone=not chosen)
@@ -797,46 +797,50 @@ class Scheduler:
         """Give every slice its pages, oldest request first, evicting slots and then preempting the youngest request if
         too few are free.  Returns the slices that have them; a request whose pages host memory cannot hold ends."""
         secured = []
-        for one in sorted(chosen, key=attrgetter("record.arrival")):
-            if one.record.live is one.live and one.live.table.covers(one.stop):
-                secured.append(one)
+        for slice_ in sorted(chosen, key=attrgetter("record.arrival")):
+            if slice_.record.live is slice_.live and slice_.live.table.covers(slice_.stop):
+                secured.append(slice_)
                 continue
-            while one.record.live is one.live:  # not preempted for an older one, nor for itself
+            while slice_.record.live is slice_.live:  # not preempted for an older one, nor for itself
                 try:
-                    operations = self.running.grow(one)
+                    operations = self.running.grow(slice_)
                 except HostMemoryFull as full:
-                    self.failed.append(self._finish(one.record, "error", now, error=no_host_memory(str(full))))
+                    self.failed.append(self._finish(slice_.record, "error", now, error=no_host_memory(str(full))))
                     break
                 if operations is not None:
                     self._operations += operations
-                    secured.append(one)
-                if operations is not None or one.runs_ahead:  # which is not worth another request's pages
+                    secured.append(slice_)
+                if operations is not None or slice_.runs_ahead:  # which is not worth another request's pages
                     break
-                if self.reuse.index.evictor.reclaim(one.live.table.needs(one.stop)) or self.running.release_ahead():
+                if (
+                    self.reuse.index.evictor.reclaim(slice_.live.table.needs(slice_.stop))
+                    or self.running.release_ahead()
+                ):
                     continue
-                if self.preemption.pages_come:
+                if self.preemption.pages_pending:
                     break
                 if len(self.running) == 1 and self.reuse.index.pinning:
                     break  # a snapshot is being written or read: its pages come back by themselves
                 self._operations += self.preemption.preempt(self.running.youngest, now)
         return secured
 
-    def _fit(self, one: ScheduledSlice) -> ScheduledSlice:
-        one, operations = self.drafting.fit(one)
+    def _fit(self, slice_: ScheduledSlice) -> ScheduledSlice:
+        slice_, operations = self.drafting.fit(slice_)
         self._operations += operations
-        return one
+        return slice_
 
     def _plan(self, chosen: list[ScheduledSlice], now: float) -> StepPlan:
         self._last_step += 1
         depends_on_step = chosen[0].live.last_step if chosen and chosen[0].runs_ahead else 0
-        waiting = [one.live.waiting_for_step for one in chosen if one.drafts_pend] if self.n_stages > 1 else []
+        waiting = [slice_.live.waiting_for_step for slice_ in chosen if slice_.drafts_pend] if self.n_stages > 1 else []
         drafts_of = max(waiting, default=0)
-        slices = [one.schedule(self._last_step, self.drafting.draft_from(one.live)) for one in chosen]
+        slices = [slice_.schedule(self._last_step, self.drafting.draft_from(slice_.live)) for slice_ in chosen]
         self._shares.charge(
-            (one.record.request.client_id, len(s.tokens) - s.n_drafts) for one, s in zip(chosen, slices, strict=True)
+            (slice_.record.request.client_id, len(s.tokens) - s.n_drafts)
+            for slice_, s in zip(chosen, slices, strict=True)
         )
-        n_decoding = sum([one.record.state is RequestState.DECODE for one in chosen])
-        plain = all([is_plain(piece) for piece in slices])  # noqa: C419 - a list is quicker
+        n_decoding = sum([slice_.record.state is RequestState.DECODE for slice_ in chosen])
+        plain = all([is_plain(s) for s in slices])  # noqa: C419 - a list is quicker
         wanted = chosen[0].record.wanted if chosen else None
         step = Step(
             step_id=self._last_step,
@@ -845,23 +849,25 @@ class Scheduler:
             slices=slices,
             want_logits=wanted is not None,
             want_hidden=wanted is not None and wanted.hidden,
-            rank_pages=[one.live.sequence for one in chosen if one.live.ranking] if self.limits.stages_rank else [],
+            rank_pages=[slice_.live.sequence for slice_ in chosen if slice_.live.ranking]
+            if self.limits.stages_rank
+            else [],
             depends_on_step=depends_on_step if self.n_stages > 1 else 0,
             drafts_of=drafts_of,
-            upkeep=bool(chosen) and self.drafting.keeps_up(slices, self.n_stages),
+            upkeep=bool(chosen) and self.drafting.is_upkeep(slices, self.n_stages),
         )
         self._operations = []
         self._flushing = False
-        for one in chosen:  # with the next step: the states are those at the end of this one's slices
-            self._operations += self.reuse.advanced(one.record, now)
+        for slice_ in chosen:  # with the next step: the states are those at the end of this one's slices
+            self._operations += self.reuse.on_slice_planned(slice_.record, now)
         parts = {
-            s.sequence: ScheduledSequence(one.record, one.live, s, one.num_real_drafts)
-            for one, s in zip(chosen, slices, strict=True)
+            s.sequence: ScheduledSequence(slice_.record, slice_.live, s, slice_.num_real_drafts)
+            for slice_, s in zip(chosen, slices, strict=True)
         }
         self.in_flight.append(ScheduledStep(step.step_id, parts, n_decoding > 0, depends_on_step, plain))
         self.drafting.on_step_planned(self.in_flight[-1], upkeep=step.upkeep)
         self._n_at_first_stage += 1
-        return StepPlan(step, tuple([one.record.request.request_id for one in chosen]), mask_jobs(parts.values()))
+        return StepPlan(step, tuple([slice_.record.request.request_id for slice_ in chosen]), mask_jobs(parts.values()))
 
     # ---- inside: results and ends
 
@@ -878,7 +884,7 @@ class Scheduler:
             self._accept(events, record, sampled, now, drafted=drafted)
         if part.slice.n_drafts and record.live is live:
             self._shares.charge([(record.request.client_id, len(drawn) - 1)])
-            self._operations += self.running.settle(live)
+            self._operations += self.running.end_verification(live)
 
     def _accept(self, events: Events, record: RequestRecord, sampled: Sampled, now: float, *, drafted: bool) -> None:
         request = record.request
@@ -903,20 +909,20 @@ class Scheduler:
         stop_id: int | None = None,
     ) -> tuple[str, Event]:  # fmt: skip
         if record.live is not None:
-            self._operations += self.running.settle(record.live)
+            self._operations += self.running.end_verification(record.live)
             if error is None:
-                self._operations += self.reuse.ending(record, now)
+                self._operations += self.reuse.on_finishing(record, now)
             self._operations += self.running.close(record)
         elif record.state is RequestState.QUEUED:
             self._queue.remove(record)
         ends = {"cancelled": RequestState.CANCELLED, "error": RequestState.FAILED}
         record.move(ends.get(reason, RequestState.FINISHED))
-        self.reuse.ended(record)
+        self.reuse.on_finished(record)
         if record.started_at is not None and reason != "error" and not record.uncached:
             seconds = now - record.started_at
             self._service_s += (seconds - self._service_s) / (16 if self._service_s else 1)
-        self.preemption.forget(record)
-        self._shares.leave(record.request.client_id)
+        self.preemption.drop_swapped(record)
+        self._shares.remove_request(record.request.client_id)
         del self._records[record.request.request_id]
         return record.request.request_id, record.finished_event(reason, now, error, stop_id)
 

@@ -94,7 +94,7 @@ def swap_operations(sequence: int, swap: Swap | None) -> list[Operation]:
     return operations
 
 
-def grown(
+def grow_table(
     sequence: int,
     table: PageTable,
     start: int,

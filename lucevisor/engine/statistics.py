@@ -193,7 +193,7 @@ class EngineStatistics:
             generated_tokens=scheduler.n_generated_tokens,
             preemptions=scheduler.preemption.n_preempted,
             swapped=scheduler.preemption.n_swapped,
-            pages={str(space): use for space, use in scheduler.pools.use().items()},
+            pages={str(space): use for space, use in scheduler.pools.usage().items()},
             host_pages=PageUse(scheduler.pools.host_pages.n_used, scheduler.pools.host_pages.n_total),
             pages_out=sum(record.live.table.n_out for record in scheduler.running if record.live is not None),
             steps=copy.deepcopy(totals),

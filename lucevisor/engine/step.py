@@ -131,8 +131,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 class ScheduledStep:
     """A step between plan and result.  ``parts``: by sequence id at the time of the plan.
 
-    ``plain``: it has no slice but decodes without drafts that ask for neither drafts nor scores, as most steps; masks
-    they may have.
+    ``plain``: all slices are decodes without drafts that ask for neither drafts nor scores, as in most steps.  They may
+    have masks.
     """
 
     step_id: int
@@ -151,11 +151,13 @@ class ScheduledStep:
         if not scored and (self.plain or not any(part.slice.scored for part in self.parts.values())):
             return
         asked = {(s, part.slice.start + 1, len(part.slice.scored)) for s, part in self.parts.items()}
-        if {(one.sequence, one.start, len(one.logprobs)) for one in scored} != {one for one in asked if one[2]}:
+        if {(scores.sequence, scores.start, len(scores.logprobs)) for scores in scored} != {
+            scores for scores in asked if scores[2]
+        }:
             raise WrongResult(f"step {self.step_id} asked for other scores than the result has")
-        for one in scored:
-            for at, (logprob, top) in enumerate(zip(one.logprobs, one.tops, strict=True), one.start):
-                self.parts[one.sequence].record.scores[at] = TokenScore(logprob, tuple(top))
+        for scores in scored:
+            for at, (logprob, top) in enumerate(zip(scores.logprobs, scores.tops, strict=True), scores.start):
+                self.parts[scores.sequence].record.scores[at] = TokenScore(logprob, tuple(top))
 
     @property
     def only_decodes(self) -> bool:
@@ -214,8 +216,8 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
     for sequence, tokens in drawn.items() if len(drawn) < len(result.sampled) else ():
         if len(tokens) == 1:
             continue
-        accepted, piece = [sampled.token for sampled in tokens[:-1]], scheduled.parts[sequence].slice
-        drafts = accepted[: piece.n_drafts] if piece.drafts_pend else piece.drafts  # their drafter was detached
+        accepted, slice_ = [sampled.token for sampled in tokens[:-1]], scheduled.parts[sequence].slice
+        drafts = accepted[: slice_.n_drafts] if slice_.drafts_pend else slice_.drafts  # their drafter was detached
         if accepted != drafts[: len(accepted)]:
             raise WrongResult(f"step {result.step_id} verified {drafts} of sequence {sequence} and accepted {accepted}")
     return drawn
@@ -240,23 +242,23 @@ def check_drafts(scheduled: ScheduledStep, drafts: Sequence[Drafted], n_vocabula
 
 def all_decodes(slices: Sequence[Slice]) -> bool:
     """Whether a step computes no prompt."""
-    return all(is_decode(piece) for piece in slices)
+    return all(is_decode(slice_) for slice_ in slices)
 
 
-def is_decode(piece: Slice) -> bool:
+def is_decode(slice_: Slice) -> bool:
     """Whether a slice has one token that is certain, and samples."""
-    return piece.sample and len(piece.tokens) - piece.n_drafts == 1
+    return slice_.sample and len(slice_.tokens) - slice_.n_drafts == 1
 
 
-def is_plain(piece: Slice) -> bool:
+def is_plain(slice_: Slice) -> bool:
     """Whether a slice is a decode without drafts that asks for nothing more."""
-    return piece.sample and len(piece.tokens) == 1 and not piece.num_draft_tokens and not piece.scored
+    return slice_.sample and len(slice_.tokens) == 1 and not slice_.num_draft_tokens and not slice_.scored
 
 
-def padded(one: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:
+def padded(slice_: ScheduledSlice, width: int, drafted: Drafted) -> ScheduledSlice:
     """Return a decode with ``width`` drafts: what lacks repeats the last one."""
     if not width:
-        return one
+        return slice_
     drafts = drafted.tokens[:width]
-    last = drafts[-1] if drafts else one.record.tokens[-1]
-    return replace(one, drafts=drafts + [last] * (width - len(drafts)), num_real_drafts=len(drafts))
+    last = drafts[-1] if drafts else slice_.record.tokens[-1]
+    return replace(slice_, drafts=drafts + [last] * (width - len(drafts)), num_real_drafts=len(drafts))

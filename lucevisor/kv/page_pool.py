@@ -113,8 +113,8 @@ class PageAllocator:
 
     def n_evictable_of(self, ids: Iterable[int]) -> int:
         """Return how many of the ids, those of other allocators left out, the prefix index alone holds."""
-        own = self.ids
-        return sum(self.evictable(page) for page in ids if page in own)
+        known = self.ids
+        return sum(self.evictable(page) for page in ids if page in known)
 
     def generation_of(self, page: int) -> int:
         """Return how often an id was allocated: what is filed under an earlier generation is not its content."""
@@ -174,14 +174,14 @@ class PageAllocator:
         """Say where free list and counts disagree with the owners; ``cached``: what the prefix index owns."""
         free = [page for page in self.ids if self.ref_count(page) == 0]
         evictable = [page for page in cached if self.evictable(page)]
-        found = []
+        problems = []
         if sorted(self._free) != free:
-            found.append(f"the free list is {sorted(self._free)}, ids without owners are {free}")
+            problems.append(f"the free list is {sorted(self._free)}, ids without owners are {free}")
         if self._cached != set(cached):
-            found.append(f"ids {sorted(self._cached)} count as cached, the prefix index has {sorted(cached)}")
+            problems.append(f"ids {sorted(self._cached)} count as cached, the prefix index has {sorted(cached)}")
         if self._n_evictable != len(evictable):
-            found.append(f"{self._n_evictable} ids count as evictable, the prefix index alone has {evictable}")
-        return found
+            problems.append(f"{self._n_evictable} ids count as evictable, the prefix index alone has {evictable}")
+        return problems
 
     def _check(self, pages: Iterable[int]) -> None:
         first, last = self._first, self._first + len(self._ref_counts) - 1
@@ -243,11 +243,11 @@ class PagePools:
         device, in_host = self._allocators[space], self.host_pages
         if space is not Space.FULL or not in_host.n_total:
             return [(device, [*ids])]
-        found: tuple[list[int], list[int]] = [], []
+        by_tier: tuple[list[int], list[int]] = [], []
         host_ids = in_host.ids
         for page in ids:
-            found[page in host_ids].append(page)
-        return [(device, found[0]), (in_host, found[1])]
+            by_tier[page in host_ids].append(page)
+        return [(device, by_tier[0]), (in_host, by_tier[1])]
 
     def allocator_of(self, space: Space, unit: int) -> PageAllocator:
         """Return the allocator of an id."""
@@ -260,13 +260,13 @@ class PagePools:
 
     def retain(self, space: Space, ids: Iterable[int]) -> None:
         """``PageAllocator.retain`` for ids of any tier."""
-        for allocator, own in self.tiers(space, ids):
-            allocator.retain(own)
+        for allocator, tier_ids in self.tiers(space, ids):
+            allocator.retain(tier_ids)
 
     def release(self, space: Space, ids: Iterable[int]) -> None:
         """``PageAllocator.release`` for ids of any tier."""
-        for allocator, own in self.tiers(space, ids):
-            allocator.release(own)
+        for allocator, tier_ids in self.tiers(space, ids):
+            allocator.release(tier_ids)
 
     def allocate(self, needs: Mapping[Space, int]) -> dict[Space, list[int]] | None:
         """Take ``needs[space]`` ids per space, or None, taking nothing, if any space has too few."""
@@ -293,18 +293,18 @@ class PagePools:
         self[Space.FULL].epoch = 0
 
     def in_use(self) -> dict[Space, list[int]]:
-        """Return the ids in use by space, device and host together, but for states after drafts: nobody keeps those."""
-        found = {space: one.in_use() for space, one in self._allocators.items()}
+        """Return the ids in use by space, device and host together, without states after drafts."""
+        units = {space: allocator.in_use() for space, allocator in self._allocators.items()}
         for space, cached in self.slot_pools._allocators.items():
             if cached is not self._allocators[space]:
-                found[space] += cached.in_use()
-        if Space.FULL in found:
-            found[Space.FULL] += self.host_pages.in_use()
-        return found
+                units[space] += cached.in_use()
+        if Space.FULL in units:
+            units[Space.FULL] += self.host_pages.in_use()
+        return units
 
-    def use(self) -> dict[Space, PageUse]:
+    def usage(self) -> dict[Space, PageUse]:
         """Ids in use by space, device and host together, states after drafts left out."""
-        return {space: _use_of(one, self.slot_pools[space]) for space, one in self._allocators.items()}
+        return {space: _use_of(allocator, self.slot_pools[space]) for space, allocator in self._allocators.items()}
 
 
 def _use_of(live: PageAllocator, cached: PageAllocator) -> PageUse:

@@ -372,9 +372,9 @@ class PrefixIndex:
         """Whether pins or reservations keep ids from sequences for now."""
         return bool(self._reservations) or any(slot.pins for slot in self._slots)
 
-    def find(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
+    def find_slot(self, tokens: Sequence[int], n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
-        return self._tree.find(TokenBuffer.of(tokens), n_tokens)
+        return self._tree.find_slot(TokenBuffer.of(tokens), n_tokens)
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest cached prefix that leaves a token to compute; changes nothing."""
@@ -389,7 +389,7 @@ class PrefixIndex:
             return self._match(walk.nodes, slot.n_tokens, n_known, slot)
         return self._match(walk.nodes, n_usable, n_known, None) if n_usable else PrefixMatch(0, n_known)
 
-    def use(self, match: PrefixMatch, now: float) -> None:
+    def record_use(self, match: PrefixMatch, now: float) -> None:
         """Count the use of a match.  Call once per prompt, with or without a hit."""
         self._slots.n_prompts += 1
         if match.slot is not None and match.slot.alive:
@@ -430,7 +430,7 @@ class PrefixIndex:
         packed = TokenBuffer.of(tokens)
         known = made = None
         if self.worth_caching(source.n_tokens):
-            known = self._tree.find(packed, source.n_tokens)
+            known = self._tree.find_slot(packed, source.n_tokens)
             made = self._slots.add(packed, source, now) if known is None else None
         if source.state != NO_STATE:  # a slot that was made has a reference of its own
             self._pools[Space.RECURRENT].release([source.state])
@@ -490,8 +490,8 @@ class PrefixIndex:
             raise ValueError(f"{len(tokens)} tokens are adopted into ids reserved for {reservation.n_tokens}")
         self._reservations.remove(reservation)
         if drafted and Space.FULL in reservation.ids:
-            for allocator, own in self._pools.tiers(Space.FULL, reservation.ids[Space.FULL]):
-                allocator.stamp(own, reservation.draft_epoch)
+            for allocator, pages in self._pools.tiers(Space.FULL, reservation.ids[Space.FULL]):
+                allocator.stamp(pages, reservation.draft_epoch)
         out = reservation.paged_out
         source = SlotSource(reservation.n_tokens, reservation.entries, reservation.state, reservation.origin, out)
         reservation.ids.pop(Space.RECURRENT, None)  # the index takes it over
@@ -505,7 +505,7 @@ class PrefixIndex:
         if Space.FULL not in self._pools:
             return False
         epoch, tiers = self._pools[Space.FULL].epoch, self._pools.tiers(Space.FULL, slot.pages(Space.FULL))
-        return epoch > 0 and all(one.epoch_of(page) == epoch for one, pages in tiers for page in pages)
+        return epoch > 0 and all(allocator.epoch_of(page) == epoch for allocator, pages in tiers for page in pages)
 
     def cancel(self, reservation: Reservation) -> None:
         """Release the ids of a reservation.  Does nothing if it was adopted, cancelled or cleared already."""

@@ -115,10 +115,10 @@ class PrefixSlot:
         """Whether ``other`` is a proper prefix of this slot."""
         if other.n_tokens >= self.n_tokens:
             return False
-        node, rest = self.node, self.remainder
+        node, remainder = self.node, self.remainder
         while node.stop > other.node.stop and node.parent is not None:
-            node, rest = node.parent, node.tokens
-        return node is other.node and rest.startswith(other.remainder)
+            node, remainder = node.parent, node.tokens
+        return node is other.node and remainder.startswith(other.remainder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +150,11 @@ def path_to(node: Node) -> list[Node]:
 
 def pages_of_path(path: Iterable[Node], space: Space, start: int, stop: int) -> list[int]:
     """Return the ids of pages ``[start, stop)`` in a space; pages that are not held are left out."""
-    found: list[int] = []
+    ids: list[int] = []
     for node in path:
         if space in node.pages and start < node.stop and node.start < stop:
-            found += node.pages[space][max(0, start - node.start) : stop - node.start]
-    return found
+            ids += node.pages[space][max(0, start - node.start) : stop - node.start]
+    return ids
 
 
 class PrefixTree:
@@ -198,16 +198,16 @@ class PrefixTree:
         for node in reversed(walk.path):
             if node.slots:
                 start = node.stop * PAGE_TOKENS
-                rest = tokens.packed(start, min(n_tokens, start + PAGE_TOKENS - 1))
-                fitting = [slot for known, slot in node.slots.items() if rest.startswith(known)]
+                remainder = tokens.packed(start, min(n_tokens, start + PAGE_TOKENS - 1))
+                fitting = [slot for known, slot in node.slots.items() if remainder.startswith(known)]
                 yield from sorted(fitting, key=lambda slot: -len(slot.remainder))
 
     def longest_slot(self, tokens: TokenBuffer, n_tokens: int) -> PrefixSlot | None:
         """Return the longest slot that the first ``n_tokens`` tokens begin with, the empty one left out."""
-        found = next(self.slots_on(self.walk(tokens, n_tokens), tokens, n_tokens), None)
-        return found if found is not None and found.n_tokens else None
+        slot = next(self.slots_on(self.walk(tokens, n_tokens), tokens, n_tokens), None)
+        return slot if slot is not None and slot.n_tokens else None
 
-    def find(self, tokens: TokenBuffer, n_tokens: int) -> PrefixSlot | None:
+    def find_slot(self, tokens: TokenBuffer, n_tokens: int) -> PrefixSlot | None:
         """Return the slot of exactly the first ``n_tokens`` tokens."""
         node = self.walk(tokens, n_tokens).path[-1]
         if node.stop != n_tokens // PAGE_TOKENS:
@@ -350,8 +350,8 @@ class PrefixTree:
 
     def _hold(self, space: Space, pages: Sequence[int]) -> None:
         holds = self._holds[space]
-        for allocator, own in self._pools.tiers(space, [page for page in pages if page not in holds]):
-            allocator.cache(own)
+        for allocator, ids in self._pools.tiers(space, [page for page in pages if page not in holds]):
+            allocator.cache(ids)
         holds.update(pages)
 
     def _let_go(self, space: Space, pages: Sequence[int]) -> None:
@@ -362,8 +362,8 @@ class PrefixTree:
                 last.append(page)
             else:
                 holds[page] -= 1
-        for allocator, own in self._pools.tiers(space, last):
-            allocator.uncache(own)
+        for allocator, ids in self._pools.tiers(space, last):
+            allocator.uncache(ids)
 
 
 def _merge(node: Node, parent: Node) -> None:

@@ -1,6 +1,6 @@
-"""KV Flash: which ``full`` pages of a sequence stay on the devices, and the page table of such a sequence.
+"""KV Flash, KV cache offloading and eviction: which ``full`` pages of a sequence stay on the devices, and its table.
 
-One decision for all shards, which know neither policy nor bound.  The first pages of a sequence (attention sinks) and
+One decision holds for all shards.  The first pages of a sequence (attention sinks) and
 its last ones always stay.  Attention reads every resident page at each step, so the least recently used one is the
 oldest behind the head.  Policy ``lru`` drops what leaves; ``exact`` keeps it in host memory, where attention reads it;
 ``qk`` keeps it there, too, and swaps pages so that the last queries' most attended ones are resident; ``drafter`` swaps
@@ -149,18 +149,18 @@ class _FullEntries(Entries):
 
     def runs(self) -> list[Growth]:
         """Return all entries as if they were new: those resident, and before them those that are out."""
-        found, place, at = [], 0, 0
+        growths, place, at = [], 0, 0
         while place < len(self.pages):
             first = self.entry_of(place)
             n_out = bisect_left(self.out, first)
             stop = self.out[n_out] if n_out < len(self.out) else self.stop
             left = slice(at, n_out)
             pages = self.pages[place : place + stop - first]
-            found.append(Growth(Space.FULL, first, pages, tuple(self.out[left]), tuple(self.hosts[left])))
+            growths.append(Growth(Space.FULL, first, pages, tuple(self.out[left]), tuple(self.hosts[left])))
             place, at = place + len(pages), n_out
         if at < len(self.out):  # behind all pages
-            found.append(Growth(Space.FULL, self.stop, [], tuple(self.out[at:]), tuple(self.hosts[at:])))
-        return found
+            growths.append(Growth(Space.FULL, self.stop, [], tuple(self.out[at:]), tuple(self.hosts[at:])))
+        return growths
 
 
 class ResidentPageTable(PageTable):
@@ -327,8 +327,8 @@ class ResidentPageTable(PageTable):
         for place in reversed(surplus):
             del entries.pages[place]
         if hosts:
-            kept = dict(zip(entries.out, entries.hosts, strict=True)) | dict(zip(left, hosts, strict=True))
-            entries.hosts = [kept[entry] for entry in sorted(kept)]
+            host_of = dict(zip(entries.out, entries.hosts, strict=True)) | dict(zip(left, hosts, strict=True))
+            entries.hosts = [host_of[entry] for entry in sorted(host_of)]
         entries.out = sorted([*entries.out, *left])
         return tuple(left), tuple(hosts)
 

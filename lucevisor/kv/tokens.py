@@ -88,11 +88,11 @@ class TokenBuffer(Sequence[int]):
     def n_common(self, other: TokenBuffer, most: int) -> int:
         """Return how many ids both begin with, at most ``most``."""
         low, high = 0, min(len(self), len(other), most)
-        one = self.packed(0, high)
+        packed = self.packed(0, high)
         with memoryview(other._ids) as ids, ids.cast("B") as view:
             while low < high:
                 middle = (low + high + 1) // 2
-                if one.startswith(view[low * TOKEN_BYTES : middle * TOKEN_BYTES], low * TOKEN_BYTES):
+                if packed.startswith(view[low * TOKEN_BYTES : middle * TOKEN_BYTES], low * TOKEN_BYTES):
                     low = middle
                 else:
                     high = middle - 1

@@ -63,7 +63,7 @@ def allocator_problems(allocator: PageAllocator, owners: Iterable[Owner]) -> Ite
     for page in allocator.ids:
         n, known = allocator.ref_count(page), names.pop(page, [])
         if n != len(known):
-            who = ", ".join(known) or "nobody"
+            who = ", ".join(known) or "none"
             yield f"{allocator.name}: id {page} counts {n} owners, known are {len(known)} ({who})"
     for page, known in names.items():
         yield f"{allocator.name}: id {page} of {', '.join(known)} is outside the pool"
@@ -85,10 +85,10 @@ def index_owners(index: PrefixIndex) -> Iterator[Owner]:
 def index_problems(index: PrefixIndex) -> Iterator[str]:
     """Yield what is wrong with the counts of the prefix tree and its slots."""
     tree = index.tree
-    found = {slot.number: slot for node in _nodes(tree.root) for slot in node.slots.values()}
-    if found.keys() != {slot.number for slot in index.slots}:
-        yield f"slots {sorted(found)} are in the tree, {sorted(slot.number for slot in index.slots)} in the index"
-    for slot in found.values():
+    by_number = {slot.number: slot for node in _nodes(tree.root) for slot in node.slots.values()}
+    if by_number.keys() != {slot.number for slot in index.slots}:
+        yield f"slots {sorted(by_number)} are in the tree, {sorted(slot.number for slot in index.slots)} in the index"
+    for slot in by_number.values():
         if not slot.alive or slot.pins < 0 or (slot.parent is not None and not slot.parent.alive):
             yield f"slot {slot.number} is in the tree: alive {slot.alive}, {slot.pins} pins, parent {slot.parent}"
     for space, held in _held(tree).items():

@@ -78,7 +78,7 @@ def shared_tensors(prefix: str, embedding: int, x: Experts) -> dict[str, tuple[i
 
 
 def merged(files: GgufFiles, prefix: str) -> bool:
-    """Whether gate and up of the experts are one tensor, gate rows first."""
+    """Return whether gate and up of the experts are one tensor, gate rows first."""
     return prefix + "ffn_gate_up_exps.weight" in files.tensors
 
 

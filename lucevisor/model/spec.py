@@ -138,7 +138,7 @@ class ModelSpec:
         return frozenset(layer.space for layer in self.layers)
 
     def legal_boundary(self, boundary: int) -> bool:
-        """Whether the model may be split before layer ``boundary``: no later layer reads the pages of an earlier
+        """Return whether the model may be split before layer ``boundary``: no later layer reads the pages of an earlier
         one."""
         return all(x.shares_with is None or x.shares_with >= boundary for x in self.layers[boundary:])
 

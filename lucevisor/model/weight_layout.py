@@ -18,7 +18,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 
 
 class TensorRole(StrEnum):
-    """How the forward pass uses a tensor."""
+    """Use of a tensor in the forward pass."""
 
     MATRIX = "matrix"  # multiplied with activations
     LOOKUP = "lookup"  # rows are looked up by token id

@@ -93,7 +93,7 @@ def choose_drafting(config: Config, draft: DrafterSizing | None, max_sequences: 
     limit = LOOKUP_DRAFTS if draft is None else draft.spec.max_drafts
     if width == "auto":
         wanted = limit if draft is None else min(limit, 2 * draft.spec.default_drafts)
-        return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.least_chunk // max_sequences)))
+        return DraftPolicy(lookup, min(wanted, max(MIN_DRAFTS, engine.usual_chunk // max_sequences)))
     if draft is not None and width > limit:
         why = f"is more than the {limit} tokens that the drafter {draft.spec.model.name} drafts"
         raise PlacementError("draft.width", width, why, f"nearest: {limit}", file=str(config.file))

@@ -1,5 +1,6 @@
-"""Placement planner: which device holds which layers, from a model, a configuration and an inventory of devices.
+"""Placement planner: pipeline-parallel layer ranges for the devices, from a model, a configuration and an inventory.
 
+A layer is never split over devices: there is no tensor parallelism.
 Pure: the caller reads the model's header and queries the devices.  Each choice records its reason where it is made.
 Invariant: a Placement covers every layer once, in the order of ``target_devices``, and fits wherever the free memory is
 known; otherwise the result is an Infeasible with advice.
@@ -472,7 +473,7 @@ def _sizing_inputs(
     if max_context is not None and max_context < 2:
         why = "leaves no room for an answer: one prompt token and one generated token need 2"
         raise PlacementError("engine.max_context", max_context, why, "nearest: 2", file=file)
-    paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.least_chunk
+    paged, flash_tokens, chunk = Space.FULL in spec.spaces(), config.kvflash.pool_tokens, engine.usual_chunk
     pool = None
     if paged and flash_tokens:
         pool = pool_pages(0 if flash_tokens == "auto" else flash_tokens)  # the smallest until ranges are known
@@ -515,7 +516,7 @@ def _sized(inputs: SizingInputs, ranges: Sequence[LayerRange], config: Config) -
     """Choose an automatic prefill chunk and an automatic pool of KV Flash, and return the sizes."""
     auto_pool = inputs.pool_pages is not None and config.kvflash.pool_tokens == "auto"
     if auto_pool:
-        inputs = choose_pool(inputs, ranges, config.engine.least_chunk)
+        inputs = choose_pool(inputs, ranges, config.engine.usual_chunk)
     if config.engine.prefill_chunk == "auto":
         inputs, sizing = choose_chunk(inputs, ranges)
         if not auto_pool:

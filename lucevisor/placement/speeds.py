@@ -99,7 +99,7 @@ def measurement_request(
     targets = target_devices(config, inventory)
     dtype = choose_dtype(config.engine.dtype, targets).dtype
     kv_dtype = choose_kv_dtype(config.engine.kv_dtype, dtype).dtype
-    n_rows = max(1, min(PROMPT_TOKENS, config.engine.least_chunk, spec.context_tokens - 1))
+    n_rows = max(1, min(PROMPT_TOKENS, config.engine.usual_chunk, spec.context_tokens - 1))
     lines = [_device_line(target, config, threads) for target in targets]
     conditions = MeasurementConditions(model_key(spec), lines, dtype, kv_dtype, n_rows, version)
     return MeasurementRequest(conditions, _spans(spec, targets))

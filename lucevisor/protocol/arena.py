@@ -56,7 +56,7 @@ class Doorbells:
             os.eventfd_write(self.wake_fd, 1)
 
     def rung(self, region: int, step_id: int) -> bool:
-        """Whether the rows of a step are there."""
+        """Return whether the rows of a step are there."""
         return self._numbers[region * (SLOT_BYTES // 8)] == step_id
 
     def since_s(self, region: int) -> float:
@@ -179,7 +179,7 @@ class Arena:
 
 
 def descriptors(arenas: Sequence[Arena]) -> list[int]:
-    """What a Load takes along: the memory of each arena, then what wakes the reader of each."""
+    """Return the descriptors sent with a Load: the memory of each arena, then the eventfd of each reader."""
     return [*(arena.fd for arena in arenas), *(arena.bells.wake_fd for arena in arenas)]
 
 

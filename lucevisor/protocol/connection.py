@@ -116,7 +116,7 @@ class Connection:
 
     @property
     def unfinished(self) -> str:
-        """What an end of file would truncate; empty between frames."""
+        """Description of the frame that an end of file would truncate; empty between frames."""
         if self._header is not None:
             return f"inside a {self._header.kind.name} frame"
         return f"after {self._end - self._start} bytes of a header" if self._end > self._start else ""
@@ -266,5 +266,5 @@ class Connection:
 
 
 def _named(kind: MessageKind, n: int) -> str:
-    """What the descriptors of a frame stand for."""
+    """Return a description of a frame's descriptors, for messages."""
     return "a snapshot file" if kind in (MessageKind.SAVE, MessageKind.RESTORE) else f"{n} arenas"

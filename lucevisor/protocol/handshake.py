@@ -34,7 +34,7 @@ _DEVICE_ADVICE = {
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What the configuration expects of a group.  ``devices``: the indices used by the plan."""
+    """Properties that the configuration expects of a group.  ``devices``: the indices used by the plan."""
 
     group: str
     backend: Backend

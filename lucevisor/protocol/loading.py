@@ -75,7 +75,7 @@ class DraftKind(StrEnum):
 
 
 class CaptureSource(msgspec.Struct, frozen=True):
-    """Where the draft stage reads the captures of a stage: ``arena`` indexes ``Load.arenas``; None: in this daemon."""
+    """Source of a stage's captures for the draft stage: ``arena`` indexes ``Load.arenas``; None: in this daemon."""
 
     stage: int
     layers: list[int]
@@ -137,7 +137,7 @@ def token_region_bytes(max_sequences: int, max_drafts: int = 0) -> int:
 
 
 class StatePlace(NamedTuple):
-    """Where a recurrent state lies, or a draft's updates and windows: its memory, and its row there."""
+    """Place of a recurrent state, or of a draft's updates and windows: its memory, and its row there."""
 
     tier: Tier
     row: int
@@ -165,7 +165,7 @@ class PoolSizes(msgspec.Struct, frozen=True):
         return StatePlace(Tier.DEVICE, state) if state < n else StatePlace(Tier.HOST, state - n)
 
     def is_draft_state(self, state: int) -> bool:
-        """Whether an id stands for updates and windows alone: only a verify slice and its UseState may name it."""
+        """Return whether an id is that of a draft's updates and windows, usable only by a verify slice and UseState."""
         return self.device_states <= state < self.device_rows
 
     @property

@@ -81,12 +81,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the tokens before count."""
+        """True if the tokens before count."""
         return self.penalised or self.dry is not None
 
     @property
     def stateless(self) -> bool:
-        """Whether a draw needs its row and position alone, and reports nothing but the token."""
+        """True if a draw needs its row and position alone, and reports nothing but the token."""
         return not self.needs_history and self.mirostat is None and self.n_top_logprobs < 0
 
     @property
@@ -95,14 +95,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sorts(self) -> bool:
-        """Whether a filter looks at the whole vocabulary in order of probability."""
+        """True if a filter looks at the whole vocabulary in order of probability."""
         return self.typical_p < 1.0 or self.top_n_sigma > 0.0 or self.xtc_probability > 0.0
 
 
 class OpenSequence(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Start a sequence.  ``state`` is its live recurrent state.  ``history``, the context tokens that no slice will
-    carry, initialises the penalties.  ``mu``: where mirostat stands; None at the start.  ``n_prompt``: tokens of the
-    context that were not generated, so that presence and frequency penalties leave them out."""
+    carry, initialises the penalties.  ``mu``: mirostat's state; None at the start.  ``n_prompt``: tokens of the context
+    that were not generated, which presence and frequency penalties exclude."""
 
     sequence: int
     state: int
@@ -150,12 +150,11 @@ class ZeroState(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Let a sequence go on from ``state``: the commit of a verify slice, whose ``Slice.states`` it is one of.
+    """Commit a verify slice: let its sequence continue from ``state``, one of its ``Slice.states``.
 
-    It comes before anything else that reads or writes one of those: daemons keep what the tokens do to the state
-    before them, and make of that the one that is used.  A draft's is made in the place of the sequence's live state,
-    whose id stays; one that the sequence's last slice did not leave, as in a stage that was rebuilt since, changes
-    nothing.  Any other becomes the live state.
+    It precedes any other use of these states.  Daemons store the updates of the slice's tokens and compute the chosen
+    state from them.  A draft's state is computed in place of the live state, whose id stays; one that the last slice
+    did not leave, as in a stage rebuilt since, changes nothing.  Any other becomes the live state.
     """
 
     sequence: int
@@ -163,10 +162,10 @@ class UseState(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class PageOut(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Entries of the ``full`` table of a sequence, ascending, leave it; all others keep their numbers.
+    """Page out entries of the ``full`` table of a sequence, ascending; all others keep their numbers.
 
-    ``hosts[i]``: the page in host memory that gets the bytes of ``entries[i]``; []: they are dropped.  Entries right
-    behind the table count as having left before the daemon came: nothing is copied.
+    ``hosts[i]``: the page in host memory that gets the bytes of ``entries[i]``; []: they are dropped.  For entries
+    right behind the table, which left before the daemon started, nothing is copied.
     """
 
     sequence: int
@@ -175,7 +174,7 @@ class PageOut(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class PageIn(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Entries of the ``full`` table of a sequence, ascending, come back: ``pages[i]`` gets the bytes of ``entries[i]``
+    """Page in entries of the ``full`` table of a sequence, ascending: ``pages[i]`` gets the bytes of ``entries[i]``
     from host memory, whose page there returns to the supervisor."""
 
     sequence: int
@@ -194,10 +193,10 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     A verify slice ends with ``n_drafts`` draft tokens, which may all be ``PENDING``: one token is sampled from the row
     before the first draft, and one from the row of each draft that equals the token sampled before it, up to the first
     rejected draft.
-    ``states``: ids of the recurrent states after each of the last ``len(states)`` tokens, all different, behind the
-    live one those of drafts if each token has one (see UseState); [] keeps only the state after the last token, in
-    place.
-    ``num_draft_tokens``: tokens to draft behind the one sampled last.
+    ``states``: ids of the recurrent states after each of the last ``len(states)`` tokens, all different; if each token
+    has one, those after the first are states of drafts (see UseState).  [] stores only the state after the last token,
+    in place.
+    ``num_draft_tokens``: tokens to draft after the last sampled one.
     ``draft_from``: the draft stage attends to positions from there on; it has no state of earlier ones.
     ``masked``: a Masks message says which tokens each of its rows may draw.
     ``scored[i]``: the token that follows row i, whose log-probability is wanted.
@@ -216,7 +215,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def n_context(self) -> int:
-        """Tokens before the drafts: those that are certain."""
+        """Number of tokens before the drafts."""
         return len(self.tokens) - self.n_drafts
 
     @property
@@ -225,22 +224,20 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def drafts_pend(self) -> bool:
-        """Whether the supervisor does not know the drafts."""
+        """True if the supervisor does not know the drafts yet."""
         return self.n_drafts > 0 and self.tokens[-1] == PENDING
 
     def with_drafts(self, found: Sequence[int]) -> Slice:
-        """Return the slice with drafts in place of pending ones.  The last token fills up what lacks, as slices of a
-        step are to be equally long.
-        """
+        """Return the slice with drafts in place of pending ones, padded with the last token to the same length."""
         known = [*self.tokens[: self.n_context], *found[: self.n_drafts]]
         return replace(self, tokens=known + known[-1:] * (len(self.tokens) - len(known)))
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """A step plan: operations, in order, then the slices, then the outputs to return.
+    """A step plan (vLLM's scheduler output): operations, in order, then the slices, then the outputs to return.
 
-    ``rank_pages``: sequences of which every stage says how much the last rows of their slice attend to each page before
-    it, those in host memory included.
+    ``rank_pages``: sequences for which every stage returns the attention of their slice's last rows to each earlier
+    page, including those in host memory.
     ``region`` is the arena region for this step's boundary activations, rows in slice order.
     Every stage executes the operations and runs its steps in the order received.
     """
@@ -254,11 +251,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     rank_pages: list[int] = []
     depends_on_step: int = 0  # the step that samples its pending tokens; 0: none, or there is one stage
     drafts_of: int = 0  # the step behind which its pending drafts are made, likewise
-    upkeep: bool = False  # a draft stage beside the output stage of several takes it along: there is no DraftStep
+    upkeep: bool = False  # the draft stage in the output stage's daemon runs it without a DraftStep
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether the first of several stages starts it when the output stage's daemon tells it tokens or drafts."""
+        """True if the first of several stages starts it when the output stage's daemon publishes tokens or drafts."""
         return self.depends_on_step > 0 or self.drafts_of > 0
 
     @property
@@ -267,11 +264,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True):
-    """Which tokens the rows of a step's masked slices may draw, for the output stage.  It comes before or after the
-    Step; sampling waits for it, the layers do not.
+    """Token masks (grammar bitmasks) of a step's masked slices, for the output stage, sent before or after the Step.
+    Sampling waits for them, the layers do not.
 
-    Payload: ``n_rows`` bit rows of ``row_bytes`` each, for the masked slices in order, ``n_drafts + 1`` rows a slice;
-    token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Tokens behind the row are not.
+    Payload: ``n_rows`` bit rows of ``row_bytes`` each, for the masked slices in order, ``n_drafts + 1`` rows per slice;
+    token t is allowed if bit ``t % 8`` of byte ``t // 8`` is set.  Tokens beyond the row are not allowed.
     """
 
     step_id: int
@@ -280,8 +277,8 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """A sampled token, with its ``logprob`` and the ``top`` (id, log-probability) pairs where requested, and where
-    mirostat stands after it."""
+    """A sampled token, with its ``logprob`` and the ``top`` (id, log-probability) pairs if requested, and mirostat's
+    ``mu`` after it."""
 
     sequence: int
     token: int
@@ -330,7 +327,7 @@ class Drafted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageScores(msgspec.Struct, frozen=True, array_like=True):
-    """How much a slice attends to each whole page before it, by entry of the ``full`` table: a sum over the stage's
+    """Attention of a slice to each whole page before it, by entry of the ``full`` table, summed over the stage's
     layers."""
 
     sequence: int
@@ -342,7 +339,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     step_id: int
     stage: int
-    sampled: list[Sampled] = []  # of the output stage; of the first stage, the tokens that its pending ones were
+    sampled: list[Sampled] = []  # of the output stage; of the first stage, the tokens used for its placeholders
     compute_s: float = 0.0  # from receiving the plan to rows ready
     wait_s: float = 0.0  # how long the compute thread waited for this plan and its rows
     segments: list[tuple[str, list[int]]] = []  # payload: (name, shape) of consecutive float32 arrays
@@ -350,20 +347,20 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     scored: list[Scored] = []  # of the output stage
     page_scores: list[PageScores] = []  # of slices that ask for it
     hop_s: float = 0.0  # of a posted step: from the doorbell of its rows until this stage took them
-    upkeep_s: float = 0.0  # of the output stage: what the draft stage took since the last result for steps with upkeep
-    cold: bool = False  # of a shape that is captured, and before its graph was there: the next ones are faster
+    upkeep_s: float = 0.0  # of the output stage: time of the draft stage for upkeep steps since the last result
+    cold: bool = False  # the step's shape is captured, but had no graph yet: the next ones are faster
     invalid: list[int] = []  # of the output stage: sequences whose logits are NaN or infinite; their tokens are void
 
 
 class CancelPending(msgspec.Struct, frozen=True):
-    """Drop the posted steps sent before this that have not begun, and all behind them: a stage before is lost.
-    Answered by PendingCancelled."""
+    """Drop the posted steps sent before this that have not begun, and all after them, because an earlier stage was
+    lost. Answered by PendingCancelled."""
 
     stage: int
 
 
 class PendingCancelled(msgspec.Struct, frozen=True):
-    """Answer to CancelPending.  Steps that are not among these were answered before.
+    """Answer to CancelPending: the dropped steps.  All other steps were answered before.
 
     ``operated``: the operations of the first of them were applied already.
     """
@@ -383,3 +380,7 @@ class ResetDone(msgspec.Struct, frozen=True):
     """Answer to Reset.  No step sent before the Reset is answered after this."""
 
     token: int  # of the Reset
+
+
+# tests/kernels/test_paged_out.py has the earlier name. Rename it there with the next record of `make kernels`.
+Sampling = SamplingParams

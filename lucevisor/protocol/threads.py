@@ -2,7 +2,7 @@
 
 ``Thread.start``, and with it ``ThreadPoolExecutor.submit``, waits forever for a thread that finds no memory before it
 says that it runs (https://github.com/python/cpython/issues/140746).  Knows no messages.
-Invariants: who makes a thread waits for it for BEGIN_S at most; work that was submitted ends with a result, an
+Invariants: who makes a thread waits for it for START_TIMEOUT_S at most; work that was submitted ends with a result, an
 exception or a cancellation.
 """
 
@@ -18,7 +18,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
-BEGIN_S: Final = 5.0
+START_TIMEOUT_S: Final = 5.0
 """Until a thread has begun."""
 
 P = ParamSpec("P")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _Work = Callable[[], None]
 
 
-class BegunThread:
+class StartedThread:
     """A thread that runs ``run()``, which handles its own errors; the process does not wait for it at its end."""
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
@@ -40,8 +40,8 @@ class BegunThread:
             _thread.start_new_thread(self._main, ())
         except RuntimeError as error:  # the system has none
             raise MemoryError(f"the thread {name!r} cannot be started: {error}") from error
-        if not self._begun.acquire(timeout=BEGIN_S):
-            raise MemoryError(f"the thread {name!r} did not begin in {BEGIN_S:g} s: no memory is left for it")
+        if not self._begun.acquire(timeout=START_TIMEOUT_S):
+            raise MemoryError(f"the thread {name!r} did not begin in {START_TIMEOUT_S:g} s: no memory is left for it")
 
     def join(self) -> None:
         """Wait until it has ended."""
@@ -67,11 +67,11 @@ class ThreadExecutor(Executor):
         """Raises MemoryError when a thread does not begin; those that began before end."""
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._closed = False
-        self._threads: list[BegunThread] = []
+        self._threads: list[StartedThread] = []
         self._end = weakref.finalize(self, _end, self._queue, n_threads)
         try:
             for i in range(n_threads):
-                self._threads.append(BegunThread(f"{name}_{i}", partial(_serve, self._queue)))
+                self._threads.append(StartedThread(f"{name}_{i}", partial(_serve, self._queue)))
         except MemoryError:
             self._end()
             raise

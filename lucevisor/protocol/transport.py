@@ -87,7 +87,7 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be sent or received."""
+        """True if nothing more can be sent or received."""
         return self._closed is not None
 
     @property
@@ -290,7 +290,7 @@ class BlockingLink:
 
     @property
     def buffered(self) -> bool:
-        """Whether ``receive`` returns a frame that has come already, of which the socket tells nothing any more."""
+        """True if ``receive`` returns a frame that has come already, of which the socket tells nothing any more."""
         return bool(self._frames)
 
     def wait(self, timeout_s: float) -> bool:
@@ -346,7 +346,7 @@ class BlockingLink:
 
     @property
     def holds(self) -> bool:
-        """Whether a frame waits for the next one."""
+        """True if a frame waits for the next one."""
         return bool(self._held)
 
     def flush(self) -> None:
@@ -459,7 +459,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def after(buffers: Sequence[bytes | memoryview], n_sent: int) -> list[bytes | memoryview]:
-    """What remains of ``buffers`` after a sendmsg wrote the first ``n_sent`` bytes."""
+    """Return the rest of ``buffers`` after a sendmsg wrote the first ``n_sent`` bytes."""
     rest: list[bytes | memoryview] = []
     for buffer in buffers:
         if n_sent >= len(buffer):

@@ -66,7 +66,7 @@ class DaemonFacts:
 
 
 class _Fault(Exception):
-    """What cannot be true."""
+    """A value that cannot be true."""
 
 
 def fault_of(message: Message, payload: memoryview, daemon: DaemonFacts, asked: AskedStep | None = None) -> str:
@@ -266,9 +266,9 @@ def _check_finite(what: str, numbers: Iterable[float]) -> None:
             raise _Fault(f"{what}: {number} is not a number to work with")
 
 
-def _check_time(what: str, seconds: float, most_s: float) -> None:
-    if not -CLOCK_SLACK_S / 100 <= seconds <= most_s + CLOCK_SLACK_S:  # also what is not a number
-        raise _Fault(f"{what} is {seconds} s, which it cannot have taken: at most {most_s:.3f} s")
+def _check_time(what: str, seconds: float, max_s: float) -> None:
+    if not -CLOCK_SLACK_S / 100 <= seconds <= max_s + CLOCK_SLACK_S:  # also what is not a number
+        raise _Fault(f"{what} is {seconds} s, which it cannot have taken: at most {max_s:.3f} s")
 
 
 def _check_counts(what: str, **counts: int) -> None:

@@ -98,7 +98,7 @@ def remove_leftover(path: Path) -> bool:
         os.close(fd)
 
 
-def set_aside(path: Path) -> Path:
+def rename_refused(path: Path) -> Path:
     """Rename a file so that no supervisor reads it again; return the new path.  Hold the directory's lock."""
     target, n = path.with_name(path.name + REFUSED), 0
     while target.exists():
@@ -155,7 +155,7 @@ def unreadable(where: str, error: OSError) -> SnapshotError:
 
 
 def is_our_own(error: SnapshotError) -> bool:
-    """Whether a file was unreadable only for lack of descriptors or memory: it may be fine."""
+    """Return whether a file was unreadable only for lack of descriptors or memory: it may be fine."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _OURS
 
 

@@ -44,7 +44,7 @@ _NO_CHECKSUM = "0" * 16
 
 
 class Fault(StrEnum):
-    """Why a file is refused: a metric label."""
+    """Reasons to refuse a file, as metric labels."""
 
     TRUNCATED = "truncated"
     DAMAGED = "damaged"
@@ -67,7 +67,7 @@ class SnapshotError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """What defines the state of a drafter."""
+    """Properties that define the state of a drafter."""
 
     fingerprint: str
     layers: tuple[LayerSpec, ...] = field(repr=False)
@@ -75,7 +75,7 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class StateModel:
-    """What defines the state of a loaded model and its drafter."""
+    """Properties that define the state of a loaded model and its drafter."""
 
     fingerprint: str
     architecture: str
@@ -87,7 +87,7 @@ class StateModel:
 
     @property
     def whole_only(self) -> bool:
-        """Whether a slot is usable at its full length only: a recurrent state or window belongs to one position."""
+        """True if a slot is usable at its full length only: a recurrent state or window belongs to one position."""
         return whole_only(self.layers)
 
 

@@ -1,8 +1,8 @@
-"""Which file restores most of a prompt: the snapshots of a model, sorted by their packed tokens.
+"""Index of a model's snapshots, sorted by their packed tokens: finds the file that restores most of a prompt.
 
-The longest common prefix with a prompt is found beside the place where the prompt would be inserted, and the common
-prefixes of neighbours are known, so a lookup compares two files with the prompt however many there are.
-Pure.  Knows neither the directory nor what a restore costs.  Invariants: a match never reaches beyond the prompt; with
+The longest common prefix with a prompt is next to the place where the prompt would be inserted, and the common prefixes
+of neighbours are known, so a lookup compares only two files with the prompt.
+Invariants: a match never reaches beyond the prompt; with
 ``whole_only`` a file matches whole or not at all.
 """
 

@@ -91,7 +91,7 @@ def verify(directory: Path, file: str, *, set_aside: bool) -> JsonObject:
         problem = "" if gone else str(error)
         may_be_intact = gone or error.fault is Fault.OLDER or disk.is_our_own(error)
         if set_aside and not may_be_intact:
-            aside = _set_aside(directory, file, inode)
+            aside = _rename_refused(directory, file, inode)
     return {"file": file, "problem": problem, "gone": gone, "set_aside": aside}
 
 
@@ -103,13 +103,13 @@ def _inode(path: Path) -> int:
         return 0
 
 
-def _set_aside(directory: Path, file: str, inode: int) -> str:
+def _rename_refused(directory: Path, file: str, inode: int) -> str:
     """Rename a file so that no supervisor uses it; return the new name, or "" if the name no longer belongs to
     ``inode``: the file was removed or saved again since it was found damaged.  Raises CacheError.
     """
     try:
         with disk.locked(directory):
-            return disk.set_aside(directory / file).name if inode and _inode(directory / file) == inode else ""
+            return disk.rename_refused(directory / file).name if inode and _inode(directory / file) == inode else ""
     except OSError as error:
         raise CacheError(f"{file} cannot be renamed in {directory}: {describe_error(error)}") from error
 

@@ -34,7 +34,7 @@ _NAME = re.compile(
 
 
 class FileKind(StrEnum):
-    """What kind of file a name in the directory stands for."""
+    """Kinds of files in the directory, by their names."""
 
     SNAPSHOT = "snapshot"
     PARTIAL = "partial"  # being written, or a leftover
@@ -101,7 +101,7 @@ class SnapshotMatch:
 
 
 class SaveTrigger(StrEnum):
-    """Why saving a slot is considered now."""
+    """Occasions on which saving a slot is considered."""
 
     TURN = "turn"  # a chat turn ended
     EVICTION = "eviction"  # its memory is needed

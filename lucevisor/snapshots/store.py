@@ -466,16 +466,16 @@ class SnapshotStore:
             self._index.remove(file)
         self.statistics.failures[error.fault.value] += 1
         kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL, Fault.OLDER) or disk.is_our_own(error)
-        aside = "" if kept_name else self._set_aside(file, fd)
+        aside = "" if kept_name else self._rename_refused(file, fd)
         log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
 
-    def _set_aside(self, file: str, fd: int) -> str:
+    def _rename_refused(self, file: str, fd: int) -> str:
         path = self.directory / file
         try:
             with disk.locked(self.directory):
                 if fd >= 0 and os.fstat(fd).st_ino != path.stat().st_ino:
                     return ""  # the slot was saved again meanwhile
-                return disk.set_aside(path).name
+                return disk.rename_refused(path).name
         except OSError as error:
             log.warning("snapshot not set aside", file=file, reason=describe_error(error))
             return ""

@@ -1,7 +1,7 @@
-"""Saves and restores over the links of all groups: one file, a message to every daemon, one outcome.
+"""KV transfers (saves and restores) over the links of all groups: one file, a message to every daemon, one outcome.
 
-Decides nothing about slots.  Invariant: every transfer that was started ends, once each daemon has answered or is lost,
-never earlier, even after a failure; until then it owns its pages and descriptor.
+Invariant: every transfer ends once each daemon has answered or is lost, never earlier, even after a failure; until then
+it owns its pages and descriptor.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ShardTransfers:
         self._ids = count(1)
         self._refusing = ""  # why no snapshot is saved or restored
 
-    def ready(self, group: str, link: Link) -> None:
+    def on_ready(self, group: str, link: Link) -> None:
         """A daemon finished loading."""
         self._links[group] = link
         self._refusing = ""
@@ -78,7 +78,7 @@ class ShardTransfers:
         """Take snapshots again."""
         self._refusing = ""
 
-    def lost(self, group: str, reason: str) -> None:
+    def on_lost(self, group: str, reason: str) -> None:
         """A daemon is lost, or about to be: it will not answer."""
         self._links.pop(group, None)
         for transfer in [*self._transfers.values()]:

@@ -47,7 +47,7 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
-def _unasked(*_: object) -> None:
+def _no_step(*_: object) -> None:
     """Know of no step."""
 
 
@@ -74,7 +74,7 @@ class Callbacks:
     on_ready: Callable[[str, Link, Hello, Loaded], None] = _ignore
     on_lost: Callable[[str, str], None] = _ignore
     on_frame: Callable[[str, Frame], None] = _ignore
-    asked: Callable[[str, int, int], AskedStep | None] = _unasked
+    asked: Callable[[str, int, int], AskedStep | None] = _no_step
     on_state: Callable[[str, State, str], None] = _ignore
     on_draining: Callable[[str, int], None] | None = None
     on_heartbeat: Callable[[str, Heartbeat], None] = _ignore
@@ -95,8 +95,8 @@ _RESERVED = frozenset({
 _log = structlog.get_logger("lucevisor.supervision")
 
 
-def own_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
-    """Return the fields of a daemon's log record under names that nothing else uses: `self` becomes `daemon_self`."""
+def without_reserved_names(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the fields of a daemon's log record with reserved names prefixed: `self` becomes `daemon_self`."""
     named: dict[str, Field] = {}
     for key, value in fields.items():
         name = key
@@ -122,7 +122,7 @@ class Daemon:
         self._callbacks = callbacks
         self._emit = emit
         self._ready = False
-        self._distrusted = False  # it said what cannot be true: nothing of it counts
+        self._distrusted = False  # it sent an impossible message, so all others are ignored
         self._facts = DaemonFacts(0.0)
         self._started_at = time.monotonic()
         self._loading: asyncio.Task[None] | None = None
@@ -136,14 +136,14 @@ class Daemon:
         self.link = child.open_link(f"{self.name} link", self._on_link_frame, self._on_link_closed)
         self._pulse = child.open_pulse(f"{self.name} pulse", self._on_pulse_frame, self._on_pulse_closed)
 
-    def enlist(self, number: int, emit: Callable[[ev.Event], None]) -> None:
-        """Let a spare join its group, under a child number of it; ``emit`` gets the events from now on."""
+    def join_group(self, number: int, emit: Callable[[ev.Event], None]) -> None:
+        """Assign a spare to its group, with the child number ``number``; ``emit`` gets the events from now on."""
         self.number, self._emit = number, emit
 
     # ---- instructions of the machine
 
     def send_load(self) -> None:
-        """Ask the owner what to load, and send it."""
+        """Get the Load message from the owner, and send it."""
         assert self.hello is not None
         self._loading = asyncio.get_running_loop().create_task(self._load(self.hello), name=f"load of {self.name}")
 
@@ -159,14 +159,14 @@ class Daemon:
             self.child.send(signal)
 
     def announce_ready(self) -> None:
-        """Hand the link to the owner, who gets its frames from now on."""
+        """Pass the link to the owner, which gets its frames from now on."""
         assert self.hello is not None
         assert self.loaded is not None
         self._ready = True
         self._callbacks.on_ready(self.name, self.link, self.hello, self.loaded)
 
-    def silence(self) -> None:
-        """Pass no more frames to the owner, which knows that this daemon is lost."""
+    def stop_delivering(self) -> None:
+        """Stop passing frames to the owner, once this daemon has been reported lost."""
         self._ready = False
 
     # ---- what the process sends
@@ -215,8 +215,8 @@ class Daemon:
         else:
             self._emit(ev.LoadSent(self.number))
 
-    def _is_true(self, frame: Frame) -> bool:
-        """Check a frame; one that cannot be true ends the daemon."""
+    def _check_frame(self, frame: Frame) -> bool:
+        """Return whether a frame is valid; an impossible one fails the daemon."""
         if self._distrusted:
             return False
         self._facts.age_s = time.monotonic() - self._started_at
@@ -231,7 +231,7 @@ class Daemon:
         return not fault
 
     def _on_link_frame(self, frame: Frame) -> None:
-        if not self._is_true(frame):
+        if not self._check_frame(frame):
             return
         match frame.message:
             case Hello() as hello:
@@ -268,7 +268,7 @@ class Daemon:
         self._finish_when_read()
 
     def _on_pulse_frame(self, frame: Frame) -> None:
-        if not self._is_true(frame):
+        if not self._check_frame(frame):
             return
         match frame.message:
             case Heartbeat() as heartbeat:
@@ -289,7 +289,7 @@ class Daemon:
         event: str,
         fields: dict[str, Field],
     ) -> None:
-        getattr(self._log, level)(event, **own_fields(fields))
+        getattr(self._log, level)(event, **without_reserved_names(fields))
 
     def _on_pulse_closed(self, error: ProtocolError) -> None:
         """Report a lost pulse, but after the link: a daemon that exits closes both, and its link says why."""

@@ -118,22 +118,22 @@ class GroupSupervisor:
     @property
     def hello(self) -> Hello | None:
         """The hello of the present process."""
-        return self._living.hello if self._living else None
+        return self._live_daemon.hello if self._live_daemon else None
 
     @property
     def loaded(self) -> Loaded | None:
         """The answer of the present process to its load."""
-        return self._living.loaded if self._living else None
+        return self._live_daemon.loaded if self._live_daemon else None
 
     @property
     def heartbeat(self) -> Heartbeat | None:
         """The last heartbeat of the present process."""
-        return self._living.heartbeat if self._living else None
+        return self._live_daemon.heartbeat if self._live_daemon else None
 
     @property
     def spares(self) -> list[SpareStatus]:
-        """Processes that wait to take over."""
-        return self._spares.use
+        """Status of the warm standby processes."""
+        return self._spares.statuses
 
     @property
     def output(self) -> dict[str, tuple[str, ...]]:
@@ -145,11 +145,11 @@ class GroupSupervisor:
     def link(self) -> Link | None:
         """The link, while the group takes steps."""
         usable = self.state in (State.READY, State.DRAINING)
-        return self._living.link if self._living and usable else None
+        return self._live_daemon.link if self._live_daemon and usable else None
 
     async def start(self) -> None:
         """Start the group; returns when the process is launched, long before READY. Raises RefusedError."""
-        self._ask(ev.StartRequested())
+        self._request(ev.StartRequested())
 
     async def stop(self, deadline_s: float = 4.0, drain_s: float = 0.0) -> State:
         """End the process and return STOPPED, or FAILED when it is quarantined.
@@ -157,9 +157,9 @@ class GroupSupervisor:
         Legal in every state, for any number of callers, who share one shutdown: a later call can only shorten its
         deadlines. `drain_s` lets running steps finish; at `deadline_s` the process is killed.
         """
-        self._ask(ev.StopRequested(deadline_s, drain_s))
-        state = await self._until(self._at_rest, deadline_s + self.limits.reap_s + _BEYOND_S)
-        await self._spares.ended()
+        self._request(ev.StopRequested(deadline_s, drain_s))
+        state = await self._wait_for(self._is_stopped, deadline_s + self.limits.reap_s + _BEYOND_S)
+        await self._spares.wait_until_reaped()
         return state
 
     async def kill(self) -> State:
@@ -172,7 +172,7 @@ class GroupSupervisor:
         Returns when that is under way; `wait(READY)` waits for the new process. Raises RefusedError when the group is
         being stopped or is in quarantine.
         """
-        self._ask(ev.RestartRequested(deadline_s, 0.0 if now else deadline_s / 2))
+        self._request(ev.RestartRequested(deadline_s, 0.0 if now else deadline_s / 2))
 
     async def prepare(self) -> bool:
         """Have a warm process for the next start; return whether there is one.  Does nothing unless READY."""
@@ -180,25 +180,28 @@ class GroupSupervisor:
 
     async def wait(self, *states: State, timeout_s: float) -> State:
         """Wait until the group enters one of `states`, or is in one already, and return it. Raises TimeoutError."""
-        return await self._until(lambda state: state in states, timeout_s)
+        return await self._wait_for(lambda state: state in states, timeout_s)
 
     def drained(self, child: int) -> None:
-        """Answer to `on_draining`: the owner has no work left at this child. Ignored when the child is gone."""
+        """Report, after `on_draining`, that the owner has no work left at this child.
+
+        Ignored when the child is gone.
+        """
         self._emit(ev.Drained(child))
 
     def overdue(self, what: str, waited_s: float) -> None:
-        """Report that the owner waited too long for `what`: the process is asked for its stacks, killed, restarted."""
-        if self._living is not None:
-            self._emit(ev.Overdue(self._living.number, what, waited_s))
+        """Report that `what` took too long: the process dumps its stacks, is killed and restarted."""
+        if self._live_daemon is not None:
+            self._emit(ev.Overdue(self._live_daemon.number, what, waited_s))
 
     def distrust(self, reason: str) -> None:
         """Report that the daemon broke the protocol: it is restarted, which counts as a failure."""
-        if self._living is not None:
-            self._emit(ev.Failure(self._living.number, reason))
+        if self._live_daemon is not None:
+            self._emit(ev.Failure(self._live_daemon.number, reason))
 
     # ---- the pump: events in, instructions out
 
-    def _ask(self, event: ev.Event) -> None:
+    def _request(self, event: ev.Event) -> None:
         """Emit a request from outside. Raises RefusedError when the machine refuses it."""
         self._refused = ""
         self._emit(event)
@@ -239,11 +242,11 @@ class GroupSupervisor:
             case ev.Spawn(number):
                 self._spawn(number)
             case ev.SendLoad():
-                self._present.send_load()
+                self._current_daemon.send_load()
             case ev.SendShutdown(_, reason):
-                self._present.send_shutdown(reason)
+                self._current_daemon.send_shutdown(reason)
             case ev.SendSignal(_, signal):
-                self._present.signal(signal)
+                self._current_daemon.signal(signal)
             case ev.Refuse(reason):
                 self._refused = reason
 
@@ -252,9 +255,9 @@ class GroupSupervisor:
             case ev.Publish(state, reason):
                 self._publish(state, reason)
             case ev.AnnounceReady():
-                self._present.announce_ready()
+                self._current_daemon.announce_ready()
             case ev.AnnounceLost(_, reason):
-                self._present.silence()
+                self._current_daemon.stop_delivering()
                 self._callbacks.on_lost(self.name, reason)
             case ev.AnnounceDraining(number):
                 if self._callbacks.on_draining is None:
@@ -263,21 +266,21 @@ class GroupSupervisor:
                     self._callbacks.on_draining(self.name, number)
 
     @property
-    def _living(self) -> Daemon | None:
+    def _live_daemon(self) -> Daemon | None:
         """The daemon whose process has not been reaped."""
         return self._daemon if self._machine.pid else None
 
     @property
-    def _present(self) -> Daemon:
+    def _current_daemon(self) -> Daemon:
         """The daemon that an instruction is about; there always is one."""
         assert self._daemon is not None
         return self._daemon
 
     def _spawn(self, number: int) -> None:
-        spare = self._spares.take()
+        spare = self._spares.take_warm()
         if spare is not None:
             self._daemon = spare
-            spare.enlist(number, self._emit)
+            spare.join_group(number, self._emit)
             self._emit(ev.Spawned(number, spare.child.pid))
             self._emit(ev.HelloReceived(number))
             return
@@ -313,15 +316,15 @@ class GroupSupervisor:
                 future.set_result(state)
         self._waiting = [waiting for waiting in self._waiting if not waiting[1].done()]
         if state is State.READY:
-            self._spares.keep()
+            self._spares.refill()
         elif state in (State.STOPPED, State.FAILED):
             self._spares.drop()
         self._callbacks.on_state(self.name, state, reason)
 
-    def _at_rest(self, state: State) -> bool:
+    def _is_stopped(self, state: State) -> bool:
         return state is State.STOPPED or (state is State.FAILED and self._machine.quarantined)
 
-    async def _until(self, accepts: Callable[[State], bool], timeout_s: float) -> State:
+    async def _wait_for(self, accepts: Callable[[State], bool], timeout_s: float) -> State:
         if accepts(self.state):
             return self.state
         future: asyncio.Future[State] = self._loop.create_future()

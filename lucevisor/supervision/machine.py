@@ -54,7 +54,7 @@ class Timers:
 
     def __init__(self) -> None:
         self._due: dict[Timer, float] = {}
-        self._looked: set[Timer] = set()
+        self._rechecked: set[Timer] = set()
 
     def due(self, timer: Timer) -> float | None:
         """Return when `timer` is over; None when it does not run."""
@@ -66,14 +66,14 @@ class Timers:
 
     def arm(self, timer: Timer, now: float, after_s: float) -> StartTimer:
         """Start or restart a timer."""
-        self._looked.discard(timer)
+        self._rechecked.discard(timer)
         self._due[timer] = now + after_s
         return StartTimer(timer, after_s)
 
     def disarm(self, *timers: Timer) -> Iterator[CancelTimer]:
         """Cancel those of `timers` that run."""
         for timer in timers:
-            self._looked.discard(timer)
+            self._rechecked.discard(timer)
             if self._due.pop(timer, None) is not None:
                 yield CancelTimer(timer)
 
@@ -89,10 +89,10 @@ class Timers:
 
     def recheck(self, timer: Timer, now: float, after_s: float) -> StartTimer | None:
         """Return the instruction that starts an expired timer once more; None when this was the second time."""
-        if timer in self._looked:
+        if timer in self._rechecked:
             return None
         started = self.arm(timer, now, after_s)
-        self._looked.add(timer)
+        self._rechecked.add(timer)
         return started
 
 
@@ -142,10 +142,10 @@ class Machine:
         self._log.append(f"{now:.3f} {self.state} {event}")
         child = getattr(event, "child", self.child)
         if child == self.child:
-            self._take(event)
+            self._dispatch(event)
         return self._out
 
-    def _take(self, event: ev.Event) -> None:
+    def _dispatch(self, event: ev.Event) -> None:
         match event:
             case ev.TimerFired(timer):
                 self._on_timer(timer)
@@ -156,89 +156,89 @@ class Machine:
                 if self.state is State.LOADING and self._load_sent:
                     self._arm(Timer.LOAD, self.limits.load_stall_s)
             case ev.StartRequested():
-                self._on_start_asked()
+                self._on_start_requested()
             case ev.StopRequested(deadline_s, drain_s):
-                self._on_stop_asked(deadline_s, drain_s)
+                self._on_stop_requested(deadline_s, drain_s)
             case ev.RestartRequested(deadline_s, drain_s):
-                self._on_restart_asked(deadline_s, drain_s)
+                self._on_restart_requested(deadline_s, drain_s)
             case ev.Drained():
                 if self.state is State.DRAINING:
-                    self._leave("drained", _Escalation.MESSAGE)
+                    self._begin_stopping("drained", _Escalation.MESSAGE)
             case ev.Spawned(_, pid):
                 self._on_spawned(pid)
             case ev.HelloReceived() | ev.LoadSent() | ev.LoadedReceived():
                 self._on_start_event(event)
             case ev.LinkLost(_, reason):
                 if self.state is not State.STOPPING:
-                    self._lose(reason, _Escalation.GRACE)
+                    self._give_up_child(reason, _Escalation.GRACE)
                     self._fault = ""  # the exit that follows, if one does, explains it better
             case ev.Overdue(_, what, waited_s):
-                self._lose(f"{what} gave no result in {waited_s:.1f} s", _Escalation.STACKS)
+                self._give_up_child(f"{what} gave no result in {waited_s:.1f} s", _Escalation.STACKS)
             case ev.Failure(_, reason, configuration, exiting):
-                self._lose(reason, _Escalation.GRACE if exiting else _Escalation.TERM, configuration)
+                self._give_up_child(reason, _Escalation.GRACE if exiting else _Escalation.TERM, configuration)
             case ev.SpawnFailed(_, reason, configuration):
-                self._on_gone(reason, configuration, lack=not configuration)
+                self._on_child_gone(reason, configuration, lack=not configuration)
             case ev.Exited(_, code, _, _):
-                self._on_gone(event.describe(self.pid), code == EXIT_CONFIGURATION)
+                self._on_child_gone(event.describe(self.pid), code == EXIT_CONFIGURATION)
 
     # ---- requests from outside
 
-    def _on_start_asked(self) -> None:
+    def _on_start_requested(self) -> None:
         if self.state is State.STOPPED:
             self._reset()
-            self._start("start asked")
+            self._start("start requested")
         elif self.state is State.FAILED:
             self._out.append(
                 ev.Refuse(f"group {self.name} failed: {self.reason}; `lucevisor restart {self.name}` tries at once")
             )
-        elif self._stop_runs():
+        elif self._is_stopping():
             self._out.append(ev.Refuse(f"group {self.name} is being stopped; start it when it is stopped"))
 
-    def _on_stop_asked(self, deadline_s: float, drain_s: float) -> None:
+    def _on_stop_requested(self, deadline_s: float, drain_s: float) -> None:
         if self.quarantined:
             self._after_exit = _AfterExit.STOP
         elif self.state in (State.BACKOFF, State.FAILED):
             self._disarm(Timer.BACKOFF)
-            self._transition(State.STOPPED, "stop asked")
+            self._transition(State.STOPPED, "stop requested")
         elif self.state is not State.STOPPED:
             self._after_exit = _AfterExit.STOP
-            self._end("stop asked", deadline_s, drain_s)
+            self._request_stop("stop requested", deadline_s, drain_s)
 
-    def _on_restart_asked(self, deadline_s: float, drain_s: float) -> None:
+    def _on_restart_requested(self, deadline_s: float, drain_s: float) -> None:
         if self.quarantined:
             self._out.append(ev.Refuse(f"group {self.name}: {self.reason}"))
-        elif self._stop_runs():
+        elif self._is_stopping():
             self._out.append(ev.Refuse(f"group {self.name} is being stopped; start it when it is stopped"))
         elif self.state in _IDLE:
             self._reset()
             self._disarm(Timer.BACKOFF)
             self.restarts += self._n_children > 0
-            self._start("restart asked")
+            self._start("restart requested")
         else:
             self._reset()
             self._after_exit = _AfterExit.START
-            self._end("restart asked", deadline_s, drain_s)
+            self._request_stop("restart requested", deadline_s, drain_s)
 
     def _reset(self) -> None:
         self.policy.reset()
         self.failure = ""
 
-    def _stop_runs(self) -> bool:
+    def _is_stopping(self) -> bool:
         return self._after_exit is _AfterExit.STOP and self.state in (State.DRAINING, State.STOPPING)
 
-    def _end(self, reason: str, deadline_s: float, drain_s: float) -> None:
+    def _request_stop(self, reason: str, deadline_s: float, drain_s: float) -> None:
         """Begin to stop the child. While it is being stopped, a further request can only shorten the deadline."""
-        asked_s = self._now + max(deadline_s, 0.0)
-        self._kill_by = asked_s if self._kill_by is None else min(self._kill_by, asked_s)
+        requested_s = self._now + max(deadline_s, 0.0)
+        self._kill_by = requested_s if self._kill_by is None else min(self._kill_by, requested_s)
         drain_s = min(drain_s, deadline_s)
         if self.state is State.STOPPING:
             self._shorten_deadline()
         elif deadline_s <= 0:
-            self._leave(reason, _Escalation.KILL)
+            self._begin_stopping(reason, _Escalation.KILL)
         elif self.state in (State.STARTING, State.LOADING):
-            self._leave(reason, _Escalation.TERM)  # it does not read its link while importing and loading
+            self._begin_stopping(reason, _Escalation.TERM)  # it does not read its link while importing and loading
         elif drain_s <= 0:
-            self._leave(reason, _Escalation.MESSAGE)
+            self._begin_stopping(reason, _Escalation.MESSAGE)
         elif self.state is State.READY:
             self._transition(State.DRAINING, reason)
             self._arm(Timer.DRAIN, drain_s)
@@ -300,16 +300,16 @@ class Machine:
                 self._out.append(ev.AnnounceReady(child))
             case ev.HelloReceived() | ev.LoadedReceived():
                 what = "hello" if isinstance(event, ev.HelloReceived) else "loaded"
-                self._lose(f"it said {what} out of turn, while {self.state}", _Escalation.TERM)
+                self._give_up_child(f"it said {what} out of turn, while {self.state}", _Escalation.TERM)
 
-    def _lose(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
+    def _give_up_child(self, reason: str, level: _Escalation, configuration: bool = False) -> None:
         """Give up on the child and stop it, beginning at `level`."""
         if self.state in (State.STARTING, *_WATCHED):
             self._fault = reason
             self._configuration = configuration
-            self._leave(reason, level)
+            self._begin_stopping(reason, level)
 
-    def _on_gone(self, how: str, configuration: bool, *, lack: bool = False) -> None:
+    def _on_child_gone(self, how: str, configuration: bool, *, lack: bool = False) -> None:
         """The process is gone, or none was started. `lack`: the supervisor could not start one, which is not the
         group's fault.
         """
@@ -322,14 +322,14 @@ class Machine:
         self._spawned = False
         was_quarantined, self.quarantined = self.quarantined, False
         if self._after_exit is _AfterExit.STOP:
-            self._transition(State.STOPPED, "stop asked")
+            self._transition(State.STOPPED, "stop requested")
         elif was_quarantined:
             self.reason = f"{how}, long after SIGKILL; `lucevisor restart {self.name}` tries at once"
             self._out.append(ev.Publish(self.state, self.reason))
             self._pause_failed()
         elif self._after_exit is _AfterExit.START:
             self.restarts += 1
-            self._start("restart asked")
+            self._start("restart requested")
         else:
             self._retry(reason, configuration, lack)
 
@@ -368,13 +368,13 @@ class Machine:
                     self.policy.restarted(self._now)
                 self._start("backoff over" if self.state is State.BACKOFF else "tried again after it was given up")
             case Timer.DRAIN:
-                self._leave("drain deadline", _Escalation.MESSAGE)
+                self._begin_stopping("drain deadline", _Escalation.MESSAGE)
             case Timer.ESCALATION:
                 self._on_escalation()
             case Timer.HELLO | Timer.LOAD | Timer.PULSE:
                 again = self._timers.recheck(timer, self._now, self.limits.recheck_s)
                 if again is None:
-                    self._lose(self._silence(timer), _Escalation.STACKS)
+                    self._give_up_child(self._silence(timer), _Escalation.STACKS)
                 else:
                     self._out.append(again)
 
@@ -398,7 +398,7 @@ class Machine:
                 "quarantine and no second daemon is started on them; see dmesg, a reboot may be needed",
             )
 
-    def _leave(self, reason: str, level: _Escalation) -> None:
+    def _begin_stopping(self, reason: str, level: _Escalation) -> None:
         """Enter STOPPING with a child that may still be alive."""
         self._disarm(Timer.HELLO, Timer.LOAD, Timer.PULSE, Timer.DRAIN)
         self._announce_lost(reason)
@@ -452,7 +452,7 @@ class Machine:
         self._out.append(self._timers.arm(timer, self._now, after_s))
 
     def _arm_pulse(self, phase: str) -> None:
-        self._arm(Timer.PULSE, self.limits.silence_s(phase, loading=self.state is State.LOADING))
+        self._arm(Timer.PULSE, self.limits.pulse_timeout_s(phase, loading=self.state is State.LOADING))
 
     def _disarm(self, *timers: Timer) -> None:
         self._out += self._timers.disarm(*timers)

@@ -33,8 +33,8 @@ class SupervisionLimits:
     exit_grace_s: float = 2.0  # for a daemon that exits by itself
     reap_s: float = 30.0  # from SIGKILL to quarantine; 18 s were seen where 40 processes shared two cores
     step_s: float = 120.0  # a daemon that works on one step or reset for longer is considered hung
-    backoff_first_s: float = 0.25
-    backoff_most_s: float = 30.0
+    backoff_min_s: float = 0.25
+    backoff_max_s: float = 30.0
     served_s: float = 5.0  # one that was READY for this long is replaced at once
     stable_s: float = 60.0  # READY for this long resets the backoff
     lack_pause_s: float = 1.0  # between tries while the supervisor is out of descriptors, memory or processes
@@ -45,7 +45,7 @@ class SupervisionLimits:
     failed_first_s: float = 60.0  # pause of a group that was given up; doubles each time in a row
     failed_most_s: float = 3600.0
 
-    def silence_s(self, phase: str, *, loading: bool) -> float:
+    def pulse_timeout_s(self, phase: str, *, loading: bool) -> float:
         """Return how long a daemon may be silent after a heartbeat that reported `phase`.
 
         `loading`: it was sent its load and has not answered, and `phase` may be older than that. After the answer, a
@@ -89,7 +89,7 @@ class RestartPolicy:
         if ready_s >= self.limits.stable_s:
             self._in_a_row = self._given_up = 0
         self._in_a_row += 1
-        step_s = min(self.limits.backoff_most_s, self.limits.backoff_first_s * 2.0 ** min(self._in_a_row - 1, 60))
+        step_s = min(self.limits.backoff_max_s, self.limits.backoff_min_s * 2.0 ** min(self._in_a_row - 1, 60))
         at_once = ready_s >= self.limits.served_s and self._in_a_row <= AT_ONCE
         delay_s = 0.0 if at_once else step_s * (0.5 + 0.5 * self.rng())
         self._restarts = [at for at in self._restarts if at > now + delay_s - self.limits.window_s]

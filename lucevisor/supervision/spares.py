@@ -1,8 +1,7 @@
-"""Spare processes of one group: torch imported, hello said; one takes over where the present daemon ends.
+"""Warm standby processes of one group, which have imported torch and sent hello; one replaces a daemon that ends.
 
-Knows neither states nor steps: the group asks for a spare where it would start a process.  A failed spare affects no
-request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to this pool, never to
-both; every process that is dropped is killed and waited for.
+A failed spare affects no request; it is replaced after growing delays.  Invariants: a spare belongs to the group or to
+this pool, never to both; every process that is dropped is killed and waited for.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class _Spare:
 
 
 class Spares:
-    """``n``: how many are kept while the group is READY.  ``clock``: of supervision."""
+    """The spares of a group.  ``n``: their number while the group is READY.  ``clock``: of supervision."""
 
     def __init__(
         self, group: str, n: int, launch: LaunchSpare, limits: SupervisionLimits, clock: Callable[[], float]
@@ -58,13 +57,13 @@ class Spares:
         self._changed = asyncio.Event()
 
     @property
-    def use(self) -> list[SpareStatus]:
+    def statuses(self) -> list[SpareStatus]:
         """The spares, as `status` shows them."""
         heartbeats = [(spare, spare.daemon.heartbeat) for spare in self._spares.values()]
         return [SpareStatus(s.daemon.child.pid, s.warm, beat.rss_bytes if beat else 0) for s, beat in heartbeats]
 
-    def keep(self) -> None:
-        """Start what is missing a little later: the group is READY, and has work to do first."""
+    def refill(self) -> None:
+        """Start missing spares after a delay, because a group that has become READY has work to do first."""
         self._n_failed, self._n_wanted = 0, self._n
         self._fill_after(self._limits.spare_delay_s)
 
@@ -78,8 +77,8 @@ class Spares:
             await self._changed.wait()
         return bool(self._spares)
 
-    def take(self) -> Daemon | None:
-        """Hand over a warm spare that has sent a heartbeat lately; None without one."""
+    def take_warm(self) -> Daemon | None:
+        """Remove and return a warm spare with a recent heartbeat; None without one."""
         for number, spare in [*self._spares.items()]:
             if not spare.warm:
                 continue
@@ -90,13 +89,13 @@ class Spares:
         return None
 
     def drop(self) -> None:
-        """Kill all, and start none before ``keep``."""
+        """Kill all, and start none before ``refill``."""
         self._cancel_fill()
         for number in [*self._spares]:
             self._drop(number)
 
-    async def ended(self) -> None:
-        """Wait until what was dropped is reaped, or would be quarantined."""
+    async def wait_until_reaped(self) -> None:
+        """Wait until dropped spares are reaped, or log those that SIGKILL does not end."""
         try:
             async with asyncio.timeout(self._limits.reap_s):
                 while self._ending:
@@ -177,4 +176,4 @@ class Spares:
         self._n_failed += 1
         _log.warning("spare failed", group=self._group, reason=reason)
         if self._n and not configuration:
-            self._fill_after(min(self._limits.backoff_most_s, self._limits.backoff_first_s * 2.0**self._n_failed))
+            self._fill_after(min(self._limits.backoff_max_s, self._limits.backoff_min_s * 2.0**self._n_failed))

@@ -29,44 +29,44 @@ WITH_CHILD = frozenset({State.STARTING, State.LOADING, State.READY, State.DRAINI
 
 TRANSITIONS: dict[State, dict[State, str]] = {
     State.STOPPED: {
-        State.STARTING: "start or restart asked",
+        State.STARTING: "start or restart requested",
     },
     State.STARTING: {
         State.LOADING: "hello",
-        State.STOPPING: "stop or restart asked; hello late or refused; link closed",
+        State.STOPPING: "stop or restart requested; hello late or refused; link closed",
         State.BACKOFF: "exited",
         State.FAILED: "cannot spawn; configuration error; restart limit",
     },
     State.LOADING: {
         State.READY: "loaded",
-        State.STOPPING: "stop or restart asked; load stalled or failed; pulse missed; link closed",
+        State.STOPPING: "stop or restart requested; load stalled or failed; pulse missed; link closed",
         State.BACKOFF: "exited",
         State.FAILED: "exited with a configuration error; restart limit",
     },
     State.READY: {
-        State.DRAINING: "stop or restart asked",
-        State.STOPPING: "stop or restart asked at once; pulse missed; step or reset overdue; failed; link closed",
+        State.DRAINING: "stop or restart requested",
+        State.STOPPING: "stop or restart requested at once; pulse missed; step or reset overdue; failed; link closed",
         State.BACKOFF: "exited",
         State.FAILED: "exited with a configuration error; restart limit",
     },
     State.DRAINING: {
         State.STOPPING: "drained; drain deadline; pulse missed; step or reset overdue; failed; link closed",
-        State.STOPPED: "exited, stop asked",
-        State.STARTING: "exited, restart asked",
+        State.STOPPED: "exited, stop requested",
+        State.STARTING: "exited, restart requested",
     },
     State.STOPPING: {
-        State.STOPPED: "exited, stop asked",
-        State.STARTING: "exited, restart asked",
+        State.STOPPED: "exited, stop requested",
+        State.STARTING: "exited, restart requested",
         State.BACKOFF: "exited after a failure",
         State.FAILED: "configuration error; restart limit; does not die (quarantine)",
     },
     State.BACKOFF: {
-        State.STARTING: "backoff over; restart asked",
-        State.STOPPED: "stop asked",
+        State.STARTING: "backoff over; restart requested",
+        State.STOPPED: "stop requested",
     },
     State.FAILED: {
-        State.STARTING: "pause over; restart asked",
-        State.STOPPED: "stop asked",
+        State.STARTING: "pause over; restart requested",
+        State.STOPPED: "stop requested",
     },
 }
 

@@ -1,4 +1,4 @@
-"""Streaming parser that splits a model's output into content, reasoning and tool calls.
+"""Streaming output parser (reasoning parser and tool parser): splits output into content, reasoning and tool calls.
 
 Knows tags, not tokens or HTTP. Invariant: the result does not depend on how the text was chunked, and nothing is lost
 but recognised tags, the whitespace next to them and the label of a reasoning block. Text that starts like a tool call

@@ -195,9 +195,9 @@ def test_what_was_removed_is_made_again_and_found(runtime):
     one.claim()
     for socket in (one.socket, one.handover):
         socket.touch()
-    assert one.whole
+    assert one.is_intact
     shutil.rmtree(runtime / "lucevisor")
-    assert not one.whole
+    assert not one.is_intact
     assert running() == []
     one.renew()
     assert [(r.name, r.pid) for r in running()] == [("t", os.getpid())]
@@ -216,7 +216,7 @@ def test_a_name_that_another_took_meanwhile_is_not_taken_back():
     one.claim()
     shutil.rmtree(one.path)
     other.claim()
-    assert not one.whole
+    assert not one.is_intact
     with pytest.raises(AlreadyRunningError, match="another supervisor took the name 't'"):
         one.renew()
     other.close()

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.compression.parts import MIN_PART_TOKENS, Part, last_words_end, parts_of, question_end, roles_of_turns
+from lucevisor.compression.parts import (
+    MIN_PART_TOKENS,
+    PromptPart,
+    last_words_end,
+    parts_of,
+    question_end,
+    roles_of_turns,
+)
 from lucevisor.model.gguf_files import open_model
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
@@ -35,7 +42,7 @@ def encoded(template, texts, messages, tools=()):
     return prompt.ids, prompt.turn_ends, [message["role"] for message in messages]
 
 
-def shown(texts, ids, parts: list[Part]) -> list[str]:
+def shown(texts, ids, parts: list[PromptPart]) -> list[str]:
     return [texts.decode(ids[part.start : part.stop], skip_special=False) for part in parts]
 
 
@@ -64,7 +71,7 @@ def test_what_tools_returned_may_be_shortened_and_what_the_assistant_said_may_no
 
 def test_a_raw_prompt_is_one_part_unless_it_has_turns(template, texts):
     ids = texts.encode(LONG)
-    assert parts_of(ids, [], [], texts) == [Part(0, len(ids))]
+    assert parts_of(ids, [], [], texts) == [PromptPart(0, len(ids))]
     rendered, ends, _ = encoded(template, texts, [{"role": "user", "content": LONG}])
     assert parts_of(rendered, ends, [], texts) == []
     assert parts_of(rendered, ends, ["user", "user", "user"], texts) == [], "turns that do not match the messages"

@@ -48,20 +48,6 @@ def test_a_chunk_that_goes_is_no_better_than_one_that_was_chosen_by_its_score(sc
     assert not chosen or not gone or min(chosen) >= max(gone)
 
 
-def test_head_and_tail_stay_within_the_budget():
-    n = 1000 * CHUNK_TOKENS
-    middle = [1.0 if 400 <= at // CHUNK_TOKENS < 600 else 0.0 for at in range(n)]
-    ranges = select(middle, 0.2)  # 200 chunks: 8 of the head, 24 of the tail, the others by score
-    assert ranges[0] == (0, HEAD_CHUNKS * CHUNK_TOKENS)
-    assert ranges[-1] == (n - TAIL_CHUNKS * CHUNK_TOKENS, n)
-    assert sum(stop - start for start, stop in ranges) == 200 * CHUNK_TOKENS
-
-
-@pytest.mark.parametrize("ratio", [1e-9, 0.01])
-def test_the_least_that_stays_is_the_last_chunk(ratio):
-    assert select([1.0] * 100, ratio) == [(68, 100)]
-
-
 def test_anchors_take_at_most_half_of_what_head_and_tail_leave():
     scores = [0.0] * 64 * CHUNK_TOKENS
     scores[: 16 * CHUNK_TOKENS] = [1.0] * 16 * CHUNK_TOKENS
@@ -103,7 +89,3 @@ def test_the_curve_goes_through_its_points_and_stays_between_them(n, points):
     for tokens, share in points:
         assert keep_ratio_at(tokens, 0.5, points) == pytest.approx(share)
     assert keep_ratio_at(n, 0.5, ()) == 0.5
-
-
-def test_the_curve_is_linear_between_two_points():
-    assert keep_ratio_at(150, 0.5, [(100, 0.4), (200, 0.2)]) == pytest.approx(0.3)

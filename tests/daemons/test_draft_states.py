@@ -184,8 +184,3 @@ def test_slices_that_would_write_a_whole_state_there_are_refused(n: int, states:
     with pytest.raises(StateError, match=r"draft's, and may only be|host memory"):
         Layout([Slice(1, 0, [1] * n, True, 0, states)], one.sequences, model())
     Layout([Slice(1, 0, [1] * 3, True, 2, [LIVE, 4, 5])], one.sequences, model())
-
-
-def test_files_hold_no_drafts_states() -> None:
-    with pytest.raises(StateError, match="nowhere whole"):
-        Verified().pools.rows_with(0, "conv", 4)

@@ -16,7 +16,7 @@ from daemons.errors import StateError
 from daemons.kv.pools import Pools
 from daemons.kv.sequences import Sequences
 from daemons.ops.host_pages import HostPages, runs_of
-from lucevisor.engine.sequence import grown, page_operations
+from lucevisor.engine.sequence import grow_table, page_operations
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import Growth, HostMemoryFull, PageTable
 from lucevisor.kv.residency import Residency, page_table
@@ -89,7 +89,7 @@ class HostPagesMachine(RuleBasedStateMachine):
         start = len(held.numbers)
         before = held.table.held(Space.FULL), held.table.n_out
         try:
-            operations = grown(sequence, held.table, start, start + n_tokens)
+            operations = grow_table(sequence, held.table, start, start + n_tokens)
         except HostMemoryFull:
             operations = None
         if operations is None:

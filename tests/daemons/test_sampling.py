@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons.draws import draw, draw_key, uniform
+from daemons.draws import draw, draw_key
 from daemons.sampling import Sampler, adjust
 from lucevisor.protocol.steps import Dry, Mirostat, SamplingParams, Scored, Slice
 from tests.numerics import UNIT
@@ -52,13 +52,6 @@ def assert_drawn_from(tokens: list[int], expected: np.ndarray) -> None:
     assert (((counts - wanted)[used] ** 2) / wanted[used]).sum() < 92  # 39 degrees of freedom
 
 
-def test_uniform_is_uniform_over_positions_and_over_seeds() -> None:
-    for values in ([uniform(7, i) for i in range(20000)], [uniform(i, 7) for i in range(20000)]):
-        counts, _ = np.histogram(values, bins=20, range=(0, 1))
-        assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi square, 19 degrees: p < 1e-4
-        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
-
-
 SETTINGS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_k=5),
@@ -88,26 +81,6 @@ def test_flat_distributions_wider_than_the_candidates_are_drawn_from_whole(sampl
     assert (expected > 0).sum() > 1024
     keys = [draw_key(seed, 3) for seed in range(500)]
     assert_drawn_from(draw(logits.repeat(len(keys), 1), [sampling] * len(keys), keys), expected)
-
-
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize("error", [1e-2, 1e-4])
-def test_rounding_flips_no_more_draws_than_the_probabilities_differ(sampling: SamplingParams, error: float) -> None:
-    """Of two distributions Gumbel-max draws different ids in at most 2 TV / (1 + TV) of cases (TV: total variation).
-
-    An inverse cumulative sum flips up to as many times more as there are ids.
-    """
-    g = torch.Generator().manual_seed(4)
-    logits = torch.randn(1, 512, generator=g) * 2
-    other = logits + error * torch.randn(1, 512, generator=g)
-    n = 2000
-    keys = [draw_key(8, position) for position in range(n)]
-    first, second = (draw(x.repeat(n, 1), [sampling] * n, keys) for x in (logits, other))
-    p, q = kept_by_hand(logits[0].numpy(), sampling), kept_by_hand(other[0].numpy(), sampling)
-    tv = np.abs(p - q).sum() / 2
-    allowed = n * 2 * tv / (1 + tv)
-    flips = sum(a != b for a, b in zip(first, second, strict=True))
-    assert flips <= allowed + 5 * math.sqrt(allowed) + 1
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -266,16 +239,6 @@ def test_mirostat_reaches_its_surprise(version: int) -> None:
         surprises.append(-float(logprobs[sampled.token]) / math.log(2))
     # the estimates of both versions are coarse: of the model's own 4.8 bits they leave about 3
     assert 2.0 < sum(surprises[100:]) / 300 < 4.0
-
-
-def test_xtc_acts_as_often_as_asked_and_removes_the_best() -> None:
-    logits = torch.tensor([3.0, 2.9, 2.8, -9.0])
-    sampler = Sampler(4, CPU)
-    sampler.open(0, SamplingParams(seed=3, xtc_probability=0.25, top_k=3), [])
-    drawn = [sampler.sample([plain(0, i)], logits[None].clone())[0].token for i in range(3000)]
-    # without XTC each has about a third; with it only token 2, the least likely above the threshold, is left
-    assert 0.21 < drawn.count(0) / 3000 < 0.33
-    assert 0.40 < drawn.count(2) / 3000 < 0.56
 
 
 KINDS = {

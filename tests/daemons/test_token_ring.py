@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from daemons.errors import StateError
-from daemons.token_ring import RunAheadStep, TokenRing, without_tokens
+from daemons.token_ring import RunAheadStep, TokenRing
 from lucevisor.protocol.arena import Arena, Doorbells
 from lucevisor.protocol.loading import ArenaPlan, token_region_bytes
 from lucevisor.protocol.steps import (
@@ -73,12 +73,6 @@ def test_a_step_starts_from_the_tokens_of_the_step_it_follows(ends: tuple[TokenR
     all_of_them(metadata)
     assert metadata.tolist() == [100, 101, 102, -7, -7, -7]
     assert all_of_them.tokens == [Sampled(9, 100), Sampled(2, 101), Sampled(4, 102)]
-
-
-def test_the_newest_of_several_tokens_of_a_sequence_counts(ends: tuple[TokenRing, TokenRing]) -> None:
-    last, first = ends
-    publish(last, decode(5, 9), Sampled(9, 100), Sampled(9, 101))
-    assert first.read(5) == {9: [101]}
 
 
 def test_what_nobody_sampled_is_refused(ends: tuple[TokenRing, TokenRing]) -> None:
@@ -147,8 +141,3 @@ def test_drafts_in_the_metadata_of_a_cpu_and_of_a_device(
     metadata.fill_(-7)
     fill(RunAheadStep(first, verifying(6, 5, (2, 4), (9, 2)), rung), metadata)
     assert metadata.tolist() == [-7, 21, 22, 23, 23, -7, 11, 12, -7], "in another order, and filled up"
-
-
-def test_other_stages_need_no_tokens() -> None:
-    assert [s.tokens for s in without_tokens(verifying(6, 5, (9, 2), (2, 0))).slices] == [[7, 0, 0], [7]]
-    assert [s.tokens for s in without_tokens(following(6, 5, 9, 2)).slices] == [[0], [0]]

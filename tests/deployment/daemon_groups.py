@@ -168,7 +168,7 @@ class Groups:
         for one in found[0].stages if found is not None else ():
             stages[one.stage].replay(one.steps, found[1][one.first_row :], self.limits.max_sequences)
         replayed = found is not None
-        self.assembly.ready(group, process, with_draft=with_draft, replayed=replayed)  # type: ignore[arg-type]  # what it uses of a Link
+        self.assembly.on_ready(group, process, with_draft=with_draft, replayed=replayed)  # type: ignore[arg-type]  # what it uses of a Link
         return process
 
     def load(self, group: str) -> bool:
@@ -193,11 +193,11 @@ class Groups:
     def lost(self, group: str) -> None:
         """Supervision says so."""
         del self.processes[group]
-        self.assembly.lost(group, "killed by signal 9")
+        self.assembly.on_lost(group, "killed by signal 9")
 
     def answer(self, group: str) -> None:
         """One answer arrives; those that a daemon sent before its death do, too."""
-        self.assembly.frame(group, self.processes[group].work())
+        self.assembly.on_frame(group, self.processes[group].work())
 
     def work(self) -> None:
         """Until nobody has anything to do."""

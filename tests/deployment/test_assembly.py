@@ -80,7 +80,7 @@ def test_a_step_that_cannot_be_sent_ends_its_request_before_supervision_hears_of
 def test_a_daemon_that_answers_for_the_stage_of_another_is_named_by_its_own(group: str, stage: int) -> None:
     groups = serving()
     handle = groups.engine.submit(request("a"))
-    groups.assembly.frame(group, frame(StepResult(1, 1 - stage)))
+    groups.assembly.on_frame(group, frame(StepResult(1, 1 - stage)))
     assert [(f.stage, f.code) for f in groups.failures] == [(stage, "protocol_error")]
     assert f"group {group} answered for stage {1 - stage}" in groups.failures[0].message
     assert handle.finished is not None

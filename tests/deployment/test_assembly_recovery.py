@@ -55,7 +55,7 @@ class Losses(GroupMachine):
     @rule(draw=st.integers(0, 5))
     def break_the_order(self, draw: int) -> None:
         homes = [n for n in self.here if n in self.groups.homes]
-        self.groups.assembly.frame(homes[draw % len(homes)], frame(StepResult(99_999, 0)))
+        self.groups.assembly.on_frame(homes[draw % len(homes)], frame(StepResult(99_999, 0)))
 
     @rule(length=st.integers(1, 150), n=st.integers(1, 20))
     def submit(self, length: int, n: int) -> None:

@@ -66,7 +66,7 @@ class World(ServingMachine):
     def wrong_answer(self) -> None:
         n_running = self.groups.engine.statistics().running
         stage = len(self.groups.homes)
-        self.groups.assembly.frame(self.groups.draft, frame(StepResult(99_999, stage)))
+        self.groups.assembly.on_frame(self.groups.draft, frame(StepResult(99_999, stage)))
         assert not self.groups.assembly.drafting
         assert self.groups.engine.statistics().running == n_running
         if self.alone:

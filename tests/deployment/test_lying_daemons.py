@@ -129,7 +129,7 @@ def play(seed: int) -> tuple[bool, bool]:
                 continue
             plausible = plausible or message != frame.message
         n_failures, n_drafters = len(groups.failures), len(groups.drafters_lost)
-        groups.assembly.frame(group, Frame(frame.kind, frame.flags, frame.request_id, message, frame.payload))
+        groups.assembly.on_frame(group, Frame(frame.kind, frame.flags, frame.request_id, message, frame.payload))
         if len(groups.failures) > n_failures:  # the pipeline found it
             blamed = groups.homes[groups.failures[-1].stage]
             assert blamed == liar, groups.failures[-1]

@@ -45,7 +45,7 @@ class Daemon:
 def made(step_tokens: int = 100) -> tuple[ScoringStage, Daemon]:
     stage = ScoringStage(PlacedScorer(DeviceRef("left", 0), Backend.CPU, "scorer", 1000, step_tokens))
     daemon = Daemon(stage)
-    stage.ready("left", daemon, "")  # type: ignore[arg-type]  # a link, to the extent that is used
+    stage.on_ready("left", daemon, "")  # type: ignore[arg-type]  # a link, to the extent that is used
     return stage, daemon
 
 
@@ -78,33 +78,20 @@ async def test_two_windows_are_scored_one_after_the_other() -> None:
 async def test_a_lost_daemon_fails_what_waits_and_a_new_one_goes_on() -> None:
     stage, daemon = made()
     tasks = [await begun(stage, [1] * 50), await begun(stage, [2] * 50)]
-    stage.lost("right", "another group")
+    stage.on_lost("right", "another group")
     assert stage.attached
-    stage.lost("left", "killed by signal 9")
+    stage.on_lost("left", "killed by signal 9")
     for task in tasks:
         with pytest.raises(ScoringError, match="killed by signal 9"):
             await task
     assert not stage.attached
     assert stage.work_in_progress == ""
     assert "killed" in stage.unavailable_reason
-    stage.ready("left", daemon, "")  # type: ignore[arg-type]
+    stage.on_ready("left", daemon, "")  # type: ignore[arg-type]
     daemon.inbox.clear()
     task = await begun(stage, [3] * 50)
     daemon.answer()
     assert await task == [3.0] * 50
-
-
-def test_a_daemon_that_runs_without_it_is_away() -> None:
-    stage, daemon = made()
-    stage.ready("left", daemon, "the scoring model cannot be loaded: no memory")  # type: ignore[arg-type]
-    assert stage.unavailable_reason == "the scoring model cannot be loaded: no memory"
-
-
-async def test_a_link_that_closes_unseen_is_an_error_of_this_window() -> None:
-    stage, daemon = made()
-    daemon.alive = False
-    with pytest.raises(ScoringError, match="cannot be reached"):
-        await stage.score([1] * 50, 8)
 
 
 async def test_a_window_waits_for_the_answer_of_one_whose_request_is_gone() -> None:

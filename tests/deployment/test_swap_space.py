@@ -111,6 +111,24 @@ async def test_a_request_whose_prompt_is_scored_computes_it_again() -> None:
     assert await check_answers(toy, asked, handles) == ["length", "length"]
 
 
+async def test_state_that_came_back_and_leaves_no_page_for_a_copy_is_computed_again() -> None:
+    """The slot holds both window pages, and its last one would have to be copied before it may be evicted."""
+    prefix = PrefixSettings(max_slots=1, memory_bytes=9, min_tokens=1, unit_bytes={Space.FULL: 1, Space.WINDOW: 1})
+    toy = ToyEngine(
+        limits(
+            spaces=ALL_SPACES, window_tokens=40, pools=PoolSizes(4, 2, 5), prefix=prefix,
+            max_context=400, prefill_chunk=7, max_step_tokens=12, max_sequences=5,
+        )
+    )  # fmt: skip
+    toy.attach()
+    _, transfers = swap_space(toy)
+    asked = [request(name, range(n_prompt), n=n) for name, n_prompt, n in (("a", 2, 140), ("b", 30, 130))]
+    handles = {one.request_id: toy.engine.submit(one) for one in asked}
+    await run(toy, transfers)
+    assert toy.engine.statistics().preemptions > 0
+    assert await check_answers(toy, asked, handles) == ["length", "length"]
+
+
 @st.composite
 def crowds(draw: st.DrawFn) -> Scenario:
     """Requests that all start and whose answers find no room beside each other."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from rich.console import Console
 
-from lucevisor.cli.status_view import status_view
-from lucevisor.cli.top import screen
 from lucevisor.errors import ExitCode
 from tests.combinations import slow
 from tests.e2e.process import DEMO, ROOT, Cli, alive, wait_until
@@ -97,14 +92,6 @@ def test_page_counts_are_those_of_plan_and_metrics(demo_status: dict[str, Any], 
         metrics = answer.read().decode()
     counted = re.findall(r'^lucevisor_pages\{space="full",where="\w+"\} ([\d.e+]+)', metrics, re.MULTILINE)
     assert sum(map(float, counted)) == pages["total"]
-
-
-def test_status_and_top_of_a_real_supervisor(demo_status: dict[str, Any]) -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(status_view(demo_status), screen(demo_status, demo_status, 1.0, deque()))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("left:0") == 2
-    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_operating_a_running_supervisor(cli: Cli) -> None:

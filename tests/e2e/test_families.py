@@ -6,7 +6,6 @@ Oracle: transformers in float32 (tests/data/golden/README.md).  All cuts in one 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tests.families.rounding import Bounds, assert_same_tokens, bounds
 
 CUTS = {"qwen3": 3, "qwen35moe": 1, "gemma4_e2b": 3, "gemma4_moe": 2, "laguna": 2, "laguna_mscale": 4}
 QUICK = ("qwen35moe", "gemma4_e2b", "laguna_mscale")
-ALL = (*CUTS, "qwen35", "qwen35_mtp")
 FACTOR = {"laguna": ["model.yarn_attn_factor=file"]}
 
 
@@ -33,36 +31,6 @@ def model_of(name: str) -> tuple[ModelSpec, Bounds]:
     spec = open_spec(GOLDEN / name / "model.gguf", options)
     with np.load(GOLDEN / name / "golden.npz") as golden:
         return spec, bounds(spec, golden["input_ids"].tolist())
-
-
-def shapes_of(name: str) -> list[tuple[dict[str, int], list[int]]]:
-    """Groups with their shards, and cuts: every legal cut in two over two processes, a sample of cuts in three over two
-    and three processes."""
-    spec = open_spec(GOLDEN / name / "model.gguf")
-    cuts = [b for b in range(1, spec.n_layers) if spec.legal_boundary(b)]
-    found: list[tuple[dict[str, int], list[int]]] = [({"a": 1, "b": 1}, [cut]) for cut in cuts]
-    groups = itertools.cycle([{"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 1}, {"a": 1, "b": 2}])
-    pairs = list(itertools.combinations(cuts, 2))[::4]
-    return found + [(next(groups), list(pair)) for pair in pairs]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "groups", "cuts"),
-    [pytest.param(name, *shape, id=f"{name}-{shape[1]}-{len(shape[0])}") for name in ALL for shape in shapes_of(name)],
-)
-async def test_every_cut_over_processes(name: str, groups: dict[str, int], cuts: list[int], tmp_path: Path) -> None:
-    golden = np.load(GOLDEN / name / "golden.npz")
-    ends = [0, *cuts, golden["hidden"].shape[0] - 1]
-    ranges = [f"{start}-{stop}" for start, stop in itertools.pairwise(ends)]
-    config = write_config(
-        tmp_path, GOLDEN / name / "model.gguf", groups, ranges, '[engine]\ndtype = "float32"\nprefill_chunk = 32\n'
-    )
-    ids = golden["input_ids"].tolist()
-    async with running(config, tmp_path, FACTOR.get(name, [])) as service:
-        assert service.placement is not None
-        assert len(service.placement.groups) == len(groups)
-        await assert_golden(service, name, golden, ids)
 
 
 async def assert_golden(service: Service, name: str, golden: np.lib.npyio.NpzFile, ids: list[int]) -> None:

@@ -16,7 +16,7 @@ from tests.e2e.test_systemd import complete, post
 
 WARM = 2
 GROUPS = ("left", "right")
-BRISK = "backoff_first_s=0.01,backoff_most_s=0.02"
+BRISK = "backoff_min_s=0.01,backoff_max_s=0.02"
 
 
 def pid_of(status: dict[str, Any], group: str) -> int:
@@ -55,7 +55,7 @@ class Watched:
             "children": len(self.process.children(recursive=True)),
         }
 
-    def grown(self, before: dict[str, int]) -> list[str]:
+    def grow_table(self, before: dict[str, int]) -> list[str]:
         return [what for what, n in self.held().items() if n > before[what]]
 
 
@@ -72,7 +72,7 @@ def test_restarts_and_kills_leave_nothing(cli: Cli, n: int) -> None:
         for i in range(n):
             what(GROUPS[i % 2])
     assert complete(watched.url, watched.prompt)[0] == watched.right
-    wait_until(lambda: not watched.grown(before), 60, "connections close behind their answers")
+    wait_until(lambda: not watched.grow_table(before), 60, "connections close behind their answers")
     growth = watched.process.memory_info().rss - rss
     assert growth < 2**20 * (8 + n / 20), f"{growth / n / 2:.0f} bytes each"
     cli.stop()

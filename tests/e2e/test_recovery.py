@@ -52,7 +52,7 @@ async def serving(
     """A service whose groups are restarted at once, as often as it takes."""
     overrides = ["recovery.restart_limit=9999/60s", f"recovery.spares={int(case is PLAIN)}"]
     config = load(config_of(case, tmp_path, n_groups, place), overrides)
-    brisk = SupervisionLimits(backoff_first_s=0.02, backoff_most_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
+    brisk = SupervisionLimits(backoff_min_s=0.02, backoff_max_s=0.02, spare_delay_s=0.02, **limits)  # type: ignore[arg-type]
     service = Service(config, open_model(config), tmp_path, Observer(), limits=brisk)
     try:
         await service.start()
@@ -216,7 +216,7 @@ async def test_what_is_held_too_long_ends_with_an_error_that_says_so(tmp_path: P
     case = Case(CASES["qwen35-random"].model, "off")
     path = config_of(case, tmp_path, 2, "tail")
     config = load(path, ["recovery.hold_s=0.2"])
-    slow = SupervisionLimits(backoff_first_s=2.0)
+    slow = SupervisionLimits(backoff_min_s=2.0)
     service = Service(config, open_model(config), tmp_path, Observer(), limits=slow)
     try:
         await service.start()

@@ -239,10 +239,3 @@ async def test_output_of_many_prompts_is_that_of_plain_decoding(
     if case.kind == "lookup" and place != "tail":
         pytest.skip("lookup runs on no device")
     await check(case, tmp_path, n_groups, place, n_prompts=100, n=128, n_again=16)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", CASES)
-async def test_output_of_one_stream_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
-    await check(CASES[name], tmp_path, 2, "tail", n_prompts=20, n=64, n_again=16, n_streams=1)

@@ -201,7 +201,7 @@ async def test_threads_make_the_same_masks_in_the_order_of_the_slices() -> None:
     errors: list[tuple[str, RequestError]] = []
     maker, pipeline = MaskMaker(lambda name, error: errors.append((name, error))), _Recorded()
     constraints = [ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]
-    maker.planned(StepPlan(Step(5, 0), (), jobs_of(constraints)), pipeline)  # type: ignore[arg-type]
+    maker.make_masks(StepPlan(Step(5, 0), (), jobs_of(constraints)), pipeline)  # type: ignore[arg-type]
     await asyncio.wait_for(pipeline.came.wait(), 10)
     expected = make_masks(5, jobs_of([ToyConstraint(i, fails_at=0 if i == 7 else -1) for i in range(23)]))
     assert pipeline.made == [expected]
@@ -222,7 +222,7 @@ async def test_masks_that_fail_as_a_whole_end_their_requests_and_no_step_waits_f
     errors: list[tuple[str, RequestError]] = []
     maker, pipeline = MaskMaker(lambda name, error: errors.append((name, error))), _Recorded()
     constraints = [ToyConstraint(i) for i in range(9)]
-    maker.planned(StepPlan(Step(5, 0), (), jobs_of(constraints)), pipeline)  # type: ignore[arg-type]
+    maker.make_masks(StepPlan(Step(5, 0), (), jobs_of(constraints)), pipeline)  # type: ignore[arg-type]
     await asyncio.wait_for(pipeline.came.wait(), 10)
     [made] = pipeline.made
     expected = make_masks(5, jobs_of([ToyConstraint(i) for i in range(9)]))
@@ -239,7 +239,7 @@ async def test_masks_that_fail_as_a_whole_end_their_requests_and_no_step_waits_f
 @pytest.mark.parametrize("threaded", [True, False])
 async def test_masks_that_cannot_be_sent_fail_the_pipeline_at_once(threaded: bool) -> None:
     maker, pipeline = MaskMaker(lambda *_: None, threaded=threaded), _Recorded(MemoryError("no room"))
-    maker.planned(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
+    maker.make_masks(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
     await asyncio.wait_for(pipeline.came.wait(), 10)
     assert pipeline.failed == [(2, "protocol_error", "the masks of step 5 cannot be made: MemoryError: no room")]
     maker.close()
@@ -248,6 +248,6 @@ async def test_masks_that_cannot_be_sent_fail_the_pipeline_at_once(threaded: boo
 @pytest.mark.usefixtures("no_thread_begins")
 async def test_where_no_thread_begins_masks_are_made_on_the_event_loop() -> None:
     maker, pipeline = MaskMaker(lambda *_: None), _Recorded()
-    maker.planned(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
+    maker.make_masks(StepPlan(Step(5, 0), (), jobs_of([ToyConstraint(0)])), pipeline)  # type: ignore[arg-type]
     assert pipeline.made == [make_masks(5, jobs_of([ToyConstraint(0)]))]
     maker.close()

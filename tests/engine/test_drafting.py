@@ -367,7 +367,7 @@ def test_state_of_a_suspended_drafter_is_not_kept_over_a_restart() -> None:
     bench = Bench(speculating())
     bench.scheduler.drafting.suspend([])
     bench.scheduler.detach_drafter()
-    bench.scheduler.attach_drafter(with_output=True, kept=True)
+    bench.scheduler.attach_drafter(with_output=True, restored=True)
     assert bench.scheduler.pools[Space.FULL].epoch == 2  # another than that before
     assert not bench.scheduler.drafting.suspended
 

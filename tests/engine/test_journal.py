@@ -31,13 +31,13 @@ class Bench:
     def file(self, live: LiveSequence, start: int, values: list[int], *operations: CopyPage) -> None:
         self.n_steps += 1
         slices = [Slice(live.sequence, start, values, sample=False)] if values else []
-        self.journal.planned(Step(self.n_steps, 0, [*operations], slices), {live.sequence: live})
+        self.journal.on_step_planned(Step(self.n_steps, 0, [*operations], slices), {live.sequence: live})
         self.rows.regions[0, 0] = (self.n_steps, values)
-        self.journal.answered(self.n_steps, 0)
-        self.journal.finished(self.n_steps)
+        self.journal.on_stage_answered(self.n_steps, 0)
+        self.journal.on_step_finished(self.n_steps)
 
     def read(self, live: LiveSequence, start: int, stop: int) -> list[int] | None:
-        copies = self.journal.find(0, pages_between(live, start, stop), start, stop)
+        copies = self.journal.find_rows(0, pages_between(live, start, stop), start, stop)
         if copies is None:
             return None
         self.journal.place(0, 1, copies)
@@ -103,10 +103,10 @@ def test_slices_that_were_taken_out_leave_no_hole() -> None:
     gone, kept = bench.sequence(64), bench.sequence(64)
     gone.sequence = 1
     step = Step(1, 0, [], [Slice(1, 0, [1] * 5, sample=False), Slice(0, 0, [2] * 3, sample=False)])
-    bench.journal.planned(step, {0: kept, 1: gone})
-    bench.journal.without(1, {1})
+    bench.journal.on_step_planned(step, {0: kept, 1: gone})
+    bench.journal.remove_slices(1, {1})
     bench.rows.regions[0, 0] = (1, [2] * 3)
-    bench.journal.answered(1, 0)
+    bench.journal.on_stage_answered(1, 0)
     assert bench.read(kept, 0, 3) == [2] * 3
     assert bench.read(gone, 0, 1) is None
 

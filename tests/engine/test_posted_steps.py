@@ -118,7 +118,7 @@ def test_what_is_not_posted_goes_from_stage_to_stage_and_holds_up_what_is_behind
 
 def test_a_loss_takes_back_what_has_not_begun_and_it_is_sent_again_from_stage_to_stage() -> None:
     bench, told = Bench(), list[bool]()
-    bench.pipeline.on_recalled = lambda: told.append(bench.pipeline.settled)
+    bench.pipeline.on_steps_returned = lambda: told.append(bench.pipeline.settled)
     bench.pipeline.submit(step(1))
     bench.pipeline.submit(step(2))
     bench.answer(1, 0)  # stage 1 is at step 1, stage 0 at step 2

@@ -64,7 +64,7 @@ def test_the_youngest_gives_its_pages_to_an_older_one_and_goes_on_later() -> Non
                     order.append(name)
         if scheduler.preemption.n_preempted and preempted_at is None:
             preempted_at = dict(told)
-            assert scheduler.pools.use()[Space.FULL] == PageUse(3, 4)
+            assert scheduler.pools.usage()[Space.FULL] == PageUse(3, 4)
             assert (scheduler.n_running, scheduler.n_queued) == (1, 1)
     assert preempted_at == {
         "a": 69,
@@ -163,10 +163,10 @@ def test_window_pages_of_the_past_are_given_back_while_decoding() -> None:
     most = 0
     while not scheduler.idle:
         for p in plans(scheduler):
-            most = max(most, scheduler.pools.use()[Space.WINDOW].used)
+            most = max(most, scheduler.pools.usage()[Space.WINDOW].used)
             scheduler.apply(answer(p), 0.0)
     assert most == 2
-    assert {use.used for use in scheduler.pools.use().values()} == {0}
+    assert {use.used for use in scheduler.pools.usage().values()} == {0}
 
 
 def test_a_model_without_recurrent_layers_has_no_state() -> None:

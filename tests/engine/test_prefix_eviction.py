@@ -21,10 +21,10 @@ def test_slots_give_way_before_a_request_waits_or_is_preempted() -> None:
     scheduler = Scheduler(warm(max_sequences=2, pools=PoolSizes(6, 0, 6)))
     for name in "ab":
         run_one(scheduler, request(name, range(1000 * ord(name), 1000 * ord(name) + 100), n=1))
-    assert scheduler.pools.use()[Space.FULL] == PageUse(4, 6, evictable=4)
+    assert scheduler.pools.usage()[Space.FULL] == PageUse(4, 6, evictable=4)
     run_one(scheduler, request("c", range(250), n=100))
     assert scheduler.preemption.n_preempted == 0
-    assert scheduler.pools.use()[Space.FULL].used <= 6
+    assert scheduler.pools.usage()[Space.FULL].used <= 6
 
 
 def test_a_lone_request_may_take_everything_even_from_what_it_started_with() -> None:
@@ -59,7 +59,7 @@ def test_lost_shards_forget_everything() -> None:
     scheduler.next_plan(0.0)
     scheduler.lose_all(LOST, 0.0, lambda _: False)
     assert scheduler.reuse.index.slots == []
-    assert {use.used for use in scheduler.pools.use().values()} == {0}
+    assert {use.used for use in scheduler.pools.usage().values()} == {0}
     assert slices(run_one(scheduler, request("c", range(200), n=1)), "c")[0][0] == 0
 
 

@@ -84,7 +84,7 @@ def test_a_prompt_that_goes_on_starts_behind_what_is_remembered() -> None:
     penalised = SamplingParams(presence_penalty=1.0)
     one = request("b", [*range(80), *range(500, 600)], n=1, turn_boundaries=(80,))
     [first, *rest] = run_one(scheduler, replace(one, sampling=penalised))
-    slot = scheduler.reuse.index.find(range(80), 80)
+    slot = scheduler.reuse.index.find_slot(range(80), 80)
     assert slot is not None
     opened, copied, shared, fresh, page = first.step.operations[-5:]
     assert opened == OpenSequence(0, copied.target, penalised, list(range(80)), n_prompt=180)
@@ -136,7 +136,7 @@ def test_where_prompts_part_a_checkpoint_is_left_for_the_next_one() -> None:
 def test_the_answer_is_remembered_for_the_next_turn() -> None:
     scheduler = Scheduler(warm())
     run_one(scheduler, request("a", range(70), n=30))
-    slot = scheduler.reuse.index.find([*range(70), *[7] * 29], 99)
+    slot = scheduler.reuse.index.find_slot([*range(70), *[7] * 29], 99)
     assert slot is not None  # the last token was drawn and not computed
     assert slot.origin == "generation"
     plans = run_one(scheduler, request("b", [*range(70), *[7] * 30, 1, 2], n=1))
@@ -147,7 +147,7 @@ def test_the_states_of_an_ended_sequence_become_the_slot_without_a_copy() -> Non
     scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(8, 0, 1)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert not any(isinstance(o, CopyState) for plan in plans for o in plan.step.operations)
-    assert scheduler.pools.use()[Space.RECURRENT] == PageUse(1, 1, evictable=1)
+    assert scheduler.pools.usage()[Space.RECURRENT] == PageUse(1, 1, evictable=1)
     # the only state there is: the next request takes it back
     plans = run_one(scheduler, request("b", range(200, 210), n=1))
     assert any(isinstance(o, ZeroState) for o in plans[0].step.operations)
@@ -166,7 +166,7 @@ def test_the_end_of_a_request_is_copied_to_host_memory_before_its_state_goes_to_
     scheduler = Scheduler(warm(max_sequences=1, max_step_tokens=65, pools=PoolSizes(64, 0, 1 + 3, 3)))
     plans = run_one(scheduler, request("a", range(70), n=3))
     assert copies(plans) == [(0, 1)]  # behind the prompt
-    assert scheduler.pools.use()[Space.RECURRENT] == PageUse(2, 4, evictable=2)  # another behind the answer
+    assert scheduler.pools.usage()[Space.RECURRENT] == PageUse(2, 4, evictable=2)  # another behind the answer
     [first, *rest] = run_one(scheduler, request("b", [*range(70), 7, 7, 3], n=1))
     names = [type(o).__name__ for o in first.step.operations]
     assert names.index("CopyState") < names.index("CloseSequence") < names.index("OpenSequence")
@@ -235,7 +235,7 @@ def test_200_sequences_of_one_prefix_need_one_prefix_and_200_tails() -> None:
     assert scheduler.n_running == n
     # 31 whole pages for all; 16 tokens of the prefix, 11 of the tail and what was generated lie in a page of each one's
     # own: the first one's holds the 16 for the slot as well
-    assert scheduler.pools.use()[Space.FULL].used == 2000 // PAGE_TOKENS + n
+    assert scheduler.pools.usage()[Space.FULL].used == 2000 // PAGE_TOKENS + n
     assert n_computed == 2000 + n * 11 + scheduler.n_generated_tokens - n
 
 
@@ -295,7 +295,7 @@ def test_equal_slots_share_their_pages_when_both_were_computed() -> None:
     slots = scheduler.reuse.index.slots
     assert len(slots) == 2
     assert slots[0].pages(Space.FULL)[0] == slots[1].pages(Space.FULL)[0]
-    assert scheduler.pools.use()[Space.FULL].used == 5
+    assert scheduler.pools.usage()[Space.FULL].used == 5
 
 
 def test_slots_of_a_request_whose_logits_are_no_numbers_are_dropped() -> None:

@@ -161,7 +161,7 @@ def test_the_prompt_of_a_request_cancelled_while_it_ran_ahead_stays_cached() -> 
     assert isinstance(event, FinishedEvent)
     for plan in (running, ahead):
         assert scheduler.apply(answer(plan, 9), 0.0) == []
-    assert isinstance(scheduler.cut(0.0).step.operations[-1], CloseSequence)
+    assert isinstance(scheduler.flush_step(0.0).step.operations[-1], CloseSequence)
     scheduler.submit(request("b", [*range(130), 7, 9, 50], n=1), 0.0)
     [plan] = plans(scheduler)
     assert plan.step.slices[0].start == 128

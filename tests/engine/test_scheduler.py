@@ -263,7 +263,7 @@ def test_cancel_frees_everything_at_once_and_late_tokens_are_dropped() -> None:
     assert name == "a"
     assert isinstance(finished, FinishedEvent)
     assert finished.reason == "cancelled"
-    assert {use.used for use in scheduler.pools.use().values()} == {0}
+    assert {use.used for use in scheduler.pools.usage().values()} == {0}
     [following] = plans(scheduler)  # the id is used again, after its CloseSequence
     assert following.step.operations[:2] == [
         CloseSequence(0),

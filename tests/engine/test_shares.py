@@ -8,7 +8,7 @@ from lucevisor.engine.scheduler import ClientShares
 def shares(*keys: str) -> ClientShares:
     found = ClientShares(credit=1000)
     for key in keys:
-        found.enter(key)
+        found.add_request(key)
     return found
 
 
@@ -21,20 +21,20 @@ def test_the_lead_is_counted_from_the_key_that_got_least() -> None:
 def test_one_key_alone_is_not_counted() -> None:
     found = shares("a", "a")
     found.charge([("a", 10**6)])
-    found.enter("b")
+    found.add_request("b")
     assert (found.lead("a"), found.lead("b")) == (0, 0)
 
 
 def test_a_key_saves_nothing_while_it_is_idle_and_keeps_what_it_owes() -> None:
     found = shares("a", "b", "c")
     found.charge([("a", 300), ("c", 500)])
-    found.leave("b")
-    found.leave("c")
-    found.enter("d")  # with a, which got 300
+    found.remove_request("b")
+    found.remove_request("c")
+    found.add_request("d")  # with a, which got 300
     assert (found.lead("a"), found.lead("d")) == (0, 0)
-    found.enter("c")
+    found.add_request("c")
     assert found.lead("c") == 200
-    found.enter("b")
+    found.add_request("b")
     assert found.lead("b") == 0
 
 
@@ -48,8 +48,8 @@ def test_a_busy_key_falls_behind_by_its_credit_at_most() -> None:
 def test_when_all_are_gone_nothing_is_owed() -> None:
     found = shares("a", "b")
     found.charge([("a", 900)])
-    found.leave("a")
-    found.leave("b")
-    found.enter("a")
-    found.enter("b")
+    found.remove_request("a")
+    found.remove_request("b")
+    found.add_request("a")
+    found.add_request("b")
     assert found.lead("a") == 0

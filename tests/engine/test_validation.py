@@ -82,7 +82,7 @@ def free_a_page_twice(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize(
     ("leak", "words"),
     [
-        (leak_a_page, r"space full: id \d+ counts 1 owners, known are 0 \(nobody\)"),
+        (leak_a_page, r"space full: id \d+ counts 1 owners, known are 0 \(none\)"),
         (leak_a_window_page, r"space window: id \d+ counts 1 owners, known are 0"),
         (leak_a_state, r"space recurrent: id \d+ counts 1 owners, known are 0"),
         (leak_a_sequence, "sequences: id 0 counts 1 owners, known are 0"),

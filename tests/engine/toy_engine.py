@@ -118,14 +118,14 @@ class ToyEngine:
         """Leave the pipeline for one over other daemons; they have what was frozen, if given, and nothing else."""
         held = {stage: daemon.stages[stage] for stage, daemon in enumerate(self.links)}
         self.rows = ToyRows()
-        self.engine.part(LOST, self.rows, self.journal_pages)
+        self.engine.detach_frozen(LOST, self.rows, self.journal_pages)
         self.daemons, self.links = toy_daemons(self.model, self.limits.pools, self._told, self.homes, self.rows.regions)
         for stage, other in held.items() if kept is not None else ():
             self.links[stage].stages[stage].take_over(other, kept.units)  # type: ignore[union-attr]
         self.pipeline = Pipeline(
             self.links, self.engine.on_result, self.engine.on_failed, clock=lambda: self.now, rings=self.rings
         )
-        self.engine.attach(self.pipeline, kept=kept is not None)
+        self.engine.attach(self.pipeline, restored=kept is not None)
 
     def attach_drafter(self, *, with_output: bool, wrong: int = 0) -> None:
         """A fresh drafter: in the output stage's daemon, or in one of its own."""
@@ -185,7 +185,7 @@ class ToyEngine:
             self.links[stage] = links[stage]
             if kept is not None:
                 links[stage].stages[stage].take_over(self.dead[stage], kept.units)
-        self.engine.restore({stage: links[stage] for stage in lost}, self._ended, kept=kept is not None)
+        self.engine.restore({stage: links[stage] for stage in lost}, self._ended, restored=kept is not None)
 
     def _ended(self, rebuilt: bool) -> None:
         self.n_rebuilt += rebuilt

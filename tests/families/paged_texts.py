@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from daemons.models.stage import LoadedStage
-from lucevisor.engine.sequence import grown
+from lucevisor.engine.sequence import grow_table
 from lucevisor.kv.page_pool import PagePools
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.residency import Residency, page_table
@@ -43,7 +43,7 @@ class Texts:
                 if Space.RECURRENT in self.spec.spaces():
                     operations.append(ZeroState(s % STATES))
             table, start = self.tables[s], self.lengths[s]
-            found = grown(s, table, start, start + n)
+            found = grow_table(s, table, start, start + n)
             assert found is not None
             operations += found
             if self.residency is not None:

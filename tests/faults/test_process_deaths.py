@@ -117,7 +117,7 @@ def test_a_daemon_whose_parent_is_another_ends_at_once(tmp_path):
 
 
 async def test_descriptors_and_zombies_stay_flat_over_10_restarts(tmp_path):
-    async with tiny_group(tmp_path, limits=brisk(n_restarts=10**6, backoff_most_s=0.01)) as (group, _):
+    async with tiny_group(tmp_path, limits=brisk(n_restarts=10**6, backoff_max_s=0.01)) as (group, _):
         await group.start()
         await ready(group)
         before, before_zombies = open_descriptors(), zombies()  # of other tests in this process

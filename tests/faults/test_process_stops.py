@@ -27,7 +27,7 @@ from tests.supervision.real_groups import (
 @pytest.mark.parametrize("phase", ["spawned", "asking what to load", "loading", "ready", "backoff"])
 async def test_a_stop_in_each_phase_of_the_start_is_clean(tmp_path, phase):
     how = {"loading": "sleep at load", "backoff": "exit at load"}.get(phase, "")
-    async with tiny_group(tmp_path, how, limits=brisk(backoff_first_s=30.0)) as (group, owner):
+    async with tiny_group(tmp_path, how, limits=brisk(backoff_min_s=30.0)) as (group, owner):
         if phase == "asking what to load":
             owner.may_load.clear()
         await group.start()

@@ -3,74 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 
-from lucevisor.api.dialects.llamacpp import DetokenizeBody, TokenizeBody
-from lucevisor.api.dialects.openai_chat import ChatBody
-from lucevisor.api.dialects.openai_completions import CompletionBody
-from lucevisor.api.schemas import HARMLESS, NEUTRAL, REFUSED
 from tests.api.scripted_model import MODEL
 from tests.fuzz.steady import mutated
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-TOOL = {
-    "type": "function",
-    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
-}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1e999, "b": "\\ud800"}'}}
-BODIES = {
-    "/v1/chat/completions": [
-        CHAT,
-        {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2},
-        {**CHAT, "tools": [TOOL], "stop": ["x", "y"], "logit_bias": {"5": -100}, "logprobs": True, "top_logprobs": 3},
-        {
-            **CHAT,
-            "messages": [
-                *CHAT["messages"],
-                {"role": "assistant", "tool_calls": [CALL]},
-                {"role": "tool", "content": "1"},
-            ],
-        },
-        {**CHAT, "chat_template_kwargs": {"enable_thinking": False}, "response_format": {"type": "text"}},
-    ],
-    "/v1/completions": [
-        {"prompt": "Hi", "max_tokens": 2, "echo": True, "logprobs": 1},
-        {"prompt": [1, 2, 3], "max_tokens": 1, "return_token_ids": True, "seed": 7, "temperature": 0.5},
-        {"prompt": ["a", "b"], "max_tokens": 1, "stream": True, "model": MODEL},
-    ],
-    "/tokenize": [{"content": "Hi <|im_end|>", "add_special": True, "with_pieces": True}, {"prompt": "x"}],
+BODIES = {  # what is odd inside of a body: tests/api/test_fuzz.py
+    "/v1/chat/completions": [CHAT, {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 2}],
+    "/v1/completions": [{"prompt": "Hi", "max_tokens": 2}, {"prompt": ["a", "b"], "max_tokens": 1, "stream": True}],
+    "/tokenize": [{"content": "Hi <|im_end|>", "add_special": True, "with_pieces": True}],
     "/detokenize": [{"tokens": [1, 2, 8000]}],
 }
-FIELDS = sorted(
-    {name for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody) for name in kind.__struct_fields__}
-    | HARMLESS.keys() | REFUSED.keys() | NEUTRAL.keys() | {"nonsense", ""}
-)  # fmt: skip
-LITERALS = (
-    *("null", "true", "0", "-1", "1.5", "1e999", "-1e999", "NaN", "Infinity", "2147483648", "9223372036854775808"),
-    *(
-        "-0",
-        "1e308",
-        "9" * 400,
-        '""',
-        '"x"',
-        '"\\ud800"',
-        '"\\u0000"',
-        '"\U0001f389"',
-        '"<|im_end|>"',
-        "[]",
-        "{}",
-        "[[]]",
-    ),
-    *(
-        "[null]",
-        '{"a": 1, "a": 2}',
-        '{"type": "text"}',
-        "[" * 300 + "]" * 300,
-        "[1e999]",
-        '["x", 1]',
-        '"' + "y" * 2000 + '"',
-    ),
-)
 PATHS = (
     *(
         "/v1/models",
@@ -118,23 +61,9 @@ HEAD = "POST {} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\
 
 
 def body_of(rng, path):
-    """JSON of an endpoint with some values of it others, or with its bytes damaged."""
-    body = dict(rng.choice(BODIES[path]))
-    for _ in range(rng.randrange(3)):
-        body[rng.choice(FIELDS)] = f"@{rng.randrange(len(LITERALS))}@"
-    if rng.random() < 0.3:
-        place = body
-        while True:
-            key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
-            if isinstance(place[key], dict | list) and place[key] and rng.random() < 0.8:
-                place[key] = type(place[key])(place[key])
-                place = place[key]
-                continue
-            place[key] = f"@{rng.randrange(len(LITERALS))}@"
-            break
-    text = re.sub(r'"@(\d+)@"', lambda found: LITERALS[int(found[1])], json.dumps(body))
-    raw = text.encode("utf-8", "surrogatepass")
-    return mutated(rng, raw) if rng.random() < 0.2 else raw
+    """JSON of an endpoint, or damaged bytes of it."""
+    raw = json.dumps(rng.choice(BODIES[path])).encode()
+    return mutated(rng, raw) if rng.random() < 0.4 else raw
 
 
 def with_body(rng):

@@ -152,7 +152,7 @@ def test_pools_take_from_every_space_or_from_none(full: int, window: int) -> Non
     fits = full <= 4 and window <= 3
     assert (taken is not None) == fits
     used = (full, window) if fits else (0, 0)
-    assert pools.use() == {Space.FULL: PageUse(used[0], 4), Space.WINDOW: PageUse(used[1], 3)}
+    assert pools.usage() == {Space.FULL: PageUse(used[0], 4), Space.WINDOW: PageUse(used[1], 3)}
     assert Space.RECURRENT not in pools
 
 
@@ -166,7 +166,7 @@ def test_states_of_slots_in_host_memory_are_ids_behind_those_of_sequences() -> N
     assert pools.slot_pools[Space.RECURRENT].allocate(2) == [2, 3]
     pools.slot_pools[Space.RECURRENT].cache([2])
     pools.slot_pools[Space.RECURRENT].release([2])
-    assert pools.use()[Space.RECURRENT] == PageUse(4, 5, evictable=1)
+    assert pools.usage()[Space.RECURRENT] == PageUse(4, 5, evictable=1)
     with pytest.raises(PageError, match="states in host memory: id 1 is outside 2 to 4"):
         pools.slot_pools[Space.RECURRENT].release([1])
     with pytest.raises(PageError, match="space recurrent: id 2 is outside 0 to 1"):
@@ -215,4 +215,4 @@ def test_states_after_drafts_have_ids_between_those_of_the_device_and_of_host_me
     assert pools.slot_pools.draft_states is pools.draft_states
     assert pools.draft_states.allocate(2) == [2, 3]
     assert pools.in_use()[Space.RECURRENT] == []
-    assert pools.use()[Space.RECURRENT].total == 5
+    assert pools.usage()[Space.RECURRENT].total == 5

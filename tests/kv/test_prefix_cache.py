@@ -45,13 +45,13 @@ class Maker:
         table.release()
         self.index.evictor.trim()
         for _ in range(uses):
-            self.index.use(self.index.match([10**9]), 0.0)
+            self.index.record_use(self.index.match([10**9]), 0.0)
         return slot if slot is not None and slot.alive else None
 
     def use(self, slot: PrefixSlot) -> None:
         match = self.index.match([*slot.tokens, 10**9])
         assert match.slot is slot
-        self.index.use(match, 5.0)
+        self.index.record_use(match, 5.0)
 
 
 def text(number: int, n: int) -> list[int]:
@@ -107,7 +107,7 @@ def test_a_slot_that_frees_a_needed_id_is_evicted_first() -> None:
     [state] = maker.pools[Space.RECURRENT].allocate(1) or []
     old = maker.index.publish(text(0, 100), SlotSource(100, live.entries, state, "turn"), 0.0)
     for _ in range(50):
-        maker.index.use(maker.index.match([10**9]), 0.0)
+        maker.index.record_use(maker.index.match([10**9]), 0.0)
     young = maker.slot(text(1, 64))
     one_more = {Space.FULL: maker.pools[Space.FULL].n_free + 1}
     assert maker.index.evictor.can_reclaim(one_more, {})
@@ -117,7 +117,7 @@ def test_a_slot_that_frees_a_needed_id_is_evicted_first() -> None:
     assert not maker.index.evictor.reclaim({Space.FULL: 99})
     assert maker.evicted == [young, old]
     live.release()
-    assert maker.pools.use() == {Space.FULL: PageUse(0, 100), Space.RECURRENT: PageUse(0, 8)}
+    assert maker.pools.usage() == {Space.FULL: PageUse(0, 100), Space.RECURRENT: PageUse(0, 8)}
 
 
 def test_bytes_count_ids_that_only_slots_own() -> None:
@@ -177,14 +177,14 @@ def test_publishing_an_equal_slot_returns_the_first() -> None:
     slot = maker.slot(text(0, 100))
     assert maker.slot(text(0, 100)) is slot
     assert maker.made == [slot]
-    assert maker.pools.use()[Space.FULL] == PageUse(2, 100, evictable=2)
+    assert maker.pools.usage()[Space.FULL] == PageUse(2, 100, evictable=2)
 
 
 def test_short_prefixes_are_not_cached() -> None:
     maker = Maker(min_tokens=100)
     assert maker.slot(text(0, 99)) is None
     assert maker.slot(text(0, 100)) is not None
-    assert maker.pools.use()[Space.FULL].used == 2
+    assert maker.pools.usage()[Space.FULL].used == 2
 
 
 def test_a_prefix_without_its_window_is_not_cached() -> None:
@@ -195,7 +195,7 @@ def test_a_prefix_without_its_window_is_not_cached() -> None:
     assert maker.index.publish(text(0, 200), SlotSource(200, table.entries, NO_STATE, "turn"), 0.0) is None
     assert maker.index.publish(text(0, 301), SlotSource(301, table.entries, NO_STATE, "turn"), 0.0) is not None
     table.release()
-    assert maker.pools.use()[Space.WINDOW] == PageUse(2, 100, evictable=2)  # positions 238 and later
+    assert maker.pools.usage()[Space.WINDOW] == PageUse(2, 100, evictable=2)  # positions 238 and later
     assert maker.index.match(text(0, 300)).position == 256  # sees 193 and later, and page 3 is held
     assert maker.index.match(text(0, 256)).position == 0
 
@@ -221,7 +221,10 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
     assert maker.index.adopt(text(0, 100), reservation, 0.0) is not None
     assert maker.index.adopt(text(0, 100), reservation, 0.0) is None
     maker.index.cancel(reservation)
-    assert maker.pools.use() == {Space.FULL: PageUse(2, 100, evictable=2), Space.RECURRENT: PageUse(1, 8, evictable=1)}
+    assert maker.pools.usage() == {
+        Space.FULL: PageUse(2, 100, evictable=2),
+        Space.RECURRENT: PageUse(1, 8, evictable=1),
+    }
     assert maker.index.match([*text(0, 100), 10**9]).from_disk
 
 
@@ -270,4 +273,4 @@ def test_a_table_that_starts_with_shared_pages_grows_and_slides_from_there() -> 
     assert second.held(Space.WINDOW)[0] not in first.held(Space.WINDOW)
     first.release()
     second.release()
-    assert {use.used for use in pools.use().values()} == {0}
+    assert {use.used for use in pools.usage().values()} == {0}

@@ -133,7 +133,7 @@ class IndexMachine(RuleBasedStateMachine):
             table.release()
         if match.slot is not None:
             self.index.unpin(match.slot)
-        self.index.use(match, now)
+        self.index.record_use(match, now)
         self.n_prompts += 1
 
     @rule(tokens=TEXTS, cuts=st.sets(st.sampled_from([30, 64, 70, 80, 128, 140, 192]), max_size=3))
@@ -173,7 +173,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def publish(self, one: Sequence) -> None:
         self.done["publish"] += 1
-        if not self.index.worth_caching(one.n) or self.index.find(one.tokens, one.n) is not None:
+        if not self.index.worth_caching(one.n) or self.index.find_slot(one.tokens, one.n) is not None:
             return
         state = NO_STATE
         if self.recurrent:
@@ -268,7 +268,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.sequences, self.reservations = [], []
         self.device = Device()
         assert self.index.slots == []
-        assert all(use.used == 0 for use in self.pools.use().values())
+        assert all(use.used == 0 for use in self.pools.usage().values())
 
     # ---- what must hold
 
@@ -339,7 +339,7 @@ class IndexMachine(RuleBasedStateMachine):
         slots = self.index.slots
         pinned = [slot for slot in slots if slot.pins]
         assert len(slots) <= max(self.settings.max_slots, len(pinned))
-        n_bytes = sum(use.evictable * UNIT_BYTES[space] for space, use in self.pools.use().items())
+        n_bytes = sum(use.evictable * UNIT_BYTES[space] for space, use in self.pools.usage().items())
         assert self.index.evictor.n_bytes == n_bytes
         assert n_bytes <= self.settings.memory_bytes or len(pinned) == len(slots)
         for slot in slots:
@@ -357,7 +357,7 @@ class IndexMachine(RuleBasedStateMachine):
         for slot in self.pinned:
             self.index.unpin(slot)
         assert all(self.index.drop(slot) for slot in self.index.slots)
-        assert all(use.used == 0 for use in self.pools.use().values())
+        assert all(use.used == 0 for use in self.pools.usage().values())
 
 
 TestIndexMachine = IndexMachine.TestCase

@@ -53,8 +53,8 @@ def older(path: Path) -> Path:
 
     prefix = "dflash-draft"
     reader = gguf.GGUFReader(LUCEBOX)
-    found = {k: f.contents() for k, f in reader.fields.items() if k.startswith(DRAFT)}
-    keys = dict.fromkeys(found) | {k.replace(DRAFT, prefix): v for k, v in found.items()}
+    fields = {k: f.contents() for k, f in reader.fields.items() if k.startswith(DRAFT)}
+    keys = dict.fromkeys(fields) | {k.replace(DRAFT, prefix): v for k, v in fields.items()}
     keys |= {"general.architecture": prefix, f"{prefix}.dflash.target_layer_ids": None}
     return copy(path, LUCEBOX, keys=keys, rename=rename)
 
@@ -71,44 +71,44 @@ def form(request, tmp_path) -> Path:
 
 
 def test_every_form_is_the_same_drafter(form):
-    wanted, found = read(UPSTREAM), read(form)
-    assert found.model.params.eps == pytest.approx(wanted.model.params.eps, rel=1e-7)  # float32 in a GGUF file
-    assert replace(found.model.params, eps=wanted.model.params.eps) == wanted.model.params
-    assert found.model.layers == wanted.model.layers
-    assert (found.version, found.captures, found.max_drafts) == (1, (1, 3, 5), 7)
-    assert found.from_target == {"token_embd.weight", "output.weight"}
-    p = found.model.params
+    wanted, spec = read(UPSTREAM), read(form)
+    assert spec.model.params.eps == pytest.approx(wanted.model.params.eps, rel=1e-7)  # float32 in a GGUF file
+    assert replace(spec.model.params, eps=wanted.model.params.eps) == wanted.model.params
+    assert spec.model.layers == wanted.model.layers
+    assert (spec.version, spec.captures, spec.max_drafts) == (1, (1, 3, 5), 7)
+    assert spec.from_target == {"token_embd.weight", "output.weight"}
+    p = spec.model.params
     assert (p.windows, p.causal, p.mask_token) == ((24, 24, 0), (True, True, False), 287)
     for name, array in tensors_of(UPSTREAM).items():
-        info = found.model.files.tensors[name]
+        info = spec.model.files.tensors[name]
         raw = narrow(array, info.kind.name)
         assert info.shape == array.shape
-        assert found.model.files.read(info) == raw
-    for name in found.from_target:
+        assert spec.model.files.read(info) == raw
+    for name in spec.from_target:
         files = target().files
-        assert found.model.files.read(found.model.files.tensors[name]) == files.read(files.tensors[name])
+        assert spec.model.files.read(spec.model.files.tensors[name]) == files.read(files.tensors[name])
 
 
 def test_older_files_have_other_names_and_count_the_captures(tmp_path):
-    found, wanted = read(older(tmp_path / "old.gguf")), read(LUCEBOX)
-    assert found.model.params == wanted.model.params
-    assert found.files.tensors.keys() == wanted.files.tensors.keys()
-    assert found.captures == default_captures(8, 3) == (1, 3, 5)
+    spec, wanted = read(older(tmp_path / "old.gguf")), read(LUCEBOX)
+    assert spec.model.params == wanted.model.params
+    assert spec.files.tensors.keys() == wanted.files.tensors.keys()
+    assert spec.captures == default_captures(8, 3) == (1, 3, 5)
 
 
 @pytest.mark.parametrize("form", ["gguf", "checkpoint"])
 def test_dflash2_is_told_apart_by_its_tensors(form, tmp_path):
     path = DFLASH2 if form == "gguf" else checkpoint(tmp_path, DFLASH2, DFLASH2_CONFIG)
-    found = read(path)
-    p = found.model.params
-    assert (found.version, found.captures, found.max_drafts) == (2, (1, 3, 5), 7)
+    spec = read(path)
+    p = spec.model.params
+    assert (spec.version, spec.captures, spec.max_drafts) == (2, (1, 3, 5), 7)
     assert (p.selector.taps, p.selector.group, p.selector.rank, p.selector.top_k) == (2, 16, 16, 6)
     assert (p.windows, p.causal) == ((24,) * 3, (False,) * 3)
-    layouts = {x.name: x for x in found.layouts(Backend.CUDA, Dtype.BFLOAT16, with_output=True, with_embedding=True)}
+    layouts = {x.name: x for x in spec.layouts(Backend.CUDA, Dtype.BFLOAT16, with_output=True, with_embedding=True)}
     assert layouts["selector_predecessor.weight"].role is TensorRole.LOOKUP
     assert layouts["selector_hidden.weight"].role is TensorRole.MATRIX
     assert layouts["blk.0.attn_conv_base"].role is TensorRole.EXACT
-    assert layouts.keys() == found.files.tensors.keys()
+    assert layouts.keys() == spec.files.tensors.keys()
 
 
 def test_causality_of_the_whole_model_overrides_that_of_sliding_layers(tmp_path):
@@ -135,10 +135,10 @@ def test_a_split_checkpoint(tmp_path):
             own[name] = entries[name] | {"data_offsets": [len(at), len(at) + b - a]}
             at += data[a:b]
         write_safetensors(split / f"model-{number:05d}-of-00002.safetensors", own, at)
-    found, wanted = read(split / "model-00002-of-00002.safetensors"), read(whole)
-    assert len(found.files.parts) == 3
+    spec, wanted = read(split / "model-00002-of-00002.safetensors"), read(whole)
+    assert len(spec.files.parts) == 3
     for name, info in wanted.files.tensors.items():
-        assert found.files.read(found.files.tensors[name]) == wanted.files.read(info)
+        assert spec.files.read(spec.files.tensors[name]) == wanted.files.read(info)
     (split / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(GgufError, match="1 of 2 parts are missing"):
         read(split)
@@ -271,15 +271,15 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
 
 
 def test_shared_tensors_take_no_memory_of_their_own():
-    found = read(UPSTREAM)
+    spec = read(UPSTREAM)
 
     def names(**has) -> set[str]:
-        return {x.name for x in found.layouts(Backend.CPU, Dtype.FLOAT32, **has)}
+        return {x.name for x in spec.layouts(Backend.CPU, Dtype.FLOAT32, **has)}
 
-    own = set(found.files.tensors)
+    own = set(spec.files.tensors)
     assert names(with_output=True, with_embedding=True) == own
     assert names(with_output=True, with_embedding=False) == own | {"token_embd.weight"}
-    assert names(with_output=False, with_embedding=False) == own | found.from_target
+    assert names(with_output=False, with_embedding=False) == own | spec.from_target
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_shared_tensors_take_no_memory_of_their_own():
 )
 def test_a_tied_output_matrix_serves_as_the_table_where_its_rows_can_be_read(backend, dtype, shared, tmp_path):
     path = copy(tmp_path / "tied.gguf", TARGET, rename=lambda n: None if n == "output.weight" else n)
-    found = read(UPSTREAM, target(path))
-    assert found.from_target == {"token_embd.weight"}
-    layouts = found.layouts(backend, dtype, with_output=True, with_embedding=False)
+    spec = read(UPSTREAM, target(path))
+    assert spec.from_target == {"token_embd.weight"}
+    layouts = spec.layouts(backend, dtype, with_output=True, with_embedding=False)
     assert ("token_embd.weight" not in {x.name for x in layouts}) == shared
 
 

@@ -129,13 +129,13 @@ def test_each_shard_holds_the_columns_of_its_own_layers_only(full_size):
     table = spec.files.tensors["per_layer_token_embd.weight"]
     held = []
     for a, b in ((0, 7), (7, 13), (13, 35)):
-        found = {
+        layouts = {
             r.name: r
             for r in shard_layouts(
                 spec, LayerRange(a, b), embedding=False, output=False, backend=Backend.CUDA, dtype=Dtype.BFLOAT16
             )
         }
-        columns, rows = found["per_layer_token_embd.weight"], found["per_layer_model_proj.weight"]
+        columns, rows = layouts["per_layer_token_embd.weight"], layouts["per_layer_model_proj.weight"]
         assert columns.shape == (262144, (b - a) * 256)
         assert columns.format is WeightFormat.BLOCKS
         assert (columns.part.start, columns.part.stop) == (a * 256, b * 256) == (rows.part.start, rows.part.stop)

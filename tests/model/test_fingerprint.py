@@ -38,12 +38,12 @@ def write(path, *, reverse=False, scale=1.0, metadata=(), kind=None, parts=0, un
     w.add_array("tokenizer.ggml.tokens", ["a", "b", "ü"])
     for key, value in metadata:
         w.add_string(key, value)
-    made = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in tensors(t).items()}
-    made["blk.1.ffn_down.weight"] *= np.float32(scale)
+    arrays = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in tensors(t).items()}
+    arrays["blk.1.ffn_down.weight"] *= np.float32(scale)
     if unused:
-        made[unused] = rng.normal(0, 0.1, (3, 40)).astype(np.float32)
-    for name in reversed(made) if reverse else made:
-        x = made[name]
+        arrays[unused] = rng.normal(0, 0.1, (3, 40)).astype(np.float32)
+    for name in reversed(arrays) if reverse else arrays:
+        x = arrays[name]
         w.add_tensor(name, x.astype(np.float16) if kind == name else x)
     w.write_header_to_file()
     w.write_kv_data_to_file()
@@ -101,8 +101,8 @@ def test_an_option_counts_only_where_it_has_an_effect():
 
 
 def test_all_golden_models_differ():
-    found = {fingerprint(open_spec(p)) for p in GOLDEN.glob("*/model.gguf")}
-    assert len(found) == len(list(GOLDEN.glob("*/model.gguf")))
+    fingerprints = {fingerprint(open_spec(p)) for p in GOLDEN.glob("*/model.gguf")}
+    assert len(fingerprints) == len(list(GOLDEN.glob("*/model.gguf")))
 
 
 def test_closed_files_are_an_error():

@@ -31,37 +31,37 @@ def read(path: Path, model: ModelSpec | None = None) -> DraftSpec:
 
 def test_an_assistant_reads_the_last_layers_that_own_keys(tmp_path: Path) -> None:
     """Of 8 layers the last 3 share keys: those of layer 3 slide, those of layer 4 do not."""
-    found = read(write_random_assistant(tmp_path / "a.gguf", target()))
-    assert found.captures == (2, 3, 7)
-    p = found.model.params
+    draft = read(write_random_assistant(tmp_path / "a.gguf", target()))
+    assert draft.captures == (2, 3, 7)
+    p = draft.model.params
     assert isinstance(p, AssistantParams)
     sources = [(source.layer, source.at, source.of_target.sliding) for source in p.sources]
     assert sources == [(2, 1, False), (3, 0, True)]
     assert p.hidden_at == 2
-    assert [layer.space for layer in found.model.layers] == [Space.FULL] * 4
-    assert [layer.window for layer in found.model.layers] == [13, 0, 0, 0]
-    assert [len(layer.state) for layer in found.model.layers] == [0, 0, 2, 2]
+    assert [layer.space for layer in draft.model.layers] == [Space.FULL] * 4
+    assert [layer.window for layer in draft.model.layers] == [13, 0, 0, 0]
+    assert [len(layer.state) for layer in draft.model.layers] == [0, 0, 2, 2]
     of_target = target().layers
-    kept = sum(layer.unit_bytes(Dtype.FLOAT32) for layer in found.model.layers)
+    kept = sum(layer.unit_bytes(Dtype.FLOAT32) for layer in draft.model.layers)
     assert kept == sum(of_target[i].unit_bytes(Dtype.FLOAT32) for i in (3, 4))
 
 
 def test_matrices_of_the_target_are_read_from_its_file(tmp_path: Path) -> None:
-    found, model = read(write_random_assistant(tmp_path / "a.gguf", target())), target()
+    draft, model = read(write_random_assistant(tmp_path / "a.gguf", target())), target()
     assert model.files is not None
-    p = found.model.params
+    p = draft.model.params
     assert isinstance(p, AssistantParams)
-    files = found.model.files
+    files = draft.model.files
     assert files is not None
     for source in p.sources:
         there = 3 if source.of_target.sliding else 4
         for name in ("attn_norm", "attn_k", "attn_k_norm", "attn_v"):
             here = files.tensors[f"blk.{source.layer}.{name}.weight"]
             assert files.read(here) == model.files.read(model.files.tensors[f"blk.{there}.{name}.weight"])
-    assert found.from_target.isdisjoint(found.files.tensors)
+    assert draft.from_target.isdisjoint(draft.files.tensors)
     assert files.tensors["token_embd.weight"].shape == (model.vocabulary, model.hidden_size)
     assert files.tensors["output.weight"].shape == (model.vocabulary, 48)
-    assert not found.shares_lm_head
+    assert not draft.shares_lm_head
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def assert_equal_to_the_oracle(path: Path) -> None:
     assert ours.data_offset == theirs.data_offset
     assert list(ours.tensors) == [t.name for t in theirs.tensors]
     for t in theirs.tensors:
-        found = ours.tensors[t.name]
-        assert found.shape == tuple(int(n) for n in reversed(t.shape)), t.name
-        assert (found.kind.name, found.offset, found.n_bytes) == (t.tensor_type.name, t.data_offset, t.n_bytes), t.name
-        assert bytes(data[found.offset : found.offset + found.n_bytes]) == t.data.tobytes(), t.name
+        info = ours.tensors[t.name]
+        assert info.shape == tuple(int(n) for n in reversed(t.shape)), t.name
+        assert (info.kind.name, info.offset, info.n_bytes) == (t.tensor_type.name, t.data_offset, t.n_bytes), t.name
+        assert bytes(data[info.offset : info.offset + info.n_bytes]) == t.data.tobytes(), t.name
 
 
 def test_block_sizes_are_those_of_the_format():
@@ -196,11 +196,11 @@ BAD = {
 
 
 def test_the_good_header_is_good():
-    found = parse(memoryview(GOOD), "good.gguf")
-    assert found.metadata["a.texts"] == ["x", "", "yz"]
-    assert found.metadata["a.flags"] == [True, False]
-    assert found.tensors["v"].n_bytes == 144
-    assert found.tensors["w"].shape == (2, 4)
+    header = parse(memoryview(GOOD), "good.gguf")
+    assert header.metadata["a.texts"] == ["x", "", "yz"]
+    assert header.metadata["a.flags"] == [True, False]
+    assert header.tensors["v"].n_bytes == 144
+    assert header.tensors["w"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("case", BAD)

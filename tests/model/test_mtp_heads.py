@@ -33,29 +33,29 @@ VECTOR = np.ones(64, np.float32)
 
 def test_a_head_in_the_models_file():
     model = target()
-    found = read_draft_spec(model.files, model, "mtp")
-    assert found.captures == (7,)
-    assert (found.default_drafts, found.max_drafts) == (3, 15)
-    assert [x.space for x in found.model.layers] == [Space.FULL, Space.RECURRENT]
-    assert found.model.layers[1].unit_bytes(Dtype.BFLOAT16) == 64 * 4
-    own = {t.name for t in found.files.tensors.values()}
+    draft = read_draft_spec(model.files, model, "mtp")
+    assert draft.captures == (7,)
+    assert (draft.default_drafts, draft.max_drafts) == (3, 15)
+    assert [x.space for x in draft.model.layers] == [Space.FULL, Space.RECURRENT]
+    assert draft.model.layers[1].unit_bytes(Dtype.BFLOAT16) == 64 * 4
+    own = {t.name for t in draft.files.tensors.values()}
     assert own == set(model.skipped)
-    assert found.from_target == {"token_embd.weight", "output_norm.weight", "output.weight"}
-    assert found.model.files.parts == model.files.parts
+    assert draft.from_target == {"token_embd.weight", "output_norm.weight", "output.weight"}
+    assert draft.model.files.parts == model.files.parts
 
 
 @pytest.mark.parametrize("with_ends", [False, True])
 def test_a_head_of_its_own_file_takes_embedding_and_output_from_the_model(with_ends, tmp_path):
-    found, model = read(head_alone(tmp_path / "head.gguf", with_ends=with_ends)), target()
+    draft, model = read(head_alone(tmp_path / "head.gguf", with_ends=with_ends)), target()
     wanted = read_draft_spec(model.files, model, "mtp")
-    assert found.model.layers == wanted.model.layers
-    assert found.from_target == wanted.from_target
-    files, names = found.model.files, wanted.model.files.tensors
+    assert draft.model.layers == wanted.model.layers
+    assert draft.from_target == wanted.from_target
+    files, names = draft.model.files, wanted.model.files.tensors
     assert files.tensors.keys() >= wanted.files.tensors.keys()
-    for name in (*wanted.files.tensors, *found.from_target):
+    for name in (*wanted.files.tensors, *draft.from_target):
         assert files.read(files.tensors[name]) == wanted.model.files.read(names[name])
         of_target = files.paths[files.tensors[name].part] == MTP
-        assert of_target == (name in found.from_target)
+        assert of_target == (name in draft.from_target)
 
 
 def test_without_a_norm_of_its_own_the_head_takes_the_models(tmp_path):
@@ -69,9 +69,9 @@ def test_a_head_with_an_embedding_of_its_own_keeps_it(tmp_path):
     other = {f"blk.8.nextn.{n}.weight": np.ones((288, 64), np.float32) for n in ("embed_tokens", "shared_head_head")}
     path = copy(tmp_path / "m.gguf", MTP, extra=other)
     model = target(path)
-    found = read_draft_spec(model.files, model, "mtp")
-    assert found.from_target == {"output_norm.weight"}
-    assert found.model.files.tensors["output.weight"].name == "blk.8.nextn.shared_head_head.weight"
+    draft = read_draft_spec(model.files, model, "mtp")
+    assert draft.from_target == {"output_norm.weight"}
+    assert draft.model.files.tensors["output.weight"].name == "blk.8.nextn.shared_head_head.weight"
 
 
 DEEPER = {"keys": {"qwen35.block_count": 13, "qwen35.attention.recurrent_layers": None}}

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from lucevisor.protocol import threads
-from lucevisor.protocol.threads import BegunThread, ThreadExecutor
+from lucevisor.protocol.threads import StartedThread, ThreadExecutor
 
 
 def alive(name: str) -> int:
@@ -39,12 +39,12 @@ def test_a_thread_that_the_system_refuses_is_told_by_name(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(_thread, "start_new_thread", refused)
     with pytest.raises(MemoryError, match="'pulse' cannot be started: can't start new thread"):
-        BegunThread("pulse", lambda: None)
+        StartedThread("pulse", lambda: None)
 
 
 def test_those_that_began_before_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     start, left = _thread.start_new_thread, [True, False]
-    monkeypatch.setattr(threads, "BEGIN_S", 0.05)
+    monkeypatch.setattr(threads, "START_TIMEOUT_S", 0.05)
     monkeypatch.setattr(_thread, "start_new_thread", lambda *a: start(*a) if left.pop(0) else 0)
     with pytest.raises(MemoryError):
         ThreadExecutor(2, "half")

@@ -45,7 +45,7 @@ def shards(*groups, draft=""):
     made = ShardTransfers({group: [LayerRange(i, i + 1)] for i, group in enumerate(groups)}, draft)
     links = {group: SentTo() for group in (*groups, *([draft] if draft else []))}
     for group, link in links.items():
-        made.ready(group, link)
+        made.on_ready(group, link)
     return made, links
 
 
@@ -80,7 +80,7 @@ async def test_a_drafter_that_fails_does_not_fail_a_restore():
     made, _ = shards("left", draft="draft")
     end = made.restore(File(draft=True), PLACE)
     say(made, "left", Restored(1, 10, 0.1, "BF16 to float32"))
-    made.lost("draft", "killed")
+    made.on_lost("draft", "killed")
     transfer = await end
     assert (transfer.problem, transfer.without) == ("", {"draft": "group draft was lost: killed"})
     assert transfer.converted == "BF16 to float32"
@@ -89,7 +89,7 @@ async def test_a_drafter_that_fails_does_not_fail_a_restore():
 async def test_a_lost_daemon_ends_its_transfers():
     made, _ = shards("left", "right")
     both, one = made.save(File(), PLACE), made.save(File(), PLACE, ["left"])
-    made.lost("left", "killed")
+    made.on_lost("left", "killed")
     assert (await one).problem == "group left was lost: killed"
     assert not both.done()
     say(made, "right", Saved(1, 10, 0.1))

@@ -22,9 +22,7 @@ from lucevisor.supervision.launcher import LocalLauncher, StagedPackages, stage_
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.states import State
 
-FAST = SupervisionLimits(
-    backoff_first_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3
-)
+FAST = SupervisionLimits(backoff_min_s=0.05, hello_s=20.0, exit_grace_s=0.5, stacks_s=0.5, recheck_s=0.1, n_restarts=3)
 REAL = ("__init__.py", "__main__.py", "errors.py", "main.py", "options.py", "pulse.py")
 PATIENCE_S = 100.0
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.app import logs
-from lucevisor.supervision.daemon import own_fields
+from lucevisor.supervision.daemon import without_reserved_names
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import ready, tiny_group, until
 
@@ -47,7 +47,7 @@ async def test_a_record_with_any_field_name_is_logged_whole_and_the_daemon_lives
 
 @given(st.dictionaries(st.text(max_size=12) | st.sampled_from(NAMES), st.integers()))
 def test_no_field_is_lost_and_plain_names_stay(fields):
-    named = own_fields(fields)
+    named = without_reserved_names(fields)
     assert sorted(named.values()) == sorted(fields.values())
     assert not set(named) & {"self", "event", "level", "timestamp", "exc_info", "stack_info", "group", "pid"}
     assert all(named[key] == value for key, value in fields.items() if key in ("tensor", "n_bytes"))

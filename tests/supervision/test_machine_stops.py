@@ -14,7 +14,7 @@ def test_a_stop_escalates_from_message_to_term_to_kill_to_quarantine():
     driven = DrivenMachine().to(State.READY)
     began = driven.now
     said = driven.send(ev.StopRequested(4.0))
-    assert of(ev.SendShutdown, said) == [ev.SendShutdown(1, "stop asked")]
+    assert of(ev.SendShutdown, said) == [ev.SendShutdown(1, "stop requested")]
     assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.TERMINATE]
     assert driven.now - began == 2.0
     assert signals(driven.fire(Timer.ESCALATION)) == [ProcessSignal.KILL]

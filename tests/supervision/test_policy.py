@@ -43,5 +43,5 @@ def test_jitter_stays_between_half_and_the_whole_step(rng, n):
     delay_s = 0.0
     for _ in range(n):
         delay_s = policy.delay_s(0.0) or 0.0
-    step_s = min(limits.backoff_first_s * 2 ** (n - 1), limits.backoff_most_s)
+    step_s = min(limits.backoff_min_s * 2 ** (n - 1), limits.backoff_max_s)
     assert 0.5 * step_s <= delay_s <= step_s

@@ -81,7 +81,7 @@ async def test_the_end_of_an_earlier_drain_does_not_end_a_later_one(tmp_path):
 
 
 async def test_a_stop_in_backoff_and_a_restart_of_what_is_stopped(tmp_path):
-    async with tiny_group(tmp_path, "exit at load", limits=brisk(backoff_first_s=30.0)) as (group, owner):
+    async with tiny_group(tmp_path, "exit at load", limits=brisk(backoff_min_s=30.0)) as (group, owner):
         await group.start()
         await group.wait(State.BACKOFF, timeout_s=100)
         assert await group.stop() is State.STOPPED

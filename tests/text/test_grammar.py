@@ -37,8 +37,8 @@ def matcher(
     part: forms.Part, name: str = "small", tags: ReasoningTags | None = None, *, inside: bool = False
 ) -> Matcher:
     rules = Rules(tokenizer(name))
-    whole = rules.grammar(after_reasoning(rules, rules.part(part), tags, inside=inside))
-    return compiler(name).compile(whole).matcher()
+    grammar = rules.grammar(after_reasoning(rules, rules.part(part), tags, inside=inside))
+    return compiler(name).compile(grammar).matcher()
 
 
 def compiled(part: forms.Part, name: str) -> Grammar:
@@ -50,16 +50,16 @@ def allowed(row: bytes | bytearray, name: str = "small") -> list[int]:
     return [i for i in range(tokenizer(name).n_vocab) if row[i // 8] >> (i % 8) & 1]
 
 
-def first(one: Matcher, output: list[int], name: str = "small") -> list[int]:
+def first(walk: Matcher, output: list[int], name: str = "small") -> list[int]:
     """The tokens that may follow an output."""
-    return allowed(one.masks(0, output, []), name)
+    return allowed(walk.masks(0, output, []), name)
 
 
 def written(part: forms.Part, rng: random.Random, n_most: int, name: str = "small") -> str | None:
     """A random text of a grammar, with a liking for its end; None when it takes too long."""
-    one, output = matcher(part, name), list[int]()
+    walk, output = matcher(part, name), list[int]()
     while len(output) < n_most:
-        choices = first(one, output, name)
+        choices = first(walk, output, name)
         ends = [i for i in choices if i in tokenizer(name).eos_ids]
         if ends and (len(ends) == len(choices) or rng.random() < 0.3):
             return tokenizer(name).decode(output)
@@ -103,14 +103,14 @@ def test_the_mask_behind_a_draft_is_the_one_after_taking_it(
         output.append(rng.choice(choices))
     before, drafts = output[:n_before], output[n_before:]
     tail = [rng.randrange(tokenizer().n_vocab) for _ in range(2)] if straying else []
-    one = matcher(part)
-    rows = one.masks(0, before, [*drafts, *tail])
-    assert len(rows) == one.row_bytes * (1 + len(drafts) + len(tail))
+    walk = matcher(part)
+    rows = walk.masks(0, before, [*drafts, *tail])
+    assert len(rows) == walk.row_bytes * (1 + len(drafts) + len(tail))
     for i in range(1 + len(drafts)):
-        row = rows[i * one.row_bytes : (i + 1) * one.row_bytes]
+        row = rows[i * walk.row_bytes : (i + 1) * walk.row_bytes]
         assert allowed(row) == first(matcher(part), before + drafts[:i])
-    assert allowed(one.masks(len(before), [], [])) == first(matcher(part), before)
-    assert one.n_tokens == len(before)
+    assert allowed(walk.masks(len(before), [], [])) == first(matcher(part), before)
+    assert walk.n_tokens == len(before)
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,24 +131,24 @@ def test_valid_drafts_are_those_that_masks_allow(
     right = 0
     while right < len(drafts) and drafts[right] in first(matcher(part), output + drafts[:right]):
         right += 1
-    one = matcher(part)
-    assert one.n_valid(0, output, drafts) == right
-    assert allowed(one.masks(0, output, [])) == first(matcher(part), output)
+    walk = matcher(part)
+    assert walk.n_valid(0, output, drafts) == right
+    assert allowed(walk.masks(0, output, [])) == first(matcher(part), output)
 
 
 def test_tokens_that_were_taken_are_not_taken_again() -> None:
     ids = tokenizer().encode("[1,2]")
     part = forms.json_schema({"type": "array", "items": {"type": "integer"}})
-    one = matcher(part)
-    one.masks(0, ids[:3], [])
-    assert allowed(one.masks(1, ids[1:4], [])) == first(matcher(part), ids[:4])
-    assert one.n_tokens == 4
+    walk = matcher(part)
+    walk.masks(0, ids[:3], [])
+    assert allowed(walk.masks(1, ids[1:4], [])) == first(matcher(part), ids[:4])
+    assert walk.n_tokens == 4
 
 
 def test_a_token_that_does_not_follow_is_an_error() -> None:
-    one = matcher(forms.regex("a+"))
+    walk = matcher(forms.regex("a+"))
     with pytest.raises(GrammarError):
-        one.masks(0, tokenizer().encode("b"), [])
+        walk.masks(0, tokenizer().encode("b"), [])
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_a_form_allows_its_texts_and_no_others(
     part: forms.Part, texts: list[str], others: list[str], name: str
 ) -> None:
     for text in [*texts, *others]:
-        one, ids = matcher(part, name), tokenizer(name).encode(text)
-        choices, steps = first(one, [], name), 0
+        walk, ids = matcher(part, name), tokenizer(name).encode(text)
+        choices, steps = first(walk, [], name), 0
         while steps < len(ids) and ids[steps] in choices:
             steps += 1
-            choices = allowed(one.masks(0, ids[:steps], []), name)
+            choices = allowed(walk.masks(0, ids[:steps], []), name)
         complete = steps == len(ids) and set(choices) & tokenizer(name).eos_ids
         assert bool(complete) == (text in texts), text
 
@@ -190,29 +190,29 @@ class TestReasoning:
         return tokenizer().token_id("</think>") or 0
 
     def test_it_may_come_first_and_must_be_closed(self) -> None:
-        one = matcher(self.PART, tags=THINK)
-        starts = {tokenizer().token_bytes(i) for i in first(one, [])}
+        walk = matcher(self.PART, tags=THINK)
+        starts = {tokenizer().token_bytes(i) for i in first(walk, [])}
         assert starts == {b"y", b"n", b"<think>"}
-        thinking = first(one, [self.open()])
+        thinking = first(walk, [self.open()])
         assert set(thinking) == set(range(tokenizer().n_vocab)) - tokenizer().eos_ids
-        behind = first(one, [self.open(), *tokenizer().encode("hm"), self.close()])
+        behind = first(walk, [self.open(), *tokenizer().encode("hm"), self.close()])
         assert {tokenizer().token_bytes(i) for i in behind} == {b"y", b"n", b"\n", b"\n\n"}
 
     def test_a_prompt_inside_reasoning_must_close_it(self) -> None:
-        one = matcher(self.PART, tags=THINK, inside=True)
-        assert tokenizer().encode("x")[0] in first(one, [])
-        assert not tokenizer().eos_ids & set(first(one, []))
-        assert tokenizer().encode("x")[0] not in first(one, [self.close()])
+        walk = matcher(self.PART, tags=THINK, inside=True)
+        assert tokenizer().encode("x")[0] in first(walk, [])
+        assert not tokenizer().eos_ids & set(first(walk, []))
+        assert tokenizer().encode("x")[0] not in first(walk, [self.close()])
 
     def test_tags_that_are_text_work_too(self) -> None:
         tags = ReasoningTags("[THINK]", "[/THINK]")
-        one = matcher(self.PART, tags=tags)
+        walk = matcher(self.PART, tags=tags)
         ids = tokenizer().encode("[THINK]is it?[/TH[/THINK]ye")
-        assert {tokenizer().token_bytes(i) for i in first(one, ids)} == {b"s"}
+        assert {tokenizer().token_bytes(i) for i in first(walk, ids)} == {b"s"}
 
     def test_markers_are_no_text_of_a_string(self) -> None:
-        one = matcher(forms.json_schema({"type": "string"}))
-        assert self.open() not in first(one, tokenizer().encode('"a'))
+        walk = matcher(forms.json_schema({"type": "string"}))
+        assert self.open() not in first(walk, tokenizer().encode('"a'))
 
 
 @pytest.mark.parametrize(
@@ -309,9 +309,9 @@ def check_class(class_: str) -> None:
 
 
 def test_blanks_are_bounded() -> None:
-    one = matcher(forms.json_schema({"type": "array"}))
-    assert tokenizer().encode(" ")[0] in first(one, tokenizer().encode("["))
-    assert tokenizer().encode(" ")[0] not in first(one, tokenizer().encode("[ "))
+    walk = matcher(forms.json_schema({"type": "array"}))
+    assert tokenizer().encode(" ")[0] in first(walk, tokenizer().encode("["))
+    assert tokenizer().encode(" ")[0] not in first(walk, tokenizer().encode("[ "))
 
 
 def test_without_a_token_that_ends_answers_nothing_can_be_constrained() -> None:
@@ -322,16 +322,16 @@ def test_without_a_token_that_ends_answers_nothing_can_be_constrained() -> None:
 
 def test_the_same_grammar_is_compiled_once_and_its_matchers_are_independent() -> None:
     rules = Rules(tokenizer())
-    whole = rules.grammar(rules.part(forms.regex("ab")))
-    grammar = compiler().compile(whole)
-    assert compiler().compile(whole) is grammar
-    one, other = grammar.matcher(), grammar.matcher()
-    one.masks(0, tokenizer().encode("a"), [])
-    assert first(other, []) == tokenizer().encode("a")
+    text = rules.grammar(rules.part(forms.regex("ab")))
+    grammar = compiler().compile(text)
+    assert compiler().compile(text) is grammar
+    walk, second = grammar.matcher(), grammar.matcher()
+    walk.masks(0, tokenizer().encode("a"), [])
+    assert first(second, []) == tokenizer().encode("a")
 
 
-def lengths(n: int, least: int, step: int) -> dict[str, dict[str, Any]]:
-    return {f"f{i}": {"type": "string", "maxLength": least + step * i} for i in range(n)}
+def lengths(n: int, shortest: int, step: int) -> dict[str, dict[str, Any]]:
+    return {f"f{i}": {"type": "string", "maxLength": shortest + step * i} for i in range(n)}
 
 
 def text_of(rng: random.Random, n: int) -> str:
@@ -340,12 +340,12 @@ def text_of(rng: random.Random, n: int) -> str:
 
 def test_a_long_string_with_a_bound_is_followed_to_its_end() -> None:
     """Its masks take more states than one lexer may have."""
-    one = matcher(forms.json_schema({"type": "string", "maxLength": 10_000}), "demo")
+    walk = matcher(forms.json_schema({"type": "string", "maxLength": 10_000}), "demo")
     text = text_of(random.Random(1), 10_000)
     ids = tokenizer("demo").encode(json.dumps(text, ensure_ascii=False)[:-1])
     for i in range(len(ids)):
-        one.masks(i, ids[i : i + 1], [])
-    ends = first(one, ids, "demo")
+        walk.masks(i, ids[i : i + 1], [])
+    ends = first(walk, ids, "demo")
     assert {tokenizer("demo").token_bytes(i) for i in ends} == {b'"'}
 
 
@@ -359,6 +359,6 @@ def test_what_some_outputs_take_of_a_grammar_is_not_missing_to_others(n: int) ->
         name = rng.choice(list(bounds))
         text = text_of(rng, rng.randrange(bounds[name]["maxLength"]))
         ids = tokenizer("demo").encode(json.dumps({name: text}, ensure_ascii=False))
-        one = grammar.matcher()
-        assert set(first(one, ids, "demo")) <= tokenizer("demo").eos_ids | set(tokenizer("demo").encode(" \n"))
+        walk = grammar.matcher()
+        assert set(first(walk, ids, "demo")) <= tokenizer("demo").eos_ids | set(tokenizer("demo").encode(" \n"))
     assert {tokenizer("demo").token_bytes(i)[:1] for i in first(running, [], "demo")} == {b"{"}

@@ -47,7 +47,7 @@ TOOLS = [
 
 
 def check(calls: list[tuple[str, object]], tools: list[dict]) -> None:
-    schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+    schemas = {offered["function"]["name"]: offered["function"]["parameters"] for offered in tools}
     for name, arguments in calls:
         jsonschema.validate(arguments, schemas[name])
 
@@ -72,9 +72,9 @@ def test_what_is_written_is_read_as_calls_that_fit(kind: str, markers: bool, see
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(NAMES)), st.booleans(), st.integers(0, 2**32))
 def test_text_is_free_and_calls_in_it_fit(kind: str, markers: bool, seed: int) -> None:
-    one = matcher(kind, TOOLS, markers=markers, only=False)
+    walk = matcher(kind, TOOLS, markers=markers, only=False)
     begin = "Let me see.\n" + NAMES[kind].open
-    text = written(one, random.Random(seed), markers, begin)
+    text = written(walk, random.Random(seed), markers, begin)
     if text is not None:
         content, calls = parsed(text, kind, TOOLS)
         assert calls, text
@@ -84,9 +84,9 @@ def test_text_is_free_and_calls_in_it_fit(kind: str, markers: bool, seed: int) -
 
 @pytest.mark.parametrize("kind", sorted(NAMES))
 def test_plain_text_is_allowed_beside_strict_tools(kind: str) -> None:
-    one = matcher(kind, TOOLS, only=False)
+    walk = matcher(kind, TOOLS, only=False)
     ids = tokenizer(True).encode("No tool is needed: 1 < 2 <think>.", parse_special=True)
-    row = one.masks(0, ids, [])
+    row = walk.masks(0, ids, [])
     (end,) = tokenizer(True).eos_ids
     assert row[end // 8] >> (end % 8) & 1
 
@@ -101,10 +101,10 @@ def test_one_call_is_one(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(NAMES))
 def test_a_tool_without_a_schema_takes_any_arguments(kind: str) -> None:
     tools = [{"type": "function", "function": {"name": "free"}}]
-    found = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(12)]
-    calls = [parsed(text, kind, tools)[1] for text in found if text is not None]
+    texts = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(12)]
+    calls = [parsed(text, kind, tools)[1] for text in texts if text is not None]
     assert calls
-    assert all(len(one) == 1 and one[0][0] == "free" and isinstance(one[0][1], dict) for one in calls)
+    assert all(len(answer) == 1 and answer[0][0] == "free" and isinstance(answer[0][1], dict) for answer in calls)
 
 
 @pytest.mark.parametrize("kind", ["xml", "pairs", "gemma"])
@@ -209,9 +209,9 @@ def test_one_bad_tool_leaves_the_others_as_they_are(kind: str) -> None:
         {"type": "object", "properties": {"to": {"$ref": "#"}}, "required": ["to"]},
     ):
         tools = [{"type": "function", "function": {"name": "bad", "parameters": bad}}, good]
-        found = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(6)]
+        texts = [written(matcher(kind, tools, n_most=1), random.Random(seed), True) for seed in range(6)]
         names = set()
-        for text in found:
+        for text in texts:
             for name, arguments in parsed(text or "", kind, tools)[1]:
                 names.add(name)
                 assert arguments in ({"x": 1}, {"x": 2}) if name == "good" else isinstance(arguments, dict)

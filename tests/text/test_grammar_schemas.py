@@ -42,10 +42,10 @@ def compiled(schema: dict[str, Any], *, lenient: bool = False) -> Grammar:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    one, ids = grammar.matcher(), tokenizer().encode(text)
-    if one.n_valid(0, [], ids) < len(ids):
+    walk, ids = grammar.matcher(), tokenizer().encode(text)
+    if walk.n_valid(0, [], ids) < len(ids):
         return False
-    row = one.masks(0, ids, [])
+    row = walk.masks(0, ids, [])
     return any(row[i // 8] >> (i % 8) & 1 for i in tokenizer().eos_ids)
 
 
@@ -290,8 +290,8 @@ def test_a_pattern_that_properties_cover_offers_no_key_that_cannot_follow(patter
         "patternProperties": {pattern: BOOLEAN},
         "additionalProperties": False,
     }
-    one = compiled(schema).matcher()
-    row = one.masks(0, tokenizer().encode('{"":true,"a":true,"b":true'), [])
+    walk = compiled(schema).matcher()
+    row = walk.masks(0, tokenizer().encode('{"":true,"a":true,"b":true'), [])
     assert {tokenizer().token_bytes(i) for i in range(tokenizer().n_vocab) if row[i // 8] >> (i % 8) & 1} <= {
         b"}",
         b" ",
@@ -397,9 +397,9 @@ def grammar_of(schema: dict[str, Any], *, lenient: bool) -> Grammar | None:
 
 
 def written(grammar: Grammar, rng: random.Random) -> str | None:
-    one, output = grammar.matcher(), list[int]()
+    walk, output = grammar.matcher(), list[int]()
     while len(output) < 120:
-        row = one.masks(max(0, len(output) - 1), output[-1:], [])
+        row = walk.masks(max(0, len(output) - 1), output[-1:], [])
         choices = [i for i in range(tokenizer().n_vocab) if row[i // 8] >> (i % 8) & 1]
         assert choices, tokenizer().decode(output)
         ends = [i for i in choices if i in tokenizer().eos_ids]
@@ -422,11 +422,11 @@ def test_whatever_a_grammar_writes_fits_a_strict_schema(schema: dict[str, Any], 
 def orders(value: Any) -> Iterator[Any]:
     """A value with the properties of its objects in all orders."""
     if isinstance(value, list):
-        yield from (list(some) for some in itertools.product(*map(list, map(orders, value))))
+        yield from (list(items) for items in itertools.product(*map(list, map(orders, value))))
     elif isinstance(value, dict):
         for keys in itertools.permutations(value):
-            for some in itertools.product(*(list(orders(value[key])) for key in keys)):
-                yield dict(zip(keys, some, strict=True))
+            for items in itertools.product(*(list(orders(value[key])) for key in keys)):
+                yield dict(zip(keys, items, strict=True))
     else:
         yield value
 
@@ -434,7 +434,7 @@ def orders(value: Any) -> Iterator[Any]:
 def opened(schema: Any) -> Any:
     """The schema with every object open, so that none is closed."""
     if isinstance(schema, list):
-        return [opened(one) for one in schema]
+        return [opened(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     result = {key: value if key in ("enum", "const") else opened(value) for key, value in schema.items()}
@@ -451,4 +451,4 @@ def test_a_dropped_keyword_refuses_nothing(schema: dict[str, Any], candidates: l
     for value in candidates:
         if jsonschema.Draft202012Validator(schema).is_valid(value):
             assert grammar is not None
-            assert any(accepts(grammar, json.dumps(one)) for one in itertools.islice(orders(value), 200)), value
+            assert any(accepts(grammar, json.dumps(ordered)) for ordered in itertools.islice(orders(value), 200)), value

@@ -61,9 +61,9 @@ def test_words_that_are_no_json_are_text_or_no_call(word):
 
 def test_a_number_as_its_schema_wants_it():
     tools = [{"function": {"name": "f", "parameters": {"properties": {"v": {"type": "integer"}}}}}]
-    for sent, told in [("5.0", "5"), ("5e2", "500"), ("-0", "-0"), ("1e999", '"1e999"'), ("5.5", '"5.5"')]:
+    for sent, expected in [("5.0", "5"), ("5e2", "500"), ("-0", "-0"), ("1e999", '"1e999"'), ("5.5", '"5.5"')]:
         (call,) = {tool_format.parse(body, tools) for tool_format, body in written(sent) if tool_format in (XML, PAIRS)}
-        assert call.arguments == f'{{"v": {told}}}'
+        assert call.arguments == f'{{"v": {expected}}}'
 
 
 def test_lone_surrogates_stay_escapes():

@@ -51,10 +51,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 ))  # fmt: skip
 def test_a_flattened_schema_says_the_same(name: str, value: object) -> None:
     flat = flattened(SCHEMAS[name], lenient=False)
-    validators = [jsonschema.Draft202012Validator(one) for one in (SCHEMAS[name], flat)]
+    validators = [jsonschema.Draft202012Validator(schema) for schema in (SCHEMAS[name], flat)]
     for instance in (value, {"x": value}):
-        right, found = (one.is_valid(instance) for one in validators)
-        assert found == right
+        right, flattened_says = (schema.is_valid(instance) for schema in validators)
+        assert flattened_says == right
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))

@@ -18,10 +18,10 @@ from tests.text.vocabularies import CONTROL, USER_DEFINED, byte_metadata, demo_m
 @functools.cache
 def tokenizers() -> dict[str, Tokenizer]:
     markers = {"<|im_end|>": CONTROL, "<|think|>": USER_DEFINED, "\n\n\n": USER_DEFINED}
-    made = {pre: byte_metadata(pre, markers) for pre in ("qwen2", "qwen35", "llama-bpe", "laguna", "default")}
+    by_scheme = {pre: byte_metadata(pre, markers) for pre in ("qwen2", "qwen35", "llama-bpe", "laguna", "default")}
     return {
         name: Tokenizer.from_gguf(metadata)
-        for name, metadata in {**made, "demo": demo_metadata(), "gemma": gemma_metadata()}.items()
+        for name, metadata in {**by_scheme, "demo": demo_metadata(), "gemma": gemma_metadata()}.items()
     }
 
 
@@ -51,8 +51,8 @@ pieces = st.one_of(
 def test_a_text_never_has_fewer_tokens(name, runs):
     tokenizer = tokenizers()[name]
     segments = [Segment(text, trusted) for text, trusted in runs]
-    least = tokenizer.bound.min_tokens("".join(text for text, _ in runs))
-    assert least <= len(tokenizer.encode_segments(segments))
+    bound = tokenizer.bound.min_tokens("".join(text for text, _ in runs))
+    assert bound <= len(tokenizer.encode_segments(segments))
 
 
 @pytest.mark.parametrize("name", ["demo", "gemma", "llama-bpe"])

@@ -174,10 +174,10 @@ class TestGemma:
         gemma = pytest.importorskip("transformers.models.gemma.tokenization_gemma")
         tokens = gemma_metadata()["tokenizer.ggml.tokens"]
         merges = [tuple(merge.split(" ")) for merge in gemma_metadata()["tokenizer.ggml.merges"]]
-        made = gemma.GemmaTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, mask_token="<pad>")
-        made.add_tokens([AddedToken("\n" * n, normalized=False) for n in (1, 2, 3)])
-        made.add_tokens([AddedToken(marker, normalized=False) for marker in GEMMA_MARKERS])
-        return made
+        oracle = gemma.GemmaTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, mask_token="<pad>")
+        oracle.add_tokens([AddedToken("\n" * n, normalized=False) for n in (1, 2, 3)])
+        oracle.add_tokens([AddedToken(marker, normalized=False) for marker in GEMMA_MARKERS])
+        return oracle
 
     def test_awkward_strings_have_the_ids_of_transformers(self):
         oracle = self.oracle()

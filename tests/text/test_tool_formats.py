@@ -32,8 +32,8 @@ TOOLS = [
 
 
 def call(tool_format, body, tools=TOOLS):
-    found = tool_format.parse(body, tools)
-    return found and (found.name, json.loads(found.arguments))
+    parsed = tool_format.parse(body, tools)
+    return parsed and (parsed.name, json.loads(parsed.arguments))
 
 
 @pytest.mark.parametrize(

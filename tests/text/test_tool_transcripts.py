@@ -78,17 +78,17 @@ def test_chunks_make_no_difference(param: Any, places: list[int]) -> None:
 def test_one_after_another_under_any_chunks(first: Any, second: Any, places: list[int]) -> None:
     """What one leaves open may end in the other: only that chunks make no difference is known."""
     (name, case), (_, other) = first.values, second.values
-    both = case | {"text": case["text"] + other["text"]}
-    assert read(name, both, places) == read(name, both)
+    joined = case | {"text": case["text"] + other["text"]}
+    assert read(name, joined, places) == read(name, joined)
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_an_answer_cut_at_its_length_calls_nothing_that_is_not_closed(name: str, case: dict[str, Any]) -> None:
     format = FAMILIES[name]
     assert format.tools is not None
-    whole = case["calls"]
+    calls_of_all = case["calls"]
     for end in range(len(case["text"])):
         parser = OutputParser(case["thinking"], TOOLS, format)
         events = [*parser.push(case["text"][:end]), *parser.flush(cut=True)]
         calls = [[e.name, json.loads(e.arguments)] for e in events if isinstance(e, ToolCallDelta)]
-        assert calls == whole[: len(calls)]
+        assert calls == calls_of_all[: len(calls)]

@@ -2,7 +2,7 @@
 
 Pure.  Hash chains over n-grams, as in LZ77 compressors: ``_heads`` holds the newest occurrence of a bucket, ``_older``
 the one before each.  Four bytes a token and 256 KiB a sequence; indexing and matching are bounded per call, so a
-prompt of 262,144 tokens delays nobody.
+prompt of 262,144 tokens delays no request.
 Invariant: a match never reaches behind what is indexed, and drafts continue the newest of the longest matches seen.
 """
 
@@ -88,16 +88,16 @@ class NgramLookup:
 
     def continuation(self, match: NgramMatch, n: int) -> list[int]:
         """Return the ``n`` tokens that followed a match; where they reach the end, the repetition goes on."""
-        found = self._tokens[match.start : match.start + n]
+        tokens = self._tokens[match.start : match.start + n]
         period = len(self._tokens) - match.start
-        while len(found) < n:
-            found.append(found[len(found) - period])
-        return found
+        while len(tokens) < n:
+            tokens.append(tokens[len(tokens) - period])
+        return tokens
 
 
-def _n_common_suffix(one: list[int], other: list[int]) -> int:
+def _n_common_suffix(first: list[int], second: list[int]) -> int:
     n = 0
-    for a, b in zip(reversed(one), reversed(other), strict=False):
+    for a, b in zip(reversed(first), reversed(second), strict=False):
         if a != b:
             break
         n += 1

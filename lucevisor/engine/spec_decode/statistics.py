@@ -1,7 +1,7 @@
 """Statistics of speculation since the start: drafts made, verified and accepted, acceptance length, times.
 
-Pure: counts in, sums out.  Decides nothing; speculation.py does, by what was accepted of late.  Counts are kept apart
-by the origin of a sequence's prefix, so that an acceptance that suffers from a restore or a recovery shows.
+Counts are kept by the origin of a sequence's prefix, so that an acceptance rate that suffers from a restore or a
+recovery shows.
 
 Invariants: accepted <= verified <= drafted; a decode yields one token and one more for every accepted draft, except
 where the stop id was a draft: then none follows it.  The times of a step are shared out by rows and add up to it.
@@ -126,11 +126,11 @@ class DraftStatistics:
         self.n_steps += any(n_drafted)
         for share, n in zip(shares, n_drafted, strict=True):
             self.by_origin[share.origin].n_drafted += n
-        rest = seconds
+        remaining_s = seconds
         for share, part_s in _shared_out(shares, seconds):
             self.by_origin[share.origin].draft_s += part_s
-            rest -= part_s
-        self.upkeep_s += max(0.0, rest)
+            remaining_s -= part_s
+        self.upkeep_s += max(0.0, remaining_s)
 
     def stepped(self, shares: Sequence[StepShare], seconds: float) -> None:
         """Count the time of a step."""

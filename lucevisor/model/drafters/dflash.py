@@ -50,8 +50,8 @@ MAX_TOP_K = 256
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What DFlash 2 adds: convolutions of ``taps`` positions, whose weights ``group`` channels share, and a selector of
-    ``rank`` that rescores the ``top_k`` best tokens of each position."""
+    """Parameters of DFlash 2: convolutions of ``taps`` positions, whose weights ``group`` channels share, and a
+    selector of ``rank`` that rescores the ``top_k`` best tokens of each position."""
 
     taps: int
     group: int

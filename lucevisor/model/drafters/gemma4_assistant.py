@@ -156,7 +156,7 @@ def _own_layer(files: GgufFiles, params: AssistantParams, i: int) -> LayerSpec:
 
 
 def _kept_layer(source: KeyValueSource, hidden_size: int) -> LayerSpec:
-    """Where the keys and values of a target's layer are kept: norms and matrices that make them."""
+    """Return the drafter's layer that stores keys and values of a target's layer, with their norms and matrices."""
     layer, b = source.of_target, f"blk.{source.layer}."
     kv, d = layer.n_kv_heads * layer.head_dim, layer.head_dim
     tensors: dict[str, tuple[int, ...]] = {

@@ -64,7 +64,7 @@ class DraftSpec:
 
     @property
     def shares_lm_head(self) -> bool:
-        """Whether the output matrix is the target's."""
+        """True if the output matrix is the target's."""
         return self.lm_head in self.from_target
 
     def draft_vocabulary_bytes(
@@ -80,7 +80,7 @@ class DraftSpec:
         return sizes.n_bytes(tensor.kind, tensor.shape, fmt)
 
     def _is_table(self, backend: Backend, dtype: Dtype) -> bool:
-        """Whether the target's output matrix is its embedding, in a format from which rows can be read."""
+        """Return whether the target's output matrix is its embedding, in a format from which rows can be read."""
         name = self.lm_head
         if name != EMBEDDING or self.model.files is None:
             return False

@@ -47,7 +47,7 @@ class LagunaParams:
 
 
 def sliding_layers(keys: Keys, n_layers: int, window: int) -> tuple[bool, ...]:
-    """Which layers use sliding-window attention: an array, or a period (default 4) that starts with a full layer."""
+    """Read which layers use sliding-window attention: an array, or a period (default 4) starting with a full layer."""
     if not window:
         return (False,) * n_layers
     key = "attention.sliding_window_pattern"

@@ -193,7 +193,7 @@ class Alternatives:
                 if _property(b, key) is False:
                     return True
                 options = [self._of(_property(schema, key), where) for schema in (a, b)]
-                if all(self._disjoint(mine, theirs, where, depth - 1) for mine, theirs in product(*options)):
+                if all(self._disjoint(left, right, where, depth - 1) for left, right in product(*options)):
                     return True
         return False
 

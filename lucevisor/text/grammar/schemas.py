@@ -197,8 +197,8 @@ class _Preparation:
 
     def kinds(self, place: _Place) -> frozenset[str]:
         """The types that a schema's own ``type`` allows."""
-        given = place.schema.get("type", _ALL_KINDS)
-        kinds = [given] if isinstance(given, str) else given
+        type_ = place.schema.get("type", _ALL_KINDS)
+        kinds = [type_] if isinstance(type_, str) else type_
         if not isinstance(kinds, Sequence) or not kinds:
             raise _malformed(place, "type", "is neither a type nor a list of types")
         for kind in kinds:
@@ -318,15 +318,15 @@ class _SchemaWriter:
         self._conjuncts: list[Ready] = []  # which the value must fit as well
 
     def written(self) -> Ready:
-        done = set[tuple[str, ...]]()
+        written_groups = set[tuple[str, ...]]()
         for key in self._schema:
             group = _GROUPS.get(key)
-            if group is not None and group not in done:
-                done.add(group)
+            if group is not None and group not in written_groups:
+                written_groups.add(group)
                 self._write_group(group)
             elif key in self._WRITERS:
                 self._WRITERS[key](self, key)
-        if self._closing is not None and _OBJECT not in done:
+        if self._closing is not None and _OBJECT not in written_groups:
             self._object()
         if self._conjuncts:
             self._out["allOf"] = [*self._out.get("allOf", []), *self._conjuncts]
@@ -417,29 +417,19 @@ class _SchemaWriter:
         if "then" in self._schema or "else" in self._schema:
             self._drop(key)
 
-    def _dependent_required(self, key: str) -> None:
-        dependencies = self._mapping(key)
-        for name, names in dependencies.items():
-            if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
-                raise self._wrong(f"{key}/{name}", "is not a list of names")
-            if names and "object" in self._kinds:
-                self._conjuncts.append(_absent_or(name, {"required": list(dict.fromkeys(names))}))
-
-    def _dependent_schemas(self, key: str) -> None:
-        for name in self._mapping(key):
-            ready = self._inner(key, name, scope=replace(self._scope, part=True))
-            if ready is not True and "object" in self._kinds:
-                self._conjuncts.append(_absent_or(name, ready))
-
     def _dependencies(self, key: str) -> None:
-        """Both of the above, in dialects up to draft 7."""
-        for name, dependency in self._mapping(key).items():
-            if isinstance(dependency, list) and all(isinstance(item, str) for item in dependency):
-                ready: Ready = {"required": list(dict.fromkeys(dependency))} if dependency else True
+        """Names or a schema that a property asks for; up to draft 7 one keyword has both."""
+        for name, needed in self._mapping(key).items():
+            if isinstance(needed, list) and key != "dependentSchemas":
+                if not all(isinstance(item, str) for item in needed):
+                    raise self._wrong(f"{key}/{name}", "is not a list of names")
+                ready: Ready = {"required": list(dict.fromkeys(needed))} if needed else True
+            elif key == "dependentRequired":
+                raise self._wrong(f"{key}/{name}", "is not a list of names")
             else:
                 ready = self._inner(key, name, scope=replace(self._scope, part=True))
             if ready is not True and "object" in self._kinds:
-                self._conjuncts.append(_absent_or(name, ready))
+                self._conjuncts.append({"anyOf": [{"properties": {name: False}}, ready]})
 
     def _mapping(self, key: str) -> Mapping[str, Any]:
         mapping = self._schema.get(key, {})
@@ -714,7 +704,7 @@ class _SchemaWriter:
     _WRITERS: Final[Mapping[str, Callable[[_SchemaWriter, str], None]]] = {
         "type": _type, "enum": _values, "const": _values,
         "$ref": _reference, "allOf": _all_of, "anyOf": _any_of, "oneOf": _one_of, "not": _not, "if": _if,
-        "dependentRequired": _dependent_required, "dependentSchemas": _dependent_schemas, "dependencies": _dependencies,
+        "dependentRequired": _dependencies, "dependentSchemas": _dependencies, "dependencies": _dependencies,
     }  # fmt: skip
 
 
@@ -722,11 +712,6 @@ def _both(first: Ready, second: Ready) -> Ready:
     if first is True or second is False or first == second:
         return second
     return first if second is True or first is False else {"allOf": [first, second]}
-
-
-def _absent_or(name: str, ready: Ready) -> Ready:
-    """A schema of objects that either lack a property or fit."""
-    return {"anyOf": [{"properties": {name: False}}, ready]}
 
 
 def _required_names(places: Sequence[_Place]) -> list[str] | None:

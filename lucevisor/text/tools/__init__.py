@@ -1,4 +1,4 @@
-"""Tool-call formats, one file each, and the choice of one by what a chat template tells the model to write.
+"""Tool parsers: one tool-call format per file, and the choice of the format from the chat template.
 
 Knows templates only as text to look for tags in. Invariant: `parse` gives a call or None and never raises, whatever a
 model wrote.
