@@ -81,12 +81,13 @@ def _find_log(name: str | None, socket: Path | None) -> tuple[Path, Path, list[s
         target = find(name, socket)
         status = AdminClient(target.socket).call("GET", "/status")
         return Path(status["log"]), target.socket.parent, [group["name"] for group in status["groups"]]
-    except NotRunningError:
+    except NotRunningError as error:
         if socket is not None or (name is None and running()):
             raise
         path = log_path(check_name(name)) / FILE if name is not None else _newest()
         if path is None or not path.is_file():
-            raise
+            where = path or log_path("any").parent
+            raise NotRunningError(f"{error}; {where}: there is no log of an earlier run either") from None
     return path, run_path(path.parent.name), _groups_of(path)
 
 

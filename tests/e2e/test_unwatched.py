@@ -53,7 +53,9 @@ def test_run_directory_and_cache_are_made_again_under_load_and_the_log_outlives_
         assert re.search(r"^\d\d:\d\d:\d\d\.\d{3} \[warning *\] the run directory was removed", text, re.MULTILINE)
     assert '"event": "stopped"' in cli.run("logs", "-n", "1").stdout
     assert "group left" in cli.run("logs", "left", "--text").stdout
-    assert cli.run("logs", "--name", "u", check=False).returncode == ExitCode.NOT_RUNNING
+    other = cli.run("logs", "--name", "u", check=False)
+    assert other.returncode == ExitCode.NOT_RUNNING
+    assert other.stderr.endswith("lucevisor/u/supervisor.jsonl: there is no log of an earlier run either\n")
 
 
 @pytest.mark.slow
