@@ -99,7 +99,7 @@ class HandoverServer:
                     self.successor = connection
                     return
             except (TimeoutError, OSError, msgspec.MsgspecError) as error:
-                log.warning("not handed over", reason=f"{type(error).__name__}: {error}")
+                log.warning("handover refused", reason=f"{type(error).__name__}: {error}")
                 self._source.on_failed()
             connection.close()
 
@@ -108,7 +108,7 @@ class HandoverServer:
         loop = asyncio.get_running_loop()
         uid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if uid not in (os.geteuid(), 0):
-            log.warning("not handed over", reason=f"uid {uid} asked for it")
+            log.warning("handover refused", reason=f"uid {uid} asked for it")
             return False
         async with asyncio.timeout(ANSWER_S):
             request = msgspec.json.decode(await loop.sock_recv(connection, _MAX_BYTES), type=Request)

@@ -677,7 +677,7 @@ def _settings(config: Config) -> ApiSettings:
     server = config.server
     max_connections = connections_within(raise_file_limit(), len(config.groups))
     if max_connections < server.max_connections:
-        log.warning("fewer connections", max_connections=max_connections,
+        log.warning("connection limit lowered", max_connections=max_connections,
                     reason="the limit of open files is low: raise it (`ulimit -Hn`, LimitNOFILE=)")  # fmt: skip
     return ApiSettings(
         host=server.host,

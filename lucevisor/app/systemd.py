@@ -37,7 +37,7 @@ class Notifier:
         self.name = address = environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         if address and address[0] not in "/@":
-            log.warning("systemd is told nothing", reason=f"NOTIFY_SOCKET={address} is not a Unix socket")
+            log.warning("no reports to systemd", reason=f"NOTIFY_SOCKET={address} is not a Unix socket")
             self._address = ""
 
     def __bool__(self) -> bool:
@@ -54,7 +54,7 @@ class Notifier:
                 sock.connect(self._address)
                 sock.send("\n".join(lines).encode())
         except OSError as error:
-            log.warning("systemd was not told", what=", ".join(values), reason=str(error))
+            log.warning("report to systemd failed", what=", ".join(values), reason=str(error))
 
 
 def watchdog_s(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> float:

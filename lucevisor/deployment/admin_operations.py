@@ -182,7 +182,10 @@ class AdminOperations:
             await service.end(later)
             if not later.unfit or service.stopping:
                 raise
-            log.warning("both do not fit at once: requests wait while the weights are loaded", reason=later.unfit)
+            log.warning(
+                "old and new deployment do not fit at once: requests wait while the weights are loaded",
+                reason=later.unfit,
+            )
             await self._replace(engine, config)
         else:
             service.switch(engine, config, later, restored)

@@ -200,7 +200,7 @@ async def watch(
             for work, waited_s in watchdog.check(work_in_progress()).items():
                 overdue(work, waited_s)
         except Exception:  # a bug elsewhere must not end the watch
-            log.exception("looking for overdue work failed; the watchdog goes on")
+            log.exception("check for overdue work failed; the watchdog continues")
 
 
 _EXPONENTS: Final = {
@@ -426,7 +426,7 @@ class Deployment:
         group = self.groups[self.draft_group]
         if group.state is not State.READY:
             return f"group {group.name} is {group.state.name}" + (f": {group.reason}" if group.reason else "")
-        return self._draft_problem or self._detached or "the pipeline is being put together"
+        return self._draft_problem or self._detached or "the pipeline is being assembled"
 
     # ---- callbacks of supervision
 

@@ -105,7 +105,7 @@ class JournalRows:
                     n_written = os.pwrite(fd, rows, at)
                     rows, at = rows[n_written:], at + n_written
         except OSError as error:  # whoever reads finds that rows are missing
-            log.warning("rows to be replayed are not written", reason=str(error))
+            log.warning("rows for replay not written", reason=str(error))
         finally:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
             os.close(fd)
@@ -139,6 +139,6 @@ def journal_rows(buffers: Mapping[tuple[bool, int], Arena], placement: Placement
     try:
         return JournalRows(arenas, row_bytes, placement.journal_bytes)
     except (OSError, MemoryError) as error:
-        log.warning("no journal: all shards compute again what one has lost", reason=str(error),
+        log.warning("no journal: when a shard is lost, all shards recompute its sequences", reason=str(error),
                     hint=f"lower recovery.journal, now {placement.journal_bytes} bytes")  # fmt: skip
         return None

@@ -103,7 +103,7 @@ class ScoringStage:
         while self._answer is not None and not self._answer.done():  # of a request that is gone
             await asyncio.wait({self._answer})
         if self._link is None:
-            raise ScoringError(f"the scoring model is away: {self._unavailable_reason}")
+            raise ScoringError(f"the scoring model is unavailable: {self._unavailable_reason}")
         self._answer = asyncio.get_running_loop().create_future()
         self._answer.add_done_callback(lambda done: done.exception())  # seen, if its request is gone
         self._sent = message

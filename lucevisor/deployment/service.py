@@ -403,7 +403,7 @@ class Service:
         ]
         if not parts and self._opening is not None:
             return f"the weights are being hashed for cache.dir, {self._weights.progress()}: once for each model file"
-        return "; ".join(parts) or "the pipeline is being put together"
+        return "; ".join(parts) or "the pipeline is being assembled"
 
     def failure(self) -> str:
         """Return why groups that requests need are given up, each reason once; empty while none is."""

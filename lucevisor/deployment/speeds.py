@@ -82,7 +82,7 @@ def write(request: MeasurementRequest, speeds: Speeds) -> None:
     try:
         write_atomically(path, data)
     except OSError as error:
-        log.warning("speeds not kept", file=str(path), reason=str(error))
+        log.warning("speeds not saved", file=str(path), reason=str(error))
 
 
 async def speeds_for(

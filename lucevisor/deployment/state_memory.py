@@ -222,7 +222,7 @@ class ReplacementState:
         try:
             memory = await export_state(self._layers, placement, transfers, frozen, [group], draft_layers)
         except LucevisorError as error:
-            log.warning("state is not kept", group=group, reason=str(error))
+            log.warning("state is not saved for the next daemon", group=group, reason=str(error))
         else:
             self._exported[group] = memory
 
@@ -252,6 +252,6 @@ async def restore_replacement(memory: StateMemory, transfers: ShardTransfers, gr
     try:
         await import_state(memory, transfers, [group])
     except LucevisorError as error:
-        log.warning("state is not kept", group=group, reason=str(error))
+        log.warning("state is not saved for the next daemon", group=group, reason=str(error))
         return False
     return True

@@ -109,12 +109,12 @@ class HostSwapSpace:
         available = psutil.virtual_memory().available
         if self.n_bytes + n_bytes > self._limit_bytes or 2 * n_bytes > available:
             reason = f"{self.n_bytes} of {self._limit_bytes} bytes of engine.swap_space are used, {available} are free"
-            log.info("a preempted request is to be computed again", n_bytes=n_bytes, reason=reason)
+            log.info("preempted request will be recomputed", n_bytes=n_bytes, reason=reason)
             return None
         try:
             return _Copy(tensors)
         except OSError as error:
-            log.warning("a preempted request is to be computed again", reason=str(error))
+            log.warning("preempted request will be recomputed", reason=str(error))
             return None
 
     def _begin(self, copy: _Copy, work: Coroutine[object, object, None]) -> None:
@@ -178,7 +178,7 @@ class HostSwapSpace:
         begin = transfers.restore if restore else transfers.save
         done = await begin(copy, place)
         if done.problem:
-            log.warning("a preempted request is to be computed again", reason=done.problem)
+            log.warning("preempted request will be recomputed", reason=done.problem)
             return None
         return bool(done.without)
 

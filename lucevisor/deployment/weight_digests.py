@@ -103,7 +103,7 @@ def write_digests(directory: Path, identities: Sequence[FileIdentity], digests: 
         write_atomically(path, data)
         _prune(directory)
     except OSError as error:
-        log.warning("weight digests not kept", file=str(path), reason=str(error))
+        log.warning("weight digests not saved", file=str(path), reason=str(error))
 
 
 def _prune(directory: Path) -> None:

@@ -219,7 +219,7 @@ class NotReady(SubmitError):
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        super().__init__(f"the model does not take requests now: {reason}")
+        super().__init__(f"the model does not accept requests now: {reason}")
 
 
 class RequestHandle:

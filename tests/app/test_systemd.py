@@ -62,7 +62,7 @@ def test_an_address_of_another_kind_is_said_once(address: str) -> None:
 def test_a_manager_that_is_gone_or_reads_nothing_is_logged(tmp_path: Path) -> None:
     with capture_logs() as said:
         Notifier({"NOTIFY_SOCKET": str(tmp_path / "nobody")}).send(WATCHDOG=1)
-    assert [(line["event"], line["what"]) for line in said] == [("systemd was not told", "WATCHDOG")]
+    assert [(line["event"], line["what"]) for line in said] == [("report to systemd failed", "WATCHDOG")]
     busy = Manager(str(tmp_path / "busy"))
     with capture_logs() as said:
         for _ in range(2000):

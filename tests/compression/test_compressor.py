@@ -35,7 +35,7 @@ class Rarity:
     async def score(self, tokens: Sequence[int], n_query: int) -> Sequence[float]:
         await asyncio.sleep(0)
         if self.failing:
-            raise ScoringError("the scoring model is away: group x is BACKOFF")
+            raise ScoringError("the scoring model is unavailable: group x is BACKOFF")
         assert len(tokens) <= self.window_tokens
         assert 0 < n_query <= QUERY_TOKENS
         self.windows.append(list(tokens))

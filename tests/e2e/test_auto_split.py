@@ -119,4 +119,4 @@ async def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(config, tmp_p
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     keep((await request_for_once(load(config)))[0], (3.0, 1.0))
-    assert "speeds not kept" in capsys.readouterr().out
+    assert "speeds not saved" in capsys.readouterr().out

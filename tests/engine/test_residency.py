@@ -382,7 +382,7 @@ def test_limits_that_leave_no_page_to_evict_are_refused(changes: dict[str, objec
         Residency(5)
 
 
-@pytest.mark.parametrize("error", [ScoringError("the scoring model is away"), ValueError("a bug")], ids=repr)
+@pytest.mark.parametrize("error", [ScoringError("the scoring model is unavailable"), ValueError("a bug")], ids=repr)
 async def test_a_small_model_ranks_the_pages_of_prompts(error: Exception) -> None:
     """Before the last token; a sequence waits for it, others do not, and where the model is away pages stay."""
     small = Residency(6, "drafter")
