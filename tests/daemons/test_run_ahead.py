@@ -108,7 +108,7 @@ class Daemon:
                 operations.append(one)
             prompt = ids[: 5 + sequence]
             found.run([Slice(sequence, 0, [*prompt], True)], operations)
-            found.wait()
+            found.settle()
         return found
 
     def run(self, slices: list[Slice], operations: list[Operation] | None = None) -> None:
