@@ -322,7 +322,7 @@ class PrefixIndex:
         self, pools: PagePools, settings: PrefixSettings, window_tokens: int | None, residency: Residency | None = None
     ) -> None:
         self.settings: Final = settings
-        self.hooks = PrefixHooks()
+        self.hooks: Final = PrefixHooks()  # the evictor has it, too
         self.recurrent = Space.RECURRENT in pools
         self.block_granular = not self.recurrent and window_tokens is None  # a prompt can resume at any cached page
         self._residency = residency

@@ -112,7 +112,8 @@ class SnapshotManager:
 
     def start(self) -> None:
         """Install the engine hooks and start saving turns."""
-        self._engine.prefixes.hooks = PrefixHooks(on_slot=self._on_slot, on_evict=self._on_evict)
+        hooks = self._engine.prefixes.hooks
+        hooks.on_slot, hooks.on_evict = self._on_slot, self._on_evict
         self._engine.on_submit = self._on_submit
         self._spawn(self._save_turns(), "save snapshots at turns")
 
@@ -143,7 +144,8 @@ class SnapshotManager:
     async def close(self) -> None:
         """End all tasks and wait for the disk.  Call after the last daemon is gone, when every transfer has ended."""
         self._engine.on_submit = lambda _: False
-        self._engine.prefixes.hooks = PrefixHooks()
+        hooks, nothing = self._engine.prefixes.hooks, PrefixHooks()
+        hooks.on_slot, hooks.on_evict = nothing.on_slot, nothing.on_evict
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -86,5 +86,5 @@ def test_what_a_preempted_request_had_computed_after_all_was_not_cached() -> Non
     for _ in range(30):
         record.append(Sampled(0, 7))
     for position, cached in ((120, 100), (64, 64), (100, 64), (0, 0)):  # never more than the prompt, the least counts
-        scheduler.reuse.started(record, PrefixMatch(position), 0.0)
+        scheduler.reuse.on_started(record, PrefixMatch(position), 0.0)
         assert record.finished_event("length", 1.0, None, None).usage == Usage(100, cached, 30)
