@@ -22,7 +22,8 @@ import uvloop
 from records import machine, save
 from services import DEMO, paced_python, running
 
-from lucevisor.app import logs, process
+from lucevisor.app import logs
+from lucevisor.app.run import freeze_gc
 from lucevisor.engine.request import GenerationRequest, TokenEvent
 from lucevisor.protocol.steps import SamplingParams
 
@@ -94,7 +95,7 @@ async def measure(options, step_s, n_steps, parts):
             stop = asyncio.Event()
             tasks = [asyncio.create_task(stream(service, i, stop)) for i in range(options.sequences)]
             await steps(service, n_steps // 4)  # warm up
-            process.freeze_gc()  # as `lucevisor start` does
+            freeze_gc()  # as `lucevisor start` does
             profile = cProfile.Profile()
             if options.profile:
                 profile.enable()

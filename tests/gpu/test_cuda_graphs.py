@@ -58,7 +58,7 @@ def test_a_device_without_updates_launches_nothing(monkeypatch):
     """As that of a drafter, whose hidden states have windows alone."""
     made = StateUpdates(DEVICE, TritonOperations().apply_updates)
     monkeypatch.setattr(made.launches, "launch", lambda key, work: pytest.fail("something was launched"))
-    made.make(1, [1, 2], 2)
+    made.apply(1, [1, 2], 2)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -80,7 +80,7 @@ def test_states_are_made(captured):
         delta_rule.apply_updates(wanted, updates, source, torch.tensor(rows, device=DEVICE), target)
         if window is not None:
             windows[:, target] = windows[:, window]
-        made.make(*case)
+        made.apply(*case)
         torch.testing.assert_close(matrices, wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(whole, windows)
         matrices.normal_()
