@@ -99,7 +99,7 @@ def test_other_keys_wait_for_a_start_and_are_named_every_time(box: Box) -> None:
     box.write(more="[engine]\nmax_sequences = 3\n")
     for _ in range(2):
         assert box.reload("server.port=1") == ([], ["engine.max_sequences", "server.port"])
-    assert box.config.engine.max_sequences == 8
+    assert box.config.engine.max_sequences == "auto"
 
 
 def test_https_cannot_be_switched_off_while_it_listens(box: Box) -> None:
