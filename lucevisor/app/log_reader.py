@@ -94,6 +94,12 @@ class LogReader:
 
     def _files(self) -> dict[int, Path]:
         """Return the paths of the files that exist by inode, oldest first."""
+        files, before = self._listed(), None
+        while files != before:  # a file that is renamed meanwhile may be missing
+            files, before = self._listed(), files
+        return files
+
+    def _listed(self) -> dict[int, Path]:
         files = {}
         for path in self._paths:
             with contextlib.suppress(OSError):
