@@ -23,6 +23,7 @@ from lucevisor.app.model_files import open_model
 from lucevisor.app.rundir import NAME, log_path
 from lucevisor.config import load
 from lucevisor.config.formats import HUB_PREFIX
+from lucevisor.deployment.cache_files import write_atomically
 from lucevisor.deployment.probe import inventory
 from lucevisor.errors import ConfigError, LucevisorError
 from lucevisor.placement.devices import with_target_devices
@@ -149,10 +150,10 @@ def write_config(model: str, groups: Sequence[Group]) -> str:
 def save_config(model: str, groups: Sequence[Group], name: str) -> Path:
     """Write the configuration of ``model`` beside the log of supervisor ``name``, and return its path."""
     path = log_path(name) / "config.toml"
-    head = f"# Written by `lucevisor start {model}`, again at each such start: copy it to change it.\n\n"
+    head = "# Written by `lucevisor start` for a model, again at each such start: copy it to change it.\n\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(head + write_config(model, groups), "utf-8")
+        write_atomically(path, (head + write_config(model, groups)).encode())
     except OSError as error:
         raise LucevisorError(f"{path} cannot be written: {error.strerror}; set XDG_STATE_HOME") from error
     return path

@@ -77,7 +77,7 @@ MIN_CHUNK = 64  # the smallest prefill chunk that advice names
 FEW_SEQUENCES, FEW_SLOTS, FEW_BYTES = 8, 32, 1 << 30
 """Automatic sequences, prefix slots and their memory on a cpu, and where free memory is unknown."""
 MANY_SEQUENCES, MANY_SLOTS = (32, 16), 512
-"""The same on GPUs, as memory allows; more than 32 rows decode no faster together (docs/performance.md)."""
+"""The same on GPUs, as memory allows. 64 streams decode fewer tokens a second than 32 (bench/notebook/2026-11.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ class Capacity:
     cache_bytes: int
 
     @classmethod
-    def configured(cls, config: Config) -> Capacity:
-        """Return what is configured; of automatic numbers the small ones."""
+    def configured(cls, config: Config, auto_slots: int) -> Capacity:
+        """Return what is configured; of automatic sequences and memory the small ones."""
         n, slots, n_bytes = config.engine.max_sequences, config.cache.prefix_slots, config.cache.memory
         return cls(
             FEW_SEQUENCES if n == "auto" else n,
-            FEW_SLOTS if slots == "auto" else slots,
+            auto_slots if slots == "auto" else slots,
             FEW_BYTES if n_bytes == "auto" else n_bytes,
         )
 
@@ -117,9 +117,9 @@ def plan(
     does not exist, fewer pages than the context needs.
     """
     targets = target_devices(config, inventory)
-    capacity = Capacity.configured(config)
-    small = _plan(spec, config, inventory, speeds, drafter, scorer, capacity)
     known = all(target.info is not None and target.backend is not Backend.CPU for target in targets)
+    capacity = Capacity.configured(config, MANY_SLOTS if known else FEW_SLOTS)
+    small = _plan(spec, config, inventory, speeds, drafter, scorer, capacity)
     if isinstance(small, Infeasible) or not known:
         return small
     chunked = replace(config, engine=replace(config.engine, prefill_chunk=small.prefill_chunk))
@@ -153,9 +153,8 @@ def _enlarged(
             break
     if config.cache.memory == "auto" and capacity.prefix_slots:
         n_bytes = _state_bytes(best) // 2
-        slots = MANY_SLOTS if config.cache.prefix_slots == "auto" else capacity.prefix_slots
         while n_bytes > capacity.cache_bytes:
-            found = planned(replace(capacity, cache_bytes=n_bytes, prefix_slots=slots))
+            found = planned(replace(capacity, cache_bytes=n_bytes))
             if as_good(found):
                 return found
             n_bytes //= 2
@@ -222,7 +221,7 @@ class _Case:
             self._notices += choice.notices
         if DEVICES_KEY not in config.set_keys:
             self._reasons.append(f"devices: all of all groups, as {DEVICES_KEY} names none")
-        drafting = choose_drafting(config, draft, Capacity.configured(config).max_sequences)
+        drafting = choose_drafting(config, draft, Capacity.configured(config, FEW_SLOTS).max_sequences)
         inputs = _sizing_inputs(
             self._spec, config, self._targets, self._dtypes, draft, drafting, self._scorer, self._capacity
         )

@@ -174,6 +174,13 @@ def test_automatic_capacity_of_a_cpu_or_unknown_memory_is_small(big, demo, tmp_p
         assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (8, 32, GIB)
 
 
+def test_automatic_slots_are_many_on_a_gpu_whatever_else_is_configured(big, tmp_path):
+    config = dataclasses.replace(configure(tmp_path, ["cuda:0"]), cache=CacheConfig(memory=48 * GIB))
+    p = placed(big, config, 139)
+    assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (8, 512, 48 * GIB)
+    assert p.pools.states > 250
+
+
 def test_configured_capacity_stays(big, tmp_path):
     p = placed(big, cached(configure(tmp_path, ["cuda:0"], max_sequences=5), 7, 3 * GIB), 139)
     assert (p.max_sequences, p.prefix_slots, p.cache_bytes) == (5, 7, 3 * GIB)
