@@ -190,7 +190,7 @@ class ApiSettings:
     stored_responses: int = 1024  # of the Responses API; the least recently used go first
     stored_bytes: int = 64 * 1024 * 1024  # of all of them, with their conversations
     max_waiting_bodies: int = 1024  # bodies waiting for a worker; beyond it: 429
-    write_timeout_s: float = 60.0  # in which a client must take something of what waits for it
+    write_timeout_s: float = 60.0  # in which a client must read 16 KiB of what waits for it
     head_timeout_s: float = 10.0  # from the connection, or the first byte of a later request, to the end of the head
     max_head_bytes: int = 64 * 1024  # request line and fields together
     idle_timeout_s: float = 75.0  # between two requests of a connection

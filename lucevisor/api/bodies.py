@@ -22,7 +22,7 @@ from lucevisor.api.parameters import searches_vocabulary
 from lucevisor.api.prepared import EncodedResponse, PreparedRequest
 from lucevisor.api.request_context import APP_CONTEXT, BUFFERED_BODIES, BufferedBodies
 from lucevisor.api.schemas import decode_object
-from lucevisor.api.sse import ClientGone
+from lucevisor.api.sse import client_errors
 from lucevisor.compression.compressor import Compressor
 from lucevisor.kv.tokens import TokenBuffer
 
@@ -147,14 +147,9 @@ async def send_parts(request: web.Request, parts: object) -> web.StreamResponse:
         return web.Response(body=parts[0], content_type="application/json")
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     response.content_length = sum(map(len, parts))
-    try:
-        async with asyncio.timeout(request.app[APP_CONTEXT].settings.write_timeout_s):
-            await response.prepare(request)
-            for part in parts:
-                await response.write(part)
-            await response.write_eof()
-    except (TimeoutError, ConnectionError) as error:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ClientGone(str(error) or "the client read too slowly") from None
+    with client_errors():
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+        await response.write_eof()
     return response

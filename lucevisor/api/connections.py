@@ -22,6 +22,9 @@ from lucevisor.api.errors import ApiError, unavailable
 from lucevisor.api.metrics import Metrics
 
 _END_OF_HEAD: Final = b"\r\n\r\n"
+_MIN_WRITE_BYTES: Final = 16 * 1024
+"""A client must read so much of a response in `write_timeout_s`, or all that waits."""
+
 _BYTES_ACKED: Final = struct.Struct("=120xQ")  # of Linux's tcp_info
 
 log = structlog.get_logger("lucevisor.api")
@@ -95,7 +98,9 @@ class HttpConnection(web.RequestHandler):
         self._n_body_left = 0  # of a body with Content-Length that is being parsed
         self._last_body: StreamReader | None = None  # of the head that was parsed last
         self._last_bytes = b""  # of the head that is being parsed, in case its end comes in two parts
-        self._n_acked, self._write_due_s = 0, 0.0
+        self._n_acked, self._write_due_s = 0, pool.loop.time() + pool.settings.write_timeout_s
+        self.dropped = ""
+        """The reason why the server closed the connection in the middle of a response."""
 
     # ---- callbacks of the event loop
 
@@ -202,16 +207,18 @@ class HttpConnection(web.RequestHandler):
     # ---- deadlines
 
     def check_write(self, now: float) -> None:
-        """Close the connection if its client has taken nothing of what waits for it for too long."""
+        """Close the connection if its client takes too little of what waits for it."""
         if self._link is None:
             return
-        # The kernel may take nothing for long although the client reads: its buffers are large.
+        # The kernel may take nothing for long although the client reads, as its buffers are large.
         info = self._link.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
         (n_acked,) = _BYTES_ACKED.unpack(info)
-        if self._link.get_write_buffer_size() == 0 or n_acked != self._n_acked:
+        if self._link.get_write_buffer_size() == 0 or n_acked - self._n_acked >= _MIN_WRITE_BYTES:
             self._n_acked, self._write_due_s = n_acked, now + self._pool.settings.write_timeout_s
         elif now >= self._write_due_s:
             self._pool.count("write")
+            seconds = self._pool.settings.write_timeout_s
+            self.dropped = f"the client read less than {_MIN_WRITE_BYTES // 1024} KiB in {seconds:g} s"
             self.abort()
 
     def end_wait(self) -> None:

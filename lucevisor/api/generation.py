@@ -246,7 +246,7 @@ async def respond(
     try:
         async with merged(context.handles) as events:
             if options.stream:
-                stream = context.stream = EventStream(request, ctx.settings.write_timeout_s, headers, formatter)
+                stream = context.stream = EventStream(request, headers, formatter)
                 await run.stream(events, stream, ctx)
                 return stream.response
             body = await run.full(events, ctx.settings.keepalive_s)

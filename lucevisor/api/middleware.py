@@ -81,6 +81,8 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
             active.contexts.discard(context)
             if isinstance(connection, HttpConnection):
                 connection.on_request_end()
+                if connection.dropped:
+                    context.fields["dropped"] = connection.dropped
             context.status, context.ended_s = status, time.monotonic()
             _account(request, context)
 

@@ -6,9 +6,8 @@ status; the events of a later error are the last, and only a complete stream end
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Final, Literal
 
 import msgspec
@@ -23,7 +22,16 @@ carries its `type` as its name, and the last one ends the stream.  `lines`: no e
 
 
 class ClientGone(Exception):
-    """The client disconnected, or read so little that it was disconnected."""
+    """The client disconnected."""
+
+
+@contextmanager
+def client_errors() -> Iterator[None]:
+    """Raise ClientGone for a write to a client that has disconnected."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise ClientGone(str(error)) from None
 
 
 _EVENTS: Final = "text/event-stream; charset=utf-8"
@@ -46,18 +54,15 @@ class EventFormat:
 
 
 class EventStream:
-    """Writes events to one client, and disconnects it if its full buffer (64 KiB) does not empty in `write_timeout_s`.
+    """Writes events to one client.
 
-    Events that come meanwhile wait in the handles of its sequences, which run on and end as for any client: a slow
-    reader holds no slot longer than another, and no more events than an answer in one piece does.
+    While its buffer (64 KiB) is full, events wait in the handles of its sequences, which run on and end as for any
+    client: a slow reader holds no slot longer than another, and no more events than an answer in one piece does.
     """
 
-    def __init__(
-        self, request: web.Request, write_timeout_s: float, headers: Mapping[str, str], event_format: EventFormat
-    ) -> None:
+    def __init__(self, request: web.Request, headers: Mapping[str, str], event_format: EventFormat) -> None:
         self._request = request
         self._format = event_format
-        self._timeout_s = write_timeout_s
         self._encoder = msgspec.json.Encoder()
         self.response = web.StreamResponse(
             headers={
@@ -103,24 +108,11 @@ class EventStream:
         return data
 
     async def _write(self, data: bytes) -> None:
-        async with self._client():
+        with client_errors():
             if not self.response.prepared:
                 await self.response.prepare(self._request)
             await self.response.write(data)
 
     async def _end(self) -> None:
-        async with self._client():
+        with client_errors():
             await self.response.write_eof()
-
-    @asynccontextmanager
-    async def _client(self) -> AsyncIterator[None]:
-        """Raise ClientGone if the client disconnects, or reads too little meanwhile."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientGone(f"the client read nothing, or too little, for {self._timeout_s:g} s") from None
-        except ConnectionError as error:
-            raise ClientGone(str(error)) from None
