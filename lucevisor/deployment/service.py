@@ -33,7 +33,7 @@ from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
 from lucevisor.engine.limits import EngineLimits, SpeculationSettings
-from lucevisor.engine.pipeline import PipelineFailure, PipelineResult
+from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.validation import enabled
 from lucevisor.errors import LucevisorError, unusable
@@ -442,7 +442,6 @@ class Service:
             journal_pages=rows.n_pages if rows is not None else 0,
             on_pipeline_failed=self._on_pipeline_failed,
             on_drafter_lost=lambda failure: self.deployment.drafter_failed(failure),
-            on_step=self._on_step,
             blame=lambda step: self.deployment.blame(step),
             validate=enabled(os.environ),
         )
@@ -490,10 +489,6 @@ class Service:
 
     def _on_pipeline_failed(self, failure: PipelineFailure) -> None:
         self.deployment.pipeline_failed(failure)
-
-    def _on_step(self, result: PipelineResult) -> None:
-        if self.snapshots is not None:
-            self.snapshots.meter.add(result)
 
     def on_change(self) -> None:
         """Wake all waiters after a change of state."""

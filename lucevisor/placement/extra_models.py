@@ -34,6 +34,15 @@ MIN_DRAFTS = 4
 """``auto``: not fewer than these, however many sequences run at once."""
 
 
+def memory_use(cost: CostModel, shard: Shard, steps: StepSizes) -> MemoryUse:
+    return MemoryUse(
+        weight_bytes=cost.weight_bytes(shard),
+        state_bytes=cost.state_bytes(shard, steps.pools),
+        workspace_bytes=cost.workspace_bytes(shard, steps),
+        host_state_bytes=cost.host_state_bytes(shard, steps.pools),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterSizing:
     """A drafter on ``target``.  ``with_output``, ``with_embedding``: these weights of the model are there, too."""
@@ -170,10 +179,7 @@ def place_scorer(
         raise PlacementError("pflash.path", config.pflash.path, why, "name another model", file=file)
     step_tokens = min(window_tokens, CPU_STEP_TOKENS if target.backend is Backend.CPU else GPU_STEP_TOKENS)
     shard = Shard(target.device, target.backend, LayerRange(0, scorer.n_layers), first=True, last=False)
-    pools, cost = score_pools(scorer.spaces(), window_tokens), CostModel(scorer, *dtypes)
-    use = MemoryUse(
-        weight_bytes=cost.weight_bytes(shard),
-        state_bytes=cost.state_bytes(shard, pools),
-        workspace_bytes=cost.workspace_bytes(shard, StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)),
-    )
+    pools = score_pools(scorer.spaces(), window_tokens)
+    steps = StepSizes(step_tokens, 1, window_tokens, window_tokens, 1, pools)
+    use = memory_use(CostModel(scorer, *dtypes), shard, steps)
     return ScorerSizing(scorer, target, window_tokens, step_tokens, use)
