@@ -131,7 +131,7 @@ def engine_limits(
         window_tokens=placement.window_tokens,
         prefix=_prefix_settings(cache, spec, placement, drafter),
         residency=_residency(placement),
-        speculation=_speculation_settings(spec, placement),
+        speculation=_speculation_settings(placement),
     )
 
 
@@ -149,7 +149,7 @@ def _residency(placement: Placement) -> Residency | None:
     return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
 
 
-def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationSettings:
+def _speculation_settings(placement: Placement) -> SpeculationSettings:
     drafting, draft = placement.drafting, placement.draft
     return SpeculationSettings(
         max_drafts=drafting.max_drafts,
@@ -157,7 +157,6 @@ def _speculation_settings(spec: ModelSpec, placement: Placement) -> SpeculationS
         lookup=drafting.lookup,
         kind=draft.kind if draft is not None else DraftKind.MTP,
         fixed=drafting.fixed,
-        n_vocabulary=spec.vocabulary,
     )
 
 

@@ -36,7 +36,7 @@ from lucevisor.engine.request import (
     RequestError,
     RequestHandle,
 )
-from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing, RowSteps
+from lucevisor.engine.rows import IdsOutput, RowCollector, RowsMissing
 from lucevisor.engine.scheduler import Events, Scheduler, SwapSpace
 from lucevisor.engine.sequence import RequestRecord, WantedRows, page_operations
 from lucevisor.engine.statistics import EngineStatistics, RateWindow, StepTotals
@@ -98,7 +98,7 @@ class Engine:
         self._unavailable = "the model is being loaded"
         self._refusal = ""  # set for good by drain and close
         self._handles: dict[str, RequestHandle] = {}
-        self._rows = RowSteps()
+        self._rows: dict[str, RowCollector] = {}  # by request
         self.relevance = PageRelevance(self.proceed)
         self._masks = MaskMaker(self._cancel, threaded=settings.mask_threads)
         self._outbox: deque[tuple[str, Event]] = deque()
@@ -141,14 +141,14 @@ class Engine:
             request_id=request_id, prompt=TokenBuffer(ids), max_tokens=1, sampling=SamplingParams(temperature=0.0)
         )
         self._check_taking(request)
-        collector = self._rows.open(request_id, RowCollector(len(request.prompt), hidden=want_hidden))
+        collector = self._rows[request_id] = RowCollector(len(request.prompt), hidden=want_hidden)
         try:
             with self._submit(request, WantedRows(hidden=want_hidden, rows=rows_per_step)) as handle:
                 async for event in handle:
                     if isinstance(event, FinishedEvent) and event.error is not None:
                         raise RowsMissing(f"the ids did not go through: {event.error.message}")
         finally:
-            self._rows.close(request_id)
+            del self._rows[request_id]
         return collector.output()
 
     @property
@@ -233,7 +233,6 @@ class Engine:
         if permanent:
             self.recovery.give_up()
         self._unavailable = error.message
-        self._rows.forget_steps()
         events = self.scheduler.lose_all(error, now, self.recovery.hold)
         if permanent:
             events += self.scheduler.fail(self.scheduler.queued, error, now)
@@ -311,8 +310,9 @@ class Engine:
         self._totals.add(result)
         n_before = self.scheduler.n_generated_tokens
         try:
-            if self.scheduler.in_flight:
-                note_rankings(self.scheduler.in_flight[0], result.step.rank_pages, result.results)
+            scheduled = self.scheduler.in_flight[0] if self.scheduler.in_flight else None
+            if scheduled is not None:
+                note_rankings(scheduled, result.step.rank_pages, result.results)
             blamed = self._find_invalid_stage(result, now)
             events = self.scheduler.apply(result.results[-1], now, blamed, result.results)
         except WrongResult as error:
@@ -321,7 +321,9 @@ class Engine:
                 PipelineFailure(last, "protocol_error", f"stage {last}, the last, sent a wrong result: {error}")
             )
             return
-        self._rows.collect(result)
+        for part in scheduled.parts.values() if result.step.want_logits and scheduled is not None else ():
+            if (collector := self._rows.get(part.record.request.request_id)) is not None:
+                collector.add(result)
         self._generated.add(self.scheduler.n_generated_tokens - n_before, now)
         self.proceed(events)
         self._settings.on_step(result)
@@ -423,7 +425,6 @@ class Engine:
         while (pipeline := self.pipeline) is not None and self._planning:
             if (plan := self.scheduler.next_plan(self._clock())) is None:
                 break
-            self._rows.on_step_planned(plan)
             live_sequences = self.scheduler.in_flight[-1].live_sequences
             if not self.scheduler.limits.stages_rank:
                 self.relevance.request_rankings(self.scheduler.in_flight[-1])

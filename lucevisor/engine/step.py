@@ -225,23 +225,6 @@ def drawn_tokens(scheduled: ScheduledStep | None, result: StepResult) -> dict[in
     return drawn
 
 
-def check_drafts(scheduled: ScheduledStep, drafts: Sequence[Drafted], n_vocabulary: int) -> None:
-    """Raise WrongResult when the draft stage's answer has drafts that its step did not ask for."""
-    asked = {sequence: part.slice.num_draft_tokens for sequence, part in scheduled.parts.items()}
-    for drafted in drafts:
-        num_draft_tokens = asked.pop(drafted.sequence, 0)
-        if len(drafted.tokens) > num_draft_tokens or not num_draft_tokens:
-            raise WrongResult(
-                f"step {scheduled.step_id} asked for {num_draft_tokens} drafts of sequence {drafted.sequence}, "
-                f"{len(drafted.tokens)} came"
-            )
-        if drafted.probabilities and len(drafted.probabilities) != len(drafted.tokens):
-            n = len(drafted.probabilities)
-            raise WrongResult(f"step {scheduled.step_id} has {n} probabilities for {len(drafted.tokens)} drafts")
-        if not all(0 <= token < n_vocabulary for token in drafted.tokens):
-            raise WrongResult(f"step {scheduled.step_id} has drafts {drafted.tokens} outside of {n_vocabulary} ids")
-
-
 def all_decodes(slices: Sequence[Slice]) -> bool:
     """Return whether a step computes no prompt."""
     return all(is_decode(slice_) for slice_ in slices)

@@ -27,8 +27,7 @@ from lucevisor.protocol.steps import StepResult
 from lucevisor.protocol.transport import Link
 from lucevisor.protocol.validation import MAX_INTEGER, DaemonFacts, UnansweredStep, fault_of
 from lucevisor.supervision import events as ev
-from lucevisor.supervision.child import ProcessEnd
-from lucevisor.supervision.launcher import DaemonProcess
+from lucevisor.supervision.child import Child, ProcessEnd
 from lucevisor.supervision.states import State
 
 
@@ -116,7 +115,7 @@ class Daemon:
         self.loaded: Loaded | None = None
         self.heartbeat: Heartbeat | None = None
         self.link: Link
-        self.child: DaemonProcess
+        self.child: Child
         self._pulse: Link
         self._expected = expected
         self._callbacks = callbacks
@@ -129,7 +128,7 @@ class Daemon:
         self._ended: ProcessEnd | None = None
         self._log = _log.bind(group=self.name)
 
-    def adopt(self, child: DaemonProcess) -> None:
+    def adopt(self, child: Child) -> None:
         """Take over the process and open its channels."""
         self.child = child
         self._log = _log.bind(group=self.name, pid=child.pid)

@@ -25,7 +25,7 @@ from lucevisor.protocol.transport import Link
 from lucevisor.supervision import events as ev
 from lucevisor.supervision.child import SpawnError
 from lucevisor.supervision.daemon import Callbacks, Daemon
-from lucevisor.supervision.launcher import Launcher
+from lucevisor.supervision.launcher import LocalLauncher
 from lucevisor.supervision.machine import Machine
 from lucevisor.supervision.policy import SupervisionLimits
 from lucevisor.supervision.spares import Spares, SpareStatus
@@ -52,7 +52,7 @@ class GroupSupervisor:
         self,
         config: GroupConfig,
         threads: int,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         callbacks: Callbacks,
         *,
         devices: Sequence[int] = (0,),

@@ -20,7 +20,7 @@ from lucevisor.protocol.messages import Check, Checked, Failed, Shutdown
 from lucevisor.protocol.transport import Link
 from lucevisor.supervision.child import ProcessEnd, SpawnError
 from lucevisor.supervision.events import ProcessSignal
-from lucevisor.supervision.launcher import Launcher
+from lucevisor.supervision.launcher import LocalLauncher
 
 EXIT_S = 3.0
 
@@ -67,7 +67,7 @@ class _Session:
 
 async def probe(
     group: GroupConfig,
-    launcher: Launcher,
+    launcher: LocalLauncher,
     devices: Sequence[int],
     check: tuple[Check, Sequence[int]] | None,
     hello_s: float,

@@ -28,7 +28,7 @@ from lucevisor.protocol.messages import KIND_OF
 from lucevisor.protocol.steps import CancelPending, PendingCancelled, Reset, ResetDone, StepResult
 from tests.engine.toy_drafter import ToyDrafter
 from tests.engine.toy_engine import HYBRID, limits
-from tests.engine.toy_pipeline import VOCABULARY, ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage
+from tests.engine.toy_pipeline import ToyDaemon, ToyLimits, ToyModel, ToyRows, ToyStage
 
 
 def frame(message: StepResult | PendingCancelled | ResetDone, payload: bytes | memoryview = b"") -> Frame:
@@ -77,7 +77,7 @@ class Process:
         return frame(ResetDone(message.token))
 
 
-DRAFTING = SpeculationSettings(max_drafts=4, drafter=True, n_vocabulary=VOCABULARY)
+DRAFTING = SpeculationSettings(max_drafts=4, drafter=True)
 
 
 class Ticks:

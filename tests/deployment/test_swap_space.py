@@ -27,7 +27,7 @@ from lucevisor.protocol.steps import SamplingParams
 from tests.engine.test_freezer import freeze
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
-from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint
+from tests.engine.toy_pipeline import ToyConstraint
 from tests.engine.toy_transfers import ToyTransfers
 
 SPACES = [HYBRID, ALL_SPACES, frozenset({Space.FULL}), frozenset({Space.FULL, Space.WINDOW})]
@@ -151,9 +151,7 @@ def crowds(draw: st.DrawFn) -> Scenario:
             min_tokens=draw(st.sampled_from([1, 40])),
             unit_bytes={Space.FULL: 1, Space.WINDOW: 1, Space.RECURRENT: draw(st.sampled_from([0, 1]))},
         ),
-        speculation=SpeculationSettings(
-            max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans()), n_vocabulary=VOCABULARY
-        ),
+        speculation=SpeculationSettings(max_drafts=max_drafts, drafter=max_drafts > 0, lookup=draw(st.booleans())),
     )
     requests = []
     for i in range(draw(st.sampled_from([3, 4, 5, 6]))):

@@ -15,8 +15,6 @@ from tests.e2e.service import generate_all, running
 from tests.e2e.snapshot_service import snapshots_of
 from tests.e2e.test_speculation import CASES, config_of, prompts_of
 
-pytestmark = pytest.mark.usefixtures("computing_is_dear")
-
 CASE = CASES["mtp"]
 N_TOKENS = 40
 AS_GOOD = 0.8

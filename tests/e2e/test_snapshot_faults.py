@@ -19,8 +19,6 @@ from tests.e2e.conversations import MODELS, ask
 from tests.e2e.service import running
 from tests.e2e.snapshot_service import PROMPT, Place, snapshots_of, told_of, until
 
-pytestmark = pytest.mark.usefixtures("computing_is_dear")
-
 
 async def saved_prompt(place: Place) -> list[int]:
     """Save ``PROMPT`` and return the answer that belongs to it."""

@@ -20,7 +20,7 @@ from tests.engine.toy_engine import HYBRID, ToyEngine, limits, request
 from tests.engine.toy_pipeline import VOCABULARY
 
 FULL = frozenset({Space.FULL})
-ON = SpeculationSettings(max_drafts=8, drafter=True, fixed=True, n_vocabulary=VOCABULARY)
+ON = SpeculationSettings(max_drafts=8, drafter=True, fixed=True)
 CACHED = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1, checkpoint_pages=0)
 
 

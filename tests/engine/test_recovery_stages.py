@@ -21,7 +21,6 @@ from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
-from tests.engine.toy_pipeline import VOCABULARY
 
 SLIDING = frozenset({Space.FULL, Space.WINDOW})
 
@@ -85,7 +84,7 @@ class Idle(SpecDecodeController):
 async def test_stages_lost_while_steps_run_ahead_beside_a_drafter(
     *, with_output: bool, lost: int, n_streams: int
 ) -> None:
-    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY)
+    speculation = SpeculationSettings(max_drafts=3, drafter=True)
     num_draft_tokens = n_drafted = 0
     for n_turns in range(40, 60, 3):
         toy = ready(3, pools=PoolSizes(24, 0, 4, draft_states=12), speculation=speculation)
@@ -442,7 +441,7 @@ async def test_steps_that_wait_for_drafts_when_two_stages_are_lost(
 ) -> None:
     """The last one has the drafter; before that and in between the supervisor hears the other stage alone."""
     rng = random.Random(seed)
-    speculation = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=VOCABULARY, fixed=True)
+    speculation = SpeculationSettings(max_drafts=3, drafter=True, fixed=True)
     toy = ready(3, pools=PoolSizes(24, 0, 32, draft_states=24), speculation=speculation, max_sequences=8)
     asked = [request(name, range(i, 70 + i), n=40) for i, name in enumerate("abc")]
     for one in asked:

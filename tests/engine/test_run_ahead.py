@@ -167,7 +167,7 @@ def test_the_prompt_of_a_request_cancelled_while_it_ran_ahead_stays_cached() -> 
     assert plan.step.slices[0].start == 128
 
 
-DRAFTER = SpeculationSettings(max_drafts=3, drafter=True, n_vocabulary=97)
+DRAFTER = SpeculationSettings(max_drafts=3, drafter=True)
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3])
@@ -235,7 +235,7 @@ class Asked(SpecDecodeController):
 
 
 def test_drafts_that_the_text_itself_offers_end_the_run() -> None:
-    settings = SpeculationSettings(max_drafts=3, lookup=True, fixed=True, n_vocabulary=97)
+    settings = SpeculationSettings(max_drafts=3, lookup=True, fixed=True)
     scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4, draft_states=8), speculation=settings))
     scheduler.submit(request("a", [1, 2, 3, 4, 5, 6, 1, 2, 3], n=50), 0.0)
     [prompt] = plans(scheduler)

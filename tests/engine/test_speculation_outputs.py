@@ -121,9 +121,7 @@ def limits_of(draw: st.DrawFn) -> EngineLimits:
         ),
         window_tokens=window,
         prefix=cached,
-        speculation=SpeculationSettings(
-            max_drafts=max_drafts, drafter=True, lookup=draw(st.booleans()), n_vocabulary=VOCABULARY
-        ),
+        speculation=SpeculationSettings(max_drafts=max_drafts, drafter=True, lookup=draw(st.booleans())),
     )
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lucevisor.supervision.child import Launch, spawn
+from lucevisor.supervision.child import spawn
 from lucevisor.supervision.events import ProcessSignal
 from lucevisor.supervision.states import State
 from tests.supervision.real_groups import (
@@ -94,7 +94,7 @@ async def test_a_mebibyte_on_stdout_does_not_block_the_daemon(tmp_path):
 
 async def test_a_signal_after_the_reap_hits_nobody(tmp_path):
     ended: asyncio.Future = asyncio.get_running_loop().create_future()
-    child = spawn(lambda _: Launch(("/bin/true",), {}, tmp_path), lambda *_: None, ended.set_result)
+    child = spawn(["/bin/true"], {}, tmp_path, lambda *_: None, ended.set_result)
     for sock in (child.link_socket, child.pulse_socket):
         sock.close()
     outcome = await asyncio.wait_for(ended, 30)
@@ -120,7 +120,7 @@ async def test_an_exit_status_that_somebody_else_took_is_no_hang(tmp_path):
 def test_spawning_outside_the_main_thread_is_refused(tmp_path):
     async def attempt():
         with pytest.raises(RuntimeError, match="main thread"):
-            await asyncio.to_thread(spawn, lambda _: Launch(("/bin/true",), {}, tmp_path), print, print)
+            await asyncio.to_thread(spawn, ["/bin/true"], {}, tmp_path, print, print)
 
     asyncio.run(attempt())
 

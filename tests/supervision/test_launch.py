@@ -18,10 +18,9 @@ from lucevisor.supervision.child import (
     LINES_PER_SECOND,
     LONGEST_LINE,
     N_KEPT,
-    Handles,
     OutputLines,
+    daemon_command,
     environment,
-    launch,
 )
 from lucevisor.supervision.launcher import stage_packages
 
@@ -75,13 +74,14 @@ def test_threads_reach_a_cpu_group_and_the_configuration_wins(tmp_path):
     assert own["PYTHONPATH"] == str(tmp_path)  # a daemon that imports another lucevisor would be refused anyway
 
 
-def test_arguments_come_back_from_the_daemons_own_parser(tmp_path):
+def test_arguments_come_back_from_the_daemons_own_parser():
     from daemons.options import Options, parse
 
     group = GroupConfig(name="left side", backend="cpu", cores=(0, 1))
-    started = launch(group, 2, tmp_path, {}, "/usr/bin/python3", Handles(7, 9, 4711))
-    assert started.argv[:6] == ("/usr/bin/python3", "-u", "-X", "faulthandler", "-m", "daemons")
-    assert parse(started.argv[6:]) == Options("left side", "cpu", 7, 9, 4711, 2, (0, 1))
+    command = daemon_command(group, 2, "/usr/bin/python3")
+    assert command[:6] == ["/usr/bin/python3", "-u", "-X", "faulthandler", "-m", "daemons"]
+    options = parse([*command[6:], "--link-fd=7", "--pulse-fd=9", "--parent-pid=4711"])
+    assert options == Options("left side", "cpu", 7, 9, 4711, 2, (0, 1))
 
 
 def test_staging_shows_daemons_and_what_they_share_and_nothing_else(tmp_path):
