@@ -72,7 +72,6 @@ class ModelConfig:
 
     @property
     def source(self) -> Path | HubFile:
-        """The local path, or the file on the hub."""
         return source_of(self.path)
 
 

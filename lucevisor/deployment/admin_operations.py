@@ -109,7 +109,6 @@ class AdminOperations:
         self._one_at_a_time = asyncio.Lock()
 
     def check_group(self, group: str) -> None:
-        """Raise AdminError if there is no group of that name."""
         groups = self._service.groups
         if group not in groups:
             hint = f"nearest: {nearest(group, groups, 0.0)}"

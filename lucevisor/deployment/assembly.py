@@ -319,7 +319,6 @@ class PipelineAssembly:
         self._on_change()
 
     def _on_pipeline_dropped(self) -> None:
-        """Note that the engine dropped the pipeline."""
         self._pipeline = None
         self._lost.clear()
         self._draft_restored = False

@@ -107,7 +107,6 @@ class PlacementBarrier:
         self._news.set()
 
     def cancel(self) -> None:
-        """Cancel the wait for a placement."""
         if not self._placed.done():
             self._placed.cancel()
 

@@ -64,7 +64,6 @@ class Readiness:
         self._start_s: dict[str, float] = {}  # the last start, STARTING to READY
 
     def changed(self, group: str, state: State, now: float) -> None:
-        """Record a change of state."""
         self._states[group] = state
         if state is State.STARTING:
             self._started_at[group] = now
@@ -248,7 +247,6 @@ class Service:
 
     @property
     def groups(self) -> dict[str, GroupSupervisor]:
-        """The groups of the present deployment, by name."""
         return self.deployment.groups
 
     @property

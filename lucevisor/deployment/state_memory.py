@@ -215,7 +215,6 @@ class ReplacementState:
             self._exported.pop(group).close()
 
     def close(self) -> None:
-        """Drop all state."""
         for group in {*self._exported, *self._rows}:
             self.drop(group)
 

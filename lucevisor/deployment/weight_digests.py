@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -38,7 +37,6 @@ NICE = 10
 _CUT = "unexpected end of file: it was truncated after it was opened; download it again"
 
 
-KEPT = 32
 MAX_BYTES = 64 << 20
 """Of one file: several times what a model of 100,000 tensors takes."""
 
@@ -62,7 +60,6 @@ class _DigestFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def digests_path(directory: Path, identities: Sequence[FileIdentity]) -> Path:
-    """Return where the digests of these files are kept."""
     return directory / f"{_PREFIX}{sha256(msgspec.json.encode(list(identities))).hexdigest()[:32]}.json"
 
 
@@ -101,16 +98,8 @@ def write_digests(directory: Path, identities: Sequence[FileIdentity], digests: 
     data = msgspec.json.encode(_DigestFile(identities=tuple(identities), digests=digests).checked())
     try:
         write_atomically(path, data)
-        _prune(directory)
     except OSError as error:
         log.warning("weight digests not saved", file=str(path), reason=str(error))
-
-
-def _prune(directory: Path) -> None:
-    files = sorted(directory.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for path in files[KEPT:]:
-        with suppress(OSError):
-            path.unlink()
 
 
 class DigestsStopped(Exception):

@@ -305,7 +305,6 @@ class ServedWeights:
             weights.begin()
 
     def progress(self) -> str:
-        """Return the progress of hashing the model, for messages."""
         return self.model.progress()
 
     async def close(self) -> None:

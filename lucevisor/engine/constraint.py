@@ -118,7 +118,6 @@ class MadeMasks:
 
 
 def make_masks(step_id: int, jobs: Sequence[MaskJob]) -> MadeMasks:
-    """Make the masks of (some slices of) a step."""
     payload, failures = [], []
     row_bytes = jobs[0].constraint.row_bytes
     n_rows = sum(1 + len(job.drafts) for job in jobs)

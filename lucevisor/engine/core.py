@@ -153,7 +153,6 @@ class Engine:
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """The prefix index."""
         return self.scheduler.reuse.index
 
     # ---- the pipeline
@@ -289,7 +288,6 @@ class Engine:
         return any_lost
 
     def _rebuild(self) -> None:
-        """Go on with the rebuild of lost stages."""
         try:
             if self._stages.advance(self._clock()):
                 self.recovery.record_rebuilt(self._stages.n_tokens, self._stages.n_restored)
@@ -428,7 +426,6 @@ class Engine:
             live_sequences = self.scheduler.in_flight[-1].live_sequences
             if not self.scheduler.limits.stages_rank:
                 self.relevance.request_rankings(self.scheduler.in_flight[-1])
-            self._stages.before_step(plan)
             pipeline.drafts.suspended = self.scheduler.drafting.suspended
             pipeline.submit(plan.step, opening=plan.opening)
             self._masks.make_masks(plan, pipeline)

@@ -127,7 +127,6 @@ class EngineLimits:
 
     @property
     def stages_rank(self) -> bool:
-        """True if the stages rank pages, and not a small model."""
         return self.residency is not None and self.residency.ranks_decodes
 
     def make_pools(self) -> PagePools:

@@ -145,7 +145,6 @@ class PipelineStep:
         return [tokens.get(slice_.sequence, []) for slice_ in self.step.slices]
 
     def frame(self, stage: int, *, posted: bool = False) -> bytes:
-        """Return the frame for a stage."""
         step = replace(self.step, operations=[]) if stage in self.done else self.step
         return encode(step, request_id=step.step_id, flags=stage | POSTED if posted else stage)
 
@@ -412,7 +411,6 @@ class Pipeline:
         self._advance(entry, now)
 
     def _advance(self, entry: PipelineStep, now: float) -> None:
-        """Move a step past all stages that have answered it."""
         while self._open and entry.stage < self.n_stages:
             stage = entry.stage
             answer = entry.early.pop(stage, None)

@@ -182,7 +182,6 @@ class PrefixReuse:
         self.index.evictor.reclaim_host(n_host)
 
     def on_started(self, record: RequestRecord, match: PrefixMatch, now: float) -> None:
-        """Note where a request starts."""
         use = record.prefix
         n_cached = min(match.position, len(record.request.prompt))
         if use.cached is None:
@@ -251,7 +250,6 @@ class PrefixReuse:
             self.index.drop(slot)
 
     def on_finished(self, record: RequestRecord) -> None:
-        """Count a finished request, and trim the index to its settings."""
         use = record.prefix
         if use.cached is not None and not record.uncached:
             self.counts.n_prompts += 1

@@ -178,7 +178,6 @@ class StageRecovery:
 
     @property
     def active(self) -> bool:
-        """True if stages are lost."""
         return self._pipeline is not None
 
     @property
@@ -223,11 +222,6 @@ class StageRecovery:
         loss, if no step is planned before that.
         """
         self.opening, self.n_frozen = [*opening], n_tokens
-
-    def before_step(self, plan: StepPlan) -> None:
-        """Free the region of a step before it is sent."""
-        if self._journal is not None:
-            self._journal.free(plan.step.region)
 
     def on_step_planned(self, plan: StepPlan, live_sequences: Mapping[int, LiveSequence]) -> None:
         """Record a step that is sent."""

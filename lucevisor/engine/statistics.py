@@ -37,7 +37,6 @@ class RateWindow:
         self._buckets: deque[tuple[int, int]] = deque()  # (bucket number, events)
 
     def add(self, n: int, now: float) -> None:
-        """Count ``n`` events at ``now``."""
         bucket = int((now - self._started_at) / self._bucket_s)
         if self._buckets and self._buckets[-1][0] == bucket:
             n += self._buckets.pop()[1]
@@ -125,7 +124,6 @@ class CacheStatistics:
 
     @classmethod
     def of(cls, reuse: PrefixReuse) -> CacheStatistics:
-        """Return the counts as of now."""
         index, counts = reuse.index, reuse.counts
         slots = index.slots
         return cls(

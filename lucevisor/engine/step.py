@@ -116,7 +116,6 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     @property
     def drafts(self) -> list[int]:
-        """The tokens of the slice that are verified."""
         return self.slice.tokens[len(self.slice.tokens) - self.slice.n_drafts :]
 
     @property
@@ -166,12 +165,10 @@ class ScheduledStep:
 
     @property
     def has_drafts(self) -> bool:
-        """True if it verifies any."""
         return not self.plain and any(part.slice.n_drafts for part in self.parts.values())
 
     @property
     def num_draft_tokens(self) -> int:
-        """The most drafts that a slice asks for."""
         return 0 if self.plain else max([part.slice.num_draft_tokens for part in self.parts.values()], default=0)
 
 

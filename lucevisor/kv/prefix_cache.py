@@ -363,7 +363,6 @@ class PrefixIndex:
 
     @property
     def enabled(self) -> bool:
-        """True if the settings allow any slot."""
         state_bytes = self.settings.unit_bytes.get(Space.RECURRENT, 0) if self.recurrent else 0
         return self.settings.max_slots > 0 and state_bytes <= self.settings.memory_bytes
 
@@ -408,7 +407,6 @@ class PrefixIndex:
     # ---- making slots
 
     def worth_caching(self, n_tokens: int) -> bool:
-        """Return whether prefixes of this length are cached."""
         return self.enabled and n_tokens >= max(1, self.settings.min_tokens)
 
     def allocate_state(self, n_tokens_saved: int) -> int | None:

@@ -112,7 +112,6 @@ class PrefixSlot:
         return pages + ([self.tail[space]] if space in self.tail else [])
 
     def begins_with(self, other: PrefixSlot) -> bool:
-        """Return whether ``other`` is a proper prefix of this slot."""
         if other.n_tokens >= self.n_tokens:
             return False
         node, remainder = self.node, self.remainder
@@ -169,7 +168,6 @@ class PrefixTree:
 
     @property
     def spaces(self) -> Sequence[Space]:
-        """The spaces of the pools."""
         return self._pools.spaces
 
     def holds(self, space: Space) -> Counter[int]:

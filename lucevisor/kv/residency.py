@@ -143,7 +143,6 @@ class _FullEntries(Entries):
         return self.first_held + place + n_before
 
     def resident(self) -> list[int]:
-        """Return the entries of ``pages``."""
         out = set(self.out)
         return [entry for entry in range(self.first_held, self.stop) if entry not in out]
 

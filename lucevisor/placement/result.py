@@ -38,7 +38,6 @@ class Stage:
 
     @property
     def layers(self) -> LayerRange:
-        """All layers of the stage."""
         return LayerRange(self.shards[0].layers.start, self.shards[-1].layers.stop)
 
 
@@ -68,7 +67,6 @@ class PlacedDrafter:
 
     @property
     def group(self) -> str:
-        """The group that runs it."""
         return self.device.group
 
 
@@ -85,7 +83,6 @@ class PlacedScorer:
 
     @property
     def group(self) -> str:
-        """The group that runs it."""
         return self.device.group
 
 
@@ -199,7 +196,6 @@ class Placement:
         return n_bytes
 
     def stages_of(self, group: str) -> tuple[Stage, ...]:
-        """The stages that a group runs."""
         return tuple(stage for stage in self.stages if stage.group == group)
 
 
@@ -218,7 +214,6 @@ class Shortage:
 
     @property
     def short_bytes(self) -> int:
-        """Bytes that are missing."""
         return self.needed_bytes - self.usable_bytes
 
 

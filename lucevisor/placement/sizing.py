@@ -215,7 +215,6 @@ class Sizing:
 
     @cached_property
     def uses(self) -> tuple[MemoryUse, ...]:
-        """Bytes of each of the shards."""
         return tuple(map(self.use, self.shards))
 
     @cached_property

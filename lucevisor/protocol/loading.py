@@ -180,7 +180,6 @@ class PoolSizes(msgspec.Struct, frozen=True):
 
     @property
     def n_state_ids(self) -> int:
-        """Ids of recurrent states of all kinds."""
         return self.states + self.draft_states
 
 

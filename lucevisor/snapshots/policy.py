@@ -223,7 +223,6 @@ class Backoff:
         self._until_s = now + self._pause_s
 
     def succeeded(self) -> None:
-        """End the pauses."""
         self._pause_s = self._until_s = 0.0
 
     def left_s(self, now: float) -> float:

@@ -182,19 +182,20 @@ class SnapshotStore:
             for one in files:
                 if one.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / one.file):
                     log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
-        found: dict[str, SnapshotEntry] = {}
+        found, n_older = dict[str, SnapshotEntry](), 0
         for one in files:
             name = read_name(one.file)
             if name.kind is FileKind.SNAPSHOT and name.model == self.model.fingerprint[:16]:
-                with suppress(SnapshotRefused):
+                try:
                     found[one.file] = self._entry(one)
+                except SnapshotRefused as refused:
+                    n_older += refused.fault is Fault.OLDER
         listed = {one.file for one in files}
         with self._guard:  # keep what was saved since the directory was listed
             recent = {e.file: e for e in self._index.values() if e.file not in listed and e.used_s >= began_s}
             self._index = {**found, **recent}
         self._scanned = True
         others = [f.file for f in files if f.kind is FileKind.SNAPSHOT and f.file not in found]
-        n_older = sum(map(self._is_older, others))
         if n_older:
             log.warning(
                 "snapshots of an earlier version are not used",
@@ -206,13 +207,6 @@ class SnapshotStore:
             n_bytes=sum(f.n_bytes for f in files), seconds=round(time.monotonic() - started, 3),
         )  # fmt: skip
         return self.entries
-
-    def _is_older(self, file: str) -> bool:
-        try:
-            os.close(disk.open_snapshot(self.directory / file)[0])
-        except SnapshotError as error:
-            return error.fault is Fault.OLDER
-        return False
 
     def _entry(self, file: CacheFile) -> SnapshotEntry:
         with self._refusing(file.file):
@@ -295,7 +289,6 @@ class SnapshotStore:
         return entry
 
     def abort(self, pending: PendingSnapshot, reason: str) -> None:
-        """Abandon a file and remove it.  Idempotent."""
         if not pending.done:
             self._remove_partial(pending)
             self._save_failed("aborted", pending.file, reason)
@@ -453,19 +446,13 @@ class SnapshotStore:
             self._index.pop(file, None)
         self.statistics.failures[error.fault.value] += 1
         kept_name = error.fault in (Fault.GONE, Fault.OTHER_MODEL, Fault.OLDER) or disk.is_our_own(error)
-        aside = "" if kept_name else self._rename_refused(file, fd)
-        log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
-
-    def _rename_refused(self, file: str, fd: int) -> str:
-        path = self.directory / file
+        aside = ""
         try:
-            with disk.locked(self.directory):
-                if fd >= 0 and os.fstat(fd).st_ino != path.stat().st_ino:
-                    return ""  # the slot was saved again meanwhile
-                return disk.rename_refused(path).name
-        except OSError as error:
-            log.warning("snapshot not set aside", file=file, reason=describe_error(error))
-            return ""
+            inode = os.fstat(fd).st_ino if fd >= 0 else None
+            aside = "" if kept_name else disk.set_aside(self.directory / file, inode)
+        except OSError as failure:
+            log.warning("snapshot not set aside", file=file, reason=describe_error(failure))
+        log.warning("snapshot refused", file=file, fault=error.fault.value, reason=str(error), set_aside=aside)
 
     # ---- prune
 

@@ -186,7 +186,6 @@ def _exception(lines: Sequence[str]) -> str:
 
 
 def _frames(lines: Sequence[str]) -> Iterator[re.Match[str]]:
-    """Yield the frames at the beginning of `lines`."""
     for line in lines:
         found = _FRAME.fullmatch(line)
         if found is None:

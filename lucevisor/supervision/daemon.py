@@ -142,7 +142,6 @@ class Daemon:
     # ---- instructions of the machine
 
     def send_load(self) -> None:
-        """Get the Load message from the owner, and send it."""
         assert self.hello is not None
         self._loading = asyncio.get_running_loop().create_task(self._load(self.hello), name=f"load of {self.name}")
 
@@ -171,7 +170,6 @@ class Daemon:
     # ---- what the process sends
 
     def on_line(self, stream: str, line: str) -> None:
-        """Take a line of output."""
         self._log.info("output", stream=stream, line=line)
 
     def on_ended(self, ended: ProcessEnd) -> None:

@@ -65,13 +65,11 @@ class Timers:
         return timer in self._due and at < self._due[timer]
 
     def arm(self, timer: Timer, now: float, after_s: float) -> StartTimer:
-        """Start or restart a timer."""
         self._rechecked.discard(timer)
         self._due[timer] = now + after_s
         return StartTimer(timer, after_s)
 
     def disarm(self, *timers: Timer) -> Iterator[CancelTimer]:
-        """Cancel those of `timers` that run."""
         for timer in timers:
             self._rechecked.discard(timer)
             if self._due.pop(timer, None) is not None:
