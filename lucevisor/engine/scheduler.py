@@ -809,10 +809,7 @@ class Scheduler:
                     with_pages.append(slice_)
                 if operations is not None or slice_.runs_ahead:  # which is not worth another request's pages
                     break
-                if (
-                    self.reuse.index.evictor.reclaim(slice_.live.table.needs(slice_.stop))
-                    or self.running.release_ahead()
-                ):
+                if self.reuse.index.reclaim(slice_.live.table.needs(slice_.stop)) or self.running.release_ahead():
                     continue
                 if self.preemption.pages_pending:
                     break

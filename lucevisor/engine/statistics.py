@@ -129,10 +129,10 @@ class CacheStatistics:
         return cls(
             n_slots=len(slots),
             n_pinned=sum(slot.pins > 0 for slot in slots),
-            n_bytes=index.evictor.n_bytes,
+            n_bytes=index.n_bytes,
             n_prompts=counts.n_prompts,
             n_hits=counts.n_hits,
-            n_evictions=index.evictor.n_evictions,
+            n_evictions=index.n_evictions,
             tokens={str(tier): n for tier, n in counts.tokens.items()},
         )
 
