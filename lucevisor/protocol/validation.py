@@ -121,6 +121,7 @@ def _check_loaded(message: Loaded, daemon: DaemonFacts) -> None:
 
 def _check_result(result: StepResult, daemon: DaemonFacts, asked: UnansweredStep | None) -> None:
     _require(result.stage in daemon.stages, f"StepResult is of stage {result.stage}, which it does not run")
+    _check_finite("seconds", (result.compute_s, result.wait_s, result.hop_s, result.upkeep_s))
     slices = None if asked is None else {piece.sequence: piece for piece in asked.step.slices}
     n_top = {} if asked is None else asked.n_top
     draws = result.stage in daemon.output_stages

@@ -182,20 +182,19 @@ class SnapshotStore:
             for one in files:
                 if one.kind is FileKind.PARTIAL and disk.remove_leftover(self.directory / one.file):
                     log.info("snapshot leftover removed", file=one.file, n_bytes=one.n_bytes)
-        found, n_older = dict[str, SnapshotEntry](), 0
+        found: dict[str, SnapshotEntry] = {}
         for one in files:
             name = read_name(one.file)
             if name.kind is FileKind.SNAPSHOT and name.model == self.model.fingerprint[:16]:
-                try:
+                with suppress(SnapshotRefused):
                     found[one.file] = self._entry(one)
-                except SnapshotRefused as refused:
-                    n_older += refused.fault is Fault.OLDER
         listed = {one.file for one in files}
         with self._guard:  # keep what was saved since the directory was listed
             recent = {e.file: e for e in self._index.values() if e.file not in listed and e.used_s >= began_s}
             self._index = {**found, **recent}
         self._scanned = True
         others = [f.file for f in files if f.kind is FileKind.SNAPSHOT and f.file not in found]
+        n_older = sum(map(self._is_older, others))  # of any model: fingerprints change with versions, too
         if n_older:
             log.warning(
                 "snapshots of an earlier version are not used",
@@ -207,6 +206,13 @@ class SnapshotStore:
             n_bytes=sum(f.n_bytes for f in files), seconds=round(time.monotonic() - started, 3),
         )  # fmt: skip
         return self.entries
+
+    def _is_older(self, file: str) -> bool:
+        try:
+            os.close(disk.open_snapshot(self.directory / file)[0])
+        except SnapshotError as error:
+            return error.fault is Fault.OLDER
+        return False
 
     def _entry(self, file: CacheFile) -> SnapshotEntry:
         with self._refusing(file.file):
