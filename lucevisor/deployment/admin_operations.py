@@ -17,7 +17,7 @@ from lucevisor.config import Config, changed_keys
 from lucevisor.config.checks import OVERRIDE
 from lucevisor.deployment.deployment import Deployment
 from lucevisor.deployment.service import RESTART_S, Service
-from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state, import_state
+from lucevisor.deployment.state_memory import RestoredState, StateMemory, export_state
 from lucevisor.engine.core import Engine
 from lucevisor.errors import AdminError, ConfigError, ConfigErrors, LucevisorError, NotReadyError, nearest, show
 from lucevisor.model.spec import ModelSpec
@@ -89,7 +89,7 @@ async def copy_state(memory: StateMemory, later: Deployment) -> RestoredState:
     assert later.transfers is not None
     links = dict(later.links)
     groups = {stage.group for stage in later.placement.stages}
-    await import_state(memory, later.transfers, groups)
+    await memory.restore(later.transfers, groups)
     if later.links != links:
         raise LucevisorError("a new daemon was lost while the state moved; try again")
     return RestoredState(links.values(), memory.with_draft and later.draft_group in groups)

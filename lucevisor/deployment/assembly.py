@@ -176,7 +176,7 @@ class PipelineAssembly:
             return None
         stages = [stage for stage, name in enumerate(self._stage_groups) if name == group]
         self._replaying[group] += 1  # here, for a loss that comes before it is sent makes it out of date
-        found = await self._engine.replays.make(stages, timeout_s)
+        found = await self._engine.make_replay(stages, timeout_s)
         if found is None and self._replaying[group]:
             self._replaying[group] -= 1  # no load carried it
         return found

@@ -26,7 +26,7 @@ from lucevisor.deployment.group_settings import group_devices, group_threads, sp
 from lucevisor.deployment.scoring import ScoringStage
 from lucevisor.deployment.served_model import ServedModel
 from lucevisor.deployment.speeds import speeds_for
-from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory, restore_replacement
+from lucevisor.deployment.state_memory import ReplacementState, RestoredState, StateMemory
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import Engine, FrozenState
 from lucevisor.engine.pipeline import PipelineFailure
@@ -515,7 +515,12 @@ class Deployment:
     async def _restore_replacement(self, group: str, link: Link, memory: StateMemory, *, with_draft: bool) -> None:
         """Let a new daemon read what its predecessor held, then join the others."""
         assert self.transfers is not None
-        restored = await restore_replacement(memory, self.transfers, group)
+        restored = True
+        try:
+            await memory.restore(self.transfers, [group])
+        except LucevisorError as error:
+            log.warning("state is not saved for the next daemon", group=group, reason=str(error))
+            restored = False
         if self._assembly is not None and self._links.get(group) is link:
             draft_restored = restored and memory.with_draft
             self._assembly.on_ready(

@@ -32,7 +32,7 @@ from lucevisor.deployment.state_memory import RestoredState
 from lucevisor.deployment.swap_space import HostSwapSpace, swap_space
 from lucevisor.deployment.weights import ServedWeights
 from lucevisor.engine.core import MAX_LOSSES, Engine, EngineSettings, FrozenState
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.request import RequestError
 from lucevisor.engine.validation import enabled
@@ -43,7 +43,6 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import PAGE_TOKENS, Backend
 from lucevisor.placement.result import Placement
 from lucevisor.placement.sizing import slot_unit_bytes
-from lucevisor.protocol.loading import DraftKind
 from lucevisor.protocol.messages import Progress
 from lucevisor.snapshots.manager import SnapshotManager, open_snapshots
 from lucevisor.supervision.group import GroupSupervisor
@@ -130,7 +129,7 @@ def engine_limits(
         window_tokens=placement.window_tokens,
         prefix=_prefix_settings(cache, spec, placement, drafter),
         residency=_residency(placement),
-        speculation=_speculation_settings(placement),
+        speculation=placement.drafting,
     )
 
 
@@ -146,17 +145,6 @@ def _residency(placement: Placement) -> Residency | None:
     if placement.pool_pages is None:
         return None
     return Residency(placement.pool_pages, placement.residency_policy, placement.tau)
-
-
-def _speculation_settings(placement: Placement) -> SpeculationSettings:
-    drafting, draft = placement.drafting, placement.draft
-    return SpeculationSettings(
-        max_drafts=drafting.max_drafts,
-        drafter=draft is not None,
-        lookup=drafting.lookup,
-        kind=draft.kind if draft is not None else DraftKind.MTP,
-        fixed=drafting.fixed,
-    )
 
 
 def _prefix_settings(
@@ -501,8 +489,7 @@ class Service:
     async def _open_snapshots(self, engine: Engine, deployment: Deployment) -> None:
         """Open ``cache.dir`` when all weights are hashed: no file may be read or written before."""
         try:
-            if not self._weights.fits_memory():
-                await self._loaded.wait()  # two readers at two places would read the disk twice
+            await self._loaded.wait()  # two readers at two places would read the disk twice
             digests = await self._weights.model.digests()
             placement, transfers = deployment.placement, deployment.transfers
             assert placement is not None

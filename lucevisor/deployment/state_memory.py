@@ -89,8 +89,14 @@ class StateMemory:
         await self._all(lambda place, file: transfers.save(file, place, groups))
 
     async def restore(self, transfers: ShardTransfers, groups: Collection[str]) -> None:
-        """Let ``groups`` read the units of their layers.  Raises LucevisorError."""
-        await self._all(lambda place, file: transfers.restore(file, place, groups))
+        """Let ``groups`` read the units of their layers, and give the memory back.  Raises LucevisorError."""
+        began = time.monotonic()
+        try:
+            await self._all(lambda place, file: transfers.restore(file, place, groups))
+        finally:
+            self.close()
+        seconds = round(time.monotonic() - began, 3)
+        log.info("state imported", groups=[*groups], n_bytes=self.n_bytes, seconds=seconds)
 
     async def _all(self, begin: Callable[[SlotPlace, TransferFile], Awaitable[Transfer]]) -> None:
         for first in range(0, len(self.parts), _AT_ONCE):
@@ -134,17 +140,6 @@ async def export_state(
     seconds = round(time.monotonic() - began, 3)
     log.info("state exported", groups=[*groups], n_bytes=memory.n_bytes, seconds=seconds)
     return memory
-
-
-async def import_state(memory: StateMemory, transfers: ShardTransfers, groups: Collection[str]) -> None:
-    """Let ``groups`` read what the daemons of their layers held, and give the memory back.  Raises LucevisorError."""
-    began = time.monotonic()
-    try:
-        await memory.restore(transfers, groups)
-    finally:
-        memory.close()
-    seconds = round(time.monotonic() - began, 3)
-    log.info("state imported", groups=[*groups], n_bytes=memory.n_bytes, seconds=seconds)
 
 
 def _places(space: Space, ids: Sequence[int]) -> list[SlotPlace]:
@@ -221,13 +216,3 @@ class ReplacementState:
     def _close_rows(self, group: str) -> None:
         if group in self._rows:
             os.close(self._rows.pop(group))
-
-
-async def restore_replacement(memory: StateMemory, transfers: ShardTransfers, group: str) -> bool:
-    """Let a new daemon read what its predecessor held; return whether it did."""
-    try:
-        await import_state(memory, transfers, [group])
-    except LucevisorError as error:
-        log.warning("state is not saved for the next daemon", group=group, reason=str(error))
-        return False
-    return True

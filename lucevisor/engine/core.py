@@ -25,8 +25,8 @@ from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.page_ranking import PageRelevance, note_rankings
 from lucevisor.engine.pipeline import Pipeline, PipelineFailure, PipelineResult, StageLink, StepInFlight
-from lucevisor.engine.rebuild import CannotRebuild
-from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery, StageReplays
+from lucevisor.engine.rebuild import CannotRebuild, RebuildPlan
+from lucevisor.engine.recovery import PauseReason, Recovery, StageRecovery, StateReplay
 from lucevisor.engine.request import (
     Event,
     FinishedEvent,
@@ -107,7 +107,6 @@ class Engine:
         self.slots = SlotAccess(self, self._changes, self._clock)
         self.drafter = DrafterAttachment(self, settings.on_drafter_lost)
         self.freezer = Freezer(self, self._stages, self.recovery, self._changes, self._clock)
-        self.replays = StageReplays(self._stages, self._changes, self._clock)
         self.on_submit: Callable[[GenerationRequest], bool] = lambda _: False
         self._totals = StepTotals()
         self._generated = RateWindow(settings.rate_window_s, self._clock())
@@ -280,12 +279,30 @@ class Engine:
         """Rebuild all lost stages in the daemons behind ``links``, by stage, which hold no sequences.
 
         ``restored``: they have the bytes of what was frozen before the loss, so nothing is computed again.
-        ``replayed``: stages whose daemons computed what ``replays`` made since the last loss.  ``on_end`` is called
+        ``replayed``: stages whose daemons computed what ``make_replay`` made since the last loss.  ``on_end`` is called
         with whether that worked; if not, the pipeline is detached by then.  Returns False if no stage is lost.
         """
         any_lost = self._stages.restore(links, on_end, restored=restored, replayed=replayed)
         self.proceed()
         return any_lost
+
+    async def make_replay(self, stages: Collection[int], timeout_s: float) -> StateReplay | None:
+        """Return what lost stages have computed; None if steps are on their way to other stages for longer, it is too
+        much, or impossible: then ``restore`` does that.
+
+        The caller closes the file.  It holds until another stage is lost.
+        """
+        plans: dict[int, RebuildPlan] = {}
+
+        def prepared() -> bool:
+            stage_plans = self._stages.prepare(stages, self._clock())
+            plans.update(stage_plans or {})
+            return stage_plans is not None
+
+        try:
+            return self._stages.make_replay(plans) if await self._changes.holds_within(prepared, timeout_s) else None
+        except CannotRebuild:
+            return None
 
     def _rebuild(self) -> None:
         try:

@@ -10,22 +10,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.loading import DraftKind, PoolSizes, arena_regions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationSettings:
-    """Limits of speculative decoding.  ``max_drafts``: drafts that a slice may verify; 0: none, it is off.
-
-    ``drafter``: a draft stage may be attached.  ``lookup``: drafts are also looked up in the sequence's own tokens.
-    ``kind``: of the drafter.  ``fixed``: always ``max_drafts``, whatever that costs.
-    """
-
-    max_drafts: int = 0
-    drafter: bool = False
-    lookup: bool = False
-    kind: DraftKind = DraftKind.MTP
-    fixed: bool = False
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings, arena_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from msgspec import structs
+
 from lucevisor.config import Auto, Config, Ranges, RecoveryConfig
 from lucevisor.config.sections import Goal
 from lucevisor.model.drafters import DraftSpec
@@ -38,7 +40,7 @@ from lucevisor.placement.extra_models import (
     why_left_out,
 )
 from lucevisor.placement.formatting import format_bytes, format_seconds
-from lucevisor.placement.result import DevicePlan, DraftPolicy, Infeasible, Placement, PlacementError
+from lucevisor.placement.result import DevicePlan, Infeasible, Placement, PlacementError
 from lucevisor.placement.sizing import (
     MAX_AUTO_POOL_PAGES,
     RangeMemory,
@@ -66,7 +68,7 @@ from lucevisor.placement.split import (
     snap_to_legal,
 )
 from lucevisor.placement.stages import arenas_of, stages_of
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 
 DEVICES_KEY, SPLIT_KEY = "placement.target_devices", "placement.target_layer_split"
 MIN_CHUNK = 64  # the smallest prefill chunk that advice names
@@ -225,7 +227,7 @@ class _Case:
         placement = self._placement(sizing, partition, drafting)
         return placement if sizing.fits else Infeasible(placement, sizing.shortages, advise(sizing, ranges))
 
-    def _inputs(self, drafting: DraftPolicy) -> SizingInputs:
+    def _inputs(self, drafting: SpeculationSettings) -> SizingInputs:
         """Read the engine section.  Raises PlacementError where two of its keys contradict each other."""
         config, engine, spec, file = self.config, self.config.engine, self.spec, str(self.config.file)
         max_context = None if engine.max_context == "auto" else engine.max_context
@@ -337,7 +339,7 @@ class _Case:
 
     # ---- the placement
 
-    def _placement(self, sizing: Sizing, partition: Partition | None, drafting: DraftPolicy) -> Placement:
+    def _placement(self, sizing: Sizing, partition: Partition | None, drafting: SpeculationSettings) -> Placement:
         spec, config, inputs = self.spec, self.config, sizing.inputs
         stages = stages_of(sizing.shards)
         draft = None if inputs.draft is None else inputs.draft.placed(len(stages))
@@ -384,7 +386,7 @@ class _Case:
             cache_bytes=self.capacity.cache_bytes,
             draft=draft,
             draft_device=draft_device,
-            drafting=replace(drafting, max_drafts=sizing.max_drafts),
+            drafting=structs.replace(drafting, max_drafts=sizing.max_drafts),
             scorer=None if scorer is None else scorer.placed,
             scorer_device=scorer_device,
             pool_pages=inputs.pool_pages,
@@ -476,7 +478,7 @@ def _kv_saving(inputs: SizingInputs) -> Iterator[str]:
         yield f"keys and values of {PAGE_TOKENS} tokens in all layers take {change}"
 
 
-def _drafts(config: Config, sizing: Sizing, drafting: DraftPolicy) -> Iterator[str]:
+def _drafts(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> Iterator[str]:
     draft, n = sizing.inputs.draft, sizing.max_drafts
     if not n:
         return
@@ -586,7 +588,7 @@ def _unused(config: Config, sizing: Sizing) -> Iterator[str]:
         yield f"engine.max_sequences = {inputs.max_sequences}: {held}"
 
 
-def _reduced(config: Config, sizing: Sizing, drafting: DraftPolicy) -> Iterator[str]:
+def _reduced(config: Config, sizing: Sizing, drafting: SpeculationSettings) -> Iterator[str]:
     """Name settings that are rounded or cut to another one."""
     chunk, n, pool = config.engine.prefill_chunk, sizing.prefill_chunk, sizing.inputs.pool_pages
     if chunk != "auto" and chunk > n == sizing.max_context:

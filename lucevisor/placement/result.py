@@ -10,7 +10,7 @@ from lucevisor.errors import ConfigError
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.model.values import Backend, Dtype, LayerRange, Space
 from lucevisor.placement.formatting import format_bytes
-from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes
+from lucevisor.protocol.loading import ArenaPlan, DraftKind, PoolSizes, SpeculationSettings
 
 
 class PlacementError(ConfigError):
@@ -39,16 +39,6 @@ class Stage:
     @property
     def layers(self) -> LayerRange:
         return LayerRange(self.shards[0].layers.start, self.shards[-1].layers.stop)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPolicy:
-    """``max_drafts``: of one sequence in one step, 0: nothing drafts.  ``fixed``: always so many.  ``lookup``: in the
-    sequence's own tokens, beside a drafter or alone."""
-
-    lookup: bool = False
-    max_drafts: int = 0
-    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +152,7 @@ class Placement:
     draft: PlacedDrafter | None = None
     draft_device: DevicePlan | None = None
     draft_left_out: str = ""
-    drafting: DraftPolicy = field(default_factory=DraftPolicy)
+    drafting: SpeculationSettings = field(default_factory=SpeculationSettings)
     scorer: PlacedScorer | None = None
     scorer_device: DevicePlan | None = None
     pool_pages: int | None = None

@@ -17,13 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lucevisor.deployment.assembly import PipelineAssembly
 from lucevisor.engine.core import Engine, EngineSettings
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.pipeline import PipelineFailure
 from lucevisor.engine.recovery import StateReplay
 from lucevisor.engine.request import FinishedEvent, GenerationRequest, RequestHandle, TokenEvent
 from lucevisor.protocol.errors import LinkClosed
 from lucevisor.protocol.frames import Frame
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.messages import KIND_OF
 from lucevisor.protocol.steps import CancelPending, PendingCancelled, Reset, ResetDone, StepResult
 from tests.engine.toy_drafter import ToyDrafter

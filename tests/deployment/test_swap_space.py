@@ -15,14 +15,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lucevisor.deployment.swap_space import HostSwapSpace
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import GenerationRequest
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy, max_window_pages
 from lucevisor.model.spec import LayerSpec, StateTensor
 from lucevisor.model.values import Dtype, Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import SamplingParams
 from tests.engine.test_freezer import freeze
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucevisor.engine.constraint import MAX_MASK_BYTES, MadeMasks, MaskJob, MinTokens, make_masks, within_masks
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.masking import MaskMaker
 from lucevisor.engine.request import FinishedEvent, RequestError, TokenEvent
 from lucevisor.engine.step import ScheduledSlice, StepPlan
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Step
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY, ToyConstraint

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.spec_decode.statistics import ORIGINS, DraftCounts, DraftStatistics, PrefixOrigin, StepShare
 from lucevisor.kv.prefix_cache import PrefixSettings
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from tests.engine.toy_engine import ToyEngine, events_of, limits, request, told
 
 

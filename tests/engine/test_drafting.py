@@ -10,7 +10,7 @@ import pytest
 
 from lucevisor.engine import validation
 from lucevisor.engine.drafting import Drafting
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.sequence import LiveSequence
 from lucevisor.engine.spec_decode.controller import (
@@ -22,7 +22,7 @@ from lucevisor.engine.spec_decode.controller import (
 from lucevisor.engine.step import StepPlan, WrongResult
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import (
     PENDING,
     CloseSequence,

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
 from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
@@ -329,7 +328,7 @@ async def test_a_page_that_waiting_steps_write_is_not_rebuilt_for_another_sequen
 
 async def ask_replay(toy: ToyEngine, stage: int) -> None:
     """Ask what a lost stage may compute while its daemon loads, and make no use of it."""
-    asked = asyncio.create_task(toy.engine.replays.make([stage], 60.0))
+    asked = asyncio.create_task(toy.engine.make_replay([stage], 60.0))
     await asyncio.sleep(0)
     await toy.play()
     replay = await asked

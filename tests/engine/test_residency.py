@@ -14,7 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lucevisor.engine.limits import EngineLimits, SpeculationSettings
+from lucevisor.engine.limits import EngineLimits
 from lucevisor.engine.request import ContextOverflow, FinishedEvent, GenerationRequest
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.errors import ScoringError
@@ -22,7 +22,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency, remembered, with_neighbours
 from lucevisor.model.pages import HEAD_PAGES, max_window_pages, pages_of
 from lucevisor.model.values import PAGE_TOKENS, Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, PageIn, PageOut, SamplingParams, Slice
 from tests.engine.toy_engine import HYBRID, ToyEngine, events_of, limits, request, told
 from tests.engine.toy_pipeline import ToyModel, draw, mix

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from lucevisor.engine.limits import SpeculationSettings
 from lucevisor.engine.request import FinishedEvent, TokenEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.step import StepPlan
 from lucevisor.model.values import Space
-from lucevisor.protocol.loading import PoolSizes
+from lucevisor.protocol.loading import PoolSizes, SpeculationSettings
 from lucevisor.protocol.steps import PENDING, CloseSequence, Drafted, SamplingParams, StepResult
 from tests.engine.prefix_scheduler import warm
 from tests.engine.scheduler_steps import answer, decoding, plans
