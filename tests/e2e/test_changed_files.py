@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def change(model: Path, how: str) -> None:
-    """Cut the file in the middle, zero its second half (in place or by a new file of the same name), or change one byte
+    """Cut the file in the middle, zero its second half, or change one byte
     of a tensor; with the old times as far as a user can set them.
     """
     before, data = model.stat(), model.read_bytes()
@@ -41,8 +41,6 @@ def change(model: Path, how: str) -> None:
         os.truncate(model, len(data) // 2)
     elif how == "overwritten":
         shutil.copyfile(other, model)
-    elif how == "replaced":
-        os.replace(other, model)
     elif how == "same bytes":
         os.replace(shutil.copy(model, other), model)
     else:
@@ -85,14 +83,11 @@ dir = "{}"
 """
 
 
-@pytest.mark.parametrize("how", ["cut", "one byte"])
-async def test_changed_before_a_daemon_loads_again(model: Path, tmp_path: Path, how: str) -> None:
+async def test_cut_before_a_daemon_loads_again(model: Path, tmp_path: Path) -> None:
     async with running(two_groups(tmp_path, model, CACHE.format(tmp_path / "snapshots")), tmp_path) as service:
-        change(model, how)
-        with pytest.raises(Exception, match="the file is truncated" if how == "cut" else REFUSED) as caught:
+        change(model, "cut")
+        with pytest.raises(Exception, match="the file is truncated"):
             await AdminOperations(service).restart("right", now=True)
-        if how != "replaced":
-            assert "tensor '" in str(caught.value)
         assert service.groups["right"].state is State.FAILED
         assert service.groups["left"].state is State.READY
 
