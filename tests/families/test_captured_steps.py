@@ -133,11 +133,6 @@ def test_a_recalled_step_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_float32_is_not_captured(tmp_path: Path) -> None:
-    [stage] = load_stages(spec_of("qwen3", tmp_path), (), How(Dtype.FLOAT32, Dtype.FLOAT32))
-    assert stage.graphs == [None]
-
-
 def test_graphs_are_captured_again_when_a_table_moves(tmp_path: Path) -> None:
     spec = spec_of("qwen3", tmp_path)
     stages = load_stages(spec, (), How(Dtype.BFLOAT16, Dtype.BFLOAT16))
