@@ -52,6 +52,7 @@ class Bench:
         self.now = 0.0
         self.wires = [Wire() for _ in range(max(homes) + 1)]
         self.results: list[PipelineResult] = []
+        self.plans: list[Step] = []  # submitted when a step ends, as the engine does
         self.failures: list[PipelineFailure] = []
         self.pipeline = Pipeline(
             [self.wires[home] for home in homes],
@@ -63,6 +64,8 @@ class Bench:
 
     def on_result(self, result: PipelineResult) -> None:
         self.results.append(result)
+        if self.plans:
+            self.pipeline.submit(self.plans.pop(0))
 
     def answer(self, step_id: int, *stages: int, hop_s: float = 0.0) -> None:
         for stage in stages:

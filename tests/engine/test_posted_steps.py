@@ -193,6 +193,17 @@ def test_the_first_stage_has_a_step_before_its_drafts(*, heard: bool) -> None:
     assert tail.steps == [(1, verifying(2, 0, [11, 12, 13]))]
 
 
+def test_drafts_that_are_heard_before_the_end_of_their_step_are_put_into_the_next_one() -> None:
+    bench = posting(2)
+    bench.pipeline.drafts.attach(bench.wires[-1], with_output=True)
+    bench.pipeline.submit(replace(step(1), slices=[Slice(4, 0, [7, 8], True, num_draft_tokens=3)]))
+    bench.answer(1, 1)
+    drafted(bench, 11, 12, 13)
+    bench.plans = [verifying(2, 1, [PENDING] * 3)]
+    bench.answer(1, 0)
+    assert [entry.step for entry in bench.pipeline.in_flight] == [verifying(2, 0, [11, 12, 13])]
+
+
 def test_the_watchdog_sees_a_first_stage_that_has_its_drafts() -> None:
     bench = drafting(2)
     waiting = bench.pipeline.oldest_in_flight(1e9)

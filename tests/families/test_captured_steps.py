@@ -17,8 +17,9 @@ from lucevisor.model.spec import ModelSpec
 from lucevisor.model.values import Dtype
 from lucevisor.protocol.steps import Slice, Step
 from tests.daemons.cpu_kernels import needs_cpu_kernels
+from tests.daemons.tiny_models import write_data
 from tests.families.pipeline import How, Pipeline, load_stages
-from tests.families.shapes import Model, write_data
+from tests.families.shapes import Model
 from tests.families.test_weight_formats import MODELS
 
 pytestmark = needs_cpu_kernels

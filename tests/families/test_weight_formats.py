@@ -22,6 +22,7 @@ from lucevisor.model.values import Backend, Dtype, LayerRange
 from lucevisor.model.weight_layout import TensorLayout, TensorRole, shard_layouts
 from lucevisor.protocol.loading import Load, ShardPlan, StagePlan
 from lucevisor.protocol.messages import Check
+from tests.daemons.tiny_models import write_data
 from tests.families.pipeline import Pipeline, load_stages, pools_of
 from tests.families.rounding import Formats, bounds, explained, middle_error
 from tests.families.shapes import (
@@ -29,7 +30,6 @@ from tests.families.shapes import (
     SMALL_GEMMA4_INPUTS,
     SMALL_LAGUNA,
     Model,
-    write_data,
 )
 from tests.model import qwen35_file
 

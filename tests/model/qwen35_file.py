@@ -32,6 +32,7 @@ class Shape:
     context: int = 4096
     mix: Literal["q4_k_m", "iq4_xs", "q8_0", "f32"] = "q4_k_m"
     mtp: bool = False  # an MTP head behind the last layer
+    interval: int = 4  # of layers with attention
     n_experts: int = 0
     n_used: int = 0
 
@@ -101,7 +102,7 @@ def tensors(s: Shape) -> dict[str, tuple[int, ...]]:
         if i == s.n_layers:
             out |= {f"{b}nextn.{norm}.weight": (e,) for norm in ("enorm", "hnorm", "shared_head_norm")}
             out[b + "nextn.eh_proj.weight"] = (e, 2 * e)
-        if (i + 1) % 4 == 0 or i == s.n_layers:
+        if (i + 1) % s.interval == 0 or i == s.n_layers:
             out |= {
                 b + "attn_q.weight": (2 * s.n_heads * s.head_dim, e),
                 b + "attn_k.weight": (s.n_kv_heads * s.head_dim, e),
@@ -190,7 +191,7 @@ def metadata(s: Shape) -> dict[str, int | float]:
             "ssm.group_count": s.key_heads,
             "ssm.time_step_rank": s.value_heads,
             "ssm.inner_size": s.value_heads * s.delta_dim,
-            "full_attention_interval": 4,
+            "full_attention_interval": s.interval,
         }
     )
 
