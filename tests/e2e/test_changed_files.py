@@ -18,6 +18,7 @@ from lucevisor.deployment.admin_operations import AdminOperations
 from lucevisor.deployment.service import Observer, Service
 from lucevisor.model.families import open_spec
 from lucevisor.supervision.states import State
+from tests.e2e.asking import post
 from tests.e2e.process import Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config
 
@@ -132,13 +133,9 @@ def test_an_operator_sees_why_and_what_to_do(cli: Cli, model: Path, tmp_path: Pa
         urllib.request.urlopen(f"{url}/ready", timeout=10)
     assert caught.value.code == 503
     assert "changed since the supervisor started" in caught.value.read().decode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", b'{"prompt": [5, 6], "max_tokens": 1}', {"content-type": "application/json"}
-    )
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
-    assert caught.value.code == 503
-    assert "changed since the supervisor started" in caught.value.read().decode()
+    code, refused = post(f"{url}/v1/completions", {"prompt": [5, 6], "max_tokens": 1}, 10)
+    assert code == 503
+    assert "changed since the supervisor started" in str(refused)
     cli.run("stop", "--name", "t")
     assert cli.start(config)["state"] == "ready"
     cli.run("stop", "--name", "t")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
-import urllib.request
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -13,6 +12,8 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
+
+from tests.e2e.asking import post
 
 QUESTION = [{"role": "user", "content": "What does os.path.join do? Answer as JSON."}]
 
@@ -154,11 +155,7 @@ def test_the_other_apis_constrain_too(client: openai.OpenAI, endpoint: str) -> N
         "tools": [{"name": "get_weather", "input_schema": weather(strict=True)["function"]["parameters"]}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     }
-    request = urllib.request.Request(
-        f"{endpoint}/messages", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as reply:
-        told = json.load(reply)
+    _, told = post(f"{endpoint}/messages", body)
     [block] = [block for block in told["content"] if block["type"] == "tool_use"]
     assert told["stop_reason"] == "tool_use"
     jsonschema.validate(block["input"], weather(strict=True)["function"]["parameters"])

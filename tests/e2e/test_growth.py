@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from lucevisor.cli.admin_client import AdminClient
+from tests.e2e.asking import complete, tokens_of
 from tests.e2e.process import DEMO, Cli, wait_until
-from tests.e2e.test_systemd import complete, post
 
 WARM = 2
 GROUPS = ("left", "right")
@@ -30,7 +30,7 @@ class Watched:
         self.status = cli.start(DEMO, "recovery.restart_limit=9999/60s", "engine.dtype=float32", limits=BRISK)
         self.process = psutil.Process(self.status["pid"])
         self.url = str(self.status["url"])
-        self.prompt = post(f"{self.url}/tokenize", {"content": "import os\n"})["tokens"]
+        self.prompt = tokens_of(self.url, "import os\n")
         self.right = complete(self.url, self.prompt)[0]
 
     def restart(self, group: str) -> None:

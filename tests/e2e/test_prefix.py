@@ -4,15 +4,14 @@ computed.
 
 from __future__ import annotations
 
-import json
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lucevisor.model.families import open_spec
 from tests.combinations import slow
+from tests.e2e.asking import chat
 from tests.e2e.conversations import DEMO, MODELS, converse
 from tests.e2e.process import DEMO as DEMO_CONFIG
 from tests.e2e.process import Cli
@@ -64,28 +63,14 @@ async def test_drafts_change_neither_answers_nor_what_is_remembered(
 RULES = " ".join(f"Rule {i}: answer in one sentence and name the module." for i in range(30))
 
 
-def chat(status: dict[str, Any], hour: int, turns: list[str]) -> tuple[str, dict[str, Any]]:
-    """Ask the next turn of a conversation whose system prompt tells the time."""
-    messages = [{"role": "system", "content": f"Current time: {hour}:00\n{RULES}"}]
-    for i, text in enumerate(turns):
-        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
-    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "enable_thinking": False}
-    request = urllib.request.Request(
-        f"{status['url']}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        answer = json.load(reply)
-    return answer["choices"][0]["message"]["content"], answer["usage"]
-
-
 def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_told(cli: Cli) -> None:
     status = cli.start(DEMO_CONFIG, "engine.dtype=float32", "cache.normalise=fix")
     turns = ["What does os.path.join do?"]
     cached, prompts = [], []
     for hour in (9, 10, 11):
-        answer, usage = chat(status, hour, turns)
-        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-        prompts.append(usage["prompt_tokens"])
+        answer, n_prompt, n_cached = chat(status["url"], f"Current time: {hour}:00\n{RULES}", turns)
+        cached.append(n_cached)
+        prompts.append(n_prompt)
         turns += [answer, "And os.path.split?"]
     assert cached[0] == 0
     assert all(n > 0.9 * before for n, before in zip(cached[1:], prompts, strict=False))
@@ -103,5 +88,5 @@ def test_an_agent_that_tells_the_time_is_answered_from_memory_and_everybody_is_t
     assert 'lucevisor_pages{space="full",where="cached"}' in text
     cli.run("restart", "left")  # its successor takes over what it held
     assert cli.status()["cache"]["prefix_slots"] == now["cache"]["prefix_slots"]
-    assert chat(status, 12, turns[:1])[1]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert chat(status["url"], f"Current time: 12:00\n{RULES}", turns[:1])[2] > 0
     cli.stop()

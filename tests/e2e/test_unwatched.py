@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from lucevisor.errors import ExitCode
+from tests.e2e.asking import post
 from tests.e2e.process import DEMO, ROOT, Cli, wait_until
 from tests.e2e.test_handover import Clients
 
@@ -75,11 +74,7 @@ def test_a_start_in_the_background_imports_nothing_from_the_current_directory(cl
     assert not run_directory.exists()
 
 
-def ask_long(url: str, n: int, n_lines: int = 60, more: str = "") -> tuple[int, int]:
-    """Send a long prompt; return its tokens, and how many of them were not computed."""
-    prompt = f"# {n}\n" + f"def function_{n}(path):\n    return path\n" * n_lines + more
-    body = json.dumps({"prompt": prompt, "temperature": 0, "max_tokens": 1}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=90) as reply:
-        usage = json.load(reply)["usage"]
-    return int(usage["prompt_tokens"]), int(usage["prompt_tokens_details"]["cached_tokens"])
+def ask_long(url: str, n: int) -> None:
+    """Send a long prompt, whose prefix slot is worth a file."""
+    prompt = f"# {n}\n" + f"def function_{n}(path):\n    return path\n" * 60
+    post(f"{url}/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 1}, 90)

@@ -16,7 +16,7 @@ from lucevisor.kv.page_pool import PageUse
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import PendingCancelled, StepResult
 from tests.engine.toy_engine import LOST, ToyEngine, events_of, limits, request, told
-from tests.engine.toy_pipeline import ToyModel, mix, toy_row
+from tests.engine.toy_pipeline import mix, toy_row
 
 NO_PAYLOAD = memoryview(b"")
 
@@ -163,26 +163,6 @@ def test_a_request_that_is_over_is_forgotten() -> None:
     gc.collect()
     assert handle() is None
     toy.engine.submit(request("a"))  # and its id is free
-
-
-async def test_the_next_pipeline_may_have_another_number_of_stages() -> None:
-    toy = ready(n_stages=3, max_sequences=2, pools=PoolSizes(16, 0, 2))
-    toy.engine.submit(request("lost", range(100), n=20))
-    toy.work(0)
-    waiting = [request(name, range(i, 90), n=15) for i, name in enumerate("abc")]
-    handles = [toy.engine.submit(one) for one in waiting]
-    toy.lose()
-    for n_stages in (1, 2):
-        toy.model = ToyModel(n_stages, toy.limits.spaces, None)
-        toy.attach()
-        handles += [toy.engine.submit(one := request(f"more{n_stages}", range(80), n=9))]
-        waiting += [one]
-        toy.run()
-        for one, handle in zip(waiting, handles, strict=True):
-            if handle.finished is not None and handle.finished.error is None:
-                assert told(await events_of(handle))[0] == toy.alone(one)
-        waiting, handles = [], []
-        toy.lose()
 
 
 async def test_drain_takes_no_more_and_waits_for_what_it_has() -> None:

@@ -345,20 +345,6 @@ def test_few_ids_are_shared_so_that_slices_stay_equal() -> None:
     assert [s.n_drafts for s in bench.plan().step.slices] == [1, 1, 1]
 
 
-def test_drafts_take_no_state_that_a_prompt_needs_for_its_checkpoint() -> None:
-    cached = PrefixSettings(max_slots=4, memory_bytes=1 << 30, min_tokens=1)
-    bench = Bench(speculating(spaces=HYBRID, pools=PoolSizes(16, 0, 4, draft_states=4), prefix=cached))
-    bench.submit("a", n_prompt=10)
-    first = bench.plan()
-    bench.answer(first)
-    bench.submit("b", n_prompt=200)
-    bench.draft(first)
-    step = plans(bench.scheduler)[0]
-    n_free = bench.scheduler.pools[Space.RECURRENT].n_free
-    assert [s.n_drafts for s in step.step.slices if s.n_drafts] == [4]
-    assert n_free == 2
-
-
 # ---- epochs
 
 

@@ -205,15 +205,6 @@ def test_short_requests_beside_200_long_ones_do_not_wait_for_a_sequence() -> Non
     assert n_decoded(pipeline, "long") > 0.75 * n_decoded(long_only, "long")
 
 
-def test_a_queue_that_400_long_clients_keep_full_takes_short_requests() -> None:
-    pipeline = slotted()
-    alone_s, beside_s = short_beside(pipeline, 400, 0.2)  # they ignore Retry-After
-    assert pipeline.refused[""] > 1000
-    n_asked = sum(name.startswith("short") for name in pipeline.traces)
-    assert len(pipeline.first_token_s("short")) >= n_asked - 4  # none of them was refused; some are under way
-    assert beside_s <= max(3 * alone_s, 0.5)
-
-
 def test_a_flood_of_short_requests_leaves_a_long_one_half_of_its_service() -> None:
     """They would all start in its place."""
     pipeline = slotted()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lucevisor.engine.limits import SpeculationSettings
-from lucevisor.engine.request import FinishedEvent, TokenEvent
+from lucevisor.engine.request import FinishedEvent
 from lucevisor.engine.scheduler import Scheduler
 from lucevisor.engine.spec_decode.controller import RequestDrafts, SpecDecodeController
 from lucevisor.engine.step import StepPlan
@@ -24,21 +24,6 @@ from tests.engine.toy_pipeline import ToyConstraint
 def tokens(scheduler: Scheduler) -> list[list[list[int]]]:
     """The tokens of the slices of each step that can be sent now."""
     return [[piece.tokens for piece in plan.step.slices] for plan in plans(scheduler)]
-
-
-def test_a_request_ends_with_the_last_of_its_tokens_while_others_run_ahead() -> None:
-    scheduler = Scheduler(limits(pools=PoolSizes(16, 0, 4)))
-    for name, n in (("a", 3), ("b", 9)):
-        scheduler.submit(request(name, n=n), 0.0)
-    told = {"a": 0, "b": 0}
-    carried = {"a": 0, "b": 0}
-    while not scheduler.idle:
-        for plan in plans(scheduler):
-            for name in plan.request_ids:
-                carried[name] += 1
-            for name, event in scheduler.apply(answer(plan), 0.0):
-                told[name] += isinstance(event, TokenEvent)
-    assert told == carried == {"a": 3, "b": 9}  # no step for nothing
 
 
 @pytest.mark.parametrize(
