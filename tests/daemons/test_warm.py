@@ -17,8 +17,6 @@ from tests.families.golden import FIXTURES, opened
 from tests.families.pipeline import How, Pipeline, load_stages
 from tests.model.drafter_files import MTP, TARGET, UPSTREAM
 
-DEMO = Path(__file__).parents[2] / "etc" / "demo"
-
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_a_warm_chain_is_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,14 +114,6 @@ def test_a_file_that_changes_meanwhile_has_no_digests(tmp_path: Path) -> None:
 # ---- what is kept
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> tuple[Path, tuple, dict[str, str]]:
-    files = open_spec(write(tmp_path / "m.gguf")).files
-    digests = digest_tensors(files)
-    weight_digests.write_digests(tmp_path / "cache", files.identities, digests)
-    return tmp_path / "cache", files.identities, digests
-
-
 @settings(max_examples=150, deadline=None)
 @given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_damage_anywhere_is_never_believed(tmp_path_factory, share: float, bit: int) -> None:

@@ -14,8 +14,6 @@ from lucevisor.model.gguf_files import open_model, part_paths
 from tests.deployment.test_weight_digests import flip, settled
 from tests.model.test_fingerprint import write
 
-S = 1_000_000_000
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

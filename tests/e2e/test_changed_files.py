@@ -23,7 +23,6 @@ from tests.e2e.process import Cli
 from tests.e2e.service import GOLDEN, generate, running, write_config
 
 PROMPT = [7 * i % 250 + 5 for i in range(150)]
-REFUSED = r"model\.gguf changed since the supervisor started.*`lucevisor stop`, then `lucevisor start`"
 
 
 @pytest.fixture

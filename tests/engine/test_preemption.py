@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lucevisor.engine.request import (
-    RequestError,
     TokenEvent,
 )
 from lucevisor.engine.scheduler import Scheduler
@@ -16,8 +15,6 @@ from lucevisor.protocol.steps import (
 )
 from tests.engine.scheduler_steps import answer, plans
 from tests.engine.toy_engine import ALL_SPACES, limits, request
-
-ERROR = RequestError("shard_lost", "group left was killed; send the request again")
 
 
 def test_the_shortest_starts_first_and_one_without_room_is_not_overtaken_by_longer_ones() -> None:

@@ -9,7 +9,6 @@ from lucevisor.engine.request import (
     FinishedEvent,
     GenerationRequest,
     InvalidRequest,
-    RequestError,
     TokenEvent,
     Usage,
 )
@@ -30,9 +29,6 @@ from lucevisor.protocol.steps import (
 )
 from tests.engine.scheduler_steps import answer, decoding, plans, shape
 from tests.engine.toy_engine import limits, request
-
-ERROR = RequestError("shard_lost", "group left was killed; send the request again")
-
 
 # ---- filling a step
 

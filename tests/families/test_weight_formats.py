@@ -107,10 +107,6 @@ def logits(spec: ModelSpec, stages: list[LoadedStage]) -> Tensor:
     return torch.cat((c.run((0, IDS[:70])), c.run_in_chunks(0, IDS[70:], 1)))
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
 @pytest.mark.parametrize(("name", "mix"), each_once(["k", "all"]))
 def test_float32_on_the_cpu_is_the_dequantised_file(name, mix, spec_of):
     exact = spec_of(name, mix, True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import struct
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,6 @@ from tests.fuzz.steady import amounts, mutated, run
 from tests.model import gguf_bytes as raw
 from tests.text.vocabularies import CONTROL, byte_metadata, demo_metadata
 
-GOLDEN = sorted((Path(__file__).parents[1] / "data" / "golden").glob("*/model.gguf"))
 TEMPLATE = "tokenizer.chat_template"
 PIECES = (
     *(

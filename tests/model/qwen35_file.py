@@ -73,20 +73,6 @@ QWEN36_35B_A3B = Shape(
     n_experts=256,
     n_used=8,
 )
-QWEN35_08B = Shape(
-    n_layers=24,
-    embedding=1024,
-    feed_forward=3584,
-    n_heads=8,
-    n_kv_heads=2,
-    head_dim=256,
-    key_heads=16,
-    value_heads=16,
-    delta_dim=128,
-    vocabulary=248320,
-    context=262144,
-    tied=True,
-)
 
 
 def tensors(s: Shape) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from lucevisor.model.gguf_files import GgufFiles, open_model
 from lucevisor.model.gguf_header import GgufError
 from lucevisor.model.spec import Keys
 from lucevisor.model.values import Space
-from tests.model.qwen35_file import QWEN35_08B, QWEN36_27B, QWEN36_35B_A3B, Shape, write
+from tests.model.qwen35_file import Shape, write
 
 DEMO = Path(__file__).parents[2] / "etc/demo/demo-qwen35-22m-q4_k_m.gguf"
 TINY = Shape()
@@ -55,15 +55,6 @@ def test_a_type_too_small_for_the_data_is_refused(tmp_path):
         GgufError, match=r"tensor 'blk\.1\.ffn_down\.weight': IQ2_XXS \[512, 768\] leaves \d+ bytes unused"
     ):
         open_spec(path)
-
-
-# Published figures of these shapes: file weight bytes in Q4_K_M, recurrent state of one sequence (float32),
-# 16-bit keys and values a token.
-PUBLISHED = [
-    (QWEN36_27B, 16_536_406_016, 150_994_944, 65_536),
-    (QWEN36_35B_A3B, 21_155_768_832, 62_914_560, 20_480),
-    (QWEN35_08B, 518_335_744, 18_874_368, 12_288),
-]
 
 
 def test_an_unknown_architecture_lists_the_known_ones(tiny):

@@ -9,8 +9,6 @@ from lucevisor.protocol.errors import LocalProtocolError, RemoteProtocolError
 from lucevisor.protocol.frames import HEADER_BYTES, pack_header, parse_header
 from lucevisor.protocol.messages import MAX_METADATA_BYTES, MAX_PAYLOAD_BYTES, MESSAGES, MessageKind
 
-# Written by hand after docs/protocol.md, checks by a bitwise CRC-32: a Shutdown without reason.
-METADATA = bytes.fromhex("81a6726561736f6ea0")
 GOLDEN = bytes.fromhex("4c565352 0100 0a 00 0807060504030201 09000000 00000000 1189306b 1d220115".replace(" ", ""))
 
 

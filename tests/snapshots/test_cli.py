@@ -79,12 +79,6 @@ def test_verify(two):
         run("verify", "--dir", directory, "notes.txt")
 
 
-def spoil(path):
-    with open(path, "r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"?")
-
-
 def test_snapshots_of_an_earlier_version_are_reported_and_left_alone(two):
     directory, (old, new) = two
     data = (directory / old.file).read_bytes()
