@@ -12,7 +12,7 @@ from lucevisor.kv.prefix_cache import PrefixSettings
 from lucevisor.kv.residency import Residency
 from lucevisor.model.pages import ResidencyPolicy
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, ToyEngine, check_answers, events_of, limits, request, told
 
 SLOTS = PrefixSettings(max_slots=8, memory_bytes=1 << 30, min_tokens=1)

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from lucevisor.engine.recovery import Pauses
 from lucevisor.engine.request import NotReady, RequestError
 from lucevisor.protocol.loading import PoolSizes
-from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import LOST, ToyEngine, check_answers, events_of, limits, request, told
 
 N_LOSSES = 4  # in a row

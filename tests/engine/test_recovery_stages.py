@@ -19,7 +19,7 @@ from lucevisor.model.values import Space
 from lucevisor.protocol.loading import PoolSizes
 from lucevisor.protocol.steps import Drafted
 from tests.combinations import combinations
-from tests.engine.test_speculation_outputs import Play, Scenario, lookups, scenarios
+from tests.engine.test_outputs import Play, Scenario, lookups, scenarios
 from tests.engine.toy_engine import ALL_SPACES, HYBRID, ToyEngine, check_answers, events_of, limits, request, told
 from tests.engine.toy_pipeline import VOCABULARY
 
