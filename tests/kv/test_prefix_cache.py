@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lucevisor.kv.page_pool import PagePools, PageUse
+from lucevisor.kv.page_pool import PageError, PagePools, PageUse
 from lucevisor.kv.page_table import PageTable
 from lucevisor.kv.prefix_cache import PrefixIndex, PrefixSettings
 from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot, SlotSource
@@ -176,3 +176,24 @@ def test_adopting_twice_or_something_else_is_refused() -> None:
         Space.RECURRENT: PageUse(1, 8, evictable=1),
     }
     assert maker.index.match([*text(0, 100), 10**9]).from_disk
+
+
+def test_cache_and_uncache_check_ownership() -> None:
+    pools = PagePools([Space.FULL], PoolSizes(2, 0, 0))
+    allocator = pools[Space.FULL]
+    for wrong in (allocator.cache, allocator.uncache):
+        with pytest.raises(PageError, match="id 0 is "):
+            wrong([0])
+    allocator.allocate(1)
+    allocator.cache([0])
+    with pytest.raises(PageError, match="cached already"):
+        allocator.cache([0])
+    allocator.release([0])
+    assert (allocator.n_used, allocator.n_evictable) == (1, 1)
+    with pytest.raises(PageError, match="has 0 owners"):
+        allocator.release([0])  # the index alone owns it
+    allocator.retain([0])
+    assert allocator.n_evictable == 0
+    allocator.uncache([0])
+    allocator.release([0])
+    assert (allocator.n_used, allocator.n_evictable) == (0, 0)
