@@ -6,38 +6,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 from lucevisor.api.keys import ApiKeys, Caller
 from lucevisor.api.prepared import EncodedResponse, PreparedRequest
 from lucevisor.api.sse import EventStream
 from lucevisor.compression.compressor import Compressor
-from lucevisor.engine.request import Event, GenerationRequest
-from lucevisor.engine.statistics import EngineStatistics
+from lucevisor.engine.core import Engine
+from lucevisor.engine.request import RequestHandle
 from lucevisor.errors import LucevisorError
 from lucevisor.snapshots.store import SnapshotStore
 from lucevisor.text.grammar.matcher import GrammarCompiler
 from lucevisor.text.preamble import Normalise
 from lucevisor.text.template import ChatTemplate
 from lucevisor.text.tokenizer import Tokenizer
-
-
-class RequestHandle(Protocol):
-    """One running request.  The last event is a FinishedEvent; leaving the `with` block cancels the request."""
-
-    def __aiter__(self) -> AsyncIterator[Event]: ...
-
-    def cancel(self) -> None:
-        """Cancel the request; idempotent; a FinishedEvent follows in the stream."""
-
-    def __enter__(self) -> RequestHandle: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -78,37 +62,23 @@ class RequestContext:
             handle.cancel()
 
 
-class EngineClient(Protocol):
-    """The engine, as seen by the API."""
-
-    @property
-    def holding(self) -> bool:
-        """True while requests wait for a daemon that was lost."""
-
-    def submit(self, request: GenerationRequest, /) -> RequestHandle:
-        """Queue a request; raises lucevisor.engine.request.SubmitError if it is rejected."""
-
-    def statistics(self) -> EngineStatistics:
-        """Return the current counters; called at each scrape."""
-
-
 Reader = Callable[[dict[str, Any], "AppContext"], PreparedRequest | bytes]
-"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name."""
+"""Prepares the request in a decoded body, or answers it; raises ApiError.  Workers find it by its name.
+
+Its docstring is the summary in /openapi.json.
+"""
 
 
-class PreprocessorClient(Protocol):
-    """Preprocesses bodies that are too long for the event loop."""
+class BodyReader(Protocol):
+    """The preprocessing workers, which know this context."""
 
-    def start(self, ctx: AppContext, /) -> None:
-        """Start in the background; otherwise the first body waits for the start."""
+    def start(self, ctx: AppContext, /) -> None: ...
 
     async def read(
         self, reader: Reader, body: Sequence[bytes], ctx: AppContext, /
-    ) -> PreparedRequest | EncodedResponse:
-        """Return the request prepared from a body, or the response to it; raises ApiError."""
+    ) -> PreparedRequest | EncodedResponse: ...
 
-    async def close(self) -> None:
-        """Stop all work."""
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +203,7 @@ class AppContext:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     not_ready: Callable[[], Sequence[NotReadyPart]]
-    preprocessor: PreprocessorClient | None = None  # None: long bodies are rejected
+    preprocessor: BodyReader | None = None  # None: long bodies are rejected
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     direct_defaults: SamplingDefaults | None = None  # where a prompt switches thinking off; None: as otherwise
     efforts: Mapping[str, int] = field(default_factory=dict)  # thinking budgets in place of the usual ones
@@ -248,7 +218,7 @@ class AppContext:
     trace: Callable[[RequestContext], str] = _no_trace  # record a request that has ended; return its trace id
     log_drops: Callable[[], Mapping[str, int]] = dict  # log records that were not written, by sink
     banned: tuple[int, ...] = ()  # ids never sampled: unused rows of the vocabulary
-    engine: EngineClient | None = None
+    engine: Engine | None = None
     compressor: Compressor | None = None  # of PFlash; None while it is off
     max_context: int = 0  # tokens; 0: not known yet
     max_sequences: int = 0

@@ -129,15 +129,11 @@ def _too_many(settings: ApiSettings) -> ApiError:
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
-    """Return a response with a JSON body."""
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
-
-
-async def respond_encoded(
-    request: web.Request, reader: Reader, add_to_body: AddToBody | None = None
-) -> web.StreamResponse:
-    """Answer a request that needs no model, in parts, so that a long response does not block the loop."""
-    return await send_parts(request, await prepare(request, reader, add_to_body))
+    """Return a response with a JSON body; numbers that are not finite become null."""
+    try:
+        return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+    except UnicodeEncodeError:  # a path that is not UTF-8
+        return web.json_response(body, status=status)
 
 
 async def send_parts(request: web.Request, parts: object) -> web.StreamResponse:

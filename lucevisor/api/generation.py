@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
@@ -19,35 +19,21 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, RequestContext, RequestHandle
+from lucevisor.api.app_context import AppContext, Reader, RequestContext
+from lucevisor.api.bodies import AddToBody, prepare, send_parts
 from lucevisor.api.errors import from_request_error, from_submit_error, unavailable
 from lucevisor.api.metrics import Metrics
-from lucevisor.api.output import ChoiceDelta, Envelope, GenerationFailed, OutputProcessor, UsageTotals
+from lucevisor.api.output import ChoiceDelta, GenerationFailed, OutputProcessor, UsageTotals
 from lucevisor.api.parameters import seed_of_choice
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.request_context import APP_CONTEXT, IGNORED_BEFORE, METRICS, context_of
 from lucevisor.api.sse import EventFormat, EventStream
-from lucevisor.compression.compressor import CompressedPrompt
 from lucevisor.engine.constraint import Constraint, MinTokens
-from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, SubmitError, TokenEvent
+from lucevisor.engine.request import Event, FinishedEvent, GenerationRequest, RequestHandle, SubmitError, TokenEvent
 from lucevisor.text.reasoning import ReasoningBudget
-from lucevisor.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseId:
-    """Id and Unix time of one response."""
-
-    response_id: str
-    created_s: int
-
-    @classmethod
-    def now(cls, prefix: str) -> ResponseId:
-        """Return a new id that starts with `prefix`."""
-        return cls(prefix + secrets.token_hex(12), int(time.time()))
-
-
-def make_jobs(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> list[Job]:
+def make_jobs(prepared: PreparedRequest, ctx: AppContext, response_id: str) -> list[Job]:
     """Return one job per choice: choice i of prompt p is number n*p + i."""
     options = prepared.options
     jobs = []
@@ -57,7 +43,7 @@ def make_jobs(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) 
         room = max(1, ctx.max_context - len(prompt))
         for i in range(options.n):
             request = GenerationRequest(
-                request_id=f"{response.response_id}-{options.n * p + i}",
+                request_id=f"{response_id}-{options.n * p + i}",
                 prompt=prompt,
                 max_tokens=room if options.max_tokens is None else options.max_tokens,
                 sampling=msgspec.structs.replace(options.sampling, seed=seed_of_choice(options.sampling.seed, i)),
@@ -87,25 +73,22 @@ def _constraint(prepared: PreparedRequest, ctx: AppContext, room: int, ends: fro
     return inner if least == 0 else MinTokens(least, ends, ctx.tokenizer.n_vocab, inner)
 
 
-def make_envelope(prepared: PreparedRequest, ctx: AppContext, response: ResponseId) -> Envelope:
-    """Return what all objects of the response have in common."""
-    return Envelope(
-        response_id=response.response_id,
-        created_s=response.created_s,
-        model=ctx.model.name,
-        fingerprint=ctx.model.fingerprint,
-        include_usage=prepared.options.include_usage,
-        prompt_tokens=tuple(len(ids) for ids in prepared.prompts for _ in range(prepared.options.n))
-        if prepared.options.continuous_usage
-        else (),
-    )
-
-
 class ResponseFormatter(EventFormat, ABC):
     """Formats the JSON of one response of one endpoint.  `index` is the index of a choice.
 
-    A response is either streamed (start, delta, end, or failure) or full.
+    A response is either streamed (start, delta, end, or failure) or full.  `id_prefix`: of the response's id;
+    `prompt_param`: the parameter that held the prompt.
     """
+
+    id_prefix: ClassVar[str] = ""
+    prompt_param: ClassVar[str] = "messages"
+
+    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+        self.prepared, self.options = prepared, prepared.options
+        self.card, self.tokenizer = ctx.model, ctx.tokenizer
+        self.unique_id = secrets.token_hex(12)
+        self.response_id = self.id_prefix + self.unique_id
+        self.created_s = int(time.time())
 
     def start(self, index: int) -> Sequence[object]:
         """Return the events that open a choice in a stream: none where the first delta does."""
@@ -124,42 +107,45 @@ class ResponseFormatter(EventFormat, ABC):
         """Return the body of a response that is not streamed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiFormatter(ResponseFormatter):
-    """The common parts of OpenAI's chat and plain completions.
-
-    `n`: choices per prompt; `token_ids`: those of `prompts` and answers were requested.
-    """
+    """The common parts of OpenAI's chat and plain completions."""
 
     chunk_kind: ClassVar[str]
-    envelope: Envelope
-    tokenizer: Tokenizer
-    n: int
-    prompts: Sequence[Sequence[int]]
-    logprobs: bool
-    token_ids: bool
 
     def end(self, totals: UsageTotals) -> Sequence[object]:
-        """Return the chunk with the usage and no choice, if it was requested."""
-        return self.envelope.usage_chunk(self.chunk_kind, totals)
+        return [self.response(self.chunk_kind, [], totals)] if self.options.include_usage else []
+
+    def prompt_of(self, index: int) -> Sequence[int]:
+        """Return the prompt of a choice."""
+        return self.prepared.prompts[index // self.options.n]
 
     def prompt_ids(self, index: int) -> dict[str, object]:
         """Return the ids of a choice's prompt, if they were requested."""
-        return {"prompt_token_ids": list(self.prompts[index // self.n])} if self.token_ids else {}
+        return {"prompt_token_ids": list(self.prompt_of(index))} if self.options.token_ids else {}
 
     def chunk(self, index: int, choice: dict[str, object], delta: ChoiceDelta) -> dict[str, object]:
         """Return the chunk of a delta."""
-        return self.envelope.chunk(self.chunk_kind, index, self.with_ids(choice, [delta]), delta.n_tokens)
+        chunk: dict[str, object] = {**self._head(self.chunk_kind), "choices": [self.with_ids(choice, [delta])]}
+        if self.options.continuous_usage:
+            usage = UsageTotals(prompt=len(self.prompt_of(index)), generated=delta.n_tokens)
+            chunk["usage"] = usage.counts()
+        elif self.options.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def with_ids(self, choice: dict[str, object], deltas: Sequence[ChoiceDelta]) -> dict[str, object]:
         """Return a choice with the ids of its tokens, if they were requested."""
         ids = [token_id for delta in deltas for token_id in delta.token_ids]
-        return choice | {"token_ids": ids} if self.token_ids else choice
+        return choice | {"token_ids": ids} if self.options.token_ids else choice
 
     def response(self, kind: str, choices: list[dict[str, object]], totals: UsageTotals) -> dict[str, object]:
-        """Return the body of a response that is not streamed."""
+        """Return the body of a response that is not streamed, or the last chunk of a stream."""
         usage = {"usage": totals.usage(), "timings": totals.timings_json()}
-        return {**self.envelope.head(kind), "choices": choices, **usage}
+        return {**self._head(kind), "choices": choices, **usage}
+
+    def _head(self, kind: str) -> dict[str, object]:
+        head = {"id": self.response_id, "object": kind, "created": self.created_s, "model": self.card.name}
+        return head | ({"system_fingerprint": self.card.fingerprint} if self.card.fingerprint else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,23 +212,30 @@ _LONG_PROMPT: Final = 4096  # ids; the loop gets a turn after each prompt as lon
 _INLINE_RECORDS: Final = 2000  # tokens and log-probabilities that are encoded in a millisecond or two
 
 
-async def respond(
+async def answer(
     request: web.Request,
-    prepared: PreparedRequest,
-    formatter: ResponseFormatter,
-    response: ResponseId,
-    prompt_param: str,
+    reader: Reader,
+    formatter: Callable[[PreparedRequest, AppContext], ResponseFormatter] | None = None,
+    add_to_body: AddToBody | None = None,
 ) -> web.StreamResponse:
-    """Generate and respond.  `prompt_param` is the parameter that held the prompt.
+    """Prepare a request, generate and respond; without a formatter the reader's result is the response.
 
     Raises ApiError when the request is rejected or a sequence fails, ClientGone on a disconnect.
     """
-    ctx, context, options = request.app[APP_CONTEXT], context_of(request), prepared.options
+    prepared = await prepare(request, reader, add_to_body)
+    if not isinstance(prepared, PreparedRequest):
+        return await send_parts(request, prepared)
+    assert formatter is not None
+    return await _respond(request, formatter(prepared, request.app[APP_CONTEXT]))
+
+
+async def _respond(request: web.Request, formatter: ResponseFormatter) -> web.StreamResponse:
+    ctx, context, options = request.app[APP_CONTEXT], context_of(request), formatter.options
     headers = {IGNORED_HEADER: ", ".join(options.ignored)} if options.ignored else {}
     _log_once(options.ignored, request.app[IGNORED_BEFORE])
-    jobs = make_jobs(prepared, ctx, response)
-    await _submit(ctx, jobs, prompt_param, context)
-    run = _Response(jobs, formatter, prepared.compressed, context, request.app[METRICS])
+    jobs = make_jobs(formatter.prepared, ctx, formatter.response_id)
+    await _submit(ctx, jobs, formatter.prompt_param, context)
+    run = _Response(jobs, formatter, context, request.app[METRICS])
     try:
         async with merged(context.handles) as events:
             if options.stream:
@@ -288,14 +281,13 @@ class _Response:
         self,
         jobs: Sequence[Job],
         formatter: ResponseFormatter,
-        compressed: Sequence[CompressedPrompt],
         context: RequestContext,
         metrics: Metrics,
     ) -> None:
         self._jobs, self._formatter = jobs, formatter
         self._context = context
         self._metrics = metrics
-        self._totals = UsageTotals(compressed=compressed, sampling=jobs[0].request.sampling)
+        self._totals = UsageTotals(compressed=formatter.prepared.compressed, sampling=formatter.options.sampling)
         self._n_open = len(jobs)
         self._last_token_s: list[float | None] = [None] * len(jobs)
         self._n_tokens = [0] * len(jobs)
@@ -339,13 +331,10 @@ class _Response:
                 index, event = item
                 choices[index] += self._read(index, event)
         n_scored = sum(len(job.request.prompt) for job in self._jobs if job.request.score_prompt)
-        if (sum(map(len, choices)) + n_scored) * (1 + self._n_scores()) <= _INLINE_RECORDS:
+        n_scores = 1 + self._formatter.options.sampling.n_top_logprobs
+        if (sum(map(len, choices)) + n_scored) * (1 + n_scores) <= _INLINE_RECORDS:
             return self._encoded(choices)
         return await asyncio.to_thread(self._encoded, choices)
-
-    def _n_scores(self) -> int:
-        """Return how many log-probabilities come with each token."""
-        return 1 + max(job.request.sampling.n_top_logprobs for job in self._jobs)
 
     def _encoded(self, choices: Sequence[Sequence[ChoiceDelta]]) -> bytes:
         return msgspec.json.encode(self._formatter.full(choices, self._totals))
@@ -366,7 +355,7 @@ class _Response:
         if self._last_token_s[index] is None and job.new_prompt:
             context.prompt_tokens += event.usage.prompt_tokens
         deltas, usage = job.processor.finish(event)
-        self._totals.add(usage, event.timings, new_prompt=job.new_prompt)
+        self._totals.add(usage, new_prompt=job.new_prompt)
         context.cached_tokens = self._totals.cached
         context.accepted_tokens, context.rejected_tokens = self._totals.accepted, self._totals.rejected
         context.generated_tokens += usage.generated - self._n_tokens[index]  # the id that ended it, if any

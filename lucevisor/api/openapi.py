@@ -19,13 +19,13 @@ from aiohttp import web
 from lucevisor import __version__
 from lucevisor.api import info
 from lucevisor.api.access import ADMIN_PATHS, OLLAMA_PATHS
+from lucevisor.api.app_context import Reader
 from lucevisor.api.dialects import anthropic, llamacpp, ollama
 from lucevisor.api.dialects import openai_responses as responses
-from lucevisor.api.dialects.openai_chat import ChatBody, chat_completions
-from lucevisor.api.dialects.openai_completions import CompletionBody, completions
-
-_EVENTS: Final = "text/event-stream"  # events cannot be described in OpenAPI 3.1
-_LINES: Final = "application/x-ndjson"
+from lucevisor.api.dialects.openai_chat import ChatBody, ChatFormatter, read_apply_template, read_chat
+from lucevisor.api.dialects.openai_completions import CompletionBody, CompletionFormatter, read_completion
+from lucevisor.api.generation import ResponseFormatter, answer
+from lucevisor.api.sse import CONTENT_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,33 @@ class Route:
     method: str
     path: str
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    summary: str
     body: type[msgspec.Struct] | None = None
     stream: str = ""
+    query: type[msgspec.Struct] | None = None
 
 
-def _post(path: str, handler: Any, body: type[msgspec.Struct], stream: str = "") -> Route:
-    return Route("POST", path, handler, body, stream)
+def _route(
+    method: str,
+    path: str,
+    handler: Any,
+    body: type[msgspec.Struct] | None = None,
+    stream: str = "",
+    query: type[msgspec.Struct] | None = None,
+) -> Route:
+    return Route(method, path, handler, _summary(handler), body, stream, query)
 
 
-def _get(path: str, handler: Any) -> Route:
-    return Route("GET", path, handler)
+def _answers(
+    path: str, reader: Reader, body: type[msgspec.Struct], formatter: type[ResponseFormatter] | None = None
+) -> Route:
+    """Return the route of a request that the model answers, or a reader alone."""
+    handler = functools.partial(answer, reader=reader, formatter=formatter)
+    return Route("POST", path, handler, _summary(reader), body, CONTENT_TYPES[formatter.style] if formatter else "")
+
+
+def _summary(function: Any) -> str:
+    return (inspect.getdoc(function) or "").partition("\n")[0]
 
 
 async def openapi(_: web.Request) -> web.Response:
@@ -52,53 +69,52 @@ async def openapi(_: web.Request) -> web.Response:
     return web.Response(body=_document(), content_type="application/json")
 
 
+class SlotsQuery(msgspec.Struct):
+    """The query of GET /slots."""
+
+    fail_on_no_slot: Any = None
+
+
+_EVENTS: Final = CONTENT_TYPES["data"]
+_COMPLETION: Final = (llamacpp.read_llama_completion, llamacpp.LlamaCompletionBody, llamacpp.LlamaCppFormatter)
 ROUTES: Final = (
-    _post("/v1/chat/completions", chat_completions, ChatBody, _EVENTS),
-    _post("/v1/completions", completions, CompletionBody, _EVENTS),
-    _post("/v1/messages", anthropic.messages, anthropic.MessagesBody, _EVENTS),
-    _post("/v1/messages/count_tokens", anthropic.count_tokens, anthropic.CountTokensBody),
-    _post("/v1/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
-    _post("/v1/responses/input_tokens", responses.count_input_tokens, responses.ResponsesBody),
-    _get("/v1/responses/{id}", responses.get_response),
-    _get("/v1/responses/{id}/input_items", responses.list_input_items),
-    Route("DELETE", "/v1/responses/{id}", responses.delete_response),
-    _get("/v1/models", info.models),
-    _get("/v1/models/{id:.+}", info.model),
-    _post("/api/chat", ollama.ollama_chat, ollama.OllamaChatBody, _LINES),
-    _post("/api/generate", ollama.ollama_generate, ollama.OllamaGenerateBody, _LINES),
-    _post("/api/show", ollama.show_model, ollama.ShowBody),
-    _get("/api/tags", ollama.tags),
-    _get("/api/ps", ollama.running),
-    _get("/api/version", ollama.version),
-    _post("/chat/completions", chat_completions, ChatBody, _EVENTS),  # llama.cpp has these without /v1, too
-    _post("/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
-    _get("/models", info.models),
-    _get("/v1/health", info.health),
-    _post("/completion", llamacpp.completion, llamacpp.LlamaCompletionBody, _EVENTS),
-    _post("/completions", llamacpp.completion, llamacpp.LlamaCompletionBody, _EVENTS),
-    _post("/infill", llamacpp.infill, llamacpp.InfillBody, _EVENTS),
-    _post("/apply-template", llamacpp.apply_template, ChatBody),
-    _post("/tokenize", llamacpp.tokenize, llamacpp.TokenizeBody),
-    _post("/detokenize", llamacpp.detokenize, llamacpp.DetokenizeBody),
-    _get("/props", info.props),
-    _get("/slots", info.slots),
-    _get("/health", info.health),
-    _get("/ready", info.ready),
-    _get("/metrics", info.metrics),
-    _get("/openapi.json", openapi),
-    _get("/", ollama.root),
-    _get("/status", info.status),
-    _post("/admin/restart", info.restart, info.RestartBody),
+    _answers("/v1/chat/completions", read_chat, ChatBody, ChatFormatter),
+    _answers("/v1/completions", read_completion, CompletionBody, CompletionFormatter),
+    _answers("/v1/messages", anthropic.read_messages, anthropic.MessagesBody, anthropic.MessageFormatter),
+    _answers("/v1/messages/count_tokens", anthropic.read_count_tokens, anthropic.CountTokensBody),
+    _route("POST", "/v1/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
+    _route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, responses.ResponsesBody),
+    _route("GET", "/v1/responses/{id}", responses.get_response, query=responses.ReplayQuery),
+    _route("GET", "/v1/responses/{id}/input_items", responses.list_input_items, query=responses.InputItemsQuery),
+    _route("DELETE", "/v1/responses/{id}", responses.delete_response),
+    _route("GET", "/v1/models", info.models),
+    _route("GET", "/v1/models/{id:.+}", info.model),
+    _answers("/api/chat", ollama.read_ollama_chat, ollama.OllamaChatBody, ollama.OllamaFormatter),
+    _answers("/api/generate", ollama.read_ollama_generate, ollama.OllamaGenerateBody, ollama.OllamaGenerateFormatter),
+    _route("POST", "/api/show", ollama.show_model, ollama.ShowBody),
+    _route("GET", "/api/tags", ollama.tags),
+    _route("GET", "/api/ps", ollama.running),
+    _route("GET", "/api/version", ollama.version),
+    _answers("/chat/completions", read_chat, ChatBody, ChatFormatter),  # llama.cpp has these without /v1, too
+    _route("POST", "/responses", responses.create_response, responses.ResponsesBody, _EVENTS),
+    _route("GET", "/models", info.models),
+    _route("GET", "/v1/health", info.health),
+    _answers("/completion", *_COMPLETION),
+    _answers("/completions", *_COMPLETION),
+    _answers("/infill", llamacpp.read_infill, llamacpp.InfillBody, llamacpp.InfillFormatter),
+    _answers("/apply-template", read_apply_template, ChatBody),
+    _answers("/tokenize", llamacpp.read_tokenize, llamacpp.TokenizeBody),
+    _answers("/detokenize", llamacpp.read_detokenize, llamacpp.DetokenizeBody),
+    _route("GET", "/props", info.props),
+    _route("GET", "/slots", info.slots, query=SlotsQuery),
+    _route("GET", "/health", info.health),
+    _route("GET", "/ready", info.ready),
+    _route("GET", "/metrics", info.metrics),
+    _route("GET", "/openapi.json", openapi),
+    _route("GET", "/", ollama.root),
+    _route("GET", "/status", info.status),
+    _route("POST", "/admin/restart", info.restart, info.RestartBody),
 )
-_QUERIES: Final[dict[str, dict[str, dict[str, Any]]]] = {
-    "/v1/responses/{id}": {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
-    "/slots": {"fail_on_no_slot": {}},
-    "/v1/responses/{id}/input_items": {
-        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
-        "order": {"enum": ["asc", "desc"]},
-        "after": {"type": "string"},
-    },
-}
 _TEXT: Final = {"type": "string"}
 _ANTHROPIC_ERROR: Final = {
     "type": "object",
@@ -155,7 +171,8 @@ def _document() -> bytes:
 def _operation(route: Route, path: str) -> dict[str, Any]:
     name = path.strip("/").replace("/", "_").replace("{id}", "one")
     name = (name.replace("-", "_") if route.body else name.replace(".", "_")) or "page"
-    queries = _QUERIES.get(path, {}) if route.method == "GET" else {}
+    queries: dict[str, Any] = {} if route.query is None else msgspec.json.schema(route.query)["$defs"]
+    queries = queries[route.query.__name__]["properties"] if route.query is not None else {}
     answer: dict[str, Any] = {"description": "The answer."}
     status, has_id = "200", "{id}" in path
     if path.startswith(ADMIN_PATHS):
@@ -166,7 +183,7 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         errors = [*(["400"] if queries and has_id else []), "401"]
         errors += ["404"] if has_id else ["503"] if queries else []
     operation: dict[str, Any] = {
-        "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
+        "summary": route.summary,
         "operationId": f"delete_{name}" if route.method == "DELETE" else name,
         "responses": {status: answer, **_error_responses(path, errors)},
     }

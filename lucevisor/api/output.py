@@ -67,20 +67,6 @@ class ChoiceDelta:
     n_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceUsage:
-    """Token counts of one choice.  `generated` includes the stop token, `reasoning` tokens and `accepted` drafts;
-    `rejected`: drafts that were verified and are not in it.
-    """
-
-    prompt: int
-    cached: int
-    generated: int
-    reasoning: int
-    accepted: int
-    rejected: int
-
-
 class OutputProcessor:
     """Reads the events of one sequence.  When `ended` turns true the rest is of no use: cancel the sequence.
 
@@ -120,7 +106,7 @@ class OutputProcessor:
         self._note_section(events)
         return self._deltas(self._shown(events))
 
-    def finish(self, event: FinishedEvent) -> tuple[list[ChoiceDelta], ChoiceUsage]:
+    def finish(self, event: FinishedEvent) -> tuple[list[ChoiceDelta], UsageTotals]:
         """Process the end; return the last deltas and the token counts.
 
         Raises GenerationFailed when the sequence failed, or was cancelled by anyone but this processor.
@@ -143,11 +129,15 @@ class OutputProcessor:
             end_ids += (event.stop_id,)
         reason, scores = self._reason(event, cut), event.prompt_scores
         deltas.append(ChoiceDelta(None, rest, end_ids, reason, self._stop.matched, scores, self._n_tokens))
-        counted = event.usage
-        n_accepted = self._n_accepted if cut else counted.accepted_tokens
-        n_rejected = counted.draft_tokens - n_accepted
-        usage = ChoiceUsage(
-            counted.prompt_tokens, counted.cached_tokens, self._n_tokens, self._n_reasoning, n_accepted, n_rejected
+        n_accepted = self._n_accepted if cut else event.usage.accepted_tokens
+        usage = UsageTotals(
+            prompt=event.usage.prompt_tokens,
+            cached=event.usage.cached_tokens,
+            generated=self._n_tokens,
+            reasoning=self._n_reasoning,
+            accepted=n_accepted,
+            rejected=event.usage.draft_tokens - n_accepted,
+            timings=event.timings,
         )
         return deltas, usage
 
@@ -236,8 +226,12 @@ _SAMPLING: Final = (
 
 @dataclass(slots=True)
 class UsageTotals:
-    """Sums over the choices of a request.  `timings` are those of the choice that ended last; `compressed`:
-    what PFlash made of the prompts; `sampling`: how the choices were drawn."""
+    """Token counts of a choice, or of all choices of a request.  `generated` includes the stop token, `reasoning`
+    tokens and `accepted` drafts; `rejected`: drafts that were verified and are not in it.
+
+    `timings` are those of the choice that ended last; `compressed`: what PFlash made of the prompts; `sampling`: how
+    the choices were drawn.
+    """
 
     prompt: int = 0
     cached: int = 0
@@ -249,23 +243,22 @@ class UsageTotals:
     compressed: Sequence[CompressedPrompt] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
-    def add(self, usage: ChoiceUsage, timings: Timings, *, new_prompt: bool) -> None:
+    def add(self, choice: UsageTotals, *, new_prompt: bool) -> None:
         """Add a choice; `new_prompt`: no earlier choice had the same prompt."""
-        if new_prompt:
-            self.prompt += usage.prompt
-            self.cached += usage.cached
-        self.generated += usage.generated
-        self.reasoning += usage.reasoning
-        self.accepted += usage.accepted
-        self.rejected += usage.rejected
-        self.timings = timings
+        names = ("generated", "reasoning", "accepted", "rejected")
+        for name in (*names, "prompt", "cached") if new_prompt else names:
+            setattr(self, name, getattr(self, name) + getattr(choice, name))
+        self.timings = choice.timings
+
+    def counts(self) -> dict[str, object]:
+        """Return OpenAI's `usage` without details."""
+        total = self.prompt + self.generated
+        return {"prompt_tokens": self.prompt, "completion_tokens": self.generated, "total_tokens": total}
 
     def usage(self) -> dict[str, object]:
         """Return OpenAI's `usage`."""
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.generated,
-            "total_tokens": self.prompt + self.generated,
+            **self.counts(),
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
                 "reasoning_tokens": self.reasoning,
@@ -316,51 +309,6 @@ class UsageTotals:
         return {"queue_s": round(t.queue_s, 6), "prefill_s": round(t.prefill_s, 6), "decode_s": round(t.decode_s, 6)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """`response_id`, `created_s` (Unix time) and `fingerprint` are in every object.  `prompt_tokens`: of each choice,
-    if usage is to come with every chunk, else empty."""
-
-    response_id: str
-    created_s: int
-    model: str
-    fingerprint: str
-    include_usage: bool
-    prompt_tokens: Sequence[int] = ()
-
-    def head(self, kind: str) -> dict[str, object]:
-        """Return the first fields of an object of `kind`."""
-        head: dict[str, object] = {
-            "id": self.response_id,
-            "object": kind,
-            "created": self.created_s,
-            "model": self.model,
-        }
-        if self.fingerprint:
-            head["system_fingerprint"] = self.fingerprint
-        return head
-
-    def chunk(self, kind: str, index: int, choice: object, n_generated: int) -> dict[str, object]:
-        """Return a chunk of a stream; `n_generated`: tokens of the choice so far."""
-        chunk = {**self.head(kind), "choices": [choice]}
-        if self.prompt_tokens:
-            n_prompt = self.prompt_tokens[index]
-            chunk["usage"] = {
-                "prompt_tokens": n_prompt,
-                "completion_tokens": n_generated,
-                "total_tokens": n_prompt + n_generated,
-            }
-        elif self.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def usage_chunk(self, kind: str, totals: UsageTotals) -> list[object]:
-        """Return the last chunk, with the usage and no choice, if it was requested."""
-        if not self.include_usage:
-            return []
-        return [{**self.head(kind), "choices": [], "usage": totals.usage(), "timings": totals.timings_json()}]
-
-
 MIN_LOGPROB = -9999.0
 
 
@@ -373,15 +321,19 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def token_score(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, object]:
+    """Return a token, its bytes and its log-probability."""
+    raw = list(tokenizer.token_bytes(token_id))
+    return {"token": token_text(tokenizer, token_id), "logprob": _finite(logprob), "bytes": raw}
+
+
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenRecord]) -> dict[str, object]:
     """Return a chat choice's `logprobs`: those of its content."""
-
-    def entry(token_id: int, logprob: float | None) -> dict[str, object]:
-        raw = list(tokenizer.token_bytes(token_id))
-        return {"token": token_text(tokenizer, token_id), "logprob": _finite(logprob), "bytes": raw}
-
     content = [
-        {**entry(t.event.token, t.event.logprob), "top_logprobs": [entry(i, value) for i, value in t.event.top]}
+        {
+            **token_score(tokenizer, t.event.token, t.event.logprob),
+            "top_logprobs": [token_score(tokenizer, *item) for item in t.event.top],
+        }
         for t in tokens
         if t.content
     ]

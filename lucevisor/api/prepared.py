@@ -6,7 +6,7 @@ Types only.  Invariant: all work that grows with the input (JSON, validation, ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -116,3 +116,7 @@ class PreparedRequest:
     prompts: list[Sequence[int]]
     grammar: Grammar | None = None
     compressed: tuple[CompressedPrompt, ...] = ()
+
+    def with_options(self, **changes: Any) -> PreparedRequest:
+        """Return the request with other options."""
+        return replace(self, options=msgspec.structs.replace(self.options, **changes))

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
 import psutil
@@ -249,10 +250,10 @@ def _main(connection: Connection, server_pid: int) -> None:
         except EOFError:
             return
         try:
-            result: object = _read(*request)
+            answer = _read(*request)
         except Exception as error:
-            result = error
-        connection.send(result)
+            answer = ForkingPickler.dumps(error)
+        connection.send_bytes(answer)
 
 
 def _detach(server_pid: int) -> None:
@@ -290,18 +291,21 @@ def _set_up(setup: _Setup) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _read(reader: Reader, body: list[bytes], max_context: int, cpu_s: float) -> PreparedRequest | EncodedResponse:
-    """Prepare a request.  Ends the process with SIGPROF after `cpu_s` of CPU time."""
+def _read(reader: Reader, body: list[bytes], max_context: int, cpu_s: float) -> memoryview:
+    """Prepare a request, and pickle it.  Ends the process with SIGPROF after `cpu_s` of CPU time."""
     _ctx.max_context = max_context
     is_long = sum(map(len, body)) > SHORT_BYTES
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # unlike a handler's exception, a signal ends native code as well
     try:
         result = reader(decode_object(b"".join(body)), _ctx)
         if isinstance(result, bytes):
-            return [result[start : start + _PART_BYTES] for start in range(0, max(1, len(result)), _PART_BYTES)]
-        return replace(result, prompts=[TokenBuffer.of(prompt) for prompt in result.prompts])
+            starts = range(0, max(1, len(result)), _PART_BYTES)
+            return ForkingPickler.dumps([result[start : start + _PART_BYTES] for start in starts])
+        return ForkingPickler.dumps(replace(result, prompts=[TokenBuffer.of(prompt) for prompt in result.prompts]))
     except ApiError:
         raise
+    except RecursionError:  # pickle recurses as deep as a schema that the request keeps is nested
+        raise ApiError(400, "the body is nested too deep", code="invalid_json") from None
     except MemoryError:
         os._exit(_OUT_OF_MEMORY)  # too little may be left to report it
     except BaseException:  # also a panic of native code, which is no Exception and cannot be pickled

@@ -387,8 +387,8 @@ def ignored(
     """Return the names of the parameters that an accepted request gives and that have no effect, and `more` of them, in
     order: as many as a header holds."""
     effective = {*kind.__struct_fields__, *rules.refused, *rules.neutral, *rules.aliases}
-    unused = (name for name in fields if fields[name] is not None and name not in effective)
-    return tuple(sorted(map(_header_text, (*unused, *more)))[:_MAX_NAMES])
+    unused = {name for name in fields if fields[name] is not None and name not in effective}
+    return tuple(sorted(map(_header_text, unused | {*more}))[:_MAX_NAMES])
 
 
 def _is_new(name: str, known: tuple[str, ...]) -> bool:
@@ -409,10 +409,13 @@ def _check_type(kind: Any, name: str, value: object) -> None:
         raise _translate(str(error), kind, value, name) from None
 
 
-def convert(kind: type[Body], value: object, where: str = "") -> Body:
-    """Convert plain values into `kind`; raises ApiError 400 whose parameter is `where` plus the path inside."""
+def convert(kind: type[Body], value: object, where: str = "", *, strict: bool = True) -> Body:
+    """Convert plain values into `kind`; raises ApiError 400 whose parameter is `where` plus the path inside.
+
+    Without `strict`, texts are read as numbers and booleans.
+    """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=strict)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
         if not isinstance(error, msgspec.ValidationError):
             raise bad_parameter(where or "body", "is nested too deep or holds a number out of range") from None

@@ -34,8 +34,8 @@ def client_errors() -> Iterator[None]:
         raise ClientGone(str(error)) from None
 
 
-_EVENTS: Final = "text/event-stream; charset=utf-8"
-_TYPES: Final[dict[StreamStyle, str]] = {
+_EVENTS: Final = "text/event-stream"
+CONTENT_TYPES: Final[dict[StreamStyle, str]] = {
     "data": _EVENTS,
     "unended": _EVENTS,
     "named": _EVENTS,
@@ -64,9 +64,10 @@ class EventStream:
         self._request = request
         self._format = event_format
         self._encoder = msgspec.json.Encoder()
+        is_lines = event_format.style == "lines"
         self.response = web.StreamResponse(
             headers={
-                "Content-Type": _TYPES[event_format.style],
+                "Content-Type": CONTENT_TYPES[event_format.style] + ("" if is_lines else "; charset=utf-8"),
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # nginx would buffer events
                 **headers,

@@ -1,7 +1,7 @@
 """Composition root: a running supervisor, its status, logs and run directory.
 
-supervisor  run (READ FIRST; configuration reload), rundir, endpoint, handover, systemd
+supervisor  run (READ FIRST; configuration reload), admin, rundir, endpoint, handover, systemd
 reports     status, logs, log_reader, traces
 model       model_files (and model cards), model_source, discovery, compression
-commands    benchmark, cache_operations
+commands    benchmark
 """

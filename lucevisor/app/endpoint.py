@@ -14,7 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from lucevisor.api import server
-from lucevisor.api.admin import AdminPort, create_admin_app, serve_admin
+from lucevisor.app.admin import AdminPort, create_admin_app, serve_admin
 from lucevisor.errors import unusable
 
 

@@ -37,7 +37,7 @@ from lucevisor.api.preprocessing import Preprocessor
 from lucevisor.api.request_context import ACTIVE
 from lucevisor.api.server import adopt, create_app, listen
 from lucevisor.app import logs, traces
-from lucevisor.app.cache_operations import CacheOperations
+from lucevisor.app.admin import CacheOperations
 from lucevisor.app.compression import make_compressor, make_page_scorer
 from lucevisor.app.endpoint import Endpoint
 from lucevisor.app.handover import Handover, no_room_error
@@ -483,7 +483,7 @@ class Supervisor:
         text = f"{self.service.model.name} at {self.url}" if state == "ready" else self.service.reason()
         return state, f"{state}: {text}"
 
-    # ---- for operators (lucevisor.api.admin.AdminPort)
+    # ---- for operators (lucevisor.app.admin.AdminPort)
 
     def status(self) -> dict[str, Any]:
         requests = self._app[ACTIVE].generating(time.monotonic())

@@ -21,7 +21,7 @@ from lucevisor.config import ApiKey
 from lucevisor.text.output_parser import OutputParser
 from lucevisor.text.template import ChatTemplate
 from tests.api.conftest import Live, decoded, prompt_of, script
-from tests.api.output_texts import CALL, texts
+from tests.api.output_texts import CALL, CONTEXT, prepared, texts
 from tests.api.scripted_model import MODEL, Rig, ids_of, metadata, say
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -362,7 +362,9 @@ def test_any_chunking_adds_up_to_the_same_message(text, sizes, thinks, shows):
     totals = UsageTotals(prompt=9, cached=4, generated=5, reasoning=2)
 
     def formatter():
-        return MessageFormatter(response_id="msg_1", model="m", n_prompt=9, max_tokens=5, show_reasoning=shows)
+        made = MessageFormatter(prepared(max_tokens=5, show_reasoning=shows), CONTEXT)
+        made.unique_id, made.response_id = "1", "msg_1"
+        return made
 
     def deltas(parts):
         parser = OutputParser(thinks, tools, OUTPUT_FORMAT)

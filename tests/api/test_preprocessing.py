@@ -124,6 +124,19 @@ async def test_a_process_reads_as_the_server_does(preprocessor):
             assert there.options.sampling == here.options.sampling
 
 
+async def test_a_schema_that_is_nested_too_deep_to_be_sent_back_is_refused(preprocessor):
+    schema: dict[str, object] = {"type": "object"}
+    for _ in range(300):
+        schema = {"allOf": [schema]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    context = Rig(attach=False).context
+    context.max_context = 4096
+    with pytest.raises(ApiError, match="nested too deep") as refused:
+        await preprocessor.read(READERS["chat"], [json.dumps(body).encode()], context)
+    assert refused.value.status == 400
+
+
 def children() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():

@@ -7,24 +7,20 @@ that is not streamed equals what a client assembles from the events: both are ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import prepare, respond_encoded
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
+from lucevisor.api.generation import ResponseFormatter
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals
 from lucevisor.api.parameters import budget_of
 from lucevisor.api.prepared import PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT
 from lucevisor.api.schemas import (
     MAX_STOPS,
     NOT_HERE,
@@ -37,7 +33,6 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
@@ -184,21 +179,19 @@ _Block = tuple[str, dict[str, Any]]
 
 
 def read_messages(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Prepare the request in a decoded body; raises ApiError naming the field at fault."""
+    """Create a message, as Anthropic's API does."""
     with _named():
         body = to_record(MessagesBody, fields, RULES)
         chat = _translated(body, ctx)
         prepared = chat.read(ctx, _CHAT_NAMES)
-    options = msgspec.structs.replace(
-        prepared.options,
-        ignored=tuple(sorted({*ignored(MessagesBody, fields, RULES), *chat.unused})),
+    return prepared.with_options(
+        ignored=ignored(MessagesBody, fields, RULES, chat.unused),
         show_reasoning=body.thinking is None or body.thinking.display != "omitted",
     )
-    return PreparedRequest(options, prepared.prompts)
 
 
 def read_count_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
-    """Return the response to a decoded body: how many tokens its prompt has, also beyond the context."""
+    """Count the tokens of a prompt."""
     with _named():
         chat = _translated(to_record(CountTokensBody, fields, RULES), ctx)
         return msgspec.json.encode({"input_tokens": chat.count(ctx, _CHAT_NAMES)})
@@ -409,40 +402,39 @@ SIGNATURE: Final = "unsigned"
 """Signature of thinking blocks: clients require one and send it back; here it is not checked."""
 
 _Event = dict[str, object]
-_FIELDS: Final = {"text": "text", "thinking": "thinking", "tool_use": "input"}
-"""Field of a block that its deltas add up to, by type."""
+_DELTAS: Final = {
+    "text": ("text", "text_delta", "text"),
+    "thinking": ("thinking", "thinking_delta", "thinking"),
+    "tool_use": ("input", "input_json_delta", "partial_json"),
+}
+"""Field of a block that its deltas add up to, and their type and field, by the block's type."""
 _STOP_REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-@dataclass(slots=True, kw_only=True)
 class MessageFormatter(ResponseFormatter):
-    """One response.  `n_prompt`: tokens of the prompt; `max_tokens`: as requested; `show_reasoning`: send its text."""
+    """A message, and the events that add up to it."""
 
-    response_id: str
-    model: str
-    n_prompt: int
-    max_tokens: int
-    show_reasoning: bool
-    _open: str | None = None  # type of the open block
-    _n_blocks: int = 0
-    _finish_reason: FinishReason | None = None
-    _stop: str | None = None
+    id_prefix = "msg_"
+    style = "named"
 
-    style: ClassVar[StreamStyle] = "named"
+    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+        super().__init__(prepared, ctx)
+        self._content: list[_Event] = []  # blocks, the last of which may be open
+        self._open = ""  # its type
+        self._texts: list[str] = []  # which it adds up to
+        self._finish_reason: FinishReason = "stop"
+        self._stop: str | None = None
 
     def start(self, index: int) -> Sequence[_Event]:
-        """Return the events before the first block."""
-        usage = _usage(UsageTotals(prompt=self.n_prompt))
-        return [{"type": "message_start", "message": self._message([], None, usage)}, {"type": "ping"}]
+        usage = _usage(UsageTotals(prompt=len(self.prepared.prompts[0])))
+        return [{"type": "message_start", "message": self._message(None, usage)}, {"type": "ping"}]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[_Event]:
-        """Return the events of a delta."""
         if delta.finish_reason is not None:
             self._finish_reason, self._stop = delta.finish_reason, delta.stop
         return [] if delta.event is None else self._block_events(delta.event)
 
     def end(self, totals: UsageTotals) -> Sequence[_Event]:
-        """Return the events after the last delta."""
         reason = {"stop_reason": self._stop_reason(totals), "stop_sequence": self._stop}
         return [
             *self._close(),
@@ -451,22 +443,21 @@ class MessageFormatter(ResponseFormatter):
         ]
 
     def failure(self, error: ApiError) -> Sequence[_Event]:
-        """Return the error event."""
         return [error.anthropic_body()]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the whole message."""
-        events = [event for delta in choices[0] for event in self.delta(0, delta)]
-        blocks = _collected([*events, *self._close()])
-        return self._message(blocks, self._stop_reason(totals), _usage(totals))
+        for delta in choices[0]:
+            self.delta(0, delta)
+        self._close()
+        return self._message(self._stop_reason(totals), _usage(totals))
 
-    def _message(self, content: Sequence[object], stop_reason: str | None, usage: object) -> _Event:
+    def _message(self, stop_reason: str | None, usage: object) -> _Event:
         return {
             "id": self.response_id,
             "type": "message",
             "role": "assistant",
-            "model": self.model,
-            "content": content,
+            "model": self.card.name,
+            "content": list(self._content),
             "stop_reason": stop_reason,
             "stop_sequence": self._stop,
             "usage": usage,
@@ -475,72 +466,54 @@ class MessageFormatter(ResponseFormatter):
     def _stop_reason(self, totals: UsageTotals) -> str:
         if self._stop is not None:
             return "stop_sequence"
-        if self._finish_reason == "length" and totals.generated < self.max_tokens:
+        if self._finish_reason == "length" and totals.generated < (self.options.max_tokens or 0):
             return "model_context_window_exceeded"
-        return _STOP_REASONS[self._finish_reason or "stop"]
+        return _STOP_REASONS[self._finish_reason]
 
     def _block_events(self, event: OutputEvent) -> list[_Event]:
         match event:
             case ContentDelta(text):
-                events = self._continue("text", {"type": "text", "text": ""})
-                return [*events, self._block_delta({"type": "text_delta", "text": text})]
+                return [*self._continue("text", text=""), self._block_delta(text)]
             case ReasoningDelta(text):
-                events = self._continue("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                if self.show_reasoning:
-                    events.append(self._block_delta({"type": "thinking_delta", "thinking": text}))
-                return events
+                opened = self._continue("thinking", thinking="", signature="")
+                return [*opened, self._block_delta(text)] if self.options.show_reasoning else opened
             case ToolCallDelta():
-                return self._tool_use(event)
+                # Globally unique, as the response id is; clients send it back with the tool's result.
+                call_id = f"toolu_{self.unique_id}{event.index:02d}"
+                opened = self._continue("tool_use", id=call_id, name=event.name, input={})
+                return [*opened, self._block_delta(event.arguments), *self._close()]
 
-    def _tool_use(self, call: ToolCallDelta) -> list[_Event]:
-        # Globally unique, as the response id is; clients send it back with the tool's result.
-        call_id = f"toolu_{self.response_id.rpartition('_')[2]}{call.index:02d}"
-        return [
-            *self._close(),
-            *self._continue("tool_use", {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}),
-            self._block_delta({"type": "input_json_delta", "partial_json": call.arguments}),
-            *self._close(),
-        ]
-
-    def _continue(self, kind: str, block: _Event) -> list[_Event]:
+    def _continue(self, kind: str, **fields: object) -> list[_Event]:
         """Return the events that open a block, unless one of its type is open."""
         if self._open == kind:
             return []
         closed = self._close()
         self._open = kind
-        self._n_blocks += 1
-        return [*closed, {"type": "content_block_start", "index": self._n_blocks - 1, "content_block": block}]
+        self._content.append({"type": kind, **fields})
+        start = {"type": "content_block_start", "index": len(self._content) - 1, "content_block": {**self._content[-1]}}
+        return [*closed, start]
 
     def _close(self) -> list[_Event]:
         """Return the events that close the open block, if one is."""
-        kind, self._open = self._open, None
-        if kind is None:
+        kind, self._open = self._open, ""
+        if not kind:
             return []
-        signed = [self._block_delta({"type": "signature_delta", "signature": SIGNATURE})] if kind == "thinking" else []
-        return [*signed, {"type": "content_block_stop", "index": self._n_blocks - 1}]
+        events: list[_Event] = []
+        if kind == "thinking":
+            self._content[-1]["signature"] = SIGNATURE
+            events.append(self._delta_event({"type": "signature_delta", "signature": SIGNATURE}))
+        text, self._texts = "".join(self._texts), []
+        self._content[-1][_DELTAS[kind][0]] = msgspec.Raw(text.encode()) if kind == "tool_use" else text
+        return [*events, {"type": "content_block_stop", "index": len(self._content) - 1}]
 
-    def _block_delta(self, delta: _Event) -> _Event:
-        return {"type": "content_block_delta", "index": self._n_blocks - 1, "delta": delta}
+    def _block_delta(self, text: str) -> _Event:
+        """Add text to the open block."""
+        self._texts.append(text)
+        _, kind, name = _DELTAS[self._open]
+        return self._delta_event({"type": kind, name: text})
 
-
-def _collected(events: Iterable[_Event]) -> list[_Event]:
-    """Return the content blocks that events add up to."""
-    blocks: list[_Event] = []
-    parts: list[str] = []
-    for event in events:
-        match event:
-            case {"type": "content_block_start", "content_block": dict(block)}:
-                blocks.append(dict(block))
-                parts = []
-            case {"delta": {"type": "signature_delta", "signature": signature}}:
-                blocks[-1]["signature"] = signature
-            case {"delta": {"text": str(part)} | {"thinking": str(part)} | {"partial_json": str(part)}}:
-                parts.append(part)
-            case {"type": "content_block_stop"}:
-                text = "".join(parts)
-                kind = str(blocks[-1]["type"])
-                blocks[-1][_FIELDS[kind]] = msgspec.Raw(text.encode()) if kind == "tool_use" else text
-    return blocks
+    def _delta_event(self, delta: _Event) -> _Event:
+        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
 
 def _usage(totals: UsageTotals) -> _Event:
@@ -553,25 +526,3 @@ def _usage(totals: UsageTotals) -> _Event:
         "output_tokens_details": {"thinking_tokens": totals.reasoning},
         **totals.extension(),
     }
-
-
-async def messages(request: web.Request) -> web.StreamResponse:
-    """Create a message, as Anthropic's API does."""
-    prepared = await prepare(request, read_messages)
-    assert isinstance(prepared, PreparedRequest)
-    ctx, options = request.app[APP_CONTEXT], prepared.options
-    response = ResponseId.now("msg_")
-    assert options.max_tokens is not None
-    formatter = MessageFormatter(
-        response_id=response.response_id,
-        model=ctx.model.name,
-        n_prompt=len(prepared.prompts[0]),
-        max_tokens=options.max_tokens,
-        show_reasoning=options.show_reasoning,
-    )
-    return await respond(request, prepared, formatter, response, "messages")
-
-
-async def count_tokens(request: web.Request) -> web.StreamResponse:
-    """Count the tokens of a prompt."""
-    return await respond_encoded(request, read_count_tokens)

@@ -6,22 +6,18 @@ The bodies are open: llama.cpp ignores what it does not know, and its clients se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import msgspec
-from aiohttp import web
 
-from lucevisor.api.app_context import AppContext, Reader
-from lucevisor.api.bodies import prepare, respond_encoded
-from lucevisor.api.dialects.openai_chat import read_apply_template
+from lucevisor.api.app_context import AppContext
 from lucevisor.api.dialects.openai_completions import CompletionBody, infill_ids, read_completion
 from lucevisor.api.errors import bad_parameter
-from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
-from lucevisor.api.output import MIN_LOGPROB, ChoiceDelta, FinishReason, TokenRecord, UsageTotals, token_text
+from lucevisor.api.generation import ResponseFormatter
+from lucevisor.api.output import ChoiceDelta, FinishReason, TokenRecord, UsageTotals, token_score, token_text
 from lucevisor.api.parameters import check_length, check_model, check_token_ids
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT
 from lucevisor.api.schemas import (
     ALIASES,
     HARMLESS,
@@ -34,10 +30,8 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import StreamStyle
 from lucevisor.text.infill import OtherFile
 from lucevisor.text.output_parser import ContentDelta
-from lucevisor.text.tokenizer import Tokenizer
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -106,12 +100,12 @@ class InfillBody(CompletionBody, kw_only=True):
 
 
 def read_llama_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    """Continue a prompt, as llama.cpp's server does."""
     return _read(LlamaCompletionBody, fields, ctx)
 
 
 def read_infill(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    """Fill a gap in a text, as llama.cpp's server does."""
     return _read(InfillBody, fields, ctx)
 
 
@@ -129,8 +123,7 @@ def _read(
     own = {RULES.aliases.get(name, name): value for name, value in fields.items()}
     kept = {name: value for name, value in own.items() if name in _OWN}
     prepared = read_completion({**kept, "prompt": prompt, "return_token_ids": body.return_tokens}, ctx)
-    options = msgspec.structs.replace(prepared.options, ignored=ignored(kind, fields, RULES))
-    return PreparedRequest(options, prepared.prompts)
+    return prepared.with_options(ignored=ignored(kind, fields, RULES))
 
 
 def _prompt(prompt: str | list[Any] | dict[str, Any], ctx: AppContext) -> str | list[int] | list[list[int]]:
@@ -162,7 +155,7 @@ def _ids(prompt: object, where: str, ctx: AppContext) -> list[int]:
 
 
 def read_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
-    """Return the response to a decoded body; raises ApiError naming the parameter at fault."""
+    """Convert a text to token ids."""
     body = to_record(TokenizeBody, fields)
     check_model(body.model, ctx)
     if body.content is not None and body.prompt is not None:
@@ -184,7 +177,7 @@ def read_tokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
 
 
 def read_detokenize(fields: dict[str, Any], ctx: AppContext) -> bytes:
-    """Return the response to a decoded body; raises ApiError naming the parameter at fault."""
+    """Convert token ids to text, control tokens included."""
     body = to_record(DetokenizeBody, fields)
     check_model(body.model, ctx)
     if len(body.tokens) > MAX_TEXT_TOKENS:
@@ -217,36 +210,27 @@ class _Choice:
     has_new_line: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
 class LlamaCppFormatter(ResponseFormatter):
-    """One response.  `prompts`: of each choice; `settings`: of the sampler; `token_ids`: they were requested."""
+    """llama.cpp's completions, and their events."""
 
-    model: str
-    tokenizer: Tokenizer
-    prompts: Sequence[Sequence[int]]
-    settings: dict[str, object]
-    logprobs: bool
-    token_ids: bool
-    _choices: list[_Choice] = field(default_factory=list)
+    id_prefix = "cmpl-"
+    prompt_param = "prompt"
+    style = "unended"
 
-    style: ClassVar[StreamStyle] = "unended"
-
-    def __post_init__(self) -> None:
-        """Begin with the prompts."""
-        decode = self.tokenizer.decode
-        self._choices = [_Choice(len(prompt), decode(prompt, skip_special=False)) for prompt in self.prompts]
+    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+        super().__init__(prepared, ctx)
+        decode, prompts = self.tokenizer.decode, prepared.prompts
+        texts = [(len(prompt), decode(prompt, skip_special=False)) for prompt in prompts]
+        self._choices = [_Choice(*text) for text in texts for _ in range(self.options.n)]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
-        """Return the event of a delta."""
         result = self._part(index, [delta])
         return [result] if delta.event is not None or delta.tokens else ()
 
     def end(self, totals: UsageTotals) -> Sequence[object]:
-        """Return the last event of each choice."""
         return [self._whole(index, {"content": "", "tokens": []}, totals) for index in range(len(self._choices))]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the object of the only choice, or a list of them."""
         result = [self._whole(index, self._part(index, deltas), totals) for index, deltas in enumerate(choices)]
         return result[0] if len(result) == 1 else result
 
@@ -262,13 +246,13 @@ class LlamaCppFormatter(ResponseFormatter):
         part: dict[str, object] = {
             "index": index,
             "content": content,
-            "tokens": ids if self.token_ids else [],
+            "tokens": ids if self.options.token_ids else [],
             "stop": False,
             "id_slot": -1,  # sequences are not bound to slots
             "tokens_predicted": choice.n_tokens,
             "tokens_evaluated": choice.n_prompt,
         }
-        return part | ({"completion_probabilities": list(map(self._scored, tokens))} if self.logprobs else {})
+        return part | ({"completion_probabilities": list(map(self._scored, tokens))} if self.options.logprobs else {})
 
     def _whole(self, index: int, part: dict[str, object], totals: UsageTotals) -> dict[str, object]:
         choice = self._choices[index]
@@ -277,10 +261,10 @@ class LlamaCppFormatter(ResponseFormatter):
             "id_slot": -1,
             **part,
             "stop": True,
-            "model": self.model,
+            "model": self.card.name,
             "tokens_predicted": choice.n_tokens,
             "tokens_evaluated": choice.n_prompt,
-            "generation_settings": self.settings,
+            "generation_settings": _settings(self.options),
             "prompt": choice.prompt,
             "has_new_line": choice.has_new_line,
             "truncated": False,
@@ -292,42 +276,16 @@ class LlamaCppFormatter(ResponseFormatter):
 
     def _scored(self, record: TokenRecord) -> dict[str, object]:
         def entry(token: int, logprob: float | None) -> dict[str, object]:
-            text, raw = token_text(self.tokenizer, token), list(self.tokenizer.token_bytes(token))
-            return {
-                "id": token,
-                "token": text,
-                "bytes": raw,
-                "logprob": MIN_LOGPROB if logprob is None else max(MIN_LOGPROB, logprob),
-            }
+            return {"id": token, **token_score(self.tokenizer, token, logprob)}
 
         event = record.event
         return {**entry(event.token, event.logprob), "top_logprobs": [entry(*item) for item in event.top]}
 
 
-async def completion(request: web.Request) -> web.StreamResponse:
-    """Continue a prompt, as llama.cpp's server does."""
-    return await _generated(request, read_llama_completion)
+class InfillFormatter(LlamaCppFormatter):
+    """What fills a gap."""
 
-
-async def infill(request: web.Request) -> web.StreamResponse:
-    """Fill a gap in a text, as llama.cpp's server does."""
-    return await _generated(request, read_infill)
-
-
-async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse:
-    prepared = await prepare(request, reader)
-    assert isinstance(prepared, PreparedRequest)
-    ctx, options = request.app[APP_CONTEXT], prepared.options
-    formatter = LlamaCppFormatter(
-        model=ctx.model.name,
-        tokenizer=ctx.tokenizer,
-        prompts=[prompt for prompt in prepared.prompts for _ in range(options.n)],
-        settings=_settings(options),
-        logprobs=options.logprobs,
-        token_ids=options.token_ids,
-    )
-    param = "prompt" if reader is read_llama_completion else "input_suffix"
-    return await respond(request, prepared, formatter, ResponseId.now("cmpl-"), param)
+    prompt_param = "input_suffix"
 
 
 def _settings(options: GenerationOptions) -> dict[str, object]:
@@ -345,18 +303,3 @@ def _settings(options: GenerationOptions) -> dict[str, object]:
         "stream": options.stream,
         "n_probs": max(0, sampling.n_top_logprobs),
     }
-
-
-async def tokenize(request: web.Request) -> web.StreamResponse:
-    """Convert a text to token ids."""
-    return await respond_encoded(request, read_tokenize)
-
-
-async def apply_template(request: web.Request) -> web.StreamResponse:
-    """Return the prompt of a chat request as text."""
-    return await respond_encoded(request, read_apply_template)
-
-
-async def detokenize(request: web.Request) -> web.StreamResponse:
-    """Convert token ids to text, control tokens included."""
-    return await respond_encoded(request, read_detokenize)

@@ -9,76 +9,50 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
 from lucevisor import __version__
-from lucevisor.api.app_context import AppContext, ModelCard, Reader
-from lucevisor.api.bodies import json_response, prepare, send_parts
+from lucevisor.api.app_context import AppContext, ModelCard
+from lucevisor.api.bodies import json_response, prepare
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder
 from lucevisor.api.dialects.openai_completions import infill_ids, read_completion
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
+from lucevisor.api.generation import ResponseFormatter
 from lucevisor.api.info import abilities, page
 from lucevisor.api.output import ChoiceDelta, FinishReason, UsageTotals, chat_logprobs
 from lucevisor.api.parameters import check_model, check_token_ids, check_tokens
 from lucevisor.api.prepared import PreparedRequest
 from lucevisor.api.request_context import APP_CONTEXT
 from lucevisor.api.schemas import NOT_HERE, Flag, ParameterRules, convert, ignored, to_record
-from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
 from lucevisor.text.infill import InfillTokens
 from lucevisor.text.output_parser import ContentDelta, ReasoningDelta, ToolCallDelta
-from lucevisor.text.tokenizer import Tokenizer
 
 RULES: Final = ParameterRules(
     harmless={"keep_alive": str | int | float, "truncate": bool, "shift": bool},
-    refused={
-        "height": NOT_HERE,
-        "steps": NOT_HERE,
-        "width": NOT_HERE,
-    },
+    refused=dict.fromkeys(("height", "steps", "width"), NOT_HERE),
     neutral={"images": ([],), "template": ("",)},
     aliases={},
     open=True,
 )
 
-OPTIONS: Final[dict[str, str]] = {
-    "frequency_penalty": "frequency_penalty",
-    "min_p": "min_p",
-    "mirostat": "mirostat",
-    "mirostat_eta": "mirostat_eta",
-    "mirostat_tau": "mirostat_tau",
-    "num_predict": "max_tokens",
-    "presence_penalty": "presence_penalty",
-    "repeat_penalty": "repetition_penalty",
-    "seed": "seed",
-    "stop": "stop",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "typical_p": "typical_p",
-}
+_SAME: Final = (
+    *("frequency_penalty", "min_p", "mirostat", "mirostat_eta", "mirostat_tau", "presence_penalty"),
+    *("seed", "stop", "temperature", "top_k", "top_p", "typical_p"),
+)
+OPTIONS: Final = {**{n: n for n in _SAME}, "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Ollama's options, and the chat parameters that they are."""
 
 IDLE_OPTIONS: Final = frozenset(
     [
-        *(
-            "draft_num_predict",
-            "embedding_only",
-            "f16_kv",
-            "logits_all",
-            "low_vram",
-            "main_gpu",
-            "num_batch",
-            "num_ctx",
-        ),
-        *("num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n", "tfs_z", "use_mlock"),
-        *("use_mmap", "vocab_only"),
+        *("draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch"),
+        *("num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n", "tfs_z"),
+        *("use_mlock", "use_mmap", "vocab_only"),
     ]
 )
 """Options without effect: what they set is set for all requests, by the configuration."""
@@ -153,7 +127,7 @@ class OllamaMessage(msgspec.Struct):
 
 
 def read_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
-    """Prepare the request in a decoded body, or answer one without messages; raises ApiError."""
+    """Continue a chat, as Ollama's API does."""
     body = to_record(OllamaChatBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.messages:
@@ -169,7 +143,7 @@ def read_ollama_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest
 
 
 def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest | bytes:
-    """Prepare the request in a decoded body, or answer one without a prompt; raises ApiError."""
+    """Continue a prompt, as Ollama's API does."""
     body = to_record(OllamaGenerateBody, fields, RULES)
     check_model(body.model, ctx)
     if not body.prompt:
@@ -190,7 +164,7 @@ def read_ollama_generate(fields: dict[str, Any], ctx: AppContext) -> PreparedReq
 
 
 def read_show(fields: dict[str, Any], ctx: AppContext) -> bytes:
-    """Check a decoded body of /api/show; the answer does not depend on it.  Raises ApiError."""
+    """Check a body of /api/show; the response does not depend on it."""
     body = to_record(ShowBody, fields, RULES)
     check_model(body.model or body.name, ctx)
     return b""
@@ -207,8 +181,7 @@ def _named(
     prepared: PreparedRequest, kind: type[OllamaBody], fields: dict[str, Any], body: OllamaBody
 ) -> PreparedRequest:
     idle = [f"options.{name}" for name in body.options or () if name not in OPTIONS]
-    names = tuple(sorted({*ignored(kind, fields, RULES), *idle}))
-    return PreparedRequest(msgspec.structs.replace(prepared.options, ignored=names), prepared.prompts)
+    return prepared.with_options(ignored=ignored(kind, fields, RULES, idle))
 
 
 def _read_raw(body: OllamaGenerateBody, ctx: AppContext) -> PreparedRequest:
@@ -233,8 +206,7 @@ def _continued(prepared: PreparedRequest, context: list[int], ctx: AppContext) -
     ids = (*check_token_ids(context, "context", ctx), *added[starts_again:])
     check_tokens(len(ids), "context", ctx)
     turn_ends = [len(context), *(n_before + end for end in prepared.options.turn_ends[0])]
-    options = msgspec.structs.replace(prepared.options, turn_ends=[turn_ends], roles=[[]])
-    return PreparedRequest(options, [ids])
+    return replace(prepared, prompts=[ids]).with_options(turn_ends=[turn_ends], roles=[[]])
 
 
 def _common(body: OllamaBody, ctx: AppContext) -> dict[str, Any]:
@@ -314,46 +286,34 @@ def created_at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-@dataclass(slots=True, kw_only=True)
 class OllamaFormatter(ResponseFormatter):
-    """One response.  ``chat``: of /api/chat, else of /api/generate; ``context``: ids of the conversation so far, which
-    the answer's are added to, None if they are not sent."""
+    """Responses of /api/chat."""
 
-    response_id: str
-    model: str
-    tokenizer: Tokenizer
-    chat: bool
-    logprobs: bool
-    context: list[int] | None = None
+    style = "lines"
+    chat = True
     _reason: FinishReason = "stop"
-
-    style: ClassVar[StreamStyle] = "lines"
+    context: list[int] | None = None
+    """Ids of the conversation so far, None if they are not sent."""
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
-        """Return the object of a delta."""
-        if delta.finish_reason is not None:
-            self._reason = delta.finish_reason
-        self._remember(delta)
-        if delta.event is None and not (self.logprobs and delta.tokens):
+        self._record(delta)
+        if delta.event is None and not (self.options.logprobs and delta.tokens):
             return ()
         return [self._object([delta], done=False)]
 
     def end(self, totals: UsageTotals) -> Sequence[object]:
-        """Return the last object."""
         return [self._object([], done=True) | self._counts(totals)]
 
     def failure(self, error: ApiError) -> Sequence[object]:
-        """Return the error."""
         return [error.ollama_body()]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the whole answer as one object."""
-        self._reason = choices[0][-1].finish_reason or "stop"
         for delta in choices[0]:
-            self._remember(delta)
+            self._record(delta)
         return self._object(choices[0], done=True) | self._counts(totals)
 
-    def _remember(self, delta: ChoiceDelta) -> None:
+    def _record(self, delta: ChoiceDelta) -> None:
+        self._reason = delta.finish_reason or self._reason
         if self.context is not None:
             self.context += delta.token_ids
 
@@ -362,7 +322,7 @@ class OllamaFormatter(ResponseFormatter):
         content = "".join(event.text for event in events if isinstance(event, ContentDelta))
         thinking = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
         calls = [self._call(event) for event in events if isinstance(event, ToolCallDelta)]
-        result: dict[str, object] = {"model": self.model, "created_at": created_at(time.time())}
+        result: dict[str, object] = {"model": self.card.name, "created_at": created_at(time.time())}
         part: dict[str, object] = {"role": "assistant", "content": content} if self.chat else {"response": content}
         if thinking:
             part["thinking"] = thinking
@@ -370,13 +330,13 @@ class OllamaFormatter(ResponseFormatter):
             part["tool_calls"] = calls
         result |= {"message": part} if self.chat else part
         tokens = [token for delta in deltas for token in delta.tokens]
-        if self.logprobs and tokens:
+        if self.options.logprobs and tokens:
             result["logprobs"] = chat_logprobs(self.tokenizer, tokens)["content"]
         return result | {"done": done}
 
     def _call(self, call: ToolCallDelta) -> dict[str, object]:
         function = {"index": call.index, "name": call.name, "arguments": msgspec.Raw(call.arguments.encode())}
-        return {"id": f"call_{self.response_id}{call.index:02d}", "function": function}
+        return {"id": f"call_{self.unique_id}{call.index:02d}", "function": function}
 
     def _counts(self, totals: UsageTotals) -> dict[str, object]:
         """Return counts, and times in nanoseconds."""
@@ -394,6 +354,17 @@ class OllamaFormatter(ResponseFormatter):
         }
 
 
+class OllamaGenerateFormatter(OllamaFormatter):
+    """Responses of /api/generate."""
+
+    prompt_param = "prompt"
+    chat = False
+
+    def __init__(self, prepared: PreparedRequest, ctx: AppContext) -> None:
+        super().__init__(prepared, ctx)
+        self.context = None if self.options.plain else list(prepared.prompts[0])
+
+
 OLLAMA_VERSION: Final = "0.14.0"
 """The release of Ollama whose paths and fields are here; clients refuse to talk to servers that look older.
 
@@ -406,33 +377,6 @@ async def root(request: web.Request) -> web.Response:
     if request.headers.get("User-Agent", "").startswith("ollama"):
         return web.Response(text="Ollama is running")
     return await page(request)
-
-
-async def ollama_chat(request: web.Request) -> web.StreamResponse:
-    """Continue a chat, as Ollama's API does."""
-    return await _generated(request, read_ollama_chat)
-
-
-async def ollama_generate(request: web.Request) -> web.StreamResponse:
-    """Continue a prompt, as Ollama's API does."""
-    return await _generated(request, read_ollama_generate)
-
-
-async def _generated(request: web.Request, reader: Reader) -> web.StreamResponse:
-    prepared = await prepare(request, reader)
-    if not isinstance(prepared, PreparedRequest):
-        return await send_parts(request, prepared)
-    ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("")
-    is_chat = reader is read_ollama_chat
-    formatter = OllamaFormatter(
-        response_id=response.response_id,
-        model=ctx.model.name,
-        tokenizer=ctx.tokenizer,
-        chat=is_chat,
-        logprobs=options.logprobs,
-        context=None if is_chat or options.plain else list(prepared.prompts[0]),
-    )
-    return await respond(request, prepared, formatter, response, "messages" if is_chat else "prompt")
 
 
 async def tags(request: web.Request) -> web.Response:

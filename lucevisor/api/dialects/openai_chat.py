@@ -10,17 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_calls, requested_form
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import OpenAiFormatter, ResponseId, make_envelope, respond
+from lucevisor.api.generation import OpenAiFormatter
 from lucevisor.api.output import (
     ChoiceDelta,
     TokenRecord,
@@ -42,7 +40,6 @@ from lucevisor.api.parameters import (
     sampling_params,
 )
 from lucevisor.api.prepared import CUSTOM_INPUT, GenerationOptions, PreparedRequest, custom_input
-from lucevisor.api.request_context import APP_CONTEXT
 from lucevisor.api.schemas import (
     MAX_TOOL_VALUES,
     MAX_TOP_LOGPROBS,
@@ -313,7 +310,7 @@ def _allowed_names(allowed: list[dict[str, Any]], names: list[str]) -> set[str]:
 
 
 def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    """Create a chat completion."""
     body = _read_body(fields, ctx)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_parameter("top_logprobs", "is given without logprobs; send logprobs: true as well")
@@ -350,7 +347,7 @@ def read_chat(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
 
 
 def read_apply_template(fields: dict[str, Any], ctx: AppContext) -> bytes:
-    """Return the response of /apply-template: the prompt that a chat request would be answered for, as text."""
+    """Return the prompt of a chat request as text."""
     prompt = _prompt_only(fields, ctx)
     check_length(prompt.text, "messages", ctx)
     return msgspec.json.encode({"prompt": prompt.text})
@@ -554,35 +551,27 @@ class ChatRequestBuilder:
         return param
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormatter(OpenAiFormatter):
-    """`custom`: names of tools whose input is text; `reasoning`: it is shown."""
+    """Chat completions, and their chunks."""
 
-    chunk_kind: ClassVar[str] = "chat.completion.chunk"
-    custom: Sequence[str] = ()
-    reasoning: bool = True
+    id_prefix = "chatcmpl-"
+    chunk_kind = "chat.completion.chunk"
 
     def start(self, index: int) -> Sequence[object]:
-        """Return the chunk that names the role."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, ChoiceDelta(None)) | self.prompt_ids(index)]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
-        """Return the chunk of a delta; the finish reason has a chunk of its own, with an empty delta."""
         fields: dict[str, object] = {}
         match delta.event:
             case ContentDelta(text):
                 fields["content"] = text
-            case ReasoningDelta(text):
-                if self.reasoning:
-                    fields["reasoning_content"] = text
+            case ReasoningDelta(text) if self.options.show_reasoning:
+                fields["reasoning_content"] = text
             case ToolCallDelta() as call:
                 fields["tool_calls"] = [{"index": call.index, **self._tool_call(index, call)}]
-            case None:
-                pass
         return [self._chunk(index, fields, delta)]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the whole response as one object."""
         bodies = [self._full_choice(index, deltas) for index, deltas in enumerate(choices)]
         return self.response("chat.completion", bodies, totals) | self.prompt_ids(0)
 
@@ -605,7 +594,7 @@ class ChatFormatter(OpenAiFormatter):
             "content": content or (None if calls else ""),
             "refusal": None,
         }
-        if reasoning and self.reasoning:
+        if reasoning and self.options.show_reasoning:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
@@ -618,33 +607,15 @@ class ChatFormatter(OpenAiFormatter):
         return self.with_ids(choice, deltas)
 
     def _logprobs(self, tokens: Sequence[TokenRecord], *, full: bool = False) -> object:
-        if not self.logprobs or not (full or any(token.content for token in tokens)):
+        if not self.options.logprobs or not (full or any(token.content for token in tokens)):
             return None
         result = chat_logprobs(self.tokenizer, tokens)
         return {**result, "content": encode_items(result["content"])} if full else result
 
     def _tool_call(self, index: int, call: ToolCallDelta) -> dict[str, object]:
         # Globally unique, as the response id is; clients send it back with the tool's result.
-        call_id = f"call_{self.envelope.response_id.rpartition('-')[2]}{index:02d}{call.index:02d}"
-        if call.name in self.custom:
+        call_id = f"call_{self.unique_id}{index:02d}{call.index:02d}"
+        if call.name in self.options.custom:
             custom = {"name": call.name, "input": custom_input(call.arguments)}
             return {"id": call_id, "type": "custom", "custom": custom}
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Create a chat completion."""
-    prepared = await prepare(request, read_chat)
-    assert isinstance(prepared, PreparedRequest)
-    ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("chatcmpl-")
-    formatter = ChatFormatter(
-        envelope=make_envelope(prepared, ctx, response),
-        tokenizer=ctx.tokenizer,
-        logprobs=options.logprobs,
-        token_ids=options.token_ids,
-        n=options.n,
-        prompts=prepared.prompts,
-        custom=options.custom,
-        reasoning=options.show_reasoning,
-    )
-    return await respond(request, prepared, formatter, response, "messages")

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
-from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import prepare
 from lucevisor.api.constraint import output_grammar, requested_form
 from lucevisor.api.errors import bad_parameter
-from lucevisor.api.generation import OpenAiFormatter, ResponseId, make_envelope, respond
+from lucevisor.api.generation import OpenAiFormatter
 from lucevisor.api.output import (
     ChoiceDelta,
     UsageTotals,
@@ -37,7 +35,6 @@ from lucevisor.api.parameters import (
     sampling_params,
 )
 from lucevisor.api.prepared import GenerationOptions, PreparedRequest
-from lucevisor.api.request_context import APP_CONTEXT
 from lucevisor.api.schemas import (
     MAX_ECHO_CHARS,
     MAX_PROMPT_SCORES,
@@ -66,7 +63,7 @@ RULES: Final = replace(OPENAI, aliases={**OPENAI.aliases, "prompt_token_ids": "p
 
 
 def read_completion(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Prepare the request in a decoded body; raises ApiError naming the parameter at fault."""
+    """Create a completion of a text or of token ids."""
     body = to_record(CompletionBody, fields, RULES)
     check_common(body, ctx)
     wanted = body.logprobs or None if isinstance(body.logprobs, bool) else body.logprobs
@@ -195,32 +192,24 @@ def _from_ids(ids: object, where: str, ctx: AppContext) -> Prompt:
     return Prompt(checked)
 
 
-_KIND = "text_completion"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionFormatter(OpenAiFormatter):
-    """`echoes`: the text of each prompt if it is to be repeated, else empty; `scored`: log-probabilities of the prompts
-    were requested."""
+    """Plain completions, and their chunks."""
 
-    chunk_kind: ClassVar[str] = _KIND
-    echoes: tuple[str, ...]
-    scored: bool = False
+    id_prefix = "cmpl-"
+    prompt_param = "prompt"
+    chunk_kind = "text_completion"
 
     def start(self, index: int) -> Sequence[object]:
-        """Return the chunk with the prompt, as text or ids, if that was requested."""
-        if not (self.echoes or self.token_ids):
+        if not (self.options.echoes or self.options.token_ids):
             return ()
         delta = ChoiceDelta(None)
         choice = self._choice(index, self._echo(index), delta) | self.prompt_ids(index)
         return [self.chunk(index, choice, delta)]
 
     def delta(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
-        """Return the chunk of a delta; the finish reason comes in one of its own, with an empty text."""
         return [self.chunk(index, self._choice(index, _text(delta), delta), delta)]
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the whole response as one object."""
         bodies = []
         for index, deltas in enumerate(choices):
             tokens = tuple(token for delta in deltas for token in delta.tokens)
@@ -228,10 +217,10 @@ class CompletionFormatter(OpenAiFormatter):
             text = self._echo(index) + "".join(map(_text, deltas))
             choice = self._choice(index, text, joined, full=True) | self.prompt_ids(index)
             bodies.append(self.with_ids(choice, deltas))
-        return self.response(_KIND, bodies, totals)
+        return self.response(self.chunk_kind, bodies, totals)
 
     def _echo(self, index: int) -> str:
-        return self.echoes[index // self.n] if self.echoes else ""
+        return self.options.echoes[index // self.options.n] if self.options.echoes else ""
 
     def _choice(self, index: int, text: str, delta: ChoiceDelta, *, full: bool = False) -> dict[str, object]:
         return {
@@ -242,10 +231,10 @@ class CompletionFormatter(OpenAiFormatter):
         }
 
     def _logprobs(self, index: int, delta: ChoiceDelta, *, full: bool) -> object:
-        if not self.logprobs or not (delta.tokens or full):
+        if not self.options.logprobs or not (delta.tokens or full):
             return None
-        if self.scored:
-            prompt, n_echo = self.prompts[index // self.n], len(self._echo(index))
+        if self.options.score_prompt:
+            prompt, n_echo = self.prompt_of(index), len(self._echo(index))
             result = echoed_logprobs(self.tokenizer, prompt, delta.prompt_scores, delta.tokens, n_echo)
         else:
             result = completion_logprobs(self.tokenizer, delta.tokens)
@@ -254,21 +243,3 @@ class CompletionFormatter(OpenAiFormatter):
 
 def _text(delta: ChoiceDelta) -> str:
     return delta.event.text if isinstance(delta.event, ContentDelta) else ""
-
-
-async def completions(request: web.Request) -> web.StreamResponse:
-    """Create a completion of a text or of token ids."""
-    prepared = await prepare(request, read_completion)
-    assert isinstance(prepared, PreparedRequest)
-    ctx, options, response = request.app[APP_CONTEXT], prepared.options, ResponseId.now("cmpl-")
-    formatter = CompletionFormatter(
-        envelope=make_envelope(prepared, ctx, response),
-        tokenizer=ctx.tokenizer,
-        n=options.n,
-        echoes=options.echoes,
-        logprobs=options.logprobs,
-        token_ids=options.token_ids,
-        prompts=prepared.prompts,
-        scored=options.score_prompt,
-    )
-    return await respond(request, prepared, formatter, response, "prompt")

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Literal
+from functools import partial
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
 from lucevisor.api.app_context import AppContext
-from lucevisor.api.bodies import AddToBody, json_response, prepare, respond_encoded
+from lucevisor.api.bodies import json_response
 from lucevisor.api.dialects.openai_chat import ChatRequestBuilder, CustomTool, custom_function
 from lucevisor.api.errors import ApiError, bad_parameter
-from lucevisor.api.generation import ResponseFormatter, ResponseId, respond
-from lucevisor.api.output import ChoiceDelta, FinishReason, TokenRecord, UsageTotals, chat_logprobs
+from lucevisor.api.generation import ResponseFormatter, answer
+from lucevisor.api.output import ChoiceDelta, TokenRecord, UsageTotals, chat_logprobs
 from lucevisor.api.prepared import CUSTOM_INPUT, STORED_RESPONSES, PreparedRequest, ResponseOptions, custom_input
-from lucevisor.api.request_context import APP_CONTEXT, RESPONSE_STORE, context_of
+from lucevisor.api.request_context import RESPONSE_STORE, context_of
 from lucevisor.api.response_store import StoredResponse, with_stored
 from lucevisor.api.schemas import (
     HARMLESS,
@@ -42,26 +42,10 @@ from lucevisor.api.schemas import (
     ignored,
     to_record,
 )
-from lucevisor.api.sse import StreamStyle
 from lucevisor.errors import show
 from lucevisor.protocol.steps import SamplingParams
 from lucevisor.text.output_parser import ContentDelta, OutputEvent, ReasoningDelta, ToolCallDelta
 from lucevisor.text.template import ChatTemplate
-from lucevisor.text.tokenizer import Tokenizer
-
-
-def encode_reasoning(text: str) -> str:
-    """Return reasoning in a form that clients send back unread."""
-    return base64.b64encode(text.encode()).decode()
-
-
-def decode_reasoning(encoded: str) -> str | None:
-    """Return the reasoning, or None if another server encoded it."""
-    try:
-        return base64.b64decode(encoded, validate=True).decode()
-    except (binascii.Error, ValueError):
-        return None
-
 
 MAX_METADATA: Final = 16
 
@@ -292,9 +276,11 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
     if item.content:
         return "".join(part.text for part in item.content)
     if item.encrypted_content is not None:
-        if (text := decode_reasoning(item.encrypted_content)) is None:
-            raise bad_parameter(f"{where}.encrypted_content", "was not written by this server; leave the item out")
-        return text
+        try:
+            return base64.b64decode(item.encrypted_content, validate=True).decode()
+        except ValueError:
+            why = "was not written by this server; leave the item out"
+            raise bad_parameter(f"{where}.encrypted_content", why) from None
     return "".join(part.text for part in item.summary or ())
 
 
@@ -341,47 +327,38 @@ _LOGPROBS: Final = "message.output_text.logprobs"
 
 
 def read_response(fields: dict[str, Any], ctx: AppContext) -> PreparedRequest:
-    """Prepare the request in a decoded body; raises ApiError naming the field at fault."""
-    translation = _translated(fields, ctx)
-    body, chat = translation.body, translation.chat
+    """Create a response, as OpenAI's Responses API does."""
+    body, chat, own = _translated(fields, ctx)
     prepared = chat.read(ctx, _CHAT_NAMES)
-    include = body.include or []
+    tools, reasoning = body.tools or [], body.reasoning or Reasoning()
     response = ResponseOptions(
         echo=msgspec.json.encode(_echo(body, fields, prepared.options.sampling)),
-        items=msgspec.json.encode(translation.own),
+        items=msgspec.json.encode(own),
         previous_id=body.previous_response_id,
         store=body.store is not False,
-        summary=body.reasoning is not None and bool(body.reasoning.summary or body.reasoning.generate_summary),
-        encrypted=_ENCRYPTED in include,
-        namespaces=translation.namespaces,
-        custom=translation.custom,
+        summary=bool(reasoning.summary or reasoning.generate_summary),
+        encrypted=_ENCRYPTED in (body.include or ()),
+        namespaces={
+            function_name(space["name"], function["name"]): space["name"]
+            for space in tools
+            if space["type"] == "namespace"
+            for function in space["tools"]
+        },
+        custom=[tool["name"] for tool in tools if tool["type"] == "custom"],
     )
-    names = tuple(sorted({*ignored(ResponsesBody, fields, RULES), *chat.unused}))
-    options = msgspec.structs.replace(prepared.options, ignored=names, response=response)
-    return PreparedRequest(options, prepared.prompts)
+    return prepared.with_options(ignored=ignored(ResponsesBody, fields, RULES, chat.unused), response=response)
 
 
 def read_input_tokens(fields: dict[str, Any], ctx: AppContext) -> bytes:
-    """Return the response to a decoded body: how many tokens its prompt has, also beyond the context."""
-    n_tokens = _translated(fields, ctx).chat.count(ctx, _CHAT_NAMES)
-    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": n_tokens})
+    """Return how many tokens the prompt of a response has, also beyond the context."""
+    _, chat, _ = _translated(fields, ctx)
+    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": chat.count(ctx, _CHAT_NAMES)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Translation:
-    """A body and the chat request that it means.
-
-    `own`: its input items; `namespaces` and `custom` as in ResponseOptions.
-    """
-
-    body: ResponsesBody
-    chat: ChatRequestBuilder
-    own: list[dict[str, Any]]
-    namespaces: dict[str, str]
-    custom: list[str]
-
-
-def _translated(fields: dict[str, Any], ctx: AppContext) -> _Translation:
+def _translated(
+    fields: dict[str, Any], ctx: AppContext
+) -> tuple[ResponsesBody, ChatRequestBuilder, list[dict[str, Any]]]:
+    """Return a body, the chat request that it means, and its input items."""
     stored = _stored_turns(fields.pop(STORED_RESPONSES, {}))
     body = to_record(ResponsesBody, fields, RULES)
     chat = ChatRequestBuilder()
@@ -389,11 +366,12 @@ def _translated(fields: dict[str, Any], ctx: AppContext) -> _Translation:
         chat.add_message({"role": "system", "content": body.instructions}, "instructions")
     own = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _resolved(body.input, stored)
     add_items(chat, _located(body, stored, own))
-    namespaces, custom = _translate_tools(body, chat)
+    for index, tool in enumerate(body.tools or ()):
+        _add_tool(chat, tool, f"tools[{index}]")
     _translate_choice(body, chat)
     _translate_reasoning(body, chat, ctx.template)
     _translate_output(body, chat)
-    return _Translation(body, chat, own, namespaces, custom)
+    return body, chat, own
 
 
 def _stored_turns(value: object) -> _StoredTurns:
@@ -440,44 +418,32 @@ def _resolved(items: list[dict[str, Any]], stored: _StoredTurns) -> list[dict[st
     return found
 
 
-def _translate_tools(body: ResponsesBody, chat: ChatRequestBuilder) -> tuple[dict[str, str], list[str]]:
-    """Add the functions; return the namespaces of those that have one, and the names of custom tools."""
-    namespaces: dict[str, str] = {}
-    custom: list[str] = []
-    for index, raw in enumerate(body.tools or ()):
-        where, kind = f"tools[{index}]", raw.get("type")
-        if kind == "function":
-            _add_function(chat, raw, where, None)
-        elif kind == "custom":
-            custom.append(_add_custom(chat, raw, where))
-        elif kind == "namespace":
-            space = convert(Namespace, raw, where)
-            for inner, function in enumerate(space.tools):
-                if function.get("type") != "function":
-                    raise _unsupported_tool(function.get("type"), f"{where}.tools[{inner}]")
-                namespaces[_add_function(chat, function, f"{where}.tools[{inner}]", space.name)] = space.name
-        elif kind == "web_search" and raw.get("external_web_access") is False:
-            chat.unused.append(where)  # a search that must not reach the web has nothing to find here
-        else:
-            raise _unsupported_tool(kind, where)
-    return namespaces, custom
+def _add_tool(chat: ChatRequestBuilder, raw: dict[str, Any], where: str) -> None:
+    kind = raw.get("type")
+    if kind == "function":
+        _add_function(chat, raw, where, None)
+    elif kind == "custom":
+        tool = convert(CustomTool, raw, where)
+        if tool.grammar is not None:
+            chat.unused.append(f"{where}.format")
+        chat.add_tool(custom_function(tool), where)
+    elif kind == "namespace":
+        space = convert(Namespace, raw, where)
+        for index, function in enumerate(space.tools):
+            if function.get("type") != "function":
+                raise _unsupported_tool(function.get("type"), f"{where}.tools[{index}]")
+            _add_function(chat, function, f"{where}.tools[{index}]", space.name)
+    elif kind == "web_search" and raw.get("external_web_access") is False:
+        chat.unused.append(where)  # a search that must not reach the web has nothing to find here
+    else:
+        raise _unsupported_tool(kind, where)
 
 
-def _add_custom(chat: ChatRequestBuilder, raw: dict[str, Any], where: str) -> str:
-    """Add a custom tool as a function of one text."""
-    tool = convert(CustomTool, raw, where)
-    if tool.grammar is not None:
-        chat.unused.append(f"{where}.format")
-    chat.add_tool(custom_function(tool), where)
-    return tool.name
-
-
-def _add_function(chat: ChatRequestBuilder, raw: dict[str, Any], where: str, namespace: str | None) -> str:
+def _add_function(chat: ChatRequestBuilder, raw: dict[str, Any], where: str, namespace: str | None) -> None:
     tool = convert(FunctionTool, raw, where)
     name = function_name(namespace, tool.name) if tool.name else ""
     fields = {"name": name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     chat.add_tool(fields, where)
-    return name
 
 
 def _unsupported_tool(kind: object, where: str) -> ApiError:
@@ -533,22 +499,15 @@ def _translate_output(body: ResponsesBody, chat: ChatRequestBuilder) -> None:
         if form.type == "json_schema":
             fields = {"name": form.name, "schema": form.schema, "strict": form.strict, "description": form.description}
             chat.fields["response_format"]["json_schema"] = {k: v for k, v in fields.items() if v is not None}
-    chat.fields |= {
-        "model": body.model,
-        "max_tokens": body.max_output_tokens,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-    }
+    same = ("model", "stream", "temperature", "top_p", "presence_penalty", "frequency_penalty")
+    chat.fields |= {name: getattr(body, name) for name in same} | {"max_tokens": body.max_output_tokens}
     if _LOGPROBS in include or body.top_logprobs:
         chat.fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
 
 
 def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams) -> dict[str, object]:
     """Return the fields of the request that the response repeats."""
-    reasoning = body.reasoning
+    reasoning = body.reasoning or Reasoning()
     return {
         "background": False,
         "frequency_penalty": sampling.frequency_penalty,
@@ -560,10 +519,7 @@ def _echo(body: ResponsesBody, fields: dict[str, Any], sampling: SamplingParams)
         "presence_penalty": sampling.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": fields.get("prompt_cache_key"),
-        "reasoning": {
-            "effort": None if reasoning is None else reasoning.effort,
-            "summary": None if reasoning is None else reasoning.summary,
-        },
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": fields.get("safety_identifier"),
         "service_tier": "default",
         "store": body.store is not False,
@@ -595,216 +551,201 @@ def _echoed_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
 
 
-_Event = dict[str, object]
-_ItemStatus = Literal["in_progress", "completed", "incomplete"]
+_Json = dict[str, Any]
 _PREFIXES: Final = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
-_CALLS: Final = ("function_call", "custom_tool_call")
+_CALL_TEXTS: Final = {"function_call": "arguments", "custom_tool_call": "input"}
+"""Types of items without parts, and the field that holds their text."""
+_BLANK: Final[_Json] = {"summary": [], "content": [], "encrypted_content": None, "arguments": "", "input": ""}
+"""Fields of an item that has only begun."""
+
+
+class _ItemEvents:
+    """Events of an output item, which has a text or one part with it, at its place in the output."""
+
+    def __init__(self, item: _Json, index: int) -> None:
+        self._item, self._index = item, index
+        self._place = {"item_id": item["id"], "output_index": index}
+        self._part: _Json = {}
+        self._field = _CALL_TEXTS.get(item["type"], "text")
+        if item["type"] in _CALL_TEXTS:
+            self._text_name = f"{item['type']}_{self._field}"
+        else:
+            name = "summary" if item.get("summary") else "content"
+            (self._part,) = item[name]
+            self._place[f"{name}_index"] = 0
+            self._part_name = "reasoning_summary_part" if name == "summary" else "content_part"
+            self._text_name = "reasoning_summary_text" if name == "summary" else self._part["type"]
+
+    def opening(self) -> list[_Json]:
+        item = {**self._item, **{k: v for k, v in _BLANK.items() if k in self._item}, "status": "in_progress"}
+        added = {"type": "response.output_item.added", "output_index": self._index, "item": item}
+        if not self._part:
+            return [added]
+        part = {**self._part, "text": "", **({"logprobs": []} if "logprobs" in self._part else {})}
+        return [added, {"type": f"response.{self._part_name}.added", **self._place, "part": part}]
+
+    def delta(self, text: str, logprobs: Sequence[object]) -> _Json:
+        return {"type": f"response.{self._text_name}.delta", **self._place, "delta": text, **self._scores(logprobs)}
+
+    def closing(self) -> list[_Json]:
+        done = {"type": "response.output_item.done", "output_index": self._index, "item": self._item}
+        text, scores = self.text, self._scores(self._part.get("logprobs", ()))
+        events = [{"type": f"response.{self._text_name}.done", **self._place, self._field: text, **scores}]
+        if self._part:
+            events.append({"type": f"response.{self._part_name}.done", **self._place, "part": self._part})
+        return [*events, done]
+
+    @property
+    def text(self) -> str:
+        """The text that deltas add up to."""
+        text: str = (self._part or self._item)[self._field]
+        return text
+
+    def replayed(self) -> list[_Json]:
+        """Return all events of a finished item."""
+        return [*self.opening(), self.delta(self.text, self._part.get("logprobs", ())), *self.closing()]
+
+    def _scores(self, logprobs: Sequence[object]) -> _Json:
+        return {"logprobs": logprobs} if "logprobs" in self._part else {}
 
 
 @dataclass(slots=True)
 class _Item:
-    """An output item; `text` adds up to its text, reasoning or arguments."""
+    """The output item that is being written: what it adds up to."""
 
     kind: str
-    item_id: str
+    call: ToolCallDelta | None
     text: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
-    call: ToolCallDelta | None = None
 
 
-@dataclass(slots=True, kw_only=True)
 class ResponsesFormatter(ResponseFormatter):
-    """One response.  `keep` gets the finished response and its output items before they are sent."""
+    """A response.  `keep` gets the finished response and its output items before they are sent."""
 
-    response_id: str
-    created_s: int
-    model: str
-    tokenizer: Tokenizer
-    logprobs: bool
-    options: ResponseOptions
-    keep: Callable[[_Event, Sequence[_Event]], None]
-    clock: Callable[[], float]
-    _n_events: int = 0
-    _open: _Item | None = None
-    _output: list[_Event] = field(default_factory=list)
-    _finish_reason: FinishReason | None = None
+    id_prefix = "resp_"
+    prompt_param = "input"
+    style = "named"
 
-    style: ClassVar[StreamStyle] = "named"
+    def __init__(
+        self, prepared: PreparedRequest, ctx: AppContext, keep: Callable[[ResponsesFormatter, _Json], None]
+    ) -> None:
+        super().__init__(prepared, ctx)
+        assert prepared.options.response is not None
+        self.wanted, self._keep = prepared.options.response, keep
+        self.output: list[_Json] = []
+        self._n_events = 0
+        self._open: _Item | None = None
+        self._status = "completed"
 
-    def start(self, index: int) -> Sequence[_Event]:
-        """Return the events before the first item."""
+    def start(self, index: int) -> Sequence[_Json]:
         response = self._response("in_progress")
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
+        return self._numbered(_beginning(response))
 
-    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[_Event]:
-        """Return the events of a delta."""
-        if delta.finish_reason is not None:
-            self._finish_reason = delta.finish_reason
-        return [] if delta.event is None else self._item_events(delta.event, delta.tokens)
+    def delta(self, index: int, delta: ChoiceDelta) -> Sequence[_Json]:
+        if delta.finish_reason == "length":
+            self._status = "incomplete"
+        return [] if delta.event is None else self._numbered(self._item_events(delta.event, delta.tokens))
 
-    def end(self, totals: UsageTotals) -> Sequence[_Event]:
-        """Return the events after the last delta."""
-        cut = self._finish_reason == "length"
-        closing = self._close("incomplete" if cut else "completed")
-        status = "incomplete" if cut else "completed"
-        response = self._response(status, usage=_usage(totals))
-        self.keep(response, self._output)
-        return [*closing, self._event(f"response.{status}", response=response)]
+    def end(self, totals: UsageTotals) -> Sequence[_Json]:
+        closing = self._close(self._status)
+        response = self._response(self._status, usage=_usage(totals))
+        self._keep(self, response)
+        return self._numbered([*closing, {"type": f"response.{self._status}", "response": response}])
 
-    def failure(self, error: ApiError) -> Sequence[_Event]:
-        """Return the event that ends a stream that fails."""
+    def failure(self, error: ApiError) -> Sequence[_Json]:
         fields = {"code": "server_error", "message": error.message}
-        return [self._event("response.failed", response=self._response("failed", error=fields))]
+        return self._numbered([{"type": "response.failed", "response": self._response("failed", error=fields)}])
 
     def full(self, choices: Sequence[Sequence[ChoiceDelta]], totals: UsageTotals) -> object:
-        """Return the whole response."""
         for delta in choices[0]:
             self.delta(0, delta)
         return self.end(totals)[-1]["response"]
 
-    def _response(self, status: str, *, usage: object = None, error: object = None) -> _Event:
-        echo = msgspec.json.decode(self.options.echo, type=dict[str, msgspec.Raw])
+    def _response(self, status: str, *, usage: object = None, error: object = None) -> _Json:
+        echo = msgspec.json.decode(self.wanted.echo, type=dict[str, msgspec.Raw])
         return {
             "id": self.response_id,
             "object": "response",
             "created_at": self.created_s,
-            "completed_at": int(self.clock()) if status == "completed" else None,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.model,
-            "output": list(self._output),
+            "model": self.card.name,
+            "output": list(self.output),
             "usage": usage,
             **echo,
         }
 
-    def _event(self, kind: str, **fields: object) -> _Event:
-        self._n_events += 1
-        return {"type": kind, "sequence_number": self._n_events - 1, **fields}
+    def _numbered(self, events: Sequence[_Json]) -> list[_Json]:
+        first = self._n_events
+        self._n_events += len(events)
+        return [{**event, "sequence_number": first + n} for n, event in enumerate(events)]
 
-    def _item_events(self, event: OutputEvent, tokens: Sequence[TokenRecord]) -> list[_Event]:
+    def _item_events(self, event: OutputEvent, tokens: Sequence[TokenRecord]) -> list[_Json]:
         match event:
             case ContentDelta(text):
-                events = self._continue("message")
-                logprobs = self._logprobs(tokens)
-                return [*events, self._add_text(text, "response.output_text.delta", logprobs=logprobs)]
+                content = chat_logprobs(self.tokenizer, tokens)["content"] if self.options.logprobs else []
+                assert isinstance(content, list)
+                return self._add("message", text, content)
             case ReasoningDelta(text):
-                events = self._continue("reasoning")
-                part = "reasoning_summary_text" if self.options.summary else "reasoning_text"
-                return [*events, self._add_text(text, f"response.{part}.delta")]
+                return self._add("reasoning", text)
             case ToolCallDelta():
-                custom = event.name in self.options.custom
-                kind, part = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
-                events = [*self._close("completed"), *self._continue(kind, event)]
-                text = custom_input(event.arguments) if custom else event.arguments
-                events.append(self._add_text(text, f"response.{kind}_{part}.delta"))
-                return [*events, *self._close("completed")]
+                closed = self._close("completed")
+                if event.name in self.wanted.custom:
+                    events = self._add("custom_tool_call", custom_input(event.arguments), call=event)
+                else:
+                    events = self._add("function_call", event.arguments, call=event)
+                return [*closed, *events, *self._close("completed")]
 
-    def _logprobs(self, tokens: Sequence[TokenRecord]) -> list[object]:
-        content = chat_logprobs(self.tokenizer, tokens)["content"] if self.logprobs else []
-        assert isinstance(content, list)
-        return content
-
-    def _continue(self, kind: str, call: ToolCallDelta | None = None) -> list[_Event]:
-        """Return the events that open an item, unless one of its kind is open."""
-        if self._open is not None and self._open.kind == kind:
-            return []
-        closed = self._close("completed")
-        unique = f"{self.response_id.rpartition('_')[2]}{len(self._output):02d}"
-        item = self._open = _Item(kind, _PREFIXES[kind] + unique, call=call)
-        index = len(self._output)
-        events = [
-            *closed,
-            self._event("response.output_item.added", output_index=index, item=self._item_json(item, "in_progress")),
-        ]
-        if kind not in _CALLS:
-            events.append(self._event(f"response.{self._part_name()}.added", **self._place(), part=self._part("")))
-        return events
-
-    def _add_text(self, text: str, event: str, logprobs: list[object] | None = None) -> _Event:
-        assert self._open is not None
+    def _add(
+        self, kind: str, text: str, logprobs: Sequence[object] = (), call: ToolCallDelta | None = None
+    ) -> list[_Json]:
+        """Return the events of more text for an item, which it opens unless one of its kind is open."""
+        events: list[_Json] = []
+        if self._open is None or self._open.kind != kind:
+            events = self._close("completed")
+            self._open = _Item(kind, call)
+            events += self._events(self._open).opening()
+        delta = self._events(self._open).delta(text, logprobs)
         self._open.text.append(text)
-        more: _Event = {}
-        if logprobs is not None:
-            self._open.logprobs += logprobs
-            more["logprobs"] = logprobs
-        return self._event(event, **self._place(), delta=text, **more)
+        self._open.logprobs += logprobs
+        return [*events, delta]
 
-    def _close(self, status: _ItemStatus) -> list[_Event]:
+    def _close(self, status: str) -> list[_Json]:
         """Return the events that close the open item, if one is."""
         if (item := self._open) is None:
             return []
-        text, place = "".join(item.text), self._place()
-        if item.kind == "function_call":
-            events = [self._event("response.function_call_arguments.done", **place, arguments=text)]
-        elif item.kind == "custom_tool_call":
-            events = [self._event("response.custom_tool_call_input.done", **place, input=text)]
-        else:
-            more = {"logprobs": item.logprobs} if item.kind == "message" else {}
-            events = [
-                self._event(f"response.{self._text_name()}.done", **place, text=text, **more),
-                self._event(f"response.{self._part_name()}.done", **place, part=self._part(text)),
-            ]
-        done = self._item_json(item, status, text)
-        events.append(self._event("response.output_item.done", output_index=len(self._output), item=done))
-        self._output.append(done)
         self._open = None
-        return events
+        done = self._item_json(item, status, "".join(item.text), item.logprobs)
+        self.output.append(done)
+        return _ItemEvents(done, len(self.output) - 1).closing()
 
-    def _place(self) -> _Event:
-        assert self._open is not None
-        place: _Event = {"item_id": self._open.item_id, "output_index": len(self._output)}
-        if self._open.kind not in _CALLS:
-            place["summary_index" if self._is_summary() else "content_index"] = 0
-        return place
+    def _events(self, item: _Item) -> _ItemEvents:
+        return _ItemEvents(self._item_json(item), len(self.output))
 
-    def _is_summary(self) -> bool:
-        return self._open is not None and self._open.kind == "reasoning" and self.options.summary
-
-    def _part_name(self) -> str:
-        return "reasoning_summary_part" if self._is_summary() else "content_part"
-
-    def _text_name(self) -> str:
-        if self._is_summary():
-            return "reasoning_summary_text"
-        return "reasoning_text" if self._open is not None and self._open.kind == "reasoning" else "output_text"
-
-    def _part(self, text: str) -> _Event:
-        """Return the only part of the open item."""
-        assert self._open is not None
-        if self._is_summary():
-            return {"type": "summary_text", "text": text}
-        if self._open.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        logprobs = list(self._open.logprobs) if text else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _item_json(self, item: _Item, status: _ItemStatus, text: str | None = None) -> _Event:
-        """Return the open item's JSON; `text`: None before its end."""
-        head: _Event = {"id": item.item_id, "type": item.kind, "status": status}
-        parts = [] if text is None else [self._part(text)]
+    def _item_json(
+        self, item: _Item, status: str = "in_progress", text: str = "", logprobs: Sequence[object] = ()
+    ) -> _Json:
+        unique = f"{self.unique_id}{len(self.output):02d}"
+        head: _Json = {"id": f"{_PREFIXES[item.kind]}{unique}", "type": item.kind, "status": status}
         if item.kind == "message":
-            return {**head, "role": "assistant", "content": parts}
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+            return {**head, "role": "assistant", "content": [part]}
         if item.kind == "reasoning":
-            encrypted = encode_reasoning(text) if text is not None and self.options.encrypted else None
-            summary, content = (parts, []) if self.options.summary else ([], parts)
-            return {**head, "summary": summary, "content": content, "encrypted_content": encrypted}
+            encrypted = base64.b64encode(text.encode()).decode() if self.wanted.encrypted else None
+            field_, kind = ("summary", "summary_text") if self.wanted.summary else ("content", "reasoning_text")
+            parts: _Json = {"summary": [], "content": []} | {field_: [{"type": kind, "text": text}]}
+            return {**head, **parts, "encrypted_content": encrypted}
         assert item.call is not None
-        # Globally unique, as the response id is; clients send it back with the call's output.
-        call_id = f"call_{item.item_id.removeprefix(_PREFIXES[item.kind])}"
-        if item.kind == "custom_tool_call":
-            return {**head, "call_id": call_id, "name": item.call.name, "input": text or ""}
-        namespace = self.options.namespaces.get(item.call.name)
-        named: _Event = {"name": item.call.name}
-        if namespace is not None:
-            named = {"name": item.call.name.removeprefix(f"{namespace}."), "namespace": namespace}
-        return {**head, "call_id": call_id, **named, "arguments": text or ""}
+        # The call's id is globally unique, as the response's is; clients send it back with the call's output.
+        named: _Json = {"call_id": f"call_{unique}", "name": item.call.name}
+        if (namespace := self.wanted.namespaces.get(item.call.name)) is not None:
+            named |= {"name": item.call.name.removeprefix(f"{namespace}."), "namespace": namespace}
+        return {**head, **named, _CALL_TEXTS[item.kind]: text}
 
 
-def _usage(totals: UsageTotals) -> _Event:
+def _usage(totals: UsageTotals) -> _Json:
     return {
         "input_tokens": totals.prompt,
         "input_tokens_details": {"cached_tokens": totals.cached, "cache_write_tokens": 0},
@@ -815,62 +756,40 @@ def _usage(totals: UsageTotals) -> _Event:
     }
 
 
-_Json = dict[str, Any]
-_CALL_TEXTS: Final = {"function_call": "arguments", "custom_tool_call": "input"}
-"""Types of items without parts, and the field that holds their text."""
+class ReplayQuery(msgspec.Struct):
+    """The query of GET /v1/responses/{id}."""
+
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Items of a list to return: at most `limit`, those after `after` in its order."""
+class InputItemsQuery(msgspec.Struct):
+    """The query of GET /v1/responses/{id}/input_items."""
 
-    limit: int
-    after: str | None
-    ascending: bool
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+def _beginning(response: _Json) -> list[_Json]:
+    return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
 
 
 def replay(response: _Json) -> list[_Json]:
     """Return the events of a finished response, numbered."""
     begun = {**response, "status": "in_progress", "completed_at": None, "incomplete_details": None, "usage": None}
-    begun["output"] = []
-    events: list[_Json] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
-    ]
+    events = _beginning(begun | {"output": []})
     for index, item in enumerate(response["output"]):
-        place = {"item_id": item["id"], "output_index": index}
-        text, kind = _CALL_TEXTS.get(item["type"]), item["type"]
-        blank: dict[str, object] = {"summary": [], "content": [], "encrypted_content": None, text or "": ""}
-        empty = {name: value for name, value in blank.items() if name in item}
-        opened = {**item, **empty, "status": "in_progress"}
-        events.append({"type": "response.output_item.added", "output_index": index, "item": opened})
-        if text:
-            events.append({"type": f"response.{kind}_{text}.delta", **place, "delta": item[text]})
-            events.append({"type": f"response.{kind}_{text}.done", **place, text: item[text]})
-        for name in ("summary", "content"):
-            for number, part in enumerate(item.get(name) or ()):
-                events += _part_events({**place, f"{name}_index": number}, name, part)
-        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+        events += _ItemEvents(item, index).replayed()
     events.append({"type": f"response.{response['status']}", "response": response})
     return [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
-def _part_events(place: _Json, name: str, part: _Json) -> Iterator[_Json]:
-    prefix = "reasoning_summary_part" if name == "summary" else "content_part"
-    kind = "reasoning_summary_text" if name == "summary" else part["type"]
-    more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    empty = {**part, "text": "", **({"logprobs": []} if more else {})}
-    yield {"type": f"response.{prefix}.added", **place, "part": empty}
-    yield {"type": f"response.{kind}.delta", **place, "delta": part["text"], **more}
-    yield {"type": f"response.{kind}.done", **place, "text": part["text"], **more}
-    yield {"type": f"response.{prefix}.done", **place, "part": part}
-
-
-def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: Page) -> _Json:
+def input_items(response_id: str, turns: Sequence[Sequence[_Json]], page: InputItemsQuery) -> _Json:
     """Return a page of the items that a response answers, `turns` without its own output."""
     unique = response_id.rpartition("_")[2]
     items = [_complete(item, f"msg_{unique}i{n}") for n, item in enumerate(item for turn in turns for item in turn)]
-    if not page.ascending:
+    if page.order == "desc":
         items.reverse()
     start = next((n + 1 for n, item in enumerate(items) if item["id"] == page.after), 0)
     found = items[start : start + page.limit]
@@ -895,59 +814,42 @@ def _complete(item: _Json, item_id: str) -> _Json:
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Create a response, as OpenAI's Responses API does."""
-    ctx, store, key = request.app[APP_CONTEXT], request.app[RESPONSE_STORE], context_of(request).caller.id
     named: dict[str, StoredResponse] = {}
-    prepared = await prepare(request, read_response, _stored_adder(request, named))
-    assert isinstance(prepared, PreparedRequest)
-    options = prepared.options
-    assert options.response is not None
-    response, wanted = ResponseId.now("resp_"), options.response
-    earlier: tuple[bytes, ...] = ()
-    if (previous := wanted.previous_id) is not None:
-        if previous not in named:  # the client made up what the server adds
-            raise previous_not_stored(previous)
-        earlier = named[previous].turns
 
-    def keep(body: dict[str, object], output: Sequence[object]) -> None:
+    def keep(formatter: ResponsesFormatter, response: _Json) -> None:
+        wanted, earlier = formatter.wanted, named.get(formatter.wanted.previous_id or "")
         if wanted.store:
-            turns = (*earlier, wanted.items, msgspec.json.encode(output))
-            store.put(response.response_id, StoredResponse(msgspec.json.encode(body), turns, key))
+            turns = (*(earlier.turns if earlier else ()), wanted.items, msgspec.json.encode(formatter.output))
+            body = StoredResponse(msgspec.json.encode(response), turns, context_of(request).caller.id)
+            request.app[RESPONSE_STORE].put(formatter.response_id, body)
 
-    formatter = ResponsesFormatter(
-        response_id=response.response_id,
-        created_s=response.created_s,
-        model=ctx.model.name,
-        tokenizer=ctx.tokenizer,
-        logprobs=options.logprobs,
-        options=wanted,
-        keep=keep,
-        clock=time.time,
-    )
-    return await respond(request, prepared, formatter, response, "input")
+    def formatter(prepared: PreparedRequest, ctx: AppContext) -> ResponsesFormatter:
+        assert prepared.options.response is not None
+        previous = prepared.options.response.previous_id
+        if previous is not None and previous not in named:  # the client made up what the server adds
+            raise previous_not_stored(previous)
+        return ResponsesFormatter(prepared, ctx, keep)
+
+    return await answer(request, read_response, formatter, partial(_add_stored, request, named))
 
 
-def _stored_adder(request: web.Request, named: dict[str, StoredResponse]) -> AddToBody:
-    """Return what adds the stored conversations that a body names, and notes them in `named`."""
-    store, key = request.app[RESPONSE_STORE], context_of(request).caller.id
-
-    async def add_to_body(body: list[bytes]) -> int:
-        named.update(await store.named_in(body, key))
-        return with_stored(body, named)
-
-    return add_to_body
+async def _add_stored(request: web.Request, named: dict[str, StoredResponse], body: list[bytes]) -> int:
+    """Add the stored conversations that a body names, also to `named`; return how many bytes."""
+    named.update(await request.app[RESPONSE_STORE].named_in(body, context_of(request).caller.id))
+    return with_stored(body, named)
 
 
 async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     """Count the tokens of a response's prompt."""
-    return await respond_encoded(request, read_input_tokens, _stored_adder(request, {}))
+    return await answer(request, read_input_tokens, add_to_body=partial(_add_stored, request, {}))
 
 
 async def get_response(request: web.Request) -> web.Response:
     """Return a stored response, or its events after `starting_after` with `stream=true`."""
-    stored, query = _stored(request), request.query
-    if not _choice(query, "stream", {"false": False, "true": True}):
+    stored, query = _stored(request), convert(ReplayQuery, dict(request.query), strict=False)
+    if not query.stream:
         return web.Response(body=stored.body, content_type="application/json")
-    first = _integer(query, "starting_after", -1, 0, 2**31 - 1) + 1
+    first = 0 if query.starting_after is None else query.starting_after + 1
     events = await asyncio.to_thread(lambda: replay(msgspec.json.decode(stored.body))[first:])
     body = b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), msgspec.json.encode(e)) for e in events)
     return web.Response(body=body, content_type="text/event-stream", charset="utf-8")
@@ -955,32 +857,9 @@ async def get_response(request: web.Request) -> web.Response:
 
 async def list_input_items(request: web.Request) -> web.Response:
     """List the items that a stored response answers."""
-    stored, query = _stored(request), request.query
-    page = Page(
-        limit=_integer(query, "limit", 20, 1, 100),
-        after=query.get("after"),
-        ascending=_choice(query, "order", {"desc": False, "asc": True}),
-    )
+    stored, query = _stored(request), convert(InputItemsQuery, dict(request.query), strict=False)
     turns = [msgspec.json.decode(turn) for turn in stored.turns[:-1]]
-    body = input_items(request.match_info["id"], turns, page)
-    return json_response(body)
-
-
-def _integer(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    sent = query.get(name)
-    if sent is None:
-        return default
-    if not (sent.isascii() and sent.isdigit() and len(sent) <= 10 and least <= int(sent) <= most):
-        raise bad_parameter(name, f"{show(sent)} is not an integer from {least} to {most}")
-    return int(sent)
-
-
-def _choice(query: Mapping[str, str], name: str, values: Mapping[str, bool]) -> bool:
-    """Return what a parameter of two values means; the first is its default."""
-    sent = query.get(name, next(iter(values)))
-    if sent not in values:
-        raise bad_parameter(name, f"{show(sent)} is not one of its values; use {' or '.join(values)}")
-    return values[sent]
+    return json_response(input_items(request.match_info["id"], turns, query))
 
 
 def _stored(request: web.Request) -> StoredResponse:

@@ -1,17 +1,18 @@
 """The admin endpoint: JSON over HTTP on a Unix socket in the run directory, for the same user only.
 
 The directory has mode 0700, and the peer uid of every connection is checked as well (SO_PEERCRED), so a leaked
-descriptor is useless to another user.  Knows routes and JSON; an :class:`AdminPort` does the work.  Invariant: every
-response is JSON without NaN, and an invalid request is a 400 that names the fault.
+descriptor is useless to another user.  Invariant: every response is JSON without NaN, and an invalid request is a 400
+that names the fault.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol, TypeVar
@@ -20,8 +21,17 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from lucevisor.api.bodies import json_response
 from lucevisor.api.errors import ApiError
+from lucevisor.deployment.service import Service
+from lucevisor.engine.core import Engine
 from lucevisor.errors import AdminError, ConfigError, LucevisorError, show
+from lucevisor.kv.prefix_tree import NO_STATE, PrefixSlot
+from lucevisor.model.pages import pages_of
+from lucevisor.model.values import Space
+from lucevisor.snapshots import maintenance
+from lucevisor.snapshots.maintenance import JsonObject
+from lucevisor.snapshots.store import SnapshotStore
 
 log = structlog.get_logger("lucevisor.admin")
 
@@ -36,24 +46,101 @@ Command = TypeVar("Command", bound=msgspec.Struct)
 Names = Annotated[list[str], msgspec.Meta(max_length=MAX_NAMES)]
 
 
-class CachePort(Protocol):
-    """Operations on prefix slots and snapshots.  All but ``show`` raise LucevisorError when snapshots are off."""
+class CacheOperations:
+    """Prefix slots and snapshots of a running supervisor.
+
+    All but ``show`` raise LucevisorError when snapshots are off.  The functions are those of ``lucevisor cache --dir``,
+    in threads, so the event loop never waits for the disk.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     async def show(self) -> dict[str, Any]:
-        """Slots in memory and files on disk."""
+        """List slots in memory, most recently used first, and files; without snapshots ``dir`` and ``files`` are empty.
 
-    async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[dict[str, Any]]: ...
+        ``bytes`` of a slot: its pages and states over all shards, shared ones included.
+        """
+        engine, store = self._service.engine, self.open_store()
+        slots = sorted(engine.prefixes.slots, key=lambda s: (-s.used_at, -s.number)) if engine is not None else []
+        files = await asyncio.to_thread(maintenance.files, store.directory) if store is not None else []
+        return {
+            "dir": str(store.directory.absolute()) if store is not None else "",
+            "disk": store.budget if store is not None else self._service.config.cache.disk,
+            "slots": [_slot(engine, slot) for slot in slots] if engine is not None else [],
+            "files": files,
+        }
 
-    async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[dict[str, Any]]: ...
+    async def verify(self, files: Sequence[str], *, set_aside: bool) -> list[JsonObject]:
+        """Compare all checksums of ``files``, or of all snapshots, one file after the other."""
+        store = self._store()
+        directory = store.directory
+        checked, n_aside = [], 0
+        try:
+            for file in await asyncio.to_thread(maintenance.to_verify, directory, files):
+                result = await asyncio.to_thread(maintenance.verify, directory, file, set_aside=set_aside)
+                checked.append(result)
+                n_aside += bool(result["set_aside"])
+        finally:
+            if n_aside:
+                await self._scan(store)
+        return checked
 
-    async def remove(self, files: Sequence[str], *, everything: bool) -> list[dict[str, Any]]: ...
+    async def prune(self, disk_bytes: int | None, *, refused: bool) -> list[JsonObject]:
+        """Remove leftovers and files beyond ``disk_bytes`` (None: the configured budget)."""
+        store = self._store()
+        most = store.disk_bytes if disk_bytes is None else disk_bytes
+        gone = await asyncio.to_thread(maintenance.prune, store.directory, most, refused=refused)
+        await self._scan(store)
+        return gone
+
+    async def remove(self, files: Sequence[str], *, everything: bool) -> list[JsonObject]:
+        """Remove files by name, or all."""
+        store = self._store()
+        try:
+            return await asyncio.to_thread(maintenance.remove, store.directory, files, everything=everything)
+        finally:  # some may be removed before one fails
+            await self._scan(store)
+
+    async def _scan(self, store: SnapshotStore) -> None:
+        if self._service.state != "draining":  # or the store may be closed already
+            await asyncio.to_thread(store.scan)
+
+    def open_store(self) -> SnapshotStore | None:
+        """Return the store; None while snapshots are off, or not open yet."""
+        return self._service.snapshots.store if self._service.snapshots is not None else None
+
+    def _store(self) -> SnapshotStore:
+        store = self.open_store()
+        if self._service.state == "draining":
+            raise LucevisorError("the supervisor is stopping: use --dir when it has stopped")
+        if store is not None:
+            return store
+        cache = self._service.config.cache
+        if cache.dir and cache.prefix_slots:
+            raise LucevisorError("snapshots are not open yet: the model is not placed; ask again when it is ready")
+        key = "cache.prefix_slots is 0" if cache.dir else "cache.dir is not set"
+        raise LucevisorError(f"snapshots are off: {key} in {self._service.config.file}")
+
+
+def _slot(engine: Engine, slot: PrefixSlot) -> JsonObject:
+    unit = Counter(engine.prefixes.settings.unit_bytes)  # 0 for a space that the model lacks
+    n_pages = pages_of(slot.n_tokens)
+    n_bytes = unit[Space.FULL] * n_pages + unit[Space.WINDOW] * (n_pages - slot.first_window)
+    return {
+        "n_tokens": slot.n_tokens,
+        "origin": slot.origin,
+        "pins": slot.pins,
+        "uses": slot.n_uses,
+        "bytes": n_bytes + (unit[Space.RECURRENT] if slot.state != NO_STATE else 0),
+    }
 
 
 class AdminPort(Protocol):
     """Operations on a running supervisor."""
 
     @property
-    def cache(self) -> CachePort: ...
+    def cache(self) -> CacheOperations: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -133,24 +220,7 @@ async def _own_user_only(
 
 
 def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)
-
-
-def _json(answer: dict[str, Any]) -> web.Response:
-    """Return a JSON response; non-finite numbers, as a broken device may report, become null."""
-    try:
-        text = json.dumps(answer, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_finite(answer), allow_nan=False)
-    return web.Response(text=text, content_type="application/json")
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json_response({"error": message}, status)
 
 
 async def _read_command(request: web.Request, kind: type[Command], default: bytes = b"") -> Command:
@@ -180,24 +250,24 @@ def create_admin_app(port: AdminPort) -> web.Application:
     /cache/prune, /cache/rm."""
 
     async def status(_: web.Request) -> web.Response:
-        return _json(port.status())
+        return json_response(port.status())
 
     async def ready(request: web.Request) -> web.Response:
-        return _json({"ready": await port.wait_ready(_seconds(request, "timeout_s"))})
+        return json_response({"ready": await port.wait_ready(_seconds(request, "timeout_s"))})
 
     async def stop(_: web.Request) -> web.Response:
         port.stop("requested by an operator")
-        return _json({"stopping": True})
+        return json_response({"stopping": True})
 
     async def restart(request: web.Request) -> web.Response:
         command = await _read_command(request, Restart)
         await port.restart(command.groups, now=command.now)
-        return _json(port.status())
+        return json_response(port.status())
 
     async def reload(request: web.Request) -> web.Response:
         command = await _read_command(request, Reload, b"{}")
         changed = await port.reload(command.set)
-        return _json({**port.status(), "changed": changed})
+        return json_response({**port.status(), "changed": changed})
 
     app = web.Application(middlewares=[_own_user_only], client_max_size=MAX_COMMAND_BYTES)
     app.add_routes(
@@ -217,21 +287,21 @@ def _cache_routes(port: AdminPort) -> list[web.RouteDef]:
     """Return the routes below /cache.  A body may be omitted where every field has a default."""
 
     async def show(_: web.Request) -> web.Response:
-        return _json(await port.cache.show())
+        return json_response(await port.cache.show())
 
     async def verify(request: web.Request) -> web.Response:
         command = await _read_command(request, CacheVerify, b"{}")
-        return _json({"checked": await port.cache.verify(command.files, set_aside=command.set_aside)})
+        return json_response({"checked": await port.cache.verify(command.files, set_aside=command.set_aside)})
 
     async def prune(request: web.Request) -> web.Response:
         command = await _read_command(request, CachePrune, b"{}")
-        return _json({"removed": await port.cache.prune(command.to, refused=command.refused)})
+        return json_response({"removed": await port.cache.prune(command.to, refused=command.refused)})
 
     async def remove(request: web.Request) -> web.Response:
         command = await _read_command(request, CacheRemove, b"{}")
         if bool(command.files) == command.all:
             return _error(400, "files, all: name files, or set all to true")
-        return _json({"removed": await port.cache.remove(command.files, everything=command.all)})
+        return json_response({"removed": await port.cache.remove(command.files, everything=command.all)})
 
     return [
         web.get("/cache", show),
