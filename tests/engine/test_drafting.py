@@ -392,13 +392,13 @@ class Recorder(SpecDecodeController):
 
 def adaptive_bench() -> Bench:
     bounds = speculating()
-    return Bench(replace(bounds, speculation=replace(bounds.speculation, fixed=False)))
+    return Bench(replace(bounds, speculation=structs.replace(bounds.speculation, fixed=False)))
 
 
 def test_padding_makes_slices_equal_and_counts_as_no_draft() -> None:
     bench = adaptive_bench()
     recorder = bench.scheduler.drafting.speculation = Recorder()
-    return Bench(replace(bounds, speculation=structs.replace(bounds.speculation, fixed=False)))
+    bench.submit("a", "b")
     first = bench.plan()
     bench.answer(first)
     drafts = [Drafted(bench.live("a").sequence, [9])]
