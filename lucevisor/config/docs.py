@@ -71,7 +71,6 @@ def _section(name: str, section: type[Any]) -> Iterator[str]:
 
 
 def texts_of(section: type[Any]) -> dict[str, str]:
-    """Return the text below each field of a section class."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}

@@ -77,7 +77,6 @@ async def take_state(engine: Engine, earlier: Deployment, spec: ModelSpec) -> St
 
 
 def resume_requests(engine: Engine, earlier: Deployment) -> None:
-    """Resume requests where they stopped."""
     if earlier.transfers is not None:
         earlier.transfers.resume()
     engine.freezer.thaw()

@@ -320,7 +320,6 @@ class Deployment:
 
     @property
     def links(self) -> Mapping[str, Link]:
-        """The links of the groups that are READY."""
         return self._links
 
     def detach(self, error: RequestError | None = None) -> None:

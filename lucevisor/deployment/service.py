@@ -343,7 +343,6 @@ class Service:
         engine.detach_frozen(_MOVING, None, 0)
 
     async def end(self, deployment: Deployment) -> None:
-        """Stop a deployment that does not serve."""
         await deployment.stop(STOP_S)
         if self._stopping is None:
             self._deployments.remove(deployment)

@@ -64,7 +64,6 @@ class HostSwapSpace:
 
     @property
     def n_bytes(self) -> int:
-        """Host memory in use."""
         return sum(copy.total_bytes for copy in self._copies.values())
 
     def write(self, slot: PrefixSlot) -> SwappedPrefix | None:

@@ -497,7 +497,6 @@ class DrafterAttachment:
         self._engine.proceed()
 
     def _drafted(self, result: StepResult) -> None:
-        """Let the sequences go on that waited for these drafts."""
         try:
             goes_on = self._engine.scheduler.drafting.on_drafts(result)
         except WrongResult as error:

@@ -489,7 +489,6 @@ class Pipeline:
             self._on_failed(PipelineFailure(stage, code, message))
 
     def find_unanswered(self, stage: int, step_id: int) -> Step | None:
-        """Return a step that a stage, or the draft stage, has yet to answer."""
         held = self._held[stage] if 0 <= stage < self.n_stages else ()
         entry = next((entry for entry in held if entry.step.step_id == step_id), None)
         if stage == self.n_stages:

@@ -237,7 +237,6 @@ class StageRecovery:
         self.opening, self.n_frozen = [*opening], n_tokens
 
     def on_step_planned(self, plan: StepPlan, live_sequences: Mapping[int, LiveSequence]) -> None:
-        """Record a step that is sent."""
         if plan.step.slices or not self.active:  # else it waits for the lost stages
             self.opening = None
         if self._journal is not None:

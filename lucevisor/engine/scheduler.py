@@ -162,7 +162,6 @@ class RequestQueue:
         return self._n_waiting[client]
 
     def n_clients(self, client: str) -> int:
-        """Return how many clients have such requests, ``client`` included."""
         return len(self._n_waiting) + (client not in self._n_waiting)
 
     def n_before(self, client: str) -> int:

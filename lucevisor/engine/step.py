@@ -142,7 +142,6 @@ class ScheduledStep:
 
     @property
     def live_sequences(self) -> dict[int, LiveSequence]:
-        """The sequences of its slices, by id."""
         return {sequence: part.live for sequence, part in self.parts.items()}
 
     def take_scores(self, scored: Sequence[Scored]) -> None:

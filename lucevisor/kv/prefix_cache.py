@@ -182,7 +182,6 @@ class PrefixIndex:
             match.slot.n_uses += 1
 
     def touch(self, slot: PrefixSlot, now: float) -> None:
-        """Make a slot the most recently used."""
         slot.last_use, slot.used_at, slot.evict_on_unpin = self._n_prompts, now, False
 
     # ---- making slots

@@ -102,7 +102,6 @@ class PrefixSlot:
 
     @property
     def tokens(self) -> TokenBuffer:
-        """The tokens, from the start of the text."""
         return TokenBuffer.from_packed(b"".join(node.tokens for node in path_to(self.node)) + self.remainder)
 
     def pages(self, space: Space) -> list[int]:

@@ -173,7 +173,6 @@ class Placement:
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory of all arenas."""
         return sum(arena.region_bytes * arena.n_regions for arena in self.arenas)
 
     @property

@@ -276,7 +276,6 @@ class Sizing:
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """The memories that are too small."""
         return tuple(
             Shortage(
                 memory.name,

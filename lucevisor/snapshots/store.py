@@ -223,7 +223,6 @@ class SnapshotStore:
 
     @property
     def n_files(self) -> int:
-        """Number of usable files."""
         return len(self._index)
 
     def find(self, prompt: Sequence[int], most: int) -> SnapshotMatch | None:
@@ -432,7 +431,6 @@ class SnapshotStore:
 
     @staticmethod
     def close_snapshot(opened: OpenSnapshot) -> None:
-        """Close the file.  Idempotent."""
         if not opened.closed:
             opened.closed = True
             os.close(opened.fd)

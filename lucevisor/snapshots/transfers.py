@@ -36,7 +36,6 @@ class TransferFile:
         return [tensor for tensor in self.contents if tensor.draft and self.with_draft]
 
     def n_bytes(self, tensors: Sequence[SnapshotTensor]) -> int:
-        """Return the bytes that a daemon writes or reads of ``tensors``."""
         return sum(tensor.n_bytes for tensor in tensors)
 
 

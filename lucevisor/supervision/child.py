@@ -324,13 +324,11 @@ class Child:
     def open_link(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
     ) -> Link:
-        """Open the supervisor's end of the link."""
         return Link(self.link_socket, on_frame, on_closed, name=name)
 
     def open_pulse(
         self, name: str, on_frame: Callable[[Frame], None], on_closed: Callable[[ProtocolError], None]
     ) -> Link:
-        """Open the supervisor's end of the pulse."""
         return Link(self.pulse_socket, on_frame, on_closed, channel=Channel.PULSE, name=name)
 
     def send(self, to_send: ProcessSignal) -> None:

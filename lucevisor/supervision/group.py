@@ -107,7 +107,6 @@ class GroupSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the present process."""
         return self._machine.pid or None
 
     @property
@@ -117,7 +116,6 @@ class GroupSupervisor:
 
     @property
     def hello(self) -> Hello | None:
-        """The hello of the present process."""
         return self._live_daemon.hello if self._live_daemon else None
 
     @property
@@ -143,7 +141,6 @@ class GroupSupervisor:
 
     @property
     def link(self) -> Link | None:
-        """The link, while the group takes steps."""
         usable = self.state in (State.READY, State.DRAINING)
         return self._live_daemon.link if self._live_daemon and usable else None
 

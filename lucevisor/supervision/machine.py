@@ -246,7 +246,6 @@ class Machine:
             self._arm(Timer.DRAIN, drain_s)
 
     def _shorten_deadline(self) -> None:
-        """Apply a shorter deadline to the present level."""
         left_s = self._left_s() / (2 if self._level is _Escalation.MESSAGE else 1)
         if self._level is _Escalation.KILL:
             return

@@ -390,7 +390,6 @@ class DrafterSuspension:
             self._used = False
 
     def record_step(self) -> None:
-        """Count a step of decodes."""
         self._n_steps += 1
 
     def record_use(self) -> None:

@@ -129,7 +129,6 @@ class DraftStatistics:
         self.upkeep_s += max(0.0, remaining_s)
 
     def stepped(self, shares: Sequence[StepShare], seconds: float) -> None:
-        """Count the time of a step."""
         for share, part_s in _shared_out(shares, seconds):
             self.by_origin[share.origin].verify_s += part_s
 
