@@ -130,8 +130,10 @@ async def test_a_schema_that_is_nested_too_deep_to_be_sent_back_is_refused(prepr
         schema = {"allOf": [schema]}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    context = Rig(attach=False).context
+    context.max_context = 4096
     with pytest.raises(ApiError, match="nested too deep") as refused:
-        await preprocessor.read(READERS["chat"], [json.dumps(body).encode()], Rig(attach=False).context)
+        await preprocessor.read(READERS["chat"], [json.dumps(body).encode()], context)
     assert refused.value.status == 400
 
 
